@@ -1,0 +1,1 @@
+"""Registers the FSDP trainer. Imports no torch."""

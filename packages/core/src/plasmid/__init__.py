@@ -1,0 +1,75 @@
+"""Types, interfaces and the training loop. Importing this imports neither torch nor ray."""
+
+from .api import train
+from .batch import BatchRef, BatchTable, GroupRef, Rows
+from .components import (
+    Algorithm,
+    BuildContext,
+    Component,
+    Converter,
+    DataSource,
+    Filter,
+    Needs,
+    Reward,
+    Rollout,
+    RolloutEngineConfig,
+    Tracker,
+    TrainerConfig,
+    Workflow,
+)
+from .config import RunConfig
+from .errors import PlasmidError
+from .hookspecs import hookimpl
+from .protocols import EngineClient, RolloutEngine, RunContext, Trainer
+from .recipe import load_config
+from .types import (
+    Completion,
+    GenerateRequest,
+    Prompt,
+    PromptGroup,
+    Role,
+    Sample,
+    SamplingParams,
+    Score,
+    StopReason,
+    VersionSpan,
+)
+
+__all__ = [
+    "Algorithm",
+    "BatchRef",
+    "BatchTable",
+    "BuildContext",
+    "Completion",
+    "Component",
+    "Converter",
+    "DataSource",
+    "EngineClient",
+    "Filter",
+    "GenerateRequest",
+    "GroupRef",
+    "Needs",
+    "PlasmidError",
+    "Prompt",
+    "PromptGroup",
+    "Reward",
+    "Role",
+    "Rollout",
+    "RolloutEngine",
+    "RolloutEngineConfig",
+    "Rows",
+    "RunConfig",
+    "RunContext",
+    "Sample",
+    "SamplingParams",
+    "Score",
+    "StopReason",
+    "Tracker",
+    "Trainer",
+    "TrainerConfig",
+    "VersionSpan",
+    "Workflow",
+    "hookimpl",
+    "load_config",
+    "train",
+]

@@ -1,0 +1,228 @@
+"""What a plugin subclasses.
+
+A component is a pydantic model: its fields are its settings, the docstring under a field is that setting's help.
+Light components (rewards, filters, algorithms, ...) do their work themselves. Heavy ones (trainers, engines) are
+settings whose ``build()`` imports and starts the real thing, so that listing plugins never imports torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .protocols import Cluster, RolloutEngine, RunContext, Trainer
+from .types import Completion, Ints, Prompt, PromptGroup, Role, Sample, SamplingParams, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .algorithms.inputs import AdvantageInputs, LossInputs, TokenLoss
+    from .config import RunConfig
+
+    NamedTensor = tuple[str, Tensor]
+
+
+class Settings(BaseModel):
+    """Base of everything that a recipe can set: unknown keys are errors, nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class Component(Settings, ABC):
+    """Base of every pluggable part. Declare ``kind: Literal["name"] = "name"`` to give it its name."""
+
+    async def open(self, context: RunContext) -> None:
+        """Called once before first use in each process that uses it. Keep what you open in a private attribute."""
+
+    async def close(self) -> None:
+        """Called once after last use."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint must keep so that `restore` continues exactly; JSON types only."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state. Called after `open`."""
+
+
+class Reward(Component):
+    """Scores one sample. Called many times at once; must not keep state between calls."""
+
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Factor of this reward in the sum."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest time for one sample; past it the run ends with an error that names the sample."""
+
+    @abstractmethod
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | Score:
+        """The score of ``sample``. What a policy may write must not raise: return the failure value instead."""
+
+    async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Score]:
+        """Scores of all samples of one prompt; override it where a score depends on the other samples."""
+        return [await self(prompt, sample) for sample in samples]
+
+
+class Filter(Component):
+    """Decides whether a scored group is trained on."""
+
+    @abstractmethod
+    def __call__(self, group: PromptGroup) -> bool:
+        """True to keep the group."""
+
+
+class Converter(Component):
+    """Reads and writes one checkpoint layout. Tensors carry Hugging Face names, so any two layouts convert."""
+
+    @abstractmethod
+    def read(self, path: Path) -> Iterator[NamedTensor]:
+        """Yield the tensors one by one; a checkpoint may be larger than memory. Raises `ModelError`."""
+
+    @abstractmethod
+    def write(self, path: Path, tensors: Iterable[NamedTensor]) -> None:
+        """Write a checkpoint; the target is complete or absent afterwards. Raises `ModelError`."""
+
+    def write_companions(self, source: Path, target: Path) -> None:
+        """Write what travels beside the weights (config, tokenizer) from this layout's ``source`` as Hugging Face files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run of one algorithm takes besides a policy. Checked against the recipe before anything starts."""
+
+    rewards: bool = True
+    engine: bool = True
+    reference: bool = False
+    teacher: bool = False
+    critic: bool = False
+
+
+class Algorithm(Component):
+    """Advantage and loss of one named method: pure functions of tensors that every trainer shares."""
+
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What a run with these settings takes."""
+
+    @abstractmethod
+    def roles(self, *, steps: int) -> tuple[Role, ...]:
+        """Whose per-token scores must be taken before a batch is trained in this many optimizer steps."""
+
+    @abstractmethod
+    def advantages(self, inputs: AdvantageInputs) -> Tensor:
+        """[T] advantage of each of this rank's tokens."""
+
+    @abstractmethod
+    def loss(self, inputs: LossInputs) -> TokenLoss:
+        """Loss per token of one microbatch, not yet reduced."""
+
+    def weights_need_entropy(self) -> bool:
+        """True if the loss has an entropy term, so that its gradient must be kept."""
+        return False
+
+
+class Rollout(Protocol):
+    """What one execution of a workflow may use."""
+
+    id: str
+    """Rollout id; also the engine's session id."""
+    sampling: SamplingParams
+
+    async def generate(self, token_ids: Ints) -> Completion:
+        """Continue the tokens by the current policy; seeds, ids and deadlines are taken care of."""
+        ...
+
+    def decode(self, token_ids: Ints) -> str:
+        """Tokens to text, special tokens left out."""
+        ...
+
+    def encode(self, text: str) -> Ints:
+        """Text to tokens, no special tokens added."""
+        ...
+
+    def sample(self, prompt: Prompt, completions: Sequence[Completion | Ints], **fields: Any) -> Sample:
+        """A sample made of the prompt, then completions (trained on) and plain tokens (tool replies, not trained on)."""
+        ...
+
+
+class Workflow(Component):
+    """How one prompt becomes samples: a single turn, several turns with tools, an environment, ..."""
+
+    @abstractmethod
+    async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
+        """One rollout. Usually makes one sample. An exception becomes a sample with an error."""
+
+
+class PromptStream(Protocol):
+    """An opened data source: prompts without end or until the data ends, resumable exactly."""
+
+    def draw(self) -> Prompt | None:
+        """The next prompt; None when the data has ended."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Where the stream stands; JSON types only."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position. Raises `CheckpointError` if the data are others than they were."""
+        ...
+
+
+class DataSource(Component):
+    """Where prompts come from, chosen by ``[data] kind = ...``."""
+
+    @abstractmethod
+    def stream(self, encode: PromptEncoder, *, seed: int) -> PromptStream:
+        """Open the source. Raises `DataError` for files and rows that cannot be used."""
+
+
+class PromptEncoder(Protocol):
+    """Turns what a row holds into prompt tokens: the tokenizer and its chat template."""
+
+    def __call__(self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> tuple[Ints, str]:
+        """Token ids and text of a plain prompt, or of messages through the chat template with these arguments."""
+        ...
+
+
+class Tracker(Component):
+    """Takes metrics to where people look at them."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one batch. Called from a thread of its own, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BuildContext:
+    """What trainers and engines are started with."""
+
+    cluster: Cluster
+    config: RunConfig
+    run_dir: Path
+    bundles: tuple[int | None, ...]
+    """GPU bundle of each rank of this part, in rank order; None where it runs on the CPU."""
+    threads: int = 1
+    """CPU threads that each rank may use."""
+
+
+class TrainerConfig(Component):
+    """Selects and configures a training backend."""
+
+    @abstractmethod
+    async def build(self, context: BuildContext) -> Trainer:
+        """Start the backend. Import torch in here, not at the top of the plugin's module."""
+
+
+class RolloutEngineConfig(Component):
+    """Selects and configures an inference engine."""
+
+    gpus_per_engine: ClassVar[int] = 1
+
+    @abstractmethod
+    async def build(self, context: BuildContext) -> RolloutEngine:
+        """Start the engine. Import it in here, not at the top of the plugin's module."""

@@ -1,0 +1,258 @@
+"""The run configuration: what each table of a recipe holds, and the checks that span tables."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from .components import (
+    Algorithm,
+    DataSource,
+    Filter,
+    Reward,
+    RolloutEngineConfig,
+    Settings,
+    Tracker,
+    TrainerConfig,
+    Workflow,
+)
+from .types import SamplingParams
+
+
+class ModelConfig(Settings):
+    """``[model]``: the policy."""
+
+    path: str
+    """Hugging Face folder: config, weights, tokenizer."""
+    tokenizer: str = "auto"
+    """Folder of the tokenizer; ``auto`` is the model's own."""
+    chat_template: str = "auto"
+    """File with a Jinja chat template; ``auto`` is the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Run Python code that lies in the model folder."""
+    max_length: Literal["auto"] | int = Field("auto")
+    """Longest sample in tokens, prompt included; ``auto`` is what the model's config says."""
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Where the tokenizer is."""
+        return self.path if self.tokenizer == "auto" else self.tokenizer
+
+
+class RoleConfig(Settings):
+    """``[reference]``, ``[teacher]``, ``[critic]``: another model beside the policy."""
+
+    path: str = "auto"
+    """Hugging Face folder; ``auto`` is the model that the policy starts from."""
+
+
+class PlacementConfig(Settings):
+    """``[placement]``: which part runs where."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What trainer and engines compute on; ``auto`` takes GPUs where the machine has any."""
+    nodes: int = Field(1, ge=1)
+    """Machines to use."""
+    trainer_ranks: int = Field(1, ge=1)
+    """Processes of the trainer, one GPU each (on the CPU: one process each)."""
+    engine_ranks: int = Field(1, ge=1)
+    """GPUs that all rollout engines have together (on the CPU: processes)."""
+    colocated: bool = False
+    """Trainer and engines share the same GPUs and take turns."""
+    offload_trainer: bool = False
+    """Move the trainer to host memory while the engine samples."""
+    offload_engine: bool = False
+    """Let the engine give up its GPU memory while the trainer trains."""
+    rollout_workers: int = Field(1, ge=1)
+    """Processes that run workflows, rewards and filters."""
+    threads: Literal["auto"] | int = "auto"
+    """CPU threads of each rank; ``auto`` shares the cores out."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Longest time for a process to come up."""
+
+    @model_validator(mode="after")
+    def _offload_needs_colocation(self) -> Self:
+        if isinstance(self.threads, int) and self.threads < 1:
+            raise ValueError(f"threads must be 'auto' or at least 1, got {self.threads}")
+        if (self.offload_trainer or self.offload_engine) and not self.colocated:
+            raise ValueError("offload_trainer and offload_engine free memory for a colocated part; set colocated = true")
+        return self
+
+
+class LoopConfig(Settings):
+    """``[run]``: how much is sampled, how often it is trained on, and how far sampling may run ahead."""
+
+    dir: str = "auto"
+    """Folder of everything that the run writes; ``auto`` is ``runs/<name of the recipe>``, numbered if taken."""
+    seed: int = Field(0, ge=0)
+    """Every random number of the run follows from it."""
+    batches: int = Field(100, ge=1)
+    """Batches to train on."""
+    prompts_per_batch: int = Field(32, ge=1)
+    """Prompt groups in one batch."""
+    samples_per_prompt: int = Field(8, ge=1)
+    """Rollouts of one prompt."""
+    steps_per_batch: int = Field(1, ge=1)
+    """Optimizer steps on one batch; its rollouts are dealt out to them."""
+    sync_every: int = Field(1, ge=1)
+    """Batches between two publishes of the weights."""
+    max_staleness: int = Field(0, ge=0)
+    """Policy versions a token may lag behind the trainer; 0 is on-policy, 1 and more sample while training."""
+    over_sampling: float = Field(1.0, ge=1.0, le=16.0)
+    """With max_staleness of 1 and more: factor on the groups in flight, to make up for filtered ones."""
+    max_dropped: int = Field(1000, ge=1)
+    """Groups in a row that filters may drop before the run ends with an error."""
+    rollout_timeout_s: float = Field(600.0, gt=0)
+    """Longest time for one rollout; past it the rollout becomes a sample with an error."""
+    train_timeout_s: float = Field(1800.0, gt=0)
+    """Longest time for one operation of the trainer."""
+    sync_timeout_s: float = Field(600.0, gt=0)
+    """Longest time for one weight sync."""
+    max_failed: float = Field(0.5, ge=0.0, le=1.0)
+    """Fraction of a batch's samples that may be failed rollouts before the run ends with an error."""
+
+    @property
+    def rollouts_per_batch(self) -> int:
+        """Rollouts in one batch."""
+        return self.prompts_per_batch * self.samples_per_prompt
+
+
+class CheckpointConfig(Settings):
+    """``[checkpoint]``: what is saved, and where the run starts from."""
+
+    every: int = Field(0, ge=0)
+    """Batches between two checkpoints; 0 saves at the end (and on Ctrl-C) only."""
+    at_end: bool = True
+    """Save after the last batch."""
+    keep_last: int = Field(2, ge=1)
+    """Newest checkpoints to keep."""
+    keep_every: int = Field(0, ge=0)
+    """Keep every checkpoint whose batch is a multiple of this for good; 0 keeps none."""
+    start_from: str = "none"
+    """Checkpoint of another run to start the policy and its optimizer from; ``none`` is the model folder."""
+    export: bool = True
+    """Write a Hugging Face folder of the final policy."""
+
+
+class EvalConfig(Settings):
+    """``[[eval]]``: one evaluation set."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name in metrics: ``eval/<name>/reward``."""
+    data: SerializeAsAny[DataSource]
+    """Its prompts, read once from the beginning."""
+    sampling: SamplingParams | None = None
+    """Sampling settings; by default the run's ``[sampling]``."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Rollouts of each prompt."""
+    pass_at: tuple[int, ...] = ()
+    """Values of k for pass@k, at most `samples_per_prompt`."""
+    pass_threshold: float = 1.0
+    """A sample passes if its reward reaches this."""
+    limit: Literal["all"] | int = "all"
+    """Prompts to use."""
+    every: int = Field(0, ge=0)
+    """Batches between two evaluations; 0 for none during the run."""
+    at_start: bool = True
+    """Evaluate before the first batch."""
+    at_end: bool = True
+    """Evaluate after the last batch."""
+
+    @model_validator(mode="after")
+    def _k_fits(self) -> Self:
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples_per_prompt:
+                raise ValueError(f"pass_at: k must be between 1 and samples_per_prompt = {self.samples_per_prompt}, got {k}")
+        if isinstance(self.limit, int) and self.limit < 1:
+            raise ValueError(f"limit must be 'all' or at least 1, got {self.limit}")
+        return self
+
+
+class RunConfig(Settings):
+    """Everything that `rl train` needs to know."""
+
+    model: ModelConfig
+    """The policy."""
+    reference: RoleConfig = RoleConfig()
+    """What the policy is kept close to, if the algorithm has a KL term."""
+    teacher: RoleConfig | None = None
+    """What the policy is distilled from, if the algorithm does that."""
+    critic: RoleConfig = RoleConfig()
+    """Where the value model starts from, if the algorithm has one."""
+    placement: PlacementConfig = PlacementConfig()
+    """Which part runs where."""
+    run: LoopConfig = LoopConfig()
+    """Batches, versions and staleness."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved, and where the run starts from."""
+    sampling: SamplingParams = SamplingParams()
+    """How rollouts are sampled."""
+    data: SerializeAsAny[DataSource]
+    """Training prompts."""
+    workflow: SerializeAsAny[Workflow]
+    """How one prompt becomes samples."""
+    trainer: SerializeAsAny[TrainerConfig]
+    """Training backend."""
+    rollout: SerializeAsAny[RolloutEngineConfig] | None = None
+    """Inference engine."""
+    algorithm: SerializeAsAny[Algorithm]
+    """Advantage and loss."""
+    rewards: tuple[SerializeAsAny[Reward], ...] = ()
+    """Summed, each times its weight."""
+    filters: tuple[SerializeAsAny[Filter], ...] = ()
+    """A group is trained on if all of them keep it."""
+    eval: tuple[EvalConfig, ...] = ()
+    """Evaluation sets."""
+    trackers: tuple[SerializeAsAny[Tracker], ...] = ()
+    """Where metrics go besides JSONL."""
+    plugins: tuple[str, ...] = ()
+    """Plugin files (*.py) to load besides the installed plugins."""
+    recipe: str = "run"
+    """Name of the recipe, from its file; names the run's folder."""
+
+    @model_validator(mode="after")
+    def _needs_are_met(self) -> Self:
+        needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
+        if needs.engine and self.rollout is None:
+            raise ValueError(f"rollout: algorithm {kind!r} samples; add a [rollout] table, for example kind = \"hf\"")
+        if not needs.engine and self.rollout is not None:
+            raise ValueError(f"rollout: algorithm {kind!r} never samples; remove the [rollout] table")
+        if needs.rewards and not self.rewards:
+            raise ValueError(f"rewards: algorithm {kind!r} needs at least one; add a [[rewards]] table")
+        if needs.teacher and self.teacher is None:
+            raise ValueError(f"teacher: algorithm {kind!r} needs one; add a [teacher] table with its path")
+        unused = [
+            name
+            for name, used in (("reference", needs.reference), ("teacher", needs.teacher), ("critic", needs.critic))
+            if not used and getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if unused:
+            raise ValueError(f"{unused[0]}: algorithm {kind!r} with these settings never reads it; remove the table")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Self:
+        run, ranks = self.run, self.placement.trainer_ranks
+        rollouts = run.rollouts_per_batch
+        if rollouts % run.steps_per_batch:
+            raise ValueError(
+                f"run.steps_per_batch: {rollouts} rollouts (prompts_per_batch x samples_per_prompt) do not divide "
+                f"into {run.steps_per_batch} steps"
+            )
+        if rollouts // run.steps_per_batch < ranks:
+            raise ValueError(
+                f"run.prompts_per_batch: {rollouts // run.steps_per_batch} rollouts a step are fewer than "
+                f"placement.trainer_ranks = {ranks}; each rank needs at least one"
+            )
+        if run.over_sampling > 1 and run.max_staleness == 0:
+            raise ValueError("run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [e.name for e in self.eval]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"eval: two sets are named {name!r}; metrics need distinct names")
+        return self

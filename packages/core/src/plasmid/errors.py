@@ -1,0 +1,48 @@
+"""Errors a user can cause. The CLI prints these without a traceback; anything else is our bug.
+
+All of them can be pickled: they cross process boundaries.
+"""
+
+
+class PlasmidError(Exception):
+    """Base class for every error with a message meant for the user."""
+
+
+class ConfigError(PlasmidError, ValueError):
+    """The run configuration is wrong. Raised before any process or GPU is acquired."""
+
+
+class PluginError(PlasmidError):
+    """A plugin cannot be loaded, or two plugins claim the same name."""
+
+
+class DataError(PlasmidError):
+    """A data file cannot be read, or a row of it cannot be used. Names file and line."""
+
+
+class ModelError(PlasmidError):
+    """A model folder or checkpoint is missing something, or belongs to another model."""
+
+
+class EngineError(PlasmidError):
+    """A rollout engine cannot serve."""
+
+
+class RewardError(PlasmidError):
+    """A reward raised or ran out of time. Names the reward and the sample."""
+
+
+class SyncError(PlasmidError):
+    """Trainer and engine do not hold the same weights after a sync."""
+
+
+class CheckpointError(PlasmidError):
+    """A checkpoint cannot be written or read."""
+
+
+class DeadlineError(PlasmidError):
+    """A remote operation did not answer in time. Names the operation and the party."""
+
+
+class ActorDiedError(PlasmidError):
+    """A process of the run ended by itself. Names it and its last words."""

@@ -1,0 +1,101 @@
+"""Every extension point.
+
+The ``register_*`` hooks return component classes; core indexes them by ``kind``. The others observe a run and return
+nothing. An implementation may leave out arguments it does not need, so adding an argument to a hook breaks no plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pluggy
+
+from .batch import GroupRef
+from .components import (
+    Algorithm,
+    Converter,
+    DataSource,
+    Filter,
+    Reward,
+    RolloutEngineConfig,
+    Tracker,
+    TrainerConfig,
+    Workflow,
+)
+
+hookspec = pluggy.HookspecMarker("plasmid")
+hookimpl = pluggy.HookimplMarker("plasmid")
+
+
+@hookspec
+def register_trainers() -> list[type[TrainerConfig]]:
+    """Training backends, chosen by ``[trainer] kind = ...``."""
+
+
+@hookspec
+def register_rollout_engines() -> list[type[RolloutEngineConfig]]:
+    """Inference engines, chosen by ``[rollout] kind = ...``."""
+
+
+@hookspec
+def register_rewards() -> list[type[Reward]]:
+    """Rewards, listed under ``[[rewards]]``; a sample's reward is their weighted sum."""
+
+
+@hookspec
+def register_filters() -> list[type[Filter]]:
+    """Filters, listed under ``[[filters]]``; a group is trained on if all of them keep it."""
+
+
+@hookspec
+def register_converters() -> list[type[Converter]]:
+    """Checkpoint layouts, chosen by ``rl convert --from ... --to ...``."""
+
+
+@hookspec
+def register_algorithms() -> list[type[Algorithm]]:
+    """Methods (advantage and loss), chosen by ``[algorithm] kind = ...``."""
+
+
+@hookspec
+def register_workflows() -> list[type[Workflow]]:
+    """How one prompt becomes samples, chosen by ``[workflow] kind = ...``."""
+
+
+@hookspec
+def register_data_sources() -> list[type[DataSource]]:
+    """Where prompts come from, chosen by ``[data] kind = ...``."""
+
+
+@hookspec
+def register_trackers() -> list[type[Tracker]]:
+    """Where metrics go besides JSONL, listed under ``[[trackers]]``."""
+
+
+@hookspec
+def phase_started(batch: int, phase: str, version: int) -> None:
+    """Called when the loop enters a phase: ``start``, ``sample``, ``score``, ``train``, ``sync``, ``save``, ``evaluate``."""
+
+
+@hookspec
+def group_scored(group: GroupRef) -> None:
+    """Called in the driver for every prompt group that has its rewards and has passed or failed the filters."""
+
+
+@hookspec
+def step_finished(step: int, metrics: Mapping[str, float]) -> None:
+    """Called in the driver after every batch, once the engine has the new weights if it gets any.
+
+    ``step`` counts batches from 1.
+    """
+
+
+@hookspec
+def evaluation_finished(step: int, name: str, metrics: Mapping[str, float]) -> None:
+    """Called after every evaluation set; ``step`` is the number of batches trained so far, 0 before the first."""
+
+
+@hookspec
+def checkpoint_saved(step: int, path: Path) -> None:
+    """Called once a checkpoint is complete under its final name."""

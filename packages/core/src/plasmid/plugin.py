@@ -1,0 +1,12 @@
+"""What core itself registers, through the same hooks as everybody else. Imports neither torch nor ray."""
+
+from __future__ import annotations
+
+from .components import Workflow
+from .hookspecs import hookimpl
+from .rollout.single_turn import SingleTurn
+
+
+@hookimpl
+def register_workflows() -> list[type[Workflow]]:
+    return [SingleTurn]

@@ -1,0 +1,1 @@
+"""Registers the embedded engine. Imports no torch."""
