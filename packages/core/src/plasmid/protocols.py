@@ -25,6 +25,14 @@ class Ref(Protocol[T_co]):
         ...
 
 
+class Store(Protocol):
+    """Shares values with every process of the run. Picklable: actors get it, too."""
+
+    def put(self, value: T) -> Ref[T]:
+        """Share a value; it is freed when the last reference is gone."""
+        ...
+
+
 class Actor(Protocol):
     """A process of the cluster that holds one object. Picklable: actors may call each other."""
 
@@ -59,8 +67,14 @@ class Cluster(Protocol):
         """Start a process and make ``factory(*args, **kwargs)`` in it. The factory must be importable there."""
         ...
 
-    def put(self, value: T) -> Ref[T]:
-        """Share a value with every process."""
+    @property
+    def store(self) -> Store:
+        """Where values are shared."""
+        ...
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the cluster has."""
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,93 @@
+"""A cluster inside this process: every actor is a thread with an event loop of its own. For tests and debugging."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ..errors import DeadlineError
+from ..protocols import Resources
+from .host import Host, unwrap
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRef(Generic[T]):
+    """A value of this process."""
+
+    value: T
+
+    def get(self) -> T:
+        return self.value
+
+
+class LocalStore:
+    """Shares values by holding them."""
+
+    def put(self, value: T) -> LocalRef[T]:
+        return LocalRef(value)
+
+
+class LocalActor:
+    """An object in a thread of this process, reached as if it were far away."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._host = Host(name)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, coroutine: Any, what: str, timeout_s: float) -> Any:
+        """Run a coroutine of the host on the actor's loop."""
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        try:
+            return unwrap(await asyncio.wait_for(future, timeout_s), self.name)
+        except TimeoutError:
+            raise DeadlineError(f"{self.name}.{what}: no answer within {timeout_s:g} s") from None
+
+    async def make(self, factory: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> None:
+        await self.run(self._host.make(factory, args, kwargs), "start", timeout_s)
+
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        return await self.run(self._host.call(method, args, kwargs), method, timeout_s)
+
+    async def stop(self, *, grace_s: float = 10.0) -> None:
+        if self._loop.is_running():
+            try:
+                await self.run(self._host.close(), "close", grace_s)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class LocalCluster:
+    """Implements `protocols.Cluster` without processes. No GPU is offered."""
+
+    def __init__(self) -> None:
+        self._actors: list[LocalActor] = []
+        self._store = LocalStore()
+
+    @property
+    def store(self) -> LocalStore:
+        return self._store
+
+    @property
+    def num_gpus(self) -> int:
+        return 0
+
+    async def start(
+        self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
+    ) -> LocalActor:
+        actor = LocalActor(name)
+        self._actors.append(actor)
+        await actor.make(factory, args, kwargs, timeout_s)
+        return actor
+
+    async def close(self) -> None:
+        for actor in reversed(self._actors):
+            await actor.stop()
+        self._actors.clear()
