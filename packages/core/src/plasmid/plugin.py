@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from .components import Workflow
+from .components import Tracker, Workflow
 from .hookspecs import hookimpl
+from .observe.tensorboard import TensorBoard
+from .observe.wandb import WandB
 from .rollout.single_turn import SingleTurn
 
 
 @hookimpl
 def register_workflows() -> list[type[Workflow]]:
     return [SingleTurn]
+
+
+@hookimpl
+def register_trackers() -> list[type[Tracker]]:
+    return [TensorBoard, WandB]

@@ -1,0 +1,1 @@
+"""Metrics, trackers and the sample store: what a run tells about itself."""

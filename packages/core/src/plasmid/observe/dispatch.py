@@ -1,0 +1,174 @@
+"""Keeps observers away from the loop: each has a thread and a queue of its own, and may be slow or broken."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from .. import hookspecs
+from ..batch import GroupRef
+from ..components import Tracker
+from ..hookspecs import hookimpl
+
+log = logging.getLogger(__name__)
+OBSERVER_HOOKS = ("phase_started", "group_scored", "step_finished", "evaluation_finished", "checkpoint_saved")
+
+
+class ObserverQueues:
+    """Tells observers what happens in a run, without ever waiting for one of them.
+
+    An observer is any object with implementations of observer hooks (which may leave out arguments). One that raises
+    is switched off with a single log message. One that lags loses its oldest events beyond ``capacity``, which is
+    counted and logged.
+    """
+
+    def __init__(self, observers: Iterable[tuple[str, object]], *, capacity: int = 1024) -> None:
+        self._lanes = [lane for name, o in observers if (lane := _Lane(name, o, capacity)).hooks]
+        for lane in self._lanes:
+            lane.thread.start()
+
+    @staticmethod
+    def of(plugins: pluggy.PluginManager, *extra: object, capacity: int = 1024) -> ObserverQueues:
+        """Queues for every plugin of the manager that observes, and for the ``extra`` objects."""
+        named = [(name, plugin) for name, plugin in plugins.list_name_plugin() if plugin is not None]
+        return ObserverQueues([*named, *((_name(o), o) for o in extra)], capacity=capacity)
+
+    def phase_started(self, batch: int, *, phase: str, version: int) -> None:
+        """See the hook of this name."""
+        self.emit("phase_started", batch=batch, phase=phase, version=version)
+
+    def group_scored(self, group: GroupRef) -> None:
+        """See the hook of this name."""
+        self.emit("group_scored", group=group)
+
+    def step_finished(self, step: int, *, metrics: Mapping[str, float]) -> None:
+        """See the hook of this name."""
+        self.emit("step_finished", step=step, metrics=metrics)
+
+    def evaluation_finished(self, step: int, *, name: str, metrics: Mapping[str, float]) -> None:
+        """See the hook of this name."""
+        self.emit("evaluation_finished", step=step, name=name, metrics=metrics)
+
+    def checkpoint_saved(self, step: int, *, path: Path) -> None:
+        """See the hook of this name."""
+        self.emit("checkpoint_saved", step=step, path=path)
+
+    def emit(self, hook: str, /, **arguments: Any) -> None:
+        """Queue one event for every observer that implements the hook. Returns at once."""
+        if hook not in OBSERVER_HOOKS:
+            raise ValueError(f"no observer hook {hook!r}; there are {', '.join(OBSERVER_HOOKS)}")
+        for lane in self._lanes:
+            if hook in lane.hooks:
+                lane.put(hook, arguments)
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Wait until every observer has seen everything so far; False if the time did not suffice."""
+        deadline = time.monotonic() + timeout_s
+        return all([lane.wait_idle(deadline) for lane in self._lanes])
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Let the observers finish what is queued, then end their threads. What is left after the timeout is lost."""
+        deadline = time.monotonic() + timeout_s
+        for lane in self._lanes:
+            lane.close()
+        for lane in self._lanes:
+            lane.thread.join(max(0.0, deadline - time.monotonic()))
+            lane.report(alive=lane.thread.is_alive())
+
+
+class TrackerObserver:
+    """Hands the metrics of batches and of evaluations to a tracker."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    @hookimpl
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(step, metrics)
+
+    @hookimpl
+    def evaluation_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(step, metrics)
+
+    def __str__(self) -> str:
+        return f"tracker {type(self._tracker).model_fields['kind'].default!r}"
+
+
+class _Lane:
+    """One observer, its queue and its thread."""
+
+    def __init__(self, name: str, observer: object, capacity: int) -> None:
+        self.name = name
+        manager = pluggy.PluginManager("plasmid")
+        manager.add_hookspecs(hookspecs)
+        manager.register(observer, name=name)
+        callers = manager.get_hookcallers(observer) or []
+        self.hooks = {caller.name: caller for caller in callers if caller.name in OBSERVER_HOOKS}
+        self.thread = threading.Thread(target=self._work, name=f"observer-{name}", daemon=True)
+        self._capacity = capacity
+        self._events: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self._changed = threading.Condition()
+        self._busy = self._closed = False
+        self._dropped = 0
+
+    def put(self, hook: str, arguments: Mapping[str, Any]) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            if len(self._events) >= self._capacity:
+                self._events.popleft()
+                self._dropped += 1
+                if self._dropped == 1:
+                    log.warning("observer %s lags by %d events; the oldest are lost", self.name, self._capacity)
+            self._events.append((hook, arguments))
+            self._changed.notify_all()
+
+    def wait_idle(self, deadline: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._events and not self._busy, timeout=max(0.0, deadline - time.monotonic())
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def report(self, *, alive: bool) -> None:
+        if alive:
+            log.warning("observer %s did not finish in time; %d events are lost", self.name, len(self._events))
+        if self._dropped:
+            log.warning("observer %s was too slow: %d events were lost in all", self.name, self._dropped)
+
+    def _work(self) -> None:
+        while (event := self._next()) is not None:
+            hook, arguments = event
+            try:
+                self.hooks[hook](**arguments)
+            except Exception:  # boundary: an observer is a third party's code and must not end the run
+                log.exception("observer %s failed in %s and is switched off; the run goes on", self.name, hook)
+                with self._changed:
+                    self._closed = True
+                    self._events.clear()
+
+    def _next(self) -> tuple[str, Mapping[str, Any]] | None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._events or self._closed)
+            if not self._events:
+                return None
+            self._busy = True
+            return self._events.popleft()
+
+
+def _name(observer: object) -> str:
+    own = type(observer).__str__ is not object.__str__
+    return str(observer) if own else type(observer).__qualname__

@@ -1,0 +1,102 @@
+"""The columns of the sample store, and how values that Parquet does not know become columns and come back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ..types import SamplingParams
+
+_NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
+_SPAN = pa.struct({"version": pa.int64(), "start": pa.int64(), "end": pa.int64()})
+_SAMPLING = pa.struct(
+    {
+        "temperature": pa.float64(),
+        "top_p": pa.float64(),
+        "top_k": pa.int64(),  # null for "all"
+        "min_p": pa.float64(),
+        "max_new_tokens": pa.int64(),
+        "stop": pa.list_(pa.string()),
+        "stop_token_ids": pa.list_(pa.int64()),
+    }
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("group_id", pa.int64()),
+        ("sample_id", pa.string()),
+        ("rollout_id", pa.string()),
+        ("prompt_id", pa.string()),
+        ("prompt", pa.string()),
+        ("text", pa.string()),
+        ("reward", pa.float64()),
+        ("components", _NAMED_NUMBERS),
+        ("reward_error", pa.string()),
+        ("dropped_by", pa.string()),
+        ("stop_reason", pa.string()),
+        ("error", pa.string()),
+        ("messages", pa.string()),
+        ("target", pa.string()),
+        ("prompt_metadata", pa.string()),
+        ("metadata", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("rollout_logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(_SPAN)),
+        ("kept", pa.struct({"token_ids": pa.list_(pa.int32()), "offsets": pa.list_(pa.int64())})),
+        ("sampling", _SAMPLING),
+        ("timings", _NAMED_NUMBERS),
+    ]
+)
+"""One row per sample; ``messages``, ``target`` and the two ``metadata`` columns hold JSON."""
+
+
+def lists(arrays: Sequence[NDArray[Any]], type_: pa.DataType) -> pa.Array:
+    """A list column of numpy arrays, without a Python object per element."""
+    offsets = np.concatenate([[0], np.cumsum([len(a) for a in arrays])]).astype(np.int32)
+    empty = np.zeros(0, type_.value_type.to_pandas_dtype())
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([empty, *arrays]), type_.value_type), type=type_)
+
+
+class Lists:
+    """A list column as numpy arrays by row; each is a copy of its own."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        array = column.combine_chunks()
+        self._offsets = array.offsets.to_numpy()
+        self._values = array.values.to_numpy(zero_copy_only=False)
+
+    def __getitem__(self, row: int) -> NDArray[Any]:
+        copied: NDArray[Any] = self._values[self._offsets[row] : self._offsets[row + 1]].copy()
+        return copied
+
+
+def sampling_row(sampling: SamplingParams) -> dict[str, Any]:
+    """The settings as the ``sampling`` column holds them."""
+    return {**sampling.model_dump(), "top_k": None if sampling.top_k == "all" else sampling.top_k}
+
+
+def to_json(value: Any) -> str:
+    """JSON text of what a dataset row or a workflow may hold."""
+    return json.dumps(value, default=_likeness)
+
+
+def from_json(text: str) -> Any:
+    """What `to_json` was given."""
+    return json.loads(text)
+
+
+def _likeness(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    return str(value)
