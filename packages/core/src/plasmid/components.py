@@ -86,6 +86,14 @@ class Converter(Component):
     def write(self, path: Path, tensors: Iterable[NamedTensor]) -> None:
         """Write a checkpoint; the target is complete or absent afterwards. Raises `ModelError`."""
 
+    def recognises(self, path: Path) -> bool:
+        """True if ``path`` is surely a checkpoint of this layout; lets `rl convert` do without ``--from``."""
+        return False
+
+    def num_tensors(self, path: Path) -> int | None:
+        """How many tensors `read` will yield, for progress bars; None if that is not known beforehand."""
+        return None
+
     def write_companions(self, source: Path, target: Path) -> None:
         """Write what travels beside the weights (config, tokenizer) from this layout's ``source`` as Hugging Face files."""
 
@@ -177,8 +185,15 @@ class DataSource(Component):
     """Where prompts come from, chosen by ``[data] kind = ...``."""
 
     @abstractmethod
-    def stream(self, encode: PromptEncoder, *, seed: int) -> PromptStream:
-        """Open the source. Raises `DataError` for files and rows that cannot be used."""
+    def stream(self, encode: PromptEncoder, *, seed: int, once: bool = False) -> PromptStream:
+        """Open the source. Raises `DataError` for files and rows that cannot be used.
+
+        With ``once`` (evaluation sets) every prompt comes once, in the order of the data, and then the stream ends.
+        """
+
+    @abstractmethod
+    def prompts(self, encode: PromptEncoder) -> Iterable[Prompt]:
+        """Every prompt once, in the order of the data: for evaluation sets. Endless sources cannot do this."""
 
 
 class PromptEncoder(Protocol):
