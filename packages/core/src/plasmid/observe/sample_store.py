@@ -38,8 +38,7 @@ def write_samples(
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        reason = (error.strerror or str(error)).lower()
-        raise CheckpointError(f"{path}: cannot write samples: {reason}") from error
+        raise CheckpointError(f"{path}: cannot write samples: {_reason(error)}") from error
 
 
 def read_samples(path: Path) -> list[PromptGroup]:
@@ -67,9 +66,15 @@ def read_table(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
             raise CheckpointError(f"{path}: not a file of samples: it has no column {missing[0]!r}")
         return pq.read_table(path, columns=list(columns) if columns else SCHEMA.names)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot read samples: {(error.strerror or str(error)).lower()}") from error
+        raise CheckpointError(f"{path}: cannot read samples: {_reason(error)}") from error
     except pa.ArrowException as error:
         raise CheckpointError(f"{path}: not a file of samples: {str(error).splitlines()[0]}") from error
+
+
+def _reason(error: OSError) -> str:
+    return (
+        os.strerror(error.errno).lower() if error.errno else str(error).splitlines()[0]
+    )  # Arrow's texts name the path
 
 
 def _table(groups: Sequence[PromptGroup], step: int, dropped_by: Mapping[int, str]) -> pa.Table:

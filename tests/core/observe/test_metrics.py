@@ -1,0 +1,83 @@
+import math
+
+import numpy as np
+import pytest
+from plasmid.batch import GroupRef
+from plasmid.observe.metrics import Mean, rollout_metrics, step_metrics
+
+
+def group(id_, rewards, *, lengths, prompt=2, version=0, dropped_by="", errors=(), truncated=0, **components):
+    n = len(rewards)
+    return GroupRef(
+        id=id_,
+        prompt_id=f"p:{id_}",
+        sample_ids=tuple(f"{id_}/{i}" for i in range(n)),
+        rollout_ids=tuple(f"{id_}/{i}" for i in range(n)),
+        lengths=np.array(lengths, np.int64),
+        prompt_lengths=np.full(n, prompt, np.int64),
+        loss_tokens=np.array(lengths, np.int64) - prompt,
+        rewards=np.array(rewards, np.float64),
+        components={name: np.array(values, np.float64) for name, values in components.items()},
+        truncated=np.arange(n) < truncated,
+        errors=errors,
+        oldest_version=version,
+        dropped_by=dropped_by,
+        rows=None,
+        whole=None,
+    )
+
+
+def test_means_are_over_samples_and_not_over_groups():
+    groups = [group(0, [1.0, 0.0, 0.0], lengths=[4, 5, 6], truncated=2), group(1, [1.0], lengths=[12])]
+    metrics = rollout_metrics(groups, version=0)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == 0.5
+    assert metrics["rollout/length_mean"] == (2 + 3 + 4 + 10) / 4
+    assert metrics["rollout/tokens"] == 19
+    assert metrics["rollout/truncated"] == 0.5
+
+
+def test_reward_components_count_the_samples_that_have_them():
+    groups = [group(0, [1, 1], lengths=[3, 3], right=[1, 0]), group(1, [0], lengths=[3], right=[1], short=[4])]
+    metrics = rollout_metrics(groups, version=0)
+    assert metrics["reward/right"] == pytest.approx(2 / 3)
+    assert metrics["reward/short"] == 4
+
+
+def test_staleness_is_the_distance_to_the_oldest_token_and_skips_groups_without_any():
+    groups = [
+        group(0, [1], lengths=[3], version=5),
+        group(1, [1], lengths=[3], version=2),
+        group(2, [1], lengths=[2], version=None),
+    ]
+    metrics = rollout_metrics(groups, version=5)
+    assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.5, 3)
+
+
+def test_failed_samples_and_dropped_groups_are_counted():
+    groups = [
+        group(0, [1, 0], lengths=[3, 3], errors=("timed out",)),
+        group(1, [0, 0], lengths=[3, 3], dropped_by="no-spread"),
+        group(2, [1, 1], lengths=[3, 3], dropped_by="no-spread"),
+    ]
+    metrics = rollout_metrics(groups, version=0)
+    assert metrics["rollout/failed"] == pytest.approx(1 / 6)
+    assert metrics["rollout/dropped/no-spread"] == 2
+
+
+def test_no_groups_give_no_metrics():
+    assert rollout_metrics([], version=3) == {}
+
+
+def test_a_mean_of_parts_is_the_mean_of_the_whole():
+    assert (Mean(3.0, 1) + Mean(1.0, 3)).value == 1.0
+    assert math.isnan(Mean().value)
+
+
+def test_steps_of_a_batch_reduce_to_means_maxima_and_last_gauges():
+    steps = [
+        {"train/loss": 1.0, "train/logprob_diff_max": 3.0, "train/lr": 0.1, "train/step": 7},
+        {"train/loss": 2.0, "train/logprob_diff_max": 1.0, "train/lr": 0.2, "train/step": 8, "train/kl": 4.0},
+    ]
+    expected = {"train/loss": 1.5, "train/logprob_diff_max": 3, "train/lr": 0.2, "train/step": 8, "train/kl": 4}
+    assert step_metrics(steps) == expected

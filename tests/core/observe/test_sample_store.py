@@ -1,0 +1,160 @@
+import dataclasses
+import os
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from plasmid.errors import CheckpointError
+from plasmid.observe.sample_store import read_dropped, read_samples, read_table, write_samples
+from plasmid.types import KeptSet, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+
+ODD_LOGPROBS = np.array([0.0, -0.0, -1e-42, np.nan, -np.inf, -1 / 3, np.float32(-0.1)], np.float32)
+
+
+def sample(group_id, index, logprobs, **changes):
+    n = len(logprobs)
+    fields = dict(
+        id=f"{group_id}/{index}",
+        rollout_id=f"{group_id}/{index // 2}",
+        group_id=group_id,
+        prompt_id=f"train.jsonl:{group_id}",
+        token_ids=np.arange(n, dtype=np.int32) * 1000,
+        loss_mask=np.arange(n) % 3 > 0,
+        rollout_logprobs=np.asarray(logprobs, np.float32),
+        versions=(VersionSpan(version=3, start=1, end=2), VersionSpan(version=4, start=2, end=n)),
+        sampling=SamplingParams(
+            temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, stop=("\n", "</s>"), stop_token_ids=(2,)
+        ),
+        text="caf\u00e9 \U0001f9ec <script>\x00",
+        stop_reason=StopReason.STOP,
+        score=Score(value=0.1 + 0.2, components={"right": 1.0, "short": float("nan")}, error="cut"),
+        metadata={"turns": [1, {"a": None}], "nan": float("inf")},
+        timings={"decode_s": 1 / 3},
+    )
+    return Sample(**(fields | changes))
+
+
+def group(group_id, samples):
+    prompt = Prompt(
+        id=f"train.jsonl:{group_id}",
+        token_ids=np.array([1, 2, group_id], np.int32),
+        text=f"what is {group_id}?",
+        messages=({"role": "user", "content": "q", "parts": [1, 2]},),
+        target={"answer": group_id, "tests": ["a", 1.5, None, True]},
+        metadata={"source": "x"},
+    )
+    return PromptGroup(id=group_id, prompt=prompt, samples=tuple(samples))
+
+
+def groups():
+    kept = KeptSet(token_ids=np.array([5, 6, 7], np.int32), offsets=np.array([0, 1, 3], np.int64))
+    failed = dict(stop_reason=StopReason.ERROR, error="timed out", versions=(), score=None, text="", timings={})
+    return [
+        group(9, [sample(9, 0, ODD_LOGPROBS, kept=kept), sample(9, 1, np.zeros(0), **failed)]),
+        group(2, [sample(2, 0, [0, -1.5], sampling=SamplingParams(), score=Score(value=-1.0), metadata={})]),
+        group(5, [sample(5, i, np.linspace(-3, 0, 50 + i)) for i in range(3)]),
+    ]
+
+
+def assert_same(a, b, where=""):
+    """Equality of nested dataclasses with numpy arrays, bit by bit, types included."""
+    assert type(a) is type(b), where
+    if dataclasses.is_dataclass(a):
+        for field in dataclasses.fields(a):
+            assert_same(getattr(a, field.name), getattr(b, field.name), f"{where}.{field.name}")
+    elif isinstance(a, np.ndarray):
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), where
+    elif isinstance(a, tuple | list):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{i}]")
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}[{key!r}]")
+    else:
+        assert a == b or (a != a and b != b), where
+
+
+def test_groups_come_back_bit_by_bit_and_in_order(tmp_path):
+    write_samples(tmp_path / "batch-000001.parquet", groups(), step=1)
+    assert_same(read_samples(tmp_path / "batch-000001.parquet"), groups())
+
+
+def test_a_second_round_trip_changes_nothing(tmp_path):
+    write_samples(tmp_path / "a.parquet", groups(), step=1, dropped_by={2: "x"})
+    write_samples(tmp_path / "b.parquet", read_samples(tmp_path / "a.parquet"), step=1, dropped_by={2: "x"})
+    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+
+
+def test_no_groups_make_a_valid_empty_file(tmp_path):
+    write_samples(tmp_path / "a.parquet", [], step=1)
+    assert read_samples(tmp_path / "a.parquet") == []
+    assert read_dropped(tmp_path / "a.parquet") == {}
+
+
+def test_arrays_that_are_read_can_be_changed_without_touching_each_other(tmp_path):
+    write_samples(tmp_path / "a.parquet", groups(), step=1)
+    first, second = read_samples(tmp_path / "a.parquet")[2].samples[:2]
+    first.token_ids[:] = -1
+    assert (second.token_ids >= 0).all()
+
+
+def test_the_file_is_plain_parquet_with_a_row_per_sample(tmp_path):
+    write_samples(tmp_path / "a.parquet", groups(), step=7, dropped_by={2: "no-spread"})
+    rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert [row["sample_id"] for row in rows] == ["9/0", "9/1", "2/0", "5/0", "5/1", "5/2"]
+    assert {row["step"] for row in rows} == {7}
+    assert [row["dropped_by"] for row in rows] == ["", "", "no-spread", "", "", ""]
+    assert rows[0]["text"] == "caf\u00e9 \U0001f9ec <script>\x00"
+    assert rows[0]["sampling"]["top_k"] == 20
+    assert rows[2]["sampling"]["top_k"] is None
+    assert rows[2]["versions"] == [{"version": 3, "start": 1, "end": 2}, {"version": 4, "start": 2, "end": 2}]
+    assert read_dropped(tmp_path / "a.parquet") == {2: "no-spread"}
+
+
+def test_values_of_parquet_data_sets_are_kept_as_their_json_likeness(tmp_path):
+    odd = dataclasses.replace(
+        group(1, [sample(1, 0, [0.0])]).prompt, metadata={"v": np.float64(1.5), "a": np.arange(2)}
+    )
+    whole = PromptGroup(id=1, prompt=odd, samples=(sample(1, 0, [0.0]),))
+    write_samples(tmp_path / "a.parquet", [whole], step=1)
+    assert read_samples(tmp_path / "a.parquet")[0].prompt.metadata == {"v": 1.5, "a": [0, 1]}
+
+
+def test_groups_that_cannot_come_back_are_refused(tmp_path):
+    twice = [group(1, [sample(1, 0, [0.0])])] * 2
+    with pytest.raises(ValueError, match="distinct ids"):
+        write_samples(tmp_path / "a.parquet", twice, step=1)
+    with pytest.raises(ValueError, match="at least one sample"):
+        write_samples(tmp_path / "a.parquet", [group(1, [])], step=1)
+    with pytest.raises(ValueError, match="is not of group 1"):
+        write_samples(tmp_path / "a.parquet", [group(1, [sample(2, 0, [0.0])])], step=1)
+
+
+def test_a_full_disk_leaves_neither_a_part_of_the_file_nor_the_old_one_changed(tmp_path):
+    if not os.path.exists("/dev/full"):
+        pytest.fail("this test needs Linux")
+    path = tmp_path / "a.parquet"
+    write_samples(path, groups()[:1], step=1)
+    before = path.read_bytes()
+    (tmp_path / ".a.parquet.tmp").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError) as error:
+        write_samples(path, groups(), step=1)
+    assert str(error.value) == f"{path}: cannot write samples: no space left on device"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
+    assert path.read_bytes() == before
+
+
+def test_files_that_are_no_samples_are_plain_errors(tmp_path):
+    bad = tmp_path / "bad.parquet"
+    with pytest.raises(CheckpointError) as error:
+        read_samples(bad)
+    assert str(error.value) == f"{bad}: cannot read samples: no such file or directory"
+    bad.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(CheckpointError, match="not a file of samples"):
+        read_samples(bad)
+    write_samples(bad, groups(), step=1)
+    pq.write_table(read_table(bad).drop_columns(["reward"]), bad)
+    with pytest.raises(CheckpointError, match="it has no column 'reward'"):
+        read_samples(bad)

@@ -1,0 +1,38 @@
+import os
+import subprocess
+import sys
+import time
+
+from plasmid.observe.system import SystemMonitor
+
+HOG = "import time; block = bytearray(200 << 20); print('ready', flush=True); time.sleep(60)"
+
+
+def test_memory_counts_child_processes_and_remembers_a_peak_that_is_over():
+    monitor = SystemMonitor(interval_s=0.05)
+    before = monitor.metrics()
+    child = subprocess.Popen([sys.executable, "-c", HOG], stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        during = monitor.metrics()
+        time.sleep(0.5)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    after = monitor.metrics()
+    monitor.close()
+    assert during["memory/rss_gib"] - before["memory/rss_gib"] > 0.19
+    assert during["memory/pss_gib"] - before["memory/pss_gib"] > 0.19
+    assert during["memory/rss_gib"] - after["memory/rss_gib"] > 0.19
+    assert after["memory/rss_peak_gib"] - after["memory/rss_gib"] > 0.19
+
+
+def test_processes_that_are_not_children_are_counted_by_their_id():
+    monitor = SystemMonitor(interval_s=10, pids=[os.getppid(), 999_999_999])
+    alone = SystemMonitor(interval_s=10)
+    try:
+        assert len(monitor._processes()) > len(alone._processes())
+    finally:
+        monitor.close()
+        alone.close()

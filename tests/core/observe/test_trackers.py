@@ -1,0 +1,83 @@
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+from plasmid.errors import PluginError
+from plasmid.observe.journal import Journal
+from plasmid.observe.tensorboard import TensorBoard
+from plasmid.observe.wandb import WandB
+from plasmid.plugins import installed, load_plugins
+from plasmid.protocols import RunContext
+
+
+def track(tracker, run_dir, steps):
+    asyncio.run(tracker.open(RunContext(seed=0, run_dir=run_dir)))
+    journal = Journal(run_dir / "metrics.jsonl")
+    for step in steps:
+        journal.append(step, metrics={"reward/mean": step / 10})
+        tracker.log(step, {"reward/mean": step / 10})
+    asyncio.run(tracker.close())
+    journal.close()
+
+
+def scalars(run_dir):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
+
+
+def test_both_trackers_are_installed_and_named():
+    assert set(installed(load_plugins())["trackers"]) >= {"tensorboard", "wandb"}
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path):
+    track(TensorBoard(), tmp_path, [1, 2, 3])
+    assert scalars(tmp_path) == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def test_a_resumed_run_does_not_double_the_steps_after_its_checkpoint(tmp_path):
+    track(TensorBoard(), tmp_path, [1, 2, 3, 4, 5])
+    Journal(tmp_path / "metrics.jsonl").truncate_after(3)
+    track(TensorBoard(), tmp_path, [4, 5, 6])
+    assert [step for step, _ in scalars(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_tensorboard_brings_no_torch():
+    code = (
+        "import asyncio, sys, tempfile, pathlib\n"
+        "from plasmid.observe.tensorboard import TensorBoard\nfrom plasmid.protocols import RunContext\n"
+        "t = TensorBoard()\n"
+        "asyncio.run(t.open(RunContext(seed=0, run_dir=pathlib.Path(tempfile.mkdtemp()))))\n"
+        "t.log(1, {'a': 1.0})\nasyncio.run(t.close())\nassert 'torch' not in sys.modules and 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_wandb_that_is_not_installed_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(PluginError) as error:
+        asyncio.run(WandB(mode="offline").open(RunContext(seed=0, run_dir=tmp_path)))
+    assert str(error.value) == "trackers: kind 'wandb' needs the package wandb; pip install 'plasmid[wandb]'"
+
+
+def test_tensorboard_that_is_not_installed_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(PluginError) as error:
+        asyncio.run(TensorBoard().open(RunContext(seed=0, run_dir=tmp_path)))
+    assert "pip install 'plasmid[tensorboard]'" in str(error.value)
+
+
+def test_wandb_offline_writes_into_the_run_folder_and_continues_one_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_X_DISABLE_META", "true")
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"batches": 3}}))
+    track(WandB(mode="offline", project="p"), tmp_path, [1, 2])
+    track(WandB(mode="offline", project="p"), tmp_path, [3])
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({file.name for file in files}) == 1, "both halves have the id of one run"
+    assert all(b"reward/mean" in file.read_bytes() for file in files)
