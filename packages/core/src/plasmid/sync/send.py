@@ -1,0 +1,54 @@
+"""The sending half of a weight sync, as every trainer rank runs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from ..protocols import Sender, SyncPlan
+from ..types import BucketSum, SyncReceipt
+from .buckets import make_buckets
+
+
+def send_weights(
+    named_tensors: Iterable[tuple[str, Tensor]], *, plan: SyncPlan, version: int, rank: int
+) -> SyncReceipt:
+    """Send every tensor along the wire of the plan. All ranks call it: the stream may gather each tensor from them.
+
+    A rank that the wire does not want to send only takes part in the gathering; its receipt is empty. When a sender
+    fails, the stream is still read to its end, because the other ranks wait in the same gathers.
+    """
+    started = time.perf_counter()
+    stream = iter(named_tensors)
+    if plan.wire.senders == "first" and rank > 0:
+        _drain(stream)
+        return SyncReceipt(version=version, num_tensors=0, buckets=(), seconds=time.perf_counter() - started)
+    try:
+        sums, num_tensors = _send(stream, plan.wire.open(rank=rank, version=version), plan.bucket_bytes)
+    except Exception:
+        _drain(stream)
+        raise
+    seconds = time.perf_counter() - started
+    return SyncReceipt(version=version, num_tensors=num_tensors, buckets=tuple(sums), seconds=seconds)
+
+
+def _send(stream: Iterator[tuple[str, Tensor]], sender: Sender, bucket_bytes: int) -> tuple[list[BucketSum], int]:
+    sums: list[BucketSum] = []
+    num_tensors = 0
+    ok = False
+    try:
+        for bucket in make_buckets(stream, bucket_bytes=bucket_bytes):
+            sender.send(bucket)
+            sums.append(BucketSum(index=bucket.index, num_bytes=bucket.data.numel(), checksum=bucket.checksum))
+            num_tensors += len(bucket.names)
+        ok = True
+    finally:
+        sender.close(ok=ok)
+    return sums, num_tensors
+
+
+def _drain(stream: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in stream:
+        pass
