@@ -95,7 +95,7 @@ class Converter(Component):
         return None
 
     def write_companions(self, source: Path, target: Path) -> None:
-        """Write what travels beside the weights (config, tokenizer) from this layout's ``source`` as Hugging Face files."""
+        """Write what travels beside the weights of ``source`` (config, tokenizer), as Hugging Face files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class Rollout(Protocol):
         ...
 
     def sample(self, prompt: Prompt, completions: Sequence[Completion | Ints], **fields: Any) -> Sample:
-        """A sample made of the prompt, then completions (trained on) and plain tokens (tool replies, not trained on)."""
+        """A sample of the prompt, then completions (trained on) and plain tokens (tool replies, not trained on)."""
         ...
 
 

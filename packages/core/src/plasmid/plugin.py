@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .components import Tracker, Workflow
+from .components import Converter, DataSource, Tracker, Workflow
+from .convert import GGUF, HF
+from .data.files import Files
 from .hookspecs import hookimpl
 from .observe.tensorboard import TensorBoard
 from .observe.wandb import WandB
@@ -17,3 +19,13 @@ def register_workflows() -> list[type[Workflow]]:
 @hookimpl
 def register_trackers() -> list[type[Tracker]]:
     return [TensorBoard, WandB]
+
+
+@hookimpl
+def register_converters() -> list[type[Converter]]:
+    return [GGUF, HF]
+
+
+@hookimpl
+def register_data_sources() -> list[type[DataSource]]:
+    return [Files]

@@ -1,0 +1,7 @@
+"""Checkpoint layouts and the way from one to another. Importing this does not import torch."""
+
+from .checkpoint import Comparison, compare, convert, verify_sha256
+from .gguf import GGUF
+from .hf import HF
+
+__all__ = ["GGUF", "HF", "Comparison", "compare", "convert", "verify_sha256"]
