@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .protocols import Cluster, RolloutEngine, RunContext, Trainer
 from .types import Completion, Ints, Prompt, PromptGroup, Role, Sample, SamplingParams, Score
@@ -109,8 +109,27 @@ class Needs:
     critic: bool = False
 
 
+Reduction = Literal["per-rollout", "per-token", "per-prompt", "constant"]
+
+
 class Algorithm(Component):
     """Advantage and loss of one named method: pure functions of tensors that every trainer shares."""
+
+    reduction: Reduction = "per-rollout"
+    """How token losses of a step are averaged: tokens of each rollout, then rollouts; all tokens alike; tokens of each
+    prompt group, then groups; or divided by constant_length times the number of rollouts (Dr. GRPO)."""
+    constant_length: int | None = Field(None, ge=1)
+    """Tokens that reduction = "constant" divides by, for example the longest completion."""
+
+    @model_validator(mode="after")
+    def _constant_has_length(self) -> Self:
+        if self.reduction == "constant" and self.constant_length is None:
+            raise ValueError('constant_length: reduction = "constant" divides by it; set it, for example to 1024')
+        if self.reduction != "constant" and self.constant_length is not None:
+            raise ValueError(
+                f'constant_length: {self.constant_length} is never read; remove it or set reduction = "constant"'
+            )
+        return self
 
     @abstractmethod
     def needs(self) -> Needs:
@@ -122,11 +141,11 @@ class Algorithm(Component):
 
     @abstractmethod
     def advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """[T] advantage of each of this rank's tokens."""
+        """[T] advantage of each of this rank's loss tokens."""
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> TokenLoss:
-        """Loss per token of one microbatch, not yet reduced."""
+        """Loss per token of one microbatch, not yet reduced. Must work without any token (T = 0)."""
 
     def weights_need_entropy(self) -> bool:
         """True if the loss has an entropy term, so that its gradient must be kept."""
@@ -185,11 +204,8 @@ class DataSource(Component):
     """Where prompts come from, chosen by ``[data] kind = ...``."""
 
     @abstractmethod
-    def stream(self, encode: PromptEncoder, *, seed: int, once: bool = False) -> PromptStream:
-        """Open the source. Raises `DataError` for files and rows that cannot be used.
-
-        With ``once`` (evaluation sets) every prompt comes once, in the order of the data, and then the stream ends.
-        """
+    def stream(self, encode: PromptEncoder, *, seed: int) -> PromptStream:
+        """Open the source. Raises `DataError` for files and rows that cannot be used."""
 
     @abstractmethod
     def prompts(self, encode: PromptEncoder) -> Iterable[Prompt]:

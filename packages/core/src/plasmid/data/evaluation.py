@@ -1,0 +1,32 @@
+"""Numbers of an evaluation set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of ``k`` samples passes.
+
+    ``1 - C(n - c, k) / C(n, k)`` of Chen et al. 2021 (https://arxiv.org/abs/2107.03374), as the product of
+    ``1 - k / i`` for i = n - c + 1 .. n, whose terms are all in [0, 1]. Raises `ValueError` unless 1 <= k <= n.
+    """
+    if not 0 <= num_passed <= num_samples:
+        raise ValueError(f"num_passed must be between 0 and {num_samples}, got {num_passed}")
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must be between 1 and {num_samples}, got {k}")
+    if num_samples - num_passed < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_passed + 1, num_samples + 1)))
+
+
+def mean_pass_at_k(passed: Sequence[Sequence[bool]], k: int) -> float:
+    """Mean over prompts of `pass_at_k`; ``passed`` holds for each prompt whether each of its samples passed.
+
+    Raises `ValueError` if there is no prompt, or one with fewer than ``k`` samples.
+    """
+    if not passed:
+        raise ValueError("pass@k of no prompts is not defined")
+    return float(np.mean([pass_at_k(len(samples), sum(map(bool, samples)), k) for samples in passed]))
