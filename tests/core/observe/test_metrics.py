@@ -39,9 +39,10 @@ def test_means_are_over_samples_and_not_over_groups():
 
 def test_reward_components_count_the_samples_that_have_them():
     groups = [group(0, [1, 1], lengths=[3, 3], right=[1, 0]), group(1, [0], lengths=[3], right=[1], short=[4])]
+    groups.append(group(2, [0, 0], lengths=[3, 3], short=[6, math.nan]))
     metrics = rollout_metrics(groups, version=0)
     assert metrics["reward/right"] == pytest.approx(2 / 3)
-    assert metrics["reward/short"] == 4
+    assert metrics["reward/short"] == 5
 
 
 def test_staleness_is_the_distance_to_the_oldest_token_and_skips_groups_without_any():
@@ -61,8 +62,15 @@ def test_failed_samples_and_dropped_groups_are_counted():
         group(2, [1, 1], lengths=[3, 3], dropped_by="no-spread"),
     ]
     metrics = rollout_metrics(groups, version=0)
-    assert metrics["rollout/failed"] == pytest.approx(1 / 6)
+    assert metrics["rollout/failed"] == pytest.approx(1 / 7)
     assert metrics["rollout/dropped/no-spread"] == 2
+
+
+def test_a_group_whose_rollouts_all_failed_has_no_rewards_but_counts_as_failed():
+    metrics = rollout_metrics(
+        [group(0, [], lengths=[], version=None, errors=("a", "b"), dropped_by="failed")], version=0
+    )
+    assert metrics == {"rollout/failed": 1.0, "rollout/tokens": 0.0, "rollout/dropped/failed": 1.0}
 
 
 def test_no_groups_give_no_metrics():

@@ -93,6 +93,11 @@ def test_no_groups_make_a_valid_empty_file(tmp_path):
     assert read_dropped(tmp_path / "a.parquet") == {}
 
 
+def test_a_group_without_samples_is_left_out(tmp_path):
+    write_samples(tmp_path / "a.parquet", [group(1, []), *groups()], step=1)
+    assert_same(read_samples(tmp_path / "a.parquet"), groups())
+
+
 def test_arrays_that_are_read_can_be_changed_without_touching_each_other(tmp_path):
     write_samples(tmp_path / "a.parquet", groups(), step=1)
     first, second = read_samples(tmp_path / "a.parquet")[2].samples[:2]
@@ -126,8 +131,6 @@ def test_groups_that_cannot_come_back_are_refused(tmp_path):
     twice = [group(1, [sample(1, 0, [0.0])])] * 2
     with pytest.raises(ValueError, match="distinct ids"):
         write_samples(tmp_path / "a.parquet", twice, step=1)
-    with pytest.raises(ValueError, match="at least one sample"):
-        write_samples(tmp_path / "a.parquet", [group(1, [])], step=1)
     with pytest.raises(ValueError, match="is not of group 1"):
         write_samples(tmp_path / "a.parquet", [group(1, [sample(2, 0, [0.0])])], step=1)
 

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 from plasmid.errors import PluginError
-from plasmid.observe.journal import Journal
 from plasmid.observe.tensorboard import TensorBoard
 from plasmid.observe.wandb import WandB
 from plasmid.plugins import installed, load_plugins
@@ -14,12 +13,9 @@ from plasmid.protocols import RunContext
 
 def track(tracker, run_dir, steps):
     asyncio.run(tracker.open(RunContext(seed=0, run_dir=run_dir)))
-    journal = Journal(run_dir / "metrics.jsonl")
     for step in steps:
-        journal.append(step, metrics={"reward/mean": step / 10})
         tracker.log(step, {"reward/mean": step / 10})
     asyncio.run(tracker.close())
-    journal.close()
 
 
 def scalars(run_dir):
@@ -41,9 +37,18 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
 
 def test_a_resumed_run_does_not_double_the_steps_after_its_checkpoint(tmp_path):
     track(TensorBoard(), tmp_path, [1, 2, 3, 4, 5])
-    Journal(tmp_path / "metrics.jsonl").truncate_after(3)
     track(TensorBoard(), tmp_path, [4, 5, 6])
     assert [step for step, _ in scalars(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_that_begins_with_an_evaluation_keeps_the_metrics_of_its_checkpoint(tmp_path):
+    track(TensorBoard(), tmp_path, [1, 2, 3, 4, 5])
+    tracker = TensorBoard()
+    asyncio.run(tracker.open(RunContext(seed=0, run_dir=tmp_path)))
+    tracker.log(3, {"eval/a/reward": 0.5})
+    tracker.log(4, {"reward/mean": 0.4})
+    asyncio.run(tracker.close())
+    assert [step for step, _ in scalars(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_tensorboard_brings_no_torch():

@@ -7,13 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pluggy
 
 from .. import hookspecs
-from ..batch import GroupRef
 from ..components import Tracker
 from ..hookspecs import hookimpl
 
@@ -39,26 +37,6 @@ class ObserverQueues:
         """Queues for every plugin of the manager that observes, and for the ``extra`` objects."""
         named = [(name, plugin) for name, plugin in plugins.list_name_plugin() if plugin is not None]
         return ObserverQueues([*named, *((_name(o), o) for o in extra)], capacity=capacity)
-
-    def phase_started(self, batch: int, *, phase: str, version: int) -> None:
-        """See the hook of this name."""
-        self.emit("phase_started", batch=batch, phase=phase, version=version)
-
-    def group_scored(self, group: GroupRef) -> None:
-        """See the hook of this name."""
-        self.emit("group_scored", group=group)
-
-    def step_finished(self, step: int, *, metrics: Mapping[str, float]) -> None:
-        """See the hook of this name."""
-        self.emit("step_finished", step=step, metrics=metrics)
-
-    def evaluation_finished(self, step: int, *, name: str, metrics: Mapping[str, float]) -> None:
-        """See the hook of this name."""
-        self.emit("evaluation_finished", step=step, name=name, metrics=metrics)
-
-    def checkpoint_saved(self, step: int, *, path: Path) -> None:
-        """See the hook of this name."""
-        self.emit("checkpoint_saved", step=step, path=path)
 
     def emit(self, hook: str, /, **arguments: Any) -> None:
         """Queue one event for every observer that implements the hook. Returns at once."""

@@ -32,23 +32,25 @@ class Mean:
 def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, float]:
     """Rewards, lengths, failures and staleness of scored groups, as ``reward/...`` and ``rollout/...``.
 
-    Fractions and means are over samples, those of staleness over the groups that a policy drew any token of.
-    ``rollout/tokens`` and ``rollout/length_mean`` count the tokens after the prompt. Groups with a ``dropped_by`` count
-    like the others and are counted again under ``rollout/dropped/<kind>``. No groups give no metrics.
+    Means are over samples, those of staleness over the groups that a policy drew any token of; ``rollout/failed`` is a
+    fraction of all rollouts' samples, failed ones included. ``rollout/tokens`` and ``rollout/length_mean`` count the
+    tokens after the prompt. Groups with a ``dropped_by`` count like the others and are counted again under
+    ``rollout/dropped/<kind>``. What has nothing to be the mean of is left out.
     """
-    if not groups:
-        return {}
-    rewards = np.concatenate([g.rewards for g in groups])
-    lengths = np.concatenate([g.lengths - g.prompt_lengths for g in groups])
-    num_samples = len(rewards)
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "rollout/length_mean": float(lengths.mean()),
-        "rollout/truncated": float(np.concatenate([g.truncated for g in groups]).mean()),
-        "rollout/failed": sum(len(g.errors) for g in groups) / num_samples,
-        "rollout/tokens": float(lengths.sum()),
-    }
+    rewards = np.concatenate([np.zeros(0), *(g.rewards for g in groups)])
+    lengths = np.concatenate([np.zeros(0, np.int64), *(g.lengths - g.prompt_lengths for g in groups)])
+    num_failed = sum(len(g.errors) for g in groups)
+    metrics: dict[str, float] = {}
+    if len(rewards):
+        metrics |= {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "rollout/length_mean": float(lengths.mean()),
+            "rollout/truncated": float(np.concatenate([g.truncated for g in groups]).mean()),
+        }
+    if len(rewards) + num_failed:
+        metrics["rollout/failed"] = num_failed / (len(rewards) + num_failed)
+        metrics["rollout/tokens"] = float(lengths.sum())
     staleness = [version - g.oldest_version for g in groups if g.oldest_version is not None]
     if staleness:
         metrics["rollout/staleness_mean"] = float(np.mean(staleness))
@@ -72,8 +74,9 @@ def _components(groups: Sequence[GroupRef]) -> dict[str, float]:
     means: dict[str, Mean] = {}
     for group in groups:
         for name, values in group.components.items():
-            means[name] = means.get(name, Mean()) + Mean(float(values.sum()), len(values))
-    return {f"reward/{name}": mean.value for name, mean in sorted(means.items())}
+            known = values[~np.isnan(values)]  # nan where a sample has no such component
+            means[name] = means.get(name, Mean()) + Mean(float(known.sum()), len(known))
+    return {f"reward/{name}": mean.value for name, mean in sorted(means.items()) if mean.count}
 
 
 def _dropped(groups: Sequence[GroupRef]) -> dict[str, float]:

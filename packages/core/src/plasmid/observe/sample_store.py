@@ -25,7 +25,7 @@ def write_samples(
     """Write the groups in their order; the file is complete or absent afterwards. Raises `CheckpointError`.
 
     ``dropped_by`` is the kind of filter by group id. Metadata, targets and messages are kept as JSON, so values that
-    JSON does not know come back as lists or strings.
+    JSON does not know come back as lists or strings. A group without samples leaves no trace.
     """
     table = _table(groups, step, dropped_by or {})
     temporary = path.with_name(f".{path.name}.tmp")
@@ -79,8 +79,8 @@ def _reason(error: OSError) -> str:
 
 def _table(groups: Sequence[PromptGroup], step: int, dropped_by: Mapping[int, str]) -> pa.Table:
     ids = [group.id for group in groups]
-    if len(set(ids)) != len(ids) or not all(group.samples for group in groups):
-        raise ValueError("groups must have distinct ids and at least one sample each")
+    if len(set(ids)) != len(ids):
+        raise ValueError("groups must have distinct ids")
     pairs = [(group.prompt, sample) for group in groups for sample in group.samples]
     for group in groups:
         for s in group.samples:

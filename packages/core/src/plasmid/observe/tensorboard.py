@@ -11,7 +11,6 @@ from pydantic import Field, PrivateAttr
 from ..components import Tracker
 from ..errors import PluginError
 from ..protocols import RunContext
-from .journal import read_journal
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -25,31 +24,34 @@ class TensorBoard(Tracker):
     """Longest time that metrics wait in memory."""
 
     _writer: EventFileWriter | None = PrivateAttr(None)
+    _resumed: bool = PrivateAttr(False)
 
     async def open(self, context: RunContext) -> None:
-        """Start a new event file. In a resumed run it tells readers to forget what is past ``metrics.jsonl``."""
+        """Start a new event file. Raises `PluginError` if TensorBoard is not installed."""
         try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.event_pb2 import Event  # noqa: F401 (what `log` needs)
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError:
             raise PluginError(
                 "trackers: kind 'tensorboard' needs the package tensorboard; pip install 'plasmid[tensorboard]'"
             ) from None
         folder = context.run_dir / "tensorboard"
-        resumed = any(folder.glob("events.out.tfevents.*"))
+        self._resumed = any(folder.glob("events.out.tfevents.*"))
         self._writer = EventFileWriter(str(folder), flush_secs=max(1, round(self.flush_s)))
-        if resumed:
-            last = max((entry.step for entry in read_journal(context.run_dir / "metrics.jsonl")), default=0)
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=last + 1, session_log=start))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar per metric."""
-        from tensorboard.compat.proto.event_pb2 import Event
+        """One scalar per metric. In a resumed run the first call tells readers to forget what comes after it."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._writer is None:
             raise ValueError("the tracker is not open")
+        if self._resumed:
+            self._resumed = False
+            # an evaluation comes after the metrics of its batch, which must stay
+            first = step + 1 if all(name.startswith("eval/") for name in metrics) else step
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
