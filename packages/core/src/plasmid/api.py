@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import RunConfig
@@ -10,8 +12,16 @@ if TYPE_CHECKING:
     from .run.session import RunResult
 
 
-def train(config: RunConfig, *, resume: bool = False) -> RunResult:
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    replay: Path | None = None,
+    rollouts_only: bool = False,
+    observers: Sequence[object] = (),
+) -> RunResult:
     """Run the whole job and return what it reached and wrote. Starts Ray if none is running in this process."""
-    from .run.session import run  # imports ray: only a run needs it
+    from .run.session import Mode, run  # imports what only a run needs
 
-    return run(config, resume=resume)
+    mode = Mode(resume=resume, replay=replay, rollouts_only=rollouts_only)
+    return run(config, mode=mode, observers=observers)

@@ -61,6 +61,19 @@ class Rows:
         )
 
     @staticmethod
+    def empty() -> Rows:
+        """No samples."""
+        return Rows(
+            sample_ids=(),
+            offsets=np.zeros(1, np.int64),
+            token_ids=np.zeros(0, np.int32),
+            loss_mask=np.zeros(0, np.bool_),
+            rollout_logprobs=np.zeros(0, np.float32),
+            versions=np.zeros(0, np.int32),
+            temperatures=np.zeros(0, np.float32),
+        )
+
+    @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
         """All samples of the parts, part after part."""
         ends = np.concatenate([np.zeros(0, np.int64), *(part.lengths() for part in parts)])
@@ -131,7 +144,7 @@ class GroupRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchTable:
-    """What every rank knows of every sample of a batch: N samples, R rollouts, G groups. Small, and the same everywhere.
+    """What every rank knows of every sample of a batch: N samples, R rollouts, G groups. Small, the same everywhere.
 
     With it a rank computes loss weights and group statistics alone, so that neither depends on who holds which sample.
     """

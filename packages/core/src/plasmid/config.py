@@ -76,7 +76,7 @@ class PlacementConfig(Settings):
         if isinstance(self.threads, int) and self.threads < 1:
             raise ValueError(f"threads must be 'auto' or at least 1, got {self.threads}")
         if (self.offload_trainer or self.offload_engine) and not self.colocated:
-            raise ValueError("offload_trainer and offload_engine free memory for a colocated part; set colocated = true")
+            raise ValueError("offload_trainer and offload_engine make room for a colocated part; set colocated = true")
         return self
 
 
@@ -163,7 +163,7 @@ class EvalConfig(Settings):
     def _k_fits(self) -> Self:
         for k in self.pass_at:
             if not 1 <= k <= self.samples_per_prompt:
-                raise ValueError(f"pass_at: k must be between 1 and samples_per_prompt = {self.samples_per_prompt}, got {k}")
+                raise ValueError(f"pass_at: k must be in 1..{self.samples_per_prompt} (samples_per_prompt), got {k}")
         if isinstance(self.limit, int) and self.limit < 1:
             raise ValueError(f"limit must be 'all' or at least 1, got {self.limit}")
         return self
@@ -215,7 +215,7 @@ class RunConfig(Settings):
     def _needs_are_met(self) -> Self:
         needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
         if needs.engine and self.rollout is None:
-            raise ValueError(f"rollout: algorithm {kind!r} samples; add a [rollout] table, for example kind = \"hf\"")
+            raise ValueError(f'rollout: algorithm {kind!r} samples; add a [rollout] table, for example kind = "hf"')
         if not needs.engine and self.rollout is not None:
             raise ValueError(f"rollout: algorithm {kind!r} never samples; remove the [rollout] table")
         if needs.rewards and not self.rewards:
@@ -244,6 +244,11 @@ class RunConfig(Settings):
             raise ValueError(
                 f"run.prompts_per_batch: {rollouts // run.steps_per_batch} rollouts a step are fewer than "
                 f"placement.trainer_ranks = {ranks}; each rank needs at least one"
+            )
+        if self.checkpoint.every % run.sync_every:
+            raise ValueError(
+                f"checkpoint.every: {self.checkpoint.every} is no multiple of run.sync_every = {run.sync_every}; "
+                "between two publishes trainer and engine hold different policies, which a checkpoint cannot restore"
             )
         if run.over_sampling > 1 and run.max_staleness == 0:
             raise ValueError("run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept")

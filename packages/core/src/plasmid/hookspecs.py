@@ -75,7 +75,7 @@ def register_trackers() -> list[type[Tracker]]:
 
 @hookspec
 def phase_started(batch: int, phase: str, version: int) -> None:
-    """Called when the loop enters a phase: ``start``, ``sample``, ``score``, ``train``, ``sync``, ``save``, ``evaluate``."""
+    """The loop enters a phase: ``start``, ``sample``, ``score``, ``train``, ``sync``, ``save`` or ``evaluate``."""
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""What the running parts promise each other. Everything here is called by the loop; nothing here says how it is done."""
+"""What the running parts promise each other: called by the loop, implemented at the edges."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Store(Protocol):
 class Actor(Protocol):
     """A process of the cluster that holds one object. Picklable: actors may call each other."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What messages and logs call it."""
+        ...
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """Run a method (async or not) and return its result, or raise what it raised, or `DeadlineError`."""
@@ -292,5 +295,3 @@ class RunContext:
     run_dir: Path
     engine: EngineClient | None = None
     """None where no engine is started."""
-
-

@@ -100,7 +100,11 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and value.get("kind", old.get("kind")) == old.get("kind"):
+        if (
+            isinstance(old, Mapping)
+            and isinstance(value, Mapping)
+            and value.get("kind", old.get("kind")) == old.get("kind")
+        ):
             merged[key] = merge(old, value)
         elif isinstance(old, list) and isinstance(value, Mapping) and value and all(k.isdigit() for k in value):
             merged[key] = _merge_list(key, old, value)

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from ..errors import ActorDiedError, DeadlineError, PlasmidError
-from ..protocols import Resources
+from ..protocols import Actor, Resources
 from .host import Host, Outcome, last_lines, redirect_output, unwrap
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class RayCluster:
         self._started = not ray.is_initialized()
         if self._started:
             _start_ray()
-        self._gpus = int(ray.cluster_resources().get("GPU", 0))
+        self._gpus = _num_gpus()
 
     @property
     def store(self) -> RayStore:
@@ -127,12 +127,13 @@ class RayCluster:
 
     async def start(
         self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
-    ) -> RayActor:
-        env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **resources.env}
+    ) -> Actor:
+        env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "OMP_WAIT_POLICY": "PASSIVE", **resources.env}
         env["CUDA_VISIBLE_DEVICES"] = "" if resources.gpu is None else _visible_gpus()[resources.gpu]
         log_file = str(self._log_dir / f"{name}.log")
-        actor_class = ray.remote(num_cpus=0, num_gpus=0, max_concurrency=4096, runtime_env={"env_vars": env})(_Process)
-        handle = actor_class.remote(name, log_file, str(Path.cwd()))
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 4096}
+        process: Any = ray.remote(_Process)
+        handle = process.options(**options, runtime_env={"env_vars": env}).remote(name, log_file, str(Path.cwd()))
         actor = RayActor(name=name, handle=handle, log_file=log_file)
         self._actors.append(actor)
         await actor._answer(handle.make.remote(factory, args, kwargs), "start", timeout_s)
@@ -145,6 +146,10 @@ class RayCluster:
             ray.shutdown()
 
 
+def _num_gpus() -> int:
+    return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+
+
 def _start_ray() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster on this machine's loopback
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -154,7 +159,7 @@ def _start_ray() -> None:
             num_cpus=1,  # actors ask for none: on a laptop parts take turns on the cores
             include_dashboard=False,
             object_store_memory=_object_store_bytes(),
-            logging_level="error",
+            logging_level=logging.ERROR,
             log_to_driver=False,
         )
     except (RayError, RuntimeError, OSError, ValueError) as error:
@@ -172,4 +177,4 @@ def _visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
         return named.split(",")
-    return [str(i) for i in range(int(ray.cluster_resources().get("GPU", 0)))]
+    return [str(i) for i in range(_num_gpus())]

@@ -78,7 +78,7 @@ class Host:
             return Success(await awaitable)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # boundary of the process: the caller raises it again
+        except Exception as error:  # noqa: BLE001 - boundary of the process: the caller raises it again
             return Failure(_portable(error), traceback.format_exc())
 
 
@@ -86,7 +86,7 @@ def _portable(error: Exception) -> Exception:
     """The error itself if it can cross a process boundary, else one that says the same."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # boundary: third-party errors may refuse to be pickled in any way
+    except Exception:  # noqa: BLE001 - boundary: third-party errors may refuse to be pickled in any way
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 

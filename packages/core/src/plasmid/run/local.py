@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..errors import DeadlineError
-from ..protocols import Resources
+from ..protocols import Actor, Resources
 from .host import Host, unwrap
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class LocalCluster:
 
     async def start(
         self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
-    ) -> LocalActor:
+    ) -> Actor:
         actor = LocalActor(name)
         self._actors.append(actor)
         await actor.make(factory, args, kwargs, timeout_s)

@@ -1,4 +1,4 @@
-"""Tiny random models with a character tokenizer: real Hugging Face folders, made in a second, for tests and first looks."""
+"""Tiny random models with a character tokenizer: real Hugging Face folders, made in a second, for tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def make_tiny_model(
         "initializer_range": 0.08,
     }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(settings | overrides)), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(family, **(settings | overrides)), dtype=torch.float32
+    )
     model.save_pretrained(path)
     return path
 
@@ -66,4 +68,12 @@ def make_tiny_tokenizer(path: Path) -> Path:
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, "model_max_length": 256}
     (path / "tokenizer_config.json").write_text(json.dumps(names | settings))
+    return path
+
+
+def make_hollow_model(path: Path) -> Path:
+    """A model folder with a real tokenizer and no real weights: enough for runs with fake trainers and engines."""
+    make_tiny_tokenizer(path)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"")
     return path

@@ -1,0 +1,248 @@
+"""Where the loop gets its prompt groups: in waves when training is on-policy, as a stream when sampling runs ahead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from ..batch import GroupRef
+from ..errors import PlasmidError
+from .draws import Draw, Draws
+
+RollOut = Callable[[Draw], Awaitable[GroupRef]]
+Expect = Callable[[Sequence[Draw]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Taken:
+    """Groups to train on, and those that were dropped since the last take."""
+
+    groups: tuple[GroupRef, ...]
+    """In order of their draw. Fewer than asked for only if the data have ended."""
+    dropped: tuple[GroupRef, ...]
+    """With the reason in ``dropped_by``."""
+
+
+class Producer(Protocol):
+    """What the loop asks for groups."""
+
+    async def take(self, count: int, *, version: int) -> Taken:
+        """Wait for ``count`` groups that may be trained on at this policy version."""
+        ...
+
+    def release(self, count: int) -> None:
+        """The weights trained on this many groups have reached the engine."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Everything but finished groups, which `finished` lists."""
+        ...
+
+    def finished(self) -> tuple[GroupRef, ...]:
+        """Groups that are ready but not taken."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+        """Continue from a saved state; call it before the first take."""
+        ...
+
+    async def close(self) -> None:
+        """Abandon what is in flight."""
+        ...
+
+
+@dataclass(slots=True)
+class DropLimit:
+    """Ends a run whose filters drop everything."""
+
+    limit: int
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def kept(self) -> None:
+        """A group passed: start counting anew."""
+        self.reasons.clear()
+
+    def dropped(self, group: GroupRef) -> None:
+        """A group was dropped. Raises `PlasmidError` at the limit."""
+        self.reasons[group.dropped_by] += 1
+        if self.reasons.total() >= self.limit:
+            why = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
+            last = f"; the last error was: {group.errors[-1]}" if group.errors else ""
+            raise PlasmidError(
+                f"filters: {self.limit} groups in a row were dropped ({why}){last}; loosen the filters, "
+                "use other prompts, or raise run.max_dropped"
+            )
+
+
+class Waves:
+    """On-policy: draw what is missing, wait for all of it, draw replacements for what was filtered, and so on.
+
+    No surplus is kept, and what is drawn depends on nothing but the data and the filters: exact resume rests on that.
+    """
+
+    def __init__(self, draws: Draws, roll_out: RollOut, expect: Expect, *, max_dropped: int) -> None:
+        self._draws, self._roll_out, self._expect = draws, roll_out, expect
+        self._limit = DropLimit(max_dropped)
+        self._boundary = draws.state([])
+        self._tasks: list[asyncio.Task[GroupRef]] = []
+
+    async def take(self, count: int, *, version: int) -> Taken:
+        kept: list[GroupRef] = []
+        dropped: list[GroupRef] = []
+        while len(kept) < count:
+            wave = self._wave(count - len(kept))
+            if not wave:
+                break
+            for group in await self._run(wave):
+                if group.dropped_by:
+                    dropped.append(group)
+                    self._limit.dropped(group)
+                else:
+                    kept.append(group)
+                    self._limit.kept()
+        return Taken(groups=tuple(kept), dropped=tuple(dropped))
+
+    def _wave(self, count: int) -> list[Draw]:
+        draws = [self._draws.draw() for _ in range(count)]
+        return [draw for draw in draws if draw is not None]
+
+    async def _run(self, wave: list[Draw]) -> list[GroupRef]:
+        await self._expect(wave)
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = [tasks.create_task(_as_coroutine(self._roll_out(draw))) for draw in wave]
+        return [task.result() for task in self._tasks]
+
+    def release(self, count: int) -> None:
+        self._boundary = self._draws.state([])
+
+    def state(self) -> dict[str, Any]:
+        """As it was when the last batch had been trained: what was drawn since is drawn again."""
+        return self._boundary
+
+    def finished(self) -> tuple[GroupRef, ...]:
+        return ()
+
+    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+        self._draws.restore(state)
+        self._boundary = self._draws.state([])
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+async def _as_coroutine(work: Awaitable[GroupRef]) -> GroupRef:
+    return await work
+
+
+class Stream:
+    """Off-policy: keep ``slots`` groups between admission and the publish of the weights trained on them.
+
+    A slot is held until its group is trained *and* the engine has the new weights; freeing it when the group is taken
+    would admit a prompt that is sampled by a policy already one version behind. With
+    ``slots = (max_staleness + 1) * sync_every * prompts_per_batch`` no group taken oldest first is staler than
+    ``max_staleness``. Groups may finish out of order and slots may be more (over-sampling), so the bound is also
+    enforced when groups are taken.
+    """
+
+    def __init__(self, draws: Draws, roll_out: RollOut, *, slots: int, max_staleness: int, max_dropped: int) -> None:
+        self._draws, self._roll_out = draws, roll_out
+        self._free, self._max_staleness = slots, max_staleness
+        self._limit = DropLimit(max_dropped)
+        self._running: dict[asyncio.Task[GroupRef], Draw] = {}
+        self._ready: list[GroupRef] = []
+        self._dropped: list[GroupRef] = []
+        self._ended = False
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+
+    def _admit(self) -> None:
+        while self._free > 0 and not self._ended:
+            draw = self._draws.draw()
+            if draw is None:
+                self._ended = True
+                return
+            self._free -= 1
+            task = asyncio.create_task(_as_coroutine(self._roll_out(draw)))
+            self._running[task] = draw
+            task.add_done_callback(self._pump)
+
+    def _pump(self, _: asyncio.Task[GroupRef]) -> None:
+        """A rollout ended: refill its slot if it was dropped, also while the loop is busy training."""
+        try:
+            self._collect()
+            self._admit()
+        except Exception as error:  # noqa: BLE001 - boundary of the callback: `take` raises it
+            self._error = error
+        self._changed.set()
+
+    def _collect(self) -> None:
+        """Move what has finished out of the running set; raise what a rollout raised."""
+        for task in [task for task in self._running if task.done()]:
+            del self._running[task]
+            if task.cancelled():
+                continue
+            group = task.result()
+            if group.dropped_by:
+                self._drop(group)
+            else:
+                self._ready.append(group)
+                self._limit.kept()
+
+    def _drop(self, group: GroupRef) -> None:
+        self._dropped.append(group)
+        self._free += 1
+        if group.dropped_by != "stale":
+            self._limit.dropped(group)
+
+    async def take(self, count: int, *, version: int) -> Taken:
+        while True:
+            self._changed.clear()
+            if self._error is not None:
+                raise self._error
+            self._collect()
+            self._drop_stale(version)
+            self._admit()
+            if len(self._ready) >= count or not self._running:
+                break
+            await self._changed.wait()
+        self._ready.sort(key=lambda group: group.id)
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        dropped, self._dropped = self._dropped, []
+        return Taken(groups=tuple(taken), dropped=tuple(dropped))
+
+    def _drop_stale(self, version: int) -> None:
+        fresh: list[GroupRef] = []
+        for group in self._ready:
+            oldest = version if group.oldest_version is None else group.oldest_version
+            if version - oldest > self._max_staleness:
+                self._drop(replace(group, dropped_by="stale"))
+            else:
+                fresh.append(group)
+        self._ready = fresh
+
+    def release(self, count: int) -> None:
+        self._free += count
+        self._collect()
+        self._admit()
+
+    def state(self) -> dict[str, Any]:
+        return self._draws.state(list(self._running.values()))
+
+    def finished(self) -> tuple[GroupRef, ...]:
+        return tuple(self._ready)
+
+    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+        self._draws.restore(state)
+        self._ready = list(finished)
+        self._free -= len(self._ready)
+
+    async def close(self) -> None:
+        self._ended = True
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

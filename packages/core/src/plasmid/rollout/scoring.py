@@ -1,0 +1,122 @@
+"""Rewards, run away from the event loop, each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..components import Reward
+from ..errors import RewardError
+from ..protocols import RunContext
+from ..types import Prompt, Sample, Score, StopReason
+
+T = TypeVar("T")
+
+
+class Scorer:
+    """Opens the rewards of a recipe and scores samples with their weighted sum.
+
+    Rewards run on a thread with an event loop of its own: one that blocks stalls neither the engine's requests nor the
+    deadline that ends the run with the reward's name.
+    """
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        self._rewards = tuple(rewards)
+        self._names = _names(rewards)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+
+    async def open(self, context: RunContext) -> None:
+        """Open every reward."""
+        for reward in self._rewards:
+            await self._elsewhere(reward.open(context))
+
+    async def close(self) -> None:
+        """Close every reward and end the thread."""
+        for reward in self._rewards:
+            await self._elsewhere(reward.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with their scores. A failed rollout is not shown to any reward and scores 0.
+
+        Raises `RewardError` if a reward raises or takes longer than its ``timeout_s``.
+        """
+        shown = [sample for sample in samples if sample.stop_reason is not StopReason.ERROR]
+        started = time.monotonic()
+        parts = [await self._ask(reward, prompt, shown) for reward in self._rewards] if shown else []
+        seconds = time.monotonic() - started
+        scored = iter(range(len(shown)))
+        result = []
+        for sample in samples:
+            if sample.stop_reason is StopReason.ERROR:
+                result.append(replace(sample, score=Score(value=0.0, error=sample.error)))
+                continue
+            at = next(scored)
+            score = self._sum([part[at] for part in parts])
+            result.append(replace(sample, score=score, timings={**sample.timings, "score_s": seconds}))
+        return result
+
+    async def _ask(self, reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
+        if type(reward).score_group is not Reward.score_group:
+            who = f"samples {samples[0].id} to {samples[-1].id}"
+            values = await self._guard(reward, reward.score_group(prompt, samples), who, len(samples))
+            if len(values) != len(samples):
+                raise RewardError(
+                    f"{self._where(reward)}: score_group returned {len(values)} scores for {len(samples)} samples"
+                )
+        else:
+            calls = [self._guard(reward, reward(prompt, sample), f"sample {sample.id}", 1) for sample in samples]
+            values = await asyncio.gather(*calls)
+        return [self._checked(reward, value, sample) for value, sample in zip(values, samples, strict=True)]
+
+    async def _guard(self, reward: Reward, call: Coroutine[Any, Any, T], who: str, count: int) -> T:
+        limit = reward.timeout_s * count
+        try:
+            return await asyncio.wait_for(self._elsewhere(call), limit)
+        except TimeoutError:
+            raise RewardError(
+                f"{self._where(reward)}: no score for {who} within timeout_s = {limit:g}; make it faster, "
+                "let it give up by itself, or raise timeout_s"
+            ) from None
+        except RewardError:
+            raise
+        except Exception as error:  # boundary: rewards are users' code
+            raise RewardError(f"{self._where(reward)}: raised on {who}: {type(error).__name__}: {error}") from error
+
+    def _elsewhere(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+    def _where(self, reward: Reward) -> str:
+        index = next(i for i, r in enumerate(self._rewards) if r is reward)
+        return f"rewards.{index} ({self._names[index]})"
+
+    def _checked(self, reward: Reward, value: object, sample: Sample) -> Score:
+        score = value if isinstance(value, Score) else None
+        if score is None and isinstance(value, int | float):
+            score = Score(value=float(value))
+        if score is None or score.value != score.value or abs(score.value) == float("inf"):
+            raise RewardError(
+                f"{self._where(reward)}: must return a finite number or a Score, got {value!r} for sample {sample.id}"
+            )
+        return score
+
+    def _sum(self, scores: Sequence[Score]) -> Score:
+        total = 0.0
+        components: dict[str, float] = {}
+        for reward, name, score in zip(self._rewards, self._names, scores, strict=True):
+            total += reward.weight * score.value
+            components[name] = score.value
+            components |= {f"{name}.{part}": value for part, value in score.components.items()}
+        errors = [score.error for score in scores if score.error]
+        return Score(value=total, components=components, error="; ".join(errors) or None)
+
+
+def _names(rewards: Sequence[Reward]) -> list[str]:
+    """Kinds, numbered where one occurs twice."""
+    kinds = [str(type(reward).model_fields["kind"].default) for reward in rewards]
+    return [kind if kinds.count(kind) == 1 else f"{kind}-{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]

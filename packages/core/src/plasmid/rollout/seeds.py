@@ -1,0 +1,11 @@
+"""Seeds that depend on what is sampled, never on when."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 63-bit seed from the run's seed and the names of what is drawn (group, sample, turn, ...)."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,138 @@
+"""One atomic run state per save: written under a temporary name, renamed when complete, never half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import CheckpointConfig
+from ..errors import CheckpointError
+
+PREFIX = "batch-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What a checkpoint holds beside the trainer's files and buffered groups; JSON types only."""
+
+    batch: int
+    version: int
+    producer: Mapping[str, Any]
+    components: Mapping[str, Any]
+    """State of light components, by their place in the recipe."""
+    config: Mapping[str, Any]
+    """The resolved configuration that wrote it."""
+
+
+class CheckpointFolder:
+    """The ``checkpoints`` folder of one run."""
+
+    def __init__(self, path: Path, settings: CheckpointConfig) -> None:
+        self.path = path
+        self._settings = settings
+
+    def begin(self, batch: int) -> Path:
+        """A fresh temporary folder to write into. Remains of interrupted saves are removed."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for left in self.path.glob(".tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        temporary = self.path / f".tmp-{batch:06d}"
+        temporary.mkdir()
+        return temporary
+
+    def commit(self, temporary: Path, state: RunState) -> Path:
+        """Write the state, make everything durable, give the folder its name, remove what retention does not keep."""
+        text = json.dumps({name: getattr(state, name) for name in RunState.__slots__}, indent=1)
+        (temporary / "state.json").write_text(text)
+        _sync_to_disk(temporary)
+        final = self.path / f"{PREFIX}{state.batch:06d}"
+        if final.exists():
+            old = self.path / f".tmp-old-{state.batch:06d}"
+            final.rename(old)
+            temporary.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            temporary.rename(final)
+        self._retain()
+        return final
+
+    def all(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        found = [path for path in self.path.glob(f"{PREFIX}*") if (path / "state.json").is_file()]
+        return sorted(found)
+
+    def newest(self) -> Path:
+        """The newest complete checkpoint. Raises `CheckpointError` if there is none."""
+        found = self.all()
+        if not found:
+            raise CheckpointError(f"{self.path}: holds no complete checkpoint to resume from; start without --resume")
+        return found[-1]
+
+    def _retain(self) -> None:
+        every = self._settings.keep_every
+        for path in self.all()[: -self._settings.keep_last]:
+            if not (every and int(path.name.removeprefix(PREFIX)) % every == 0):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def read_state(path: Path) -> RunState:
+    """The state of one checkpoint. Raises `CheckpointError` if it cannot be read."""
+    file = path / "state.json"
+    try:
+        return RunState(**json.loads(file.read_text()))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is no checkpoint (it has no state.json)") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+
+
+CHANGEABLE = (
+    "run.batches",
+    "run.dir",
+    "run.max_dropped",
+    "run.max_failed",
+    "run.rollout_timeout_s",
+    "run.train_timeout_s",
+    "run.sync_timeout_s",
+    "checkpoint",
+    "eval",
+    "trackers",
+    "placement",
+    "recipe",
+)
+"""Settings that may differ when a run is resumed."""
+
+
+def check_same_config(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` naming the first setting that may not change on resume but did."""
+    before, after = _flat(saved), _flat(now)
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key) and not any(key == c or key.startswith(f"{c}.") for c in CHANGEABLE):
+            raise CheckpointError(
+                f"{key}: was {before.get(key)!r} when the checkpoint was written, is {after.get(key)!r} now; change it "
+                "back, or start a new run with checkpoint.start_from=<the checkpoint>"
+            )
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else None
+    if items is None:
+        return {path: tree}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{path}.{key}" if path else str(key))
+    return flat
+
+
+def _sync_to_disk(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

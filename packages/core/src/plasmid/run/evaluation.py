@@ -1,0 +1,126 @@
+"""Evaluation sets: the same workers, workflow and rewards as training, their own prompts and sampling settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..batch import GroupRef
+from ..components import PromptEncoder
+from ..config import EvalConfig, RunConfig
+from ..data.evaluation import pass_at_k
+from ..protocols import RolloutEngine
+from ..rollout.seeds import seed_of
+from ..rollout.worker import Job
+from ..types import Prompt
+from .parts import Workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvaluationSet:
+    """One ``[[eval]]`` table with its prompts."""
+
+    settings: EvalConfig
+    prompts: tuple[Prompt, ...]
+
+    def is_due(self, batch: int, last: int) -> bool:
+        """True if the set is to be evaluated after this many batches of ``last``."""
+        if batch == 0:
+            return self.settings.at_start
+        if batch == last and self.settings.at_end:
+            return True
+        return bool(self.settings.every) and batch % self.settings.every == 0
+
+
+def open_sets(config: RunConfig, encode: PromptEncoder) -> tuple[EvaluationSet, ...]:
+    """Read the prompts of every set. Raises `DataError`."""
+    return tuple(EvaluationSet(settings=e, prompts=_prompts(e, encode)) for e in config.eval)
+
+
+def _prompts(settings: EvalConfig, encode: PromptEncoder) -> tuple[Prompt, ...]:
+    limit = None if settings.limit == "all" else settings.limit
+    prompts: list[Prompt] = []
+    for prompt in settings.data.prompts(encode):
+        if limit is not None and len(prompts) >= limit:
+            break
+        prompts.append(prompt)
+    return tuple(prompts)
+
+
+class Evaluator:
+    """Runs evaluation sets and keeps their rewards. Blocks the loop, so that one policy version answers all prompts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sets: Sequence[EvaluationSet],
+        *,
+        workers: Workers,
+        engine: RolloutEngine,
+        samples_dir: Path,
+        report: Callable[[int, str, Mapping[str, float]], Awaitable[None]],
+    ) -> None:
+        self._config, self._sets = config, tuple(sets)
+        self._workers, self._engine = workers, engine
+        self._samples_dir, self._report = samples_dir, report
+
+    async def run_due(self, batch: int, version: int) -> None:
+        """Evaluate the sets that are due after this many batches."""
+        for set_ in self._sets:
+            if set_.is_due(batch, self._config.run.batches):
+                await self.run(set_, batch)
+
+    async def run(self, set_: EvaluationSet, batch: int) -> dict[str, float]:
+        """Evaluate one set, report its metrics, store its samples."""
+        jobs = [self._job(set_, batch, index) for index in range(len(set_.prompts))]
+        await self._engine.expect([session for job in jobs for session in job.sessions()])
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                made = [tasks.create_task(self._workers.roll_out(job)) for job in jobs]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        groups = [task.result() for task in made]
+        metrics = summarize(set_.settings, groups)
+        path = self._samples_dir / f"eval-{set_.settings.name}-{batch:06d}.parquet"
+        await self._workers.write(path, tuple(groups), batch)
+        await self._report(batch, set_.settings.name, metrics)
+        return metrics
+
+    def _job(self, set_: EvaluationSet, batch: int, index: int) -> Job:
+        settings = set_.settings
+        return Job(
+            group_id=index,
+            name=f"eval-{settings.name}-{batch}-{index:06d}",
+            prompt=set_.prompts[index],
+            num_samples=settings.samples_per_prompt,
+            sampling=settings.sampling or self._config.sampling,
+            seed=seed_of(self._config.run.seed, "eval", settings.name, set_.prompts[index].id),
+            filtered=False,
+        )
+
+
+def summarize(settings: EvalConfig, groups: Sequence[GroupRef]) -> dict[str, float]:
+    """Metrics of one set. Failed rollouts count as reward 0; a prompt weighs the same however many samples it has."""
+    prefix = f"eval/{settings.name}"
+    rewards = [np.concatenate([group.rewards, np.zeros(len(group.errors))]) for group in groups]
+    lengths = np.concatenate([group.lengths - group.prompt_lengths for group in groups])
+    metrics = {
+        f"{prefix}/reward": float(np.mean([values.mean() for values in rewards])),
+        f"{prefix}/length_mean": float(lengths.mean()) if len(lengths) else 0.0,
+        f"{prefix}/truncated": float(np.mean(np.concatenate([group.truncated for group in groups])))
+        if len(lengths)
+        else 0.0,
+        f"{prefix}/failed": float(sum(len(group.errors) for group in groups)),
+    }
+    passed = [(len(values), int((values >= settings.pass_threshold).sum())) for values in rewards]
+    for k in settings.pass_at:
+        metrics[f"{prefix}/pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in passed]))
+    names = sorted({name for group in groups for name in group.components})
+    for name in names:
+        values = np.concatenate([group.components[name] for group in groups if name in group.components])
+        metrics[f"{prefix}/{name}"] = float(np.nanmean(values))
+    return metrics

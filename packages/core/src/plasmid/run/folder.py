@@ -1,0 +1,103 @@
+"""The folder of one run: where it is, and what lies in it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import CheckpointError, ConfigError
+from ..plugins import versions
+
+LIBRARIES = ("torch", "transformers", "ray", "numpy", "pyarrow")
+
+
+class RunFolder:
+    """Paths of one run. Nothing is created before `create`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.info = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.evaluations = path / "evaluations.jsonl"
+        self.samples = path / "samples"
+        self.checkpoints = path / "checkpoints"
+        self.final = path / "final"
+        self.logs = path / "logs"
+
+    def create(self, config: RunConfig) -> None:
+        """Make the folder and write the resolved configuration and the versions of everything."""
+        try:
+            self.samples.mkdir(parents=True, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
+            self.config.write_text(config.model_dump_json(indent=1))
+            self.info.write_text(json.dumps(_info(config), indent=1))
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir: cannot write to {self.path}: {(error.strerror or str(error)).lower()}"
+            ) from error
+
+    def batch_samples(self, step: int) -> Path:
+        """Sample file of one batch."""
+        return self.samples / f"batch-{step:06d}.parquet"
+
+
+def new_folder(config: RunConfig) -> RunFolder:
+    """A folder that no run has used: ``run.dir``, or ``runs/<recipe>`` with a number where that is taken."""
+    if config.run.dir != "auto":
+        path = Path(config.run.dir)
+        if (path / "config.json").exists():
+            raise ConfigError(
+                f"run.dir: {path} holds a run already; continue it with --resume, choose another folder, or remove it"
+            )
+        return RunFolder(path)
+    base = Path("runs") / config.recipe
+    number = 1
+    while _numbered(base, number).exists():
+        number += 1
+    return RunFolder(_numbered(base, number))
+
+
+def newest_folder(config: RunConfig) -> RunFolder:
+    """The run to resume: ``run.dir``, or the newest ``runs/<recipe>`` that has a checkpoint."""
+    if config.run.dir != "auto":
+        path = Path(config.run.dir)
+        if not (path / "config.json").exists():
+            raise CheckpointError(f"run.dir: {path} holds no run to resume; start without --resume")
+        return RunFolder(path)
+    base = Path("runs") / config.recipe
+    number, found = 1, []
+    while _numbered(base, number).exists():
+        found.append(_numbered(base, number))
+        number += 1
+    with_checkpoint = [path for path in found if any(path.glob("checkpoints/batch-*/state.json"))]
+    if not with_checkpoint:
+        raise CheckpointError(f"{base}: no run with a checkpoint to resume; start without --resume, or set run.dir")
+    return RunFolder(with_checkpoint[-1])
+
+
+def _numbered(base: Path, number: int) -> Path:
+    return base if number == 1 else base.with_name(f"{base.name}-{number}")
+
+
+def _info(config: RunConfig) -> dict[str, Any]:
+    libraries = {}
+    for name in LIBRARIES:
+        try:
+            libraries[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "recipe": config.recipe,
+        "seed": config.run.seed,
+        "started": time.time(),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "plugins": versions(),
+        "libraries": libraries,
+    }

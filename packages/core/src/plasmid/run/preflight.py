@@ -1,0 +1,57 @@
+"""What can be checked before any process is started: folders and files that the recipe names."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from ..config import RunConfig
+from ..errors import ConfigError
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+
+def check(config: RunConfig) -> None:
+    """Raise one `ConfigError` with a line for each thing that is missing."""
+    problems = [*_model("model.path", config.model.path), *_tokenizer(config)]
+    if config.algorithm.needs().reference and config.reference.path != "auto":
+        problems += _model("reference.path", config.reference.path)
+    if config.algorithm.needs().critic and config.critic.path != "auto":
+        problems += _model("critic.path", config.critic.path)
+    if config.teacher is not None and config.teacher.path != "auto":
+        problems += _model("teacher.path", config.teacher.path)
+    if config.model.chat_template != "auto" and not Path(config.model.chat_template).is_file():
+        problems.append(f"model.chat_template: no such file: {config.model.chat_template}")
+    start = config.checkpoint.start_from
+    if start != "none" and not (Path(start) / "trainer").is_dir():
+        problems.append(f"checkpoint.start_from: {start} is no checkpoint (it has no folder 'trainer')")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _model(key: str, path: str) -> list[str]:
+    folder = Path(path)
+    if not folder.is_dir():
+        return [f"{key}: no such folder: {path}{_suggest(folder)}"]
+    if not (folder / "config.json").is_file():
+        return [f"{key}: {path} is no Hugging Face folder (it has no config.json)"]
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        return [f"{key}: {path} holds no weights (*.safetensors); convert or download them into it"]
+    return []
+
+
+def _tokenizer(config: RunConfig) -> list[str]:
+    folder = Path(config.model.tokenizer_path)
+    if config.model.tokenizer != "auto" and not folder.is_dir():
+        return [f"model.tokenizer: no such folder: {folder}{_suggest(folder)}"]
+    return []
+
+
+def _suggest(path: Path) -> str:
+    """The nearest name that exists beside a path that does not; or the first part of it that is missing."""
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        path, parent = parent, parent.parent
+    names = [entry.name for entry in parent.iterdir()]
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {parent / close[0]}?" if close else ""

@@ -1,0 +1,49 @@
+"""Groups out of the sample store of an earlier run: to debug a trainer without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..batch import GroupRef
+from ..errors import CheckpointError
+from ..observe.sample_store import read_dropped, read_samples
+from ..protocols import Store
+from ..rollout.producer import Taken
+from ..rollout.worker import share
+
+
+class Replay:
+    """Implements `rollout.producer.Producer`: the batches of one run, in their order, dropped groups left out."""
+
+    def __init__(self, run_dir: Path, store: Store) -> None:
+        self._files = sorted((run_dir / "samples").glob("batch-*.parquet"))
+        self._store = store
+        self._next = 0
+        if not self._files:
+            raise CheckpointError(f"{run_dir}: holds no samples (samples/batch-*.parquet) to replay")
+
+    async def take(self, count: int, *, version: int) -> Taken:
+        """The groups of the next batch, however many it had; none when all batches have been replayed."""
+        if self._next == len(self._files):
+            return Taken(groups=(), dropped=())
+        file, self._next = self._files[self._next], self._next + 1
+        dropped = read_dropped(file)
+        groups = [share(group, self._store) for group in read_samples(file) if group.id not in dropped]
+        return Taken(groups=tuple(groups), dropped=())
+
+    def release(self, count: int) -> None:
+        """Nothing waits for slots here."""
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def finished(self) -> tuple[GroupRef, ...]:
+        return ()
+
+    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+        self._next = int(state["next"])
+
+    async def close(self) -> None:
+        """Nothing is in flight."""

@@ -1,0 +1,207 @@
+"""Puts the loop together: producer, saving, and what a resumed run takes up again."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..batch import GroupRef
+from ..components import Component, PromptStream
+from ..config import RunConfig
+from ..errors import CheckpointError
+from ..observe.dispatch import ObserverQueues
+from ..observe.journal import Journal
+from ..observe.sample_store import read_samples
+from ..observe.system import SystemMonitor
+from ..rollout.draws import Draw, Draws
+from ..rollout.producer import Producer, Stream, Waves
+from ..rollout.seeds import seed_of
+from ..rollout.worker import Job, share
+from .checkpoint import CheckpointFolder, RunState, check_same_config, read_state
+from .evaluation import Evaluator
+from .folder import RunFolder
+from .loop import Loop, LoopParts, Progress
+from .parts import Parts
+from .replay import Replay
+
+BUFFER = "buffer.parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A checkpoint to continue from."""
+
+    path: Path
+    state: RunState
+
+
+def restore(folder: RunFolder, config: RunConfig) -> Restored:
+    """The newest checkpoint of the folder, after checking that the recipe is still the same."""
+    path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
+    state = read_state(path)
+    check_same_config(state.config, config.model_dump(mode="json"))
+    if state.batch >= config.run.batches:
+        raise CheckpointError(
+            f"run.batches: this run has finished its {state.batch} batches; raise run.batches to train further"
+        )
+    return Restored(path=path, state=state)
+
+
+async def build_loop(
+    config: RunConfig,
+    parts: Parts,
+    folder: RunFolder,
+    stream: PromptStream,
+    queues: ObserverQueues,
+    evaluator: Evaluator | None,
+    *,
+    state: Restored | None,
+    replay: Path | None,
+    stack: contextlib.AsyncExitStack,
+) -> Loop:
+    """The loop, ready to run."""
+    producer: Producer
+    if replay is not None:
+        producer = Replay(replay, parts.cluster.store)
+    else:
+        producer = make_producer(config, parts, Draws(stream), queues)
+    stack.push_async_callback(producer.close)
+    monitor = SystemMonitor()
+    stack.callback(monitor.close)
+    recorder = Recorder(folder=folder, queues=queues, monitor=monitor)
+    stack.callback(recorder.journal.close)
+    progress = Progress()
+    if state is not None:
+        progress = await _take_up(state, parts, producer, folder, recorder)
+    elif config.checkpoint.start_from != "none" and parts.trainer is not None:
+        await parts.trainer.load(Path(config.checkpoint.start_from) / "trainer")
+    saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues)
+
+    async def write_samples(groups: tuple[GroupRef, ...], step: int) -> None:
+        if parts.workers is not None:
+            await parts.workers.write(folder.batch_samples(step), groups, step)
+
+    async def evaluate(batch: int, version: int) -> None:
+        if evaluator is not None:
+            await evaluator.run_due(batch, version)
+
+    loop_parts = LoopParts(
+        trainer=parts.trainer,
+        engine=parts.engine,
+        producer=producer,
+        observers=recorder,
+        write_samples=write_samples,
+        evaluate=evaluate,
+        save=saver.save,
+    )
+    return Loop(config=config, parts=loop_parts, progress=progress)
+
+
+def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: ObserverQueues) -> Producer:
+    """Waves if training is on-policy, else a stream of as many groups as the staleness bound admits."""
+    workers, engine, run = parts.workers, parts.engine, config.run
+    assert workers is not None and engine is not None
+
+    def job(draw: Draw) -> Job:
+        return Job(
+            group_id=draw.id,
+            name=str(draw.id),
+            prompt=draw.prompt,
+            num_samples=run.samples_per_prompt,
+            sampling=config.sampling,
+            seed=seed_of(run.seed, draw.id),
+        )
+
+    async def roll_out(draw: Draw) -> GroupRef:
+        group = await workers.roll_out(job(draw))
+        queues.emit("group_scored", group=group)
+        return group
+
+    async def expect(wave: Sequence[Draw]) -> None:
+        await engine.expect([session for draw in wave for session in job(draw).sessions()])
+
+    if run.max_staleness == 0:
+        return Waves(draws, roll_out, expect, max_dropped=run.max_dropped)
+    slots = round((run.max_staleness + 1) * run.sync_every * run.prompts_per_batch * run.over_sampling)
+    return Stream(draws, roll_out, slots=slots, max_staleness=run.max_staleness, max_dropped=run.max_dropped)
+
+
+class Recorder:
+    """Writes metrics to the run's journal before any observer hears of them, and adds the machine's gauges."""
+
+    def __init__(self, *, folder: RunFolder, queues: ObserverQueues, monitor: SystemMonitor) -> None:
+        self.journal = Journal(folder.metrics)
+        self._queues, self._monitor = queues, monitor
+
+    def emit(self, hook: str, **kwargs: Any) -> None:
+        """Implements `loop.Telling`."""
+        if hook == "step_finished":
+            kwargs["metrics"] = {**kwargs["metrics"], **self._monitor.metrics()}
+            self.journal.append(kwargs["step"], metrics=kwargs["metrics"])
+        self._queues.emit(hook, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saver:
+    """Writes checkpoints."""
+
+    config: RunConfig
+    parts: Parts
+    producer: Producer
+    folder: RunFolder
+    queues: ObserverQueues
+
+    async def save(self, progress: Progress) -> None:
+        """One atomic checkpoint of everything. Raises `CheckpointError`; what was saved before stays."""
+        folder = CheckpointFolder(self.folder.checkpoints, self.config.checkpoint)
+        try:
+            temporary = folder.begin(progress.batch)
+            if self.parts.trainer is not None:
+                await self.parts.trainer.save(temporary / "trainer")
+            finished = self.producer.finished()
+            if self.parts.workers is not None and finished:
+                await self.parts.workers.write(temporary / BUFFER, finished, progress.batch)
+            path = folder.commit(temporary, self._state(progress))
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            reason = (error.strerror or str(error)).lower()
+            raise CheckpointError(
+                f"{self.folder.checkpoints}: cannot save batch {progress.batch}: {reason}; "
+                "earlier checkpoints are intact"
+            ) from error
+        self.queues.emit("checkpoint_saved", step=progress.batch, path=path)
+
+    def _state(self, progress: Progress) -> RunState:
+        return RunState(
+            batch=progress.batch,
+            version=progress.version,
+            producer=self.producer.state(),
+            components={place: dict(c.state()) for place, c in _components(self.config) if c.state()},
+            config=self.config.model_dump(mode="json"),
+        )
+
+
+def _components(config: RunConfig) -> list[tuple[str, Component]]:
+    """Light components that live on the driver and may have state."""
+    return [("data", config.data), ("algorithm", config.algorithm)]
+
+
+async def _take_up(
+    restored: Restored, parts: Parts, producer: Producer, folder: RunFolder, recorder: Recorder
+) -> Progress:
+    state = restored.state
+    if parts.trainer is not None:
+        await parts.trainer.load(restored.path / "trainer")
+    buffered = restored.path / BUFFER
+    groups = read_samples(buffered) if buffered.exists() else []
+    producer.restore(state.producer, [share(group, parts.cluster.store) for group in groups])
+    recorder.journal.truncate_after(state.batch)
+    Journal(folder.evaluations).truncate_after(state.batch)
+    for path in folder.samples.glob("batch-*.parquet"):
+        if int(path.stem.removeprefix("batch-")) > state.batch:
+            path.unlink()
+    return Progress(batch=state.batch, version=state.version)

@@ -1,0 +1,93 @@
+"""Runs of the real session, loop and workers with fake trainer and engine, in this process."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import plasmid.testing.fakes
+import pytest
+from plasmid.observe.journal import read_journal
+from plasmid.recipe import merge, resolve
+from plasmid.run.local import LocalCluster
+from plasmid.run.session import Mode, RunResult, run
+from plasmid.testing.tiny import make_hollow_model
+
+PLUGIN = '''
+from typing import Literal
+from plasmid import Filter, Reward, hookimpl
+
+class Digits(Reward):
+    """Mean digit of the answer, over 9."""
+    kind: Literal["digits"] = "digits"
+    async def __call__(self, prompt, sample):
+        digits = [int(c) for c in sample.text if c.isdigit()]
+        return sum(digits) / len(digits) / 9
+
+class EvenGroup(Filter):
+    """Drops groups whose first digit is odd."""
+    kind: Literal["even-group"] = "even-group"
+    def __call__(self, group):
+        return int(group.samples[0].text[0]) % 2 == 0
+
+class Nothing(Filter):
+    """Drops everything."""
+    kind: Literal["nothing"] = "nothing"
+    def __call__(self, group):
+        return False
+
+@hookimpl
+def register_rewards():
+    return [Digits]
+
+@hookimpl
+def register_filters():
+    return [EvenGroup, Nothing]
+'''
+
+
+@dataclass
+class Runner:
+    """Makes recipes for one temporary folder and runs them."""
+
+    folder: Path
+
+    def config(self, changes: dict[str, Any] | None = None):
+        (self.folder / "digits.py").write_text(PLUGIN)
+        data = self.folder / "prompts.jsonl"
+        if not data.exists():
+            data.write_text("".join(json.dumps({"prompt": f"say {i}", "target": i}) + "\n" for i in range(40)))
+        plain = {
+            "model": {"path": str(self.folder / "model")},
+            "plugins": [str(self.folder / "digits.py"), plasmid.testing.fakes.__file__],
+            "run": {"dir": str(self.folder / "run"), "batches": 8, "prompts_per_batch": 4, "samples_per_prompt": 3},
+            "data": {"path": str(data)},
+            "trainer": {"kind": "fake"},
+            "rollout": {"kind": "fake"},
+            "algorithm": {"kind": "fake"},
+            "rewards": [{"kind": "digits"}],
+            "checkpoint": {"export": False},
+        }
+        return resolve(merge(plain, changes or {}))
+
+    def run(self, changes: dict[str, Any] | None = None, *, observers=(), **mode: Any) -> RunResult:
+        return run(self.config(changes), mode=Mode(**mode), observers=observers, make_cluster=lambda _: LocalCluster())
+
+    def metrics(self, name: str = "run") -> list[dict[str, float]]:
+        return [dict(entry.metrics) for entry in read_journal(self.folder / name / "metrics.jsonl")]
+
+
+@pytest.fixture
+def runner(tmp_path) -> Runner:
+    make_hollow_model(tmp_path / "model")
+    return Runner(tmp_path)
+
+
+@pytest.fixture
+def make_runner(tmp_path) -> Callable[[str], Runner]:
+    def make(name: str) -> Runner:
+        make_hollow_model(tmp_path / name / "model")
+        return Runner(tmp_path / name)
+
+    return make

@@ -1,0 +1,193 @@
+"""What the loop promises: staleness, waves, defined ends."""
+
+import time
+
+import pytest
+from plasmid.errors import EngineError, PlasmidError, RewardError, SyncError
+from plasmid.hookspecs import hookimpl
+from plasmid.observe.sample_store import read_samples
+
+
+def staleness(runner) -> list[float]:
+    return [m["rollout/staleness_max"] for m in runner.metrics()]
+
+
+def stored(runner, step: int):
+    return read_samples(runner.folder / "run" / "samples" / f"batch-{step:06d}.parquet")
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4])
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_no_trained_group_is_staler_than_the_bound(runner, bound, sync_every):
+    runner.run({"run": {"max_staleness": bound, "sync_every": sync_every}})
+    assert len(staleness(runner)) == 8
+    assert max(staleness(runner)) <= bound
+
+
+def test_sampling_runs_ahead_of_training(runner):
+    runner.run({"run": {"max_staleness": 2, "batches": 12}, "trainer": {"seconds": 0.05}})
+    assert max(staleness(runner)) == 2
+
+
+def test_the_bound_holds_with_over_sampling_because_it_is_enforced_at_take(runner):
+    runner.run({"run": {"max_staleness": 1, "over_sampling": 4.0, "batches": 12}, "trainer": {"seconds": 0.05}})
+    assert max(staleness(runner)) <= 1
+    assert sum(m.get("rollout/dropped/stale", 0) for m in runner.metrics()) > 0
+
+
+def test_every_batch_is_full_although_filters_drop_groups(runner):
+    runner.run({"filters": [{"kind": "even-group"}]})
+    for step in range(1, 9):
+        groups = stored(runner, step)
+        kept = [g for g in groups if int(g.samples[0].text[0]) % 2 == 0]
+        assert len(kept) == 4
+        assert all(len(g.samples) == 3 for g in groups)
+
+
+def test_prompts_are_trained_once_each_in_the_order_of_the_data(runner):
+    runner.run({"data": {"shuffle": False}, "run": {"batches": 5}})
+    trained = [g.prompt.metadata.get("target", g.prompt.target) for step in range(1, 6) for g in stored(runner, step)]
+    assert trained == list(range(20))
+
+
+def test_data_that_ends_end_the_run_with_the_rest_trained(runner):
+    runner.run({"data": {"epochs": 1}, "run": {"batches": 100, "prompts_per_batch": 12}})
+    sizes = [len(stored(runner, step)) for step in range(1, len(runner.metrics()) + 1)]
+    assert sizes == [12, 12, 12, 4]
+
+
+def test_filters_that_drop_everything_end_the_run_with_a_reason(runner):
+    with pytest.raises(PlasmidError, match=r"filters: 12 groups in a row were dropped \(nothing: 12\); loosen"):
+        runner.run({"filters": [{"kind": "nothing"}], "run": {"max_dropped": 12}})
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_failing_rollout_becomes_a_sample_with_an_error(runner, bound):
+    runner.run({"rollout": {"fail": ["2/1"]}, "run": {"max_staleness": bound}})
+    samples = {s.id: s for step in range(1, 9) for g in stored(runner, step) for s in g.samples}
+    assert samples["2/1"].error == "asked to fail"
+    assert samples["2/1"].score.value == 0.0
+    assert not samples["2/1"].loss_mask.any()
+
+
+def test_a_run_whose_rollouts_mostly_fail_ends_with_the_reason(runner):
+    with pytest.raises(EngineError, match=r"12 of 12 failed, more than run.max_failed = 0.5; .* asked to fail"):
+        runner.run({"rollout": {"fail": [str(i) for i in range(10)]}, "filters": [], "run": {"max_dropped": 4000}})
+
+
+def test_a_rollout_that_hangs_is_ended_by_its_deadline(runner):
+    runner.run({"rollout": {"hang": ["1/0"]}, "run": {"rollout_timeout_s": 0.5, "batches": 2}})
+    errors = [s.error for g in stored(runner, 1) for s in g.samples if s.error]
+    assert errors == ["no end within 0.5 s"]
+
+
+def test_a_slow_group_does_not_starve_the_others(runner):
+    changes = {"rollout": {"hang": ["1/0"]}, "run": {"rollout_timeout_s": 2.0, "max_staleness": 4, "batches": 3}}
+    started = time.monotonic()
+    runner.run(changes)
+    assert time.monotonic() - started < 20
+    first = [g.id for g in stored(runner, 1)]
+    assert 1 not in first and len(first) == 4
+
+
+HANGING = '''
+import asyncio, time
+from typing import Literal
+from plasmid import Reward, hookimpl
+
+class Bad(Reward):
+    """Misbehaves."""
+    kind: Literal["bad"] = "bad"
+    how: str = "raise"
+    async def __call__(self, prompt, sample):
+        if self.how == "raise":
+            raise KeyError("answer")
+        if self.how == "sleep":
+            await asyncio.sleep(3600)
+        if self.how == "block":
+            time.sleep(5)
+        return None
+
+@hookimpl
+def register_rewards():
+    return [Bad]
+'''
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"rewards.0 \(bad\): raised on sample 0/0: KeyError: 'answer'"),
+        ("sleep", r"rewards.0 \(bad\): no score for sample 0/0 within timeout_s = 0.2; make it faster"),
+        ("block", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make it faster"),
+        ("none", r"rewards.0 \(bad\): must return a finite number or a Score, got None for sample 0/0"),
+    ],
+)
+def test_a_reward_that_misbehaves_ends_the_run_with_its_name(runner, how, message):
+    (runner.folder / "bad.py").write_text(HANGING)
+    plain = runner.config().model_dump(mode="json")
+    changes = {
+        "plugins": [*plain["plugins"], str(runner.folder / "bad.py")],
+        "rewards": [{"kind": "bad", "how": how, "timeout_s": 0.2}],
+        "run": {"prompts_per_batch": 1, "samples_per_prompt": 2},
+    }
+    with pytest.raises(RewardError, match=message):
+        runner.run(changes)
+
+
+@pytest.mark.parametrize("version", [0, 1, 3])
+def test_weights_that_arrive_differently_end_the_run(runner, version):
+    with pytest.raises(SyncError, match="checksum"):
+        runner.run({"rollout": {"corrupt_version": version}})
+    assert len(runner.metrics()) == max(0, version - 1)
+
+
+class Recorder:
+    def __init__(self):
+        self.events = []
+
+    @hookimpl
+    def phase_started(self, batch, phase):
+        self.events.append((batch, phase))
+
+    @hookimpl
+    def step_finished(self, step, metrics):
+        self.events.append((step, "finished"))
+
+
+class Broken:
+    @hookimpl
+    def step_finished(self, step):
+        raise RuntimeError("observer is broken")
+
+
+def test_observers_are_told_in_order_and_a_broken_one_harms_nobody(runner):
+    recorder = Recorder()
+    result = runner.run({"run": {"batches": 2}}, observers=(Broken(), recorder))
+    assert result.steps == 2
+    assert recorder.events == [
+        (0, "start"),
+        (0, "sync"),
+        *((b, phase) for b in (0,) for phase in ("sample", "score", "train")),
+        (1, "sync"),
+        (1, "finished"),
+        *((1, phase) for phase in ("sample", "score", "train")),
+        (2, "sync"),
+        (2, "finished"),
+        (2, "save"),
+    ]
+
+
+def test_rollouts_only_starts_no_trainer(runner):
+    result = runner.run({"run": {"batches": 3, "max_staleness": 1}}, rollouts_only=True)
+    assert result.steps == 3
+    assert "train/loss" not in runner.metrics()[0]
+    assert result.checkpoint is None
+    assert len(stored(runner, 3)) == 4
+
+
+def test_replay_trains_on_stored_samples_without_an_engine(runner):
+    runner.run({"run": {"batches": 3}, "filters": [{"kind": "even-group"}]})
+    first = [m["train/loss"] for m in runner.metrics()]
+    runner.run({"run": {"dir": str(runner.folder / "again")}}, replay=runner.folder / "run")
+    assert [m["train/loss"] for m in runner.metrics("again")] == first
