@@ -1,4 +1,4 @@
-"""What algorithms are handed, and what they hand back. T is the number of tokens, N of samples of the whole batch."""
+"""What algorithms are handed, and what they hand back. T counts tokens that the loss sees; others are left out."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ..batch import BatchTable
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageInputs:
-    """Everything one rank holds of a batch, when advantages are computed (once per batch, before the first step)."""
+    """Everything one rank holds of a batch, when advantages are computed (once per batch, before the first step).
+
+    Tokens come sample after sample, in order. A rank may hold none (T = 0) and still takes part in every `all_reduce`.
+    """
 
     table: BatchTable
     """All N samples of the batch; the same on every rank."""
     sample_index: Tensor
     """[T] int64: row of the table that each of this rank's tokens belongs to."""
-    mask: Tensor
-    """[T] bool: the loss mask."""
     rollout_logprobs: Tensor
     """[T]"""
     old_logprobs: Tensor | None
@@ -27,6 +28,7 @@ class AdvantageInputs:
     ref_logprobs: Tensor | None
     """[T] if `Role.REFERENCE` was scored."""
     teacher_logprobs: Tensor | None
+    """[T] if `Role.TEACHER` was scored."""
     values: Tensor | None
     """[T] the critic's, if `Role.CRITIC` was scored."""
     all_reduce: Callable[[Tensor], Tensor]
@@ -35,28 +37,30 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """One microbatch. Per-token arrays hold every token of whole samples, also those that the mask leaves out."""
+    """One microbatch of n whole samples; T may be 0."""
 
+    num_samples: int
+    """n"""
     sample_index: Tensor
     """[T] int64: 0..n-1, which sample of this microbatch a token belongs to."""
-    mask: Tensor
-    """[T] bool."""
     logprobs: Tensor
     """[T] the policy's now; carries the gradient."""
     entropy: Tensor | None
-    """[T] of the next-token distribution at the sample's temperature."""
+    """[T] of the next-token distribution at the sample's temperature; None if the trainer does not compute it."""
     old_logprobs: Tensor | None
     """[T] None if they equal ``logprobs`` now (one step per batch): use ``logprobs.detach()``."""
     rollout_logprobs: Tensor
+    """[T]"""
     ref_logprobs: Tensor | None
+    """[T] if `Role.REFERENCE` was scored."""
     teacher_logprobs: Tensor | None
+    """[T] if `Role.TEACHER` was scored."""
     advantages: Tensor
     """[T]"""
 
     def per_sample_sum(self, values: Tensor) -> Tensor:
-        """[n] sums of the masked values of each sample; differentiable."""
-        n = int(self.sample_index.max()) + 1 if self.sample_index.numel() else 0
-        return values.new_zeros(n).index_add(0, self.sample_index, values * self.mask)
+        """[n] sums of the values of each sample; differentiable."""
+        return values.new_zeros(self.num_samples).index_add(0, self.sample_index, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +68,6 @@ class TokenLoss:
     """Loss of one microbatch before reduction."""
 
     loss: Tensor
-    """[T] per token; the trainer sums it with weights that make the whole step's reduction (`reduction.py`)."""
+    """[T] per token; the trainer sums it with weights that make the whole step's reduction (`sample_weights`)."""
     metrics: Mapping[str, Tensor]
-    """[T] each: averaged over the masked tokens of the step and reported as ``train/<name>``."""
+    """[T] each: averaged over the loss tokens of the step and reported as ``train/<name>``."""

@@ -1,0 +1,119 @@
+"""What every trainer does around its own forward pass: gather the algorithm's inputs, weigh and sum its loss.
+
+n samples and T tokens are this rank's (`RankBatch.fetch`), N samples the whole batch's, P a microbatch's loss tokens.
+Per-token scores of a role are one tensor [T], aligned to the rank's rows; `Microbatch.token_index` reads and writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..algorithms.inputs import AdvantageInputs, LossInputs
+from ..batch import Rows
+from ..components import Algorithm
+from ..types import Role
+from .collate import Microbatch
+from .metrics import AllReduce
+from .rank_batch import RankBatch
+from .reduction import sample_weights
+
+RoleScores = Mapping[Role, Tensor]
+"""[T] each: log-probabilities of the loss tokens (the critic's: values), anything elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicrobatchLoss:
+    """One microbatch's part of the step's loss, and what `StepMetrics.add` takes."""
+
+    loss: Tensor
+    """Scalar; sum it over microbatches and ranks."""
+    values: Mapping[str, Tensor]
+    """[P] each."""
+    maxima: Mapping[str, Tensor]
+    """[P] each."""
+    num_tokens: int
+
+
+def compute_advantages(
+    algorithm: Algorithm,
+    batch: RankBatch,
+    rows: Rows,
+    scores: RoleScores,
+    *,
+    all_reduce: AllReduce,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """[T] the algorithm's advantages of this rank's tokens, 0 where the loss does not look. Once per batch."""
+    places = np.flatnonzero(rows.loss_mask)
+    token = torch.from_numpy(places).to(device)
+    owner = np.repeat(np.asarray(batch.samples, np.int64), rows.lengths())[places]
+    picked = {role: values[token] for role, values in scores.items()}
+    inputs = AdvantageInputs(
+        table=batch.table,
+        sample_index=torch.from_numpy(owner).to(device),
+        rollout_logprobs=torch.from_numpy(rows.rollout_logprobs[places]).to(device),
+        old_logprobs=picked.get(Role.POLICY),
+        ref_logprobs=picked.get(Role.REFERENCE),
+        teacher_logprobs=picked.get(Role.TEACHER),
+        values=picked.get(Role.CRITIC),
+        all_reduce=all_reduce,
+    )
+    advantages = algorithm.advantages(inputs)
+    if advantages.shape != token.shape:
+        raise ValueError(f"advantages must be one per loss token ({len(token)}), got shape {tuple(advantages.shape)}")
+    whole = advantages.new_zeros(len(rows.token_ids))
+    whole[token] = advantages.detach()
+    return whole
+
+
+def step_weights(algorithm: Algorithm, batch: RankBatch, step: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """[N] float64 `sample_weights` of one optimizer step of the batch."""
+    weights = sample_weights(
+        batch.table, batch.steps[step].samples, algorithm.reduction, constant_length=algorithm.constant_length
+    )
+    return torch.from_numpy(weights).to(device)
+
+
+def loss_inputs(
+    microbatch: Microbatch, logprobs: Tensor, entropy: Tensor | None, *, scores: RoleScores, advantages: Tensor
+) -> LossInputs:
+    """What the algorithm is handed of a microbatch collated with ``only_masked``; ``advantages`` [T] are the rank's."""
+    token = microbatch.token_index
+    picked = {role: values[token] for role, values in scores.items()}
+    return LossInputs(
+        num_samples=microbatch.input_ids.shape[0],
+        sample_index=microbatch.sample_index,
+        logprobs=logprobs,
+        entropy=entropy,
+        old_logprobs=picked.get(Role.POLICY),
+        rollout_logprobs=microbatch.rollout_logprobs,
+        ref_logprobs=picked.get(Role.REFERENCE),
+        teacher_logprobs=picked.get(Role.TEACHER),
+        advantages=advantages[token],
+    )
+
+
+def microbatch_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -> MicrobatchLoss:
+    """The algorithm's token losses, summed with the weight [P] of each token (`step_weights` at its ``table_index``).
+
+    Besides the algorithm's own metrics there is ``logprob_diff``: how far trainer and rollout engine are apart, as
+    absolute differences of log-probabilities before the first step (without old log-probabilities: now).
+    """
+    result = algorithm.loss(inputs)
+    if result.loss.shape != inputs.logprobs.shape:
+        raise ValueError(
+            f"the loss must be one per token ({inputs.logprobs.numel()}), got shape {tuple(result.loss.shape)}"
+        )
+    policy = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+    difference = (policy - inputs.rollout_logprobs).abs()
+    return MicrobatchLoss(
+        loss=(result.loss.double() * weights).sum(),
+        values={**result.metrics, "logprob_diff_mean": difference},
+        maxima={"logprob_diff": difference},
+        num_tokens=inputs.logprobs.numel(),
+    )
