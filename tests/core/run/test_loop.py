@@ -70,9 +70,17 @@ def test_a_failing_rollout_becomes_a_sample_with_an_error(runner, bound):
     assert not samples["2/1"].loss_mask.any()
 
 
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_run_whose_rollouts_all_fail_ends_with_the_reason(runner, bound):
+    changes = {"rollout": {"fail": [str(i) for i in range(10)]}, "run": {"max_staleness": bound}}
+    with pytest.raises(EngineError, match=r"all samples of 4 prompt groups in a row failed; .*: asked to fail"):
+        runner.run(changes)
+
+
 def test_a_run_whose_rollouts_mostly_fail_ends_with_the_reason(runner):
-    with pytest.raises(EngineError, match=r"12 of 12 failed, more than run.max_failed = 0.5; .* asked to fail"):
-        runner.run({"rollout": {"fail": [str(i) for i in range(10)]}, "filters": [], "run": {"max_dropped": 4000}})
+    fail = [f"{group}/{index}" for group in range(4) for index in (0, 2)]
+    with pytest.raises(EngineError, match=r"8 of 12 failed, more than run.max_failed = 0.5; .*: asked to fail"):
+        runner.run({"rollout": {"fail": fail}})
 
 
 def test_a_rollout_that_hangs_is_ended_by_its_deadline(runner):

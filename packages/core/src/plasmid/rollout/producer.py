@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ..batch import GroupRef
-from ..errors import PlasmidError
+from ..errors import EngineError, PlasmidError
 from .draws import Draw, Draws
 
 RollOut = Callable[[Draw], Awaitable[GroupRef]]
@@ -56,9 +56,12 @@ class Producer(Protocol):
 
 @dataclass(slots=True)
 class DropLimit:
-    """Ends a run whose filters drop everything."""
+    """Ends a run whose filters drop everything, or whose rollouts all fail."""
 
     limit: int
+    """Groups in a row that may be dropped."""
+    failed_limit: int
+    """Groups in a row that may fail whole: one batch of them is no bad luck any more."""
     reasons: Counter[str] = field(default_factory=Counter)
 
     def kept(self) -> None:
@@ -68,6 +71,11 @@ class DropLimit:
     def dropped(self, group: GroupRef) -> None:
         """A group was dropped. Raises `PlasmidError` at the limit."""
         self.reasons[group.dropped_by] += 1
+        if self.reasons["failed"] >= self.failed_limit and self.reasons["failed"] == self.reasons.total():
+            raise EngineError(
+                f"rollouts: all samples of {self.reasons['failed']} prompt groups in a row failed; "
+                f"the last error was: {group.errors[-1]}"
+            )
         if self.reasons.total() >= self.limit:
             why = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
             last = f"; the last error was: {group.errors[-1]}" if group.errors else ""
@@ -83,9 +91,9 @@ class Waves:
     No surplus is kept, and what is drawn depends on nothing but the data and the filters: exact resume rests on that.
     """
 
-    def __init__(self, draws: Draws, roll_out: RollOut, expect: Expect, *, max_dropped: int) -> None:
+    def __init__(self, draws: Draws, roll_out: RollOut, expect: Expect, *, limit: DropLimit) -> None:
         self._draws, self._roll_out, self._expect = draws, roll_out, expect
-        self._limit = DropLimit(max_dropped)
+        self._limit = limit
         self._boundary = draws.state([])
         self._tasks: list[asyncio.Task[GroupRef]] = []
 
@@ -148,10 +156,10 @@ class Stream:
     enforced when groups are taken.
     """
 
-    def __init__(self, draws: Draws, roll_out: RollOut, *, slots: int, max_staleness: int, max_dropped: int) -> None:
+    def __init__(self, draws: Draws, roll_out: RollOut, *, slots: int, max_staleness: int, limit: DropLimit) -> None:
         self._draws, self._roll_out = draws, roll_out
         self._free, self._max_staleness = slots, max_staleness
-        self._limit = DropLimit(max_dropped)
+        self._limit = limit
         self._running: dict[asyncio.Task[GroupRef], Draw] = {}
         self._ready: list[GroupRef] = []
         self._dropped: list[GroupRef] = []

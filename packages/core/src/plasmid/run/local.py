@@ -41,6 +41,7 @@ class LocalActor:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+        self._stopped = False
 
     async def run(self, coroutine: Any, what: str, timeout_s: float) -> Any:
         """Run a coroutine of the host on the actor's loop."""
@@ -57,7 +58,8 @@ class LocalActor:
         return await self.run(self._host.call(method, args, kwargs), method, timeout_s)
 
     async def stop(self, *, grace_s: float = 10.0) -> None:
-        if self._loop.is_running():
+        if not self._stopped:
+            self._stopped = True
             try:
                 await self.run(self._host.close(), "close", grace_s)
             finally:

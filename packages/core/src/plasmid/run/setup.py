@@ -18,7 +18,7 @@ from ..observe.journal import Journal
 from ..observe.sample_store import read_samples
 from ..observe.system import SystemMonitor
 from ..rollout.draws import Draw, Draws
-from ..rollout.producer import Producer, Stream, Waves
+from ..rollout.producer import DropLimit, Producer, Stream, Waves
 from ..rollout.seeds import seed_of
 from ..rollout.worker import Job, share
 from .checkpoint import CheckpointFolder, RunState, check_same_config, read_state
@@ -124,10 +124,11 @@ def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: Observe
     async def expect(wave: Sequence[Draw]) -> None:
         await engine.expect([session for draw in wave for session in job(draw).sessions()])
 
+    limit = DropLimit(limit=run.max_dropped, failed_limit=run.prompts_per_batch)
     if run.max_staleness == 0:
-        return Waves(draws, roll_out, expect, max_dropped=run.max_dropped)
+        return Waves(draws, roll_out, expect, limit=limit)
     slots = round((run.max_staleness + 1) * run.sync_every * run.prompts_per_batch * run.over_sampling)
-    return Stream(draws, roll_out, slots=slots, max_staleness=run.max_staleness, max_dropped=run.max_dropped)
+    return Stream(draws, roll_out, slots=slots, max_staleness=run.max_staleness, limit=limit)
 
 
 class Recorder:
