@@ -124,10 +124,10 @@ class Algorithm(Component):
     @model_validator(mode="after")
     def _constant_has_length(self) -> Self:
         if self.reduction == "constant" and self.constant_length is None:
-            raise ValueError('constant_length: reduction = "constant" divides by it; set it, for example to 1024')
+            raise ValueError('reduction = "constant" divides by constant_length; set it, for example to 1024')
         if self.reduction != "constant" and self.constant_length is not None:
             raise ValueError(
-                f'constant_length: {self.constant_length} is never read; remove it or set reduction = "constant"'
+                f'constant_length = {self.constant_length} is never read; remove it or set reduction = "constant"'
             )
         return self
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .components import Converter, DataSource, Tracker, Workflow
+from .algorithms.grpo import GRPO
+from .components import Algorithm, Converter, DataSource, Tracker, Workflow
 from .convert import GGUF, HF
 from .data.files import Files
 from .hookspecs import hookimpl
@@ -29,3 +30,8 @@ def register_converters() -> list[type[Converter]]:
 @hookimpl
 def register_data_sources() -> list[type[DataSource]]:
     return [Files]
+
+
+@hookimpl
+def register_algorithms() -> list[type[Algorithm]]:
+    return [GRPO]

@@ -1,0 +1,33 @@
+"""Baselines within prompt groups, by group id. N samples, R rollouts, G groups."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..batch import BatchTable
+
+F = NDArray[np.float64]
+
+
+def group_advantages(table: BatchTable, *, normalize_std: bool, std_eps: float) -> F:
+    """[N] (reward - mean) / (std + std_eps) in each prompt group, or reward - mean (Dr. GRPO, arXiv 2503.20783).
+
+    The statistics are those of rollouts: the samples of one rollout count once, with their mean reward. The standard
+    deviation has the divisor n - 1, as in TRL, verl and slime; GRPO's paper (Shao et al. 2024, arXiv 2402.03300) leaves
+    it open, and n (NumPy's default) gives advantages that are larger by sqrt(n / (n - 1)). A group of one rollout has
+    no standard deviation and is only centred.
+    """
+    rollouts, index, counts = np.unique(table.rollout_index, return_inverse=True, return_counts=True)
+    values = np.bincount(index, weights=table.rewards) / counts
+    groups = np.zeros(len(rollouts), np.int64)
+    groups[index] = table.group_index
+    size = np.maximum(np.bincount(groups), 1)
+    mean = np.bincount(groups, weights=values) / size
+    advantages = table.rewards - mean[table.group_index]
+    if normalize_std:
+        squares = np.bincount(groups, weights=(values - mean[groups]) ** 2)
+        std = np.sqrt(squares / np.maximum(size - 1, 1))
+        scale = np.where(size > 1, std + std_eps, 1.0)
+        advantages = advantages / scale[table.group_index]
+    return np.asarray(advantages, np.float64)
