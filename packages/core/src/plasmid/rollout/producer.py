@@ -184,7 +184,8 @@ class Stream:
             self._collect()
             self._admit()
         except Exception as error:  # noqa: BLE001 - boundary of the callback: `take` raises it
-            self._error = error
+            self._error = self._error or error
+            self._ended = True
         self._changed.set()
 
     def _collect(self) -> None:
