@@ -1,0 +1,119 @@
+"""Random scored batches that live in this process, for tests of trainers and algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..batch import BatchRef, GroupRef
+from ..rollout.worker import share
+from ..types import Bools, Ints, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRef(Generic[T]):
+    """Implements `protocols.Ref` by holding the value."""
+
+    value: T
+
+    def get(self) -> T:
+        return self.value
+
+
+class HeldStore:
+    """Implements `protocols.Store`; references hold what they name, so they can be pickled to any process."""
+
+    def put(self, value: T) -> HeldRef[T]:
+        """Hold a value."""
+        return HeldRef(value)
+
+
+def random_batch(
+    shape: Sequence[Sequence[int]],
+    *,
+    seed: int = 0,
+    steps: int = 1,
+    vocab_size: int = 40,
+    max_completion: int = 9,
+    silent: float = 0.1,
+    temperatures: Sequence[float] = (1.0, 0.7),
+) -> BatchRef:
+    """A batch in which rollout r of group g made ``shape[g][r]`` samples.
+
+    Samples are ragged, a fifth of their tokens is not seen by the loss, and the fraction ``silent`` of the samples has
+    no loss tokens at all. Log-probabilities are those of nobody.
+    """
+    random = np.random.default_rng(seed)
+    groups = []
+    for group_id, rollouts in enumerate(shape):
+        prompt = Prompt(id=f"p{group_id}", token_ids=_tokens(random, int(random.integers(1, 6)), vocab_size))
+        rollout_ids = [f"{group_id}/r{rollout}" for rollout, count in enumerate(rollouts) for _ in range(count)]
+        samples = []
+        for index, rollout_id in enumerate(rollout_ids):
+            completion = _tokens(random, int(random.integers(1, max_completion + 1)), vocab_size)
+            sample = make_sample(
+                prompt,
+                completion,
+                id=f"{group_id}/{index}",
+                rollout_id=rollout_id,
+                group_id=group_id,
+                mask=(random.random(len(completion)) < 0.8) & (random.random() >= silent),
+                logprobs=-random.random(len(completion)) * 3,
+                temperature=float(random.choice(temperatures)),
+                reward=float(random.normal()),
+            )
+            samples.append(sample)
+        groups.append(make_group(prompt, samples, id=group_id))
+    return BatchRef(index=0, groups=tuple(groups), steps=steps)
+
+
+def make_sample(
+    prompt: Prompt,
+    completion: Sequence[int] | Ints,
+    *,
+    id: str,
+    rollout_id: str,
+    group_id: int = 0,
+    mask: Sequence[bool] | Bools | None = None,
+    logprobs: Sequence[float] | NDArray[np.float64] | None = None,
+    temperature: float = 1.0,
+    reward: float = 0.0,
+) -> Sample:
+    """A scored sample: the prompt and C completion tokens. ``mask`` [C] tells which of them the policy drew.
+
+    ``logprobs`` [C] are the engine's; what no policy drew gets 0. Without them: all True, and -1.
+    """
+    generated = np.ones(len(completion), np.bool_) if mask is None else np.asarray(mask, np.bool_)
+    by_engine = np.full(len(completion), -1.0) if logprobs is None else np.asarray(logprobs)
+    start = len(prompt.token_ids)
+    return Sample(
+        id=id,
+        rollout_id=rollout_id,
+        group_id=group_id,
+        prompt_id=prompt.id,
+        token_ids=np.concatenate([prompt.token_ids, np.asarray(completion, np.int32)]),
+        loss_mask=np.concatenate([np.zeros(start, np.bool_), generated]),
+        rollout_logprobs=np.concatenate([np.zeros(start), np.where(generated, by_engine, 0.0)]).astype(np.float32),
+        versions=tuple(
+            VersionSpan(version=0, start=start + int(i), end=start + int(i) + 1) for i in np.flatnonzero(generated)
+        ),
+        sampling=SamplingParams(temperature=temperature),
+        text="",
+        stop_reason=StopReason.STOP,
+        score=Score(value=reward),
+    )
+
+
+def make_group(prompt: Prompt, samples: Sequence[Sample], *, id: int = 0) -> GroupRef:
+    """Scored samples of one prompt, as the driver knows them."""
+    return share(PromptGroup(id=id, prompt=prompt, samples=tuple(samples)), HeldStore())
+
+
+def _tokens(random: np.random.Generator, count: int, vocab_size: int) -> Ints:
+    return random.integers(0, vocab_size, count).astype(np.int32)
