@@ -1,0 +1,5 @@
+"""`python -m plasmid_cli` is `rl`."""
+
+from .main import app
+
+app()

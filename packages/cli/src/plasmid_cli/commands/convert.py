@@ -1,0 +1,118 @@
+"""`rl convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from plasmid import Converter
+
+    Layouts = Mapping[str, type[Converter]]
+
+Source = Annotated[Path, typer.Argument(help="Checkpoint to read: a folder or a file.")]
+Target = Annotated[Path, typer.Argument(help="Folder to write (with --check: checkpoint to compare with).")]
+Settings = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of the two layouts: from.dtype=float32")
+]
+From = Annotated[
+    str | None, typer.Option("--from", metavar="KIND", help="Layout of SOURCE; found out where it can be.")
+]
+To = Annotated[str | None, typer.Option("--to", metavar="KIND", help="Layout of TARGET.; hf unless given")]
+Check = Annotated[bool, typer.Option("--check", help="Compare the two tensor by tensor instead of writing.")]
+Sha256 = Annotated[
+    str | None, typer.Option("--sha256", metavar="HEX", help="First verify the digest of the file SOURCE.")
+]
+
+
+def convert(
+    source: Source,
+    target: Target,
+    settings: Settings = None,
+    from_: From = None,
+    to: To = None,
+    check: Check = False,
+    sha256: Sha256 = None,
+) -> None:
+    """Convert a checkpoint: rl convert model.gguf models/mine --from gguf --to hf"""
+    from plasmid.convert import convert as write
+    from plasmid.convert import verify_sha256
+    from plasmid.plugins import by_kind, load_plugins
+
+    layouts: Layouts = by_kind(load_plugins().hook.register_converters())
+    given = _settings(settings or ())
+    reader = _make("from", from_ or _detect(source, layouts), given, layouts)
+    to_kind = to or (_detect(target, layouts) if check else "hf")
+    writer = _make("to", to_kind, given, layouts)
+    if sha256 is not None:
+        verify_sha256(source, sha256)
+    if check:
+        _compare(source, target, reader, writer)
+        return
+    with _progress(reader.num_tensors(source)) as told:
+        write(source, target, reader=reader, writer=writer, progress=told)
+    typer.echo(f"wrote {target}")
+
+
+def _settings(items: Sequence[str]) -> dict[str, dict[str, object]]:
+    from plasmid.errors import ConfigError
+    from plasmid.recipe import merge, parse_override
+
+    merged: dict[str, dict[str, object]] = {"from": {}, "to": {}}
+    for item in items:
+        parsed = parse_override(item)
+        if not (set(parsed) <= {"from", "to"} and all(isinstance(value, Mapping) for value in parsed.values())):
+            raise ConfigError(
+                f"{item!r}: settings of a conversion begin with from. or to., for example from.dtype=float32"
+            )
+        merged = merge(merged, parsed)
+    return merged
+
+
+def _make(side: str, kind: str, given: Mapping[str, Mapping[str, object]], layouts: Layouts) -> Converter:
+    from plasmid.errors import ConfigError
+    from plasmid.recipe import validate
+
+    if kind not in layouts:
+        raise ConfigError(f"--{side}: no layout {kind!r}; installed are {', '.join(sorted(layouts)) or 'none'}")
+    return validate(layouts[kind], dict(given[side]), side)
+
+
+def _detect(path: Path, layouts: Layouts) -> str:
+    from plasmid.errors import ConfigError, ModelError
+
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or folder")
+    found = sorted(kind for kind, cls in layouts.items() if cls().recognises(path))
+    if len(found) == 1:
+        return found[0]
+    why = "looks like " + " and ".join(found) if found else "is of no layout that is recognised"
+    raise ConfigError(f"{path}: {why}; name it with --from or --to, one of {', '.join(sorted(layouts))}")
+
+
+def _compare(left: Path, right: Path, left_reader: Converter, right_reader: Converter) -> None:
+    from plasmid.convert import compare
+
+    found = compare(left, right, left_reader=left_reader, right_reader=right_reader)
+    for line in found.differences:
+        typer.echo(line)
+    typer.echo(f"{found.num_equal} tensors are equal, {len(found.differences)} differ")
+    if found.differences:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[str, int], None]]:
+    """A bar over the tensors on standard error; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda name, _: bar.update(task, advance=1, description=name)

@@ -1,0 +1,88 @@
+"""What `rl train --dry-run` prints: the resolved configuration as a recipe, and what its numbers come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .output import table_console
+
+if TYPE_CHECKING:
+    from plasmid import RunConfig
+    from plasmid.config import EvalConfig
+
+
+def print_plan(config: RunConfig) -> None:
+    """Print the configuration as TOML, coloured on a terminal, then the batch algebra."""
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    console = table_console()
+    text = to_toml(config)
+    if console.is_terminal:
+        console.print(Syntax(text, "toml", background_color="default"))
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    table = Table("what", "how many", "from", box=None, title="plan", title_justify="left")
+    for row in batch_algebra(config):
+        table.add_row(*row)
+    console.print(table)
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved configuration as a recipe that resolves to the same."""
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
+    """What the numbers of the recipe come to: (what, how many, how it is worked out)."""
+    run, ranks = config.run, config.placement.trainer_ranks
+    rollouts, per_step = run.rollouts_per_batch, run.rollouts_per_batch // run.steps_per_batch
+    rows = [
+        ("rollouts per batch", f"{rollouts:,}", f"{run.prompts_per_batch} prompts x {run.samples_per_prompt} samples"),
+        ("rollouts in all", f"{rollouts * run.batches:,}", f"x {run.batches} batches, filtered groups not counted"),
+        (
+            "optimizer steps",
+            f"{run.batches * run.steps_per_batch:,}",
+            f"{run.batches} x {run.steps_per_batch} per batch",
+        ),
+        ("rollouts per step", f"{per_step:,}", f"{rollouts} / {run.steps_per_batch} steps"),
+        ("samples per rank and step", _spread(per_step, ranks), f"{per_step} over {ranks} trainer ranks"),
+        ("publishes of the weights", f"{run.batches // run.sync_every:,}", f"every {run.sync_every} batches"),
+        ("staleness", f"at most {run.max_staleness}", "on-policy" if run.max_staleness == 0 else "asynchronous"),
+        ("tokens drawn per rollout", f"at most {config.sampling.max_new_tokens:,}", "sampling.max_new_tokens"),
+    ]
+    if config.checkpoint.every:
+        rows.append(
+            ("checkpoints", f"{run.batches // config.checkpoint.every:,}", f"every {config.checkpoint.every} batches")
+        )
+    rows += [(f"evaluations of {e.name}", f"{_evaluations(e, run.batches):,}", _when(e)) for e in config.eval]
+    return rows
+
+
+def _spread(total: int, parts: int) -> str:
+    low, more = divmod(total, parts)
+    return f"{low:,}" if not more else f"{low:,} or {low + 1:,}"
+
+
+def _evaluations(e: EvalConfig, batches: int) -> int:
+    during = batches // e.every if e.every else 0
+    last_is_due = bool(e.every) and batches % e.every == 0
+    return e.at_start + during + (e.at_end and not last_is_due)
+
+
+def _when(e: EvalConfig) -> str:
+    times = [("at the start", e.at_start), (f"every {e.every} batches", e.every > 0), ("at the end", e.at_end)]
+    named = ", ".join(text for text, true in times if true)
+    return f"{named}; {e.limit} prompts x {e.samples_per_prompt} samples"
+
+
+def _without_none(data: Any) -> Any:
+    """TOML has no null: a setting that is None is left out."""
+    if isinstance(data, Mapping):
+        return {key: _without_none(value) for key, value in data.items() if value is not None}
+    if isinstance(data, list | tuple):
+        return [_without_none(value) for value in data]
+    return data

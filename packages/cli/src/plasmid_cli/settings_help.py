@@ -1,0 +1,136 @@
+"""Settings of components and tables, told from their pydantic models."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+from plasmid.components import Component
+from plasmid.config import RunConfig
+from plasmid.errors import ConfigError
+from plasmid.plugins import Classes
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.markup import escape
+from rich.table import Table
+
+from .output import table_console
+
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def tables() -> dict[str, type[BaseModel]]:
+    """Tables of a recipe that hold plain settings: name -> model. Those of components are found by their kind."""
+    found = {name: _model_in(field.annotation) for name, field in RunConfig.model_fields.items()}
+    return {name: model for name, model in found.items() if model is not None and not issubclass(model, Component)}
+
+
+def find(what: str, slots: Mapping[str, Classes]) -> tuple[str, type[BaseModel]]:
+    """The address and class of what the user named. Raises `ConfigError` if there is none, or more than one."""
+    known: dict[str, type[BaseModel]] = {**tables()}
+    known |= {f"{slot}/{kind}": cls for slot, classes in slots.items() for kind, cls in classes.items()}
+    if what in known:
+        return what, known[what]
+    matches = [address for address in known if address.partition("/")[2] == what]
+    if len(matches) > 1:
+        raise ConfigError(f"{what!r} is the kind of several components; say which: {' or '.join(sorted(matches))}")
+    if matches:
+        return matches[0], known[matches[0]]
+    if what in slots:
+        kinds = ", ".join(f"{what}/{kind}" for kind in sorted(slots[what])) or "none"
+        raise ConfigError(f"{what!r} is a slot; its settings depend on the component: {kinds}")
+    bare = {address.rpartition("/")[2] for address in known}
+    close = difflib.get_close_matches(what, [*known, *bare], n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "`rl options` lists what there is"
+    raise ConfigError(f"no component or table {what!r}; {hint}")
+
+
+def print_choices(slots: Mapping[str, Classes]) -> None:
+    """Print what `rl options` can be asked about."""
+    console = table_console()
+    console.print("tables:     " + ", ".join(tables()), highlight=False)
+    for slot, classes in slots.items():
+        console.print(f"{slot + ':':<12}" + (", ".join(sorted(classes)) or "none"), highlight=False)
+
+
+def print_settings(address: str, cls: type[BaseModel]) -> None:
+    """Print key, type, default and meaning of every setting."""
+    table = Table("key", "type", "default", "meaning", box=None)
+    for row in rows(cls):
+        table.add_row(*map(escape, row))
+    console = table_console()
+    console.print(
+        f"[bold]{escape(address)}[/]: {escape((inspect.getdoc(cls) or '').split(chr(10))[0])}", highlight=False
+    )
+    console.print(table, highlight=False)
+
+
+def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every setting; tables within are told key by key."""
+    for key, field in sorted(cls.model_fields.items(), key=lambda item: item[0] != "kind"):
+        inner = _model_in(field.annotation)
+        meaning = " ".join((field.description or "").split())
+        if key == "kind":
+            yield prefix + key, readable_type(field.annotation), _default(field), meaning or "name of this component"
+        elif inner is None or issubclass(inner, Component) or field.is_required():
+            yield prefix + key, _bounded(field), _default(field), meaning
+        else:
+            optional = _default(field) if field.default is None else ""
+            yield prefix + key, "table", optional, meaning
+            yield from rows(inner, f"{prefix}{key}.")
+
+
+def readable_type(annotation: Any) -> str:
+    """A type as a user would write it: ``"adamw" | "sgd"``, ``"auto" | int``, ``list of str``."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(_value(a) for a in args)
+    if origin in (Union, types.UnionType):
+        return " | ".join(readable_type(a) for a in args if a is not type(None))
+    if origin in (list, tuple, set, frozenset, Sequence):
+        return f"list of {readable_type(args[0])}"
+    if origin is not None and inspect.isclass(origin) and issubclass(origin, Mapping):
+        return "table"
+    if origin is not None:
+        return readable_type(args[0])  # Annotated
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return "table"
+    return str(getattr(annotation, "__name__", annotation)).replace("Path", "str")
+
+
+def _bounded(field: FieldInfo) -> str:
+    text = readable_type(field.annotation)
+    for item in field.metadata:
+        for name, sign in BOUNDS.items():
+            if hasattr(item, name):
+                text += f" {sign} {getattr(item, name):g}"
+    return text
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "none" if field.default is None else _value(field.get_default(call_default_factory=True))
+
+
+def _value(value: Any) -> str:
+    """A value as TOML has it."""
+    if isinstance(value, BaseModel):
+        return "table"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return f"{value!r}"
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The settings class that an annotation is, or holds (optional, list, ``SerializeAsAny``)."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for a in get_args(annotation) if (found := _model_in(a)) is not None), None)

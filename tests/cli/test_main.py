@@ -1,0 +1,243 @@
+"""The `rl` command: what it lists, how it answers, and the exact words of its errors."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from plasmid import load_config
+from plasmid_cli.dry_run import batch_algebra, to_toml
+from plasmid_cli.main import app
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "recipes/smollm2-sums-cpu.toml")
+PLUGIN = """
+from typing import Literal
+from plasmid import Reward, hookimpl
+
+class Shout(Reward):
+    '''1.0 if the text is loud [very loud].'''
+    kind: Literal["shout"] = "shout"
+    how: Literal["loud", "louder"] = "loud"
+    '''How loud.'''
+    async def __call__(self, prompt, sample):
+        return float(sample.text.isupper())
+
+@hookimpl
+def register_rewards():
+    return [Shout]
+"""
+
+
+def rl(*argv: object) -> int:
+    """Run the command in this process and return its exit code."""
+    with pytest.raises(SystemExit) as stopped:
+        app([str(a) for a in argv])
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture
+def plugin(tmp_path) -> Path:
+    file = tmp_path / "shout.py"
+    file.write_text(PLUGIN)
+    return file
+
+
+def test_help_is_quick_and_imports_no_backend():
+    code = (
+        "import sys, contextlib\n"
+        "from plasmid_cli.main import app\n"
+        "with contextlib.suppress(SystemExit): app(['--help'])\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - start)
+    for command in ("train", "eval", "view", "convert", "plugins", "options"):
+        assert command in done.stdout
+    assert done.stderr == "[]\n"
+    assert min(times) < 0.5, times
+
+
+@pytest.mark.parametrize("command", ["plugins", "options", "options run", "options fsdp", f"train {RECIPE} --dry-run"])
+def test_listing_and_checking_import_no_backend(command):
+    code = (
+        "import sys, contextlib\n"
+        "from plasmid_cli.main import app\n"
+        "with contextlib.suppress(SystemExit): app(sys.argv[1:])\n"
+        "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trainer.lrr=1"], "trainer.lrr: no such setting; did you mean 'lr'?"),
+        (["trainer.kind=megatron"], "trainer.kind: 'megatron' is not installed; installed are fsdp"),
+        (["trainer.lr=-1"], "trainer.lr: input should be greater than or equal to 0, got -1"),
+        (["trainer.lr"], "override 'trainer.lr' must look like key=value, for example trainer.lr=1e-6"),
+        (["rewards=[]"], "rewards: algorithm 'grpo' needs at least one; add a [[rewards]] table"),
+        (["filters=[{}]"], "filters.0.kind: is missing; installed are max-truncated, nonzero-spread, reward-range"),
+        (["model.path=no/such/model", "--dry-run"], "model.path: no such folder: no/such/model"),
+        (["--plugin", "no-such.py"], "plugins: no such file: no-such.py"),
+        (["--rollouts-only", "--resume"], "--rollouts-only starts no trainer; leave out --replay and --resume"),
+        (["--replay", "runs/x", "--resume"], "--replay begins a run of its own; leave out --resume"),
+        (["no-such.toml"], "no-such.toml: cannot read the recipe: no such file or directory"),
+    ],
+)
+def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, capsys):
+    assert rl("train", RECIPE, *argv) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train", "trainer.lr=1"], "no recipe given; name a TOML file, for example recipes/smollm2-sums-cpu.toml"),
+        (["eval", RECIPE, "eval=[]"], "eval: the recipe has no evaluation set; add an [[eval]] table"),
+        (["eval", RECIPE, "--model", "no/such"], "model.path: no such folder: no/such"),
+        (["options", "hf"], "'hf' is the kind of several components; say which: converters/hf or rollout/hf"),
+        (["options", "fsdb"], "no component or table 'fsdb'; did you mean 'fsdp'?"),
+        (["options", "zzz"], "no component or table 'zzz'; `rl options` lists what there is"),
+        (["options", "trainer"], "'trainer' is a slot; its settings depend on the component: trainer/fsdp"),
+        (["convert", "no/such", "out"], "no/such: no such file or folder"),
+        (["convert", "no/such", "out", "--from", "hf"], "no/such: no such folder"),
+        (["convert", "x", "out", "--from", "megatron"], "--from: no layout 'megatron'; installed are gguf, hf"),
+        (["convert", "x", "out", "--from", "hf", "--to", "y"], "--to: no layout 'y'; installed are gguf, hf"),
+        (
+            ["convert", "x", "out", "--from", "hf", "from.dtypes=1"],
+            "from.dtypes: no such setting; did you mean 'dtype'?",
+        ),
+        (
+            ["convert", "x", "out", "--from", "hf", "dtype=1"],
+            "'dtype=1': settings of a conversion begin with from. or to., for example from.dtype=float32",
+        ),
+        (
+            ["view", "no/such"],
+            "no/such: no run here: it has no config.json and no metrics.jsonl; name the folder of a run",
+        ),
+    ],
+)
+def test_an_error_is_one_line_without_a_traceback(argv, message, capsys):
+    assert rl(*argv) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_the_traceback_is_shown_where_it_is_asked_for(monkeypatch):
+    from plasmid.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        app(["options", "zzz", "--traceback"])
+    monkeypatch.setenv("RL_DEBUG", "1")
+    with pytest.raises(ConfigError):
+        app(["options", "zzz"])
+
+
+def test_an_unexpected_error_keeps_its_traceback(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text(PLUGIN.replace("return [Shout]", "return [1 / 0]"))
+    with pytest.raises(ZeroDivisionError):
+        app(["plugins", "--plugin", str(broken)])
+
+
+def test_plugins_tells_slot_kind_package_and_purpose(plugin, capsys):
+    assert rl("plugins", "--plugin", plugin) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["trainer", "fsdp", "plasmid-fsdp", "0.1.0"] in [line[:4] for line in lines]
+    assert ["converters", "gguf", "plasmid-core", "0.1.0"] in [line[:4] for line in lines]
+    shout = next(line for line in lines if line[:2] == ["rewards", "shout"])
+    assert " ".join(shout).endswith("1.0 if the text is loud [very loud].")
+
+
+def test_options_tells_key_type_default_and_meaning(plugin, capsys):
+    assert rl("options", "shout", "--plugin", plugin) == 0
+    out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert out[0] == "rewards/shout: 1.0 if the text is loud [very loud]."
+    assert 'how "loud" | "louder" "loud" How loud.' in out
+    assert (
+        "timeout_s float > 0 60.0 Longest time for one sample; past it the run ends with an error that names the sample."
+        in out
+    )
+
+
+def test_options_of_tables_reach_into_tables(capsys):
+    assert rl("options", "eval") == 0
+    out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert 'sampling.top_k "all" | int "all" Draw from this many most likely tokens.' in out
+    assert "every int >= 0 0 Batches between two evaluations; 0 for none during the run." in out
+
+
+@pytest.mark.parametrize(
+    "what", ["run", "placement", "model", "reference", "sampling", "checkpoint", "rollout/hf", "grpo"]
+)
+def test_every_table_and_component_can_be_asked_about(what, capsys):
+    assert rl("options", what) == 0
+    assert "meaning" in capsys.readouterr().out
+
+
+def test_a_dry_run_prints_a_recipe_that_resolves_to_the_same(tiny_model, tmp_path, capsys):
+    model = f'model.path="{tiny_model}"'
+    assert rl("train", RECIPE, model, "run.batches=7", "--dry-run") == 0
+    out = capsys.readouterr().out
+    text = out[: out.index("\nplan")]
+    copy = tmp_path / "copy.toml"
+    copy.write_text(text)
+    assert load_config(copy) == load_config(RECIPE, [model, "run.batches=7"])
+    assert not (ROOT / "runs/smollm2-sums-cpu/config.json").exists() or "runs" not in text[:0]
+
+
+def test_the_batch_algebra_is_worked_out(tiny_model):
+    config = load_config(
+        RECIPE,
+        [
+            f'model.path="{tiny_model}"',
+            "run={batches=10, prompts_per_batch=6, samples_per_prompt=5, steps_per_batch=3, sync_every=2}",
+            "placement.trainer_ranks=4",
+        ],
+    )
+    rows = {what: (number, how) for what, number, how in batch_algebra(config)}
+    assert rows["rollouts per batch"] == ("30", "6 prompts x 5 samples")
+    assert rows["rollouts in all"][0] == "300"
+    assert rows["optimizer steps"] == ("30", "10 x 3 per batch")
+    assert rows["samples per rank and step"] == ("2 or 3", "10 over 4 trainer ranks")
+    assert rows["publishes of the weights"][0] == "5"
+    assert load_config_again(config) == config
+
+
+def load_config_again(config):
+    import tomllib
+
+    from plasmid.recipe import resolve
+
+    return resolve(tomllib.loads(to_toml(config)))
+
+
+def test_convert_finds_the_layout_and_checks_the_result(tiny_model, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert rl("convert", tiny_model, out, "to.max_shard_gb=1e-4") == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert rl("convert", tiny_model, out, "--check") == 0
+    assert capsys.readouterr().out == "21 tensors are equal, 0 differ\n"
+    assert rl("convert", tiny_model, out, "--check", "from.dtype=bfloat16") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "0 tensors are equal, 21 differ"
+
+
+def test_convert_verifies_the_digest_first(tmp_path, capsys):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF")
+    assert rl("convert", file, tmp_path / "out", "--sha256", "00") == 2
+    assert "x.gguf: has sha256 " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_says_when_it_does_not_recognise_a_layout(tmp_path, capsys):
+    (tmp_path / "x").mkdir()
+    assert rl("convert", tmp_path / "x", tmp_path / "out") == 2
+    expected = f"{tmp_path}/x: is of no layout that is recognised; name it with --from or --to, one of gguf, hf"
+    assert capsys.readouterr().err == f"error: {expected}\n"
