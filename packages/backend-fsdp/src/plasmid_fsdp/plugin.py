@@ -1,1 +1,13 @@
-"""Registers the FSDP trainer. Imports no torch."""
+"""Registers the trainer. Imports neither torch nor ray."""
+
+from __future__ import annotations
+
+from plasmid.components import TrainerConfig
+from plasmid.hookspecs import hookimpl
+
+from .settings import FSDP
+
+
+@hookimpl
+def register_trainers() -> list[type[TrainerConfig]]:
+    return [FSDP]

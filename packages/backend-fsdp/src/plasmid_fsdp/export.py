@@ -1,0 +1,84 @@
+"""The policy as a Hugging Face folder, written while it is gathered, and as a stream of whole tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from plasmid.errors import CheckpointError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .folder import INDEX, SINGLE, copy_companions
+
+FILE_BYTES = 4 << 30
+
+
+def whole_tensors(
+    named: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Every weight, gathered one at a time; floats are cast first, so that less is sent. All ranks iterate together."""
+    for name, tensor in named.items():
+        cast = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+        yield name, (cast.full_tensor() if isinstance(cast, DTensor) else cast).to(device)
+
+
+class FolderWriter:
+    """Writes a Hugging Face folder under a temporary name; it gets its own name once it is complete."""
+
+    def __init__(self, target: Path, *, source: Path, tokenizer: Path) -> None:
+        """``source`` is the model folder whose config is kept; tokenizer files come from ``tokenizer``."""
+        self._target = target
+        self._temporary = target.with_name(f".{target.name}.tmp")
+        self._source = source
+        self._tokenizer = tokenizer
+
+    def write(self, tensors: Iterator[tuple[str, Tensor]], *, sizes: Mapping[str, int]) -> None:
+        """Write the tensors, whose sizes in bytes are known before they come. Raises `CheckpointError`."""
+        try:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.mkdir(parents=True)
+            copy_companions(self._source, self._temporary)
+            if self._tokenizer != self._source:
+                copy_companions(self._tokenizer, self._temporary)
+                shutil.copyfile(self._source / "config.json", self._temporary / "config.json")
+            self._write_weights(tensors, sizes)
+            shutil.rmtree(self._target, ignore_errors=True)
+            self._temporary.replace(self._target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            raise CheckpointError(f"{self._target}: the model cannot be written: {error}") from None
+
+    def _write_weights(self, tensors: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int]) -> None:
+        groups = _groups(sizes)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(groups, 1):
+            file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            part: dict[str, Tensor] = {}
+            for name in names:
+                came, tensor = next(tensors)
+                assert came == name, f"tensors must come in the order of their sizes: {came} is not {name}"
+                part[name] = tensor.cpu().clone()
+            save_file(part, self._temporary / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(names, file)
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            (self._temporary / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _groups(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names of each file, in order; a file takes `FILE_BYTES` or one larger tensor."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups

@@ -1,0 +1,70 @@
+"""What lies in a Hugging Face folder, read without torch: its config, its weight files, and what travels with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plasmid.errors import ModelError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}
+NOT_COMPANIONS = {INDEX, "pytorch_model.bin.index.json"}
+
+
+def check_folder(where: str, path: Path) -> None:
+    """Raises `ModelError` unless the folder has a config and readable weight files. ``where`` is the recipe's table."""
+    read_config(where, path)
+    weight_files(where, path)
+
+
+def read_config(where: str, path: Path) -> dict[str, Any]:
+    """The folder's ``config.json``."""
+    if not path.is_dir():
+        raise ModelError(f"{where}.path: no such folder: {path}")
+    return _read_json(where, path / "config.json", "it must be a Hugging Face model folder")
+
+
+def weight_files(where: str, path: Path) -> tuple[Path, ...]:
+    """Every safetensors file of the folder's weights."""
+    index = path / INDEX
+    if index.is_file():
+        weight_map = _read_json(where, index, "").get("weight_map", {})
+        files = tuple(path / name for name in sorted(set(weight_map.values())))
+    else:
+        files = (path / SINGLE,)
+    for file in files:
+        if not file.is_file():
+            hint = "convert the folder with `rl convert`" if any(path.glob("*.bin")) else "the folder is incomplete"
+            raise ModelError(f"{where}.path: {path} has no weights: {file.name} is missing; {hint}")
+    return files
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what lies beside the weights: config, tokenizer, chat template, generation settings, model code."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in COMPANION_SUFFIXES and file.name not in NOT_COMPANIONS:
+            shutil.copyfile(file, target / file.name)
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Settings that change what weights mean and differ between two configs, as ``key: ours != theirs``."""
+    about_files = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+    keys = sorted((ours.keys() | theirs.keys()) - about_files)
+    keys = [key for key in keys if not key.endswith("_token_id")]
+    return [f"{key}: {ours.get(key)!r} != {theirs.get(key)!r}" for key in keys if ours.get(key) != theirs.get(key)]
+
+
+def _read_json(where: str, file: Path, hint: str) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{where}.path: {file.parent} has no {file.name}; {hint}") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{where}.path: {file} must hold a JSON object")
+    return content

@@ -1,0 +1,78 @@
+"""The optimizer over sharded fp32 weights: its construction, the gradient's norm, one guarded step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from .settings import FSDP
+from .weights import local
+
+AllReduce = Callable[[Tensor], Tensor]
+ADAMW_STATE, SGD_STATE = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+
+
+def make_optimizer(settings: FSDP, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) or SGD; matrices decay, vectors (biases, norms) do not.
+
+    Its state exists from the start, as zeros, which is what the first step would make of it: memory is known early,
+    and saving and loading need no special case.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {"lr": settings.lr, "fused": True}
+    optimizer: Optimizer
+    names: tuple[str, ...]
+    if settings.optimizer == "adamw":
+        optimizer = AdamW(groups, betas=settings.betas, eps=settings.eps, **options)
+        names = ADAMW_STATE
+    else:
+        optimizer = SGD(groups, momentum=settings.momentum, nesterov=settings.nesterov, **options)
+        names = SGD_STATE if settings.momentum else ()
+    for parameter in trained:
+        state: dict[str, Tensor] = {name: torch.zeros_like(parameter, requires_grad=False) for name in names}
+        if settings.optimizer == "adamw":
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = state
+    return optimizer
+
+
+def grad_norm(parameters: Sequence[nn.Parameter], all_reduce: AllReduce, device: torch.device) -> float:
+    """Norm of the whole gradient over all ranks; nothing is counted twice, because every gradient is sharded."""
+    grads = _grads(parameters)
+    squares = torch.stack([norm.double() for norm in torch._foreach_norm(grads)]).square().sum() if grads else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if squares is not None:
+        total += squares.to(device)
+    return math.sqrt(float(all_reduce(total)))
+
+
+def guarded_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float) -> bool:
+    """Clip by ``norm`` and take the step, unless the norm is not finite. Gradients are gone afterwards either way."""
+    finite = math.isfinite(norm)
+    if finite:
+        if 0 < max_norm < norm:
+            torch._foreach_mul_(_grads(parameters), max_norm / norm)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return finite
+
+
+def move_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the optimizer's state, parameter by parameter."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.to(device)
+
+
+def _grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [grad for p in parameters if p.grad is not None and (grad := local(p.grad)).numel()]

@@ -1,0 +1,104 @@
+"""The trainer's state on disk: sharded, and readable by any number of ranks (torch.distributed.checkpoint)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from plasmid.errors import CheckpointError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+SHOWN = 3
+
+
+def save_state(path: Path, *, weights: Mapping[str, Tensor], optimizer: Optimizer, numbers: Mapping[str, int]) -> None:
+    """Write weights, optimizer, ``numbers`` and generators; all ranks call it. Raises `CheckpointError`."""
+    state = _tensors(weights, optimizer) | {f"numbers.{k}": torch.tensor(v) for k, v in numbers.items()} | _generators()
+    try:
+        save(state, storage_writer=FileSystemWriter(path))
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: the trainer's state cannot be written: {_cause(error)}") from None
+
+
+def load_state(
+    path: Path, *, weights: Mapping[str, Tensor], optimizer: Optimizer, numbers: Mapping[str, int]
+) -> dict[str, int]:
+    """Fill weights and optimizer in place; returns the numbers saved under the names in ``numbers``.
+
+    Generators come back for ranks that existed when it was saved; others keep what they have. Raises `CheckpointError`
+    if the checkpoint cannot be read, or is one of another model or optimizer.
+    """
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except (OSError, EOFError, ValueError, AttributeError, ImportError) as error:
+        raise CheckpointError(f"{path} holds no trainer state that can be read: {_cause(error)}") from None
+    tensors = _tensors(weights, optimizer)
+    _check(path, tensors, metadata)
+    restored = {f"numbers.{name}": torch.tensor(value) for name, value in numbers.items()}
+    generators = {name: value for name, value in _generators().items() if name in metadata.state_dict_metadata}
+    try:
+        load(tensors | restored | generators, storage_reader=FileSystemReader(path))
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: the trainer's state cannot be read: {_cause(error)}") from None
+    _set_generators(generators)
+    return {name: int(restored[f"numbers.{name}"]) for name in numbers}
+
+
+def _tensors(weights: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Any]:
+    """Weights, and under each weight's name the optimizer's tensors for it; all share memory with the live ones."""
+    state: dict[str, Any] = {f"weights.{name}": tensor.detach() for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        if isinstance(tensor, nn.Parameter) and tensor in optimizer.state:
+            state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[tensor].items()}
+    return state
+
+
+def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
+    saved = metadata.state_dict_metadata
+    for part, hint in (("weights.", "it is a checkpoint of another model"), ("optimizer.", "see [trainer] optimizer")):
+        ours = {name for name in expected if name.startswith(part)}
+        theirs = {name for name in saved if name.startswith(part)}
+        for what, names in (("lacks", sorted(ours - theirs)), ("has unknown", sorted(theirs - ours))):
+            if names:
+                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+                raise CheckpointError(f"{path}: {hint}: it {what} {', '.join(names[:SHOWN])}{more}")
+    for name, tensor in expected.items():
+        entry = saved[name]
+        if not isinstance(entry, TensorStorageMetadata) or list(entry.size) != list(tensor.shape):
+            size = list(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
+            raise CheckpointError(
+                f"{path}: it is a checkpoint of another model: {name} is {size} instead of {list(tensor.shape)}"
+            )
+
+
+def _generators() -> dict[str, Tensor]:
+    rank = dist.get_rank()
+    states = {f"generators.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"generators.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generators(states: Mapping[str, Tensor]) -> None:
+    for name, value in states.items():
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(value)
+        else:
+            torch.set_rng_state(value)
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason on one line: a failure on any rank is wrapped in one for all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

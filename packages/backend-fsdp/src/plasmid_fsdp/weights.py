@@ -1,0 +1,96 @@
+"""Weights between safetensors files and the shards of a rank. Tensors carry Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from plasmid.errors import ModelError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .folder import weight_files
+
+SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Which part of every tensor a rank holds: rows, split as `torch.chunk` does."""
+
+    rank: int
+    num_ranks: int
+
+    def rows(self, count: int) -> slice:
+        """Rows of this rank out of ``count``."""
+        size = -(-count // self.num_ranks)
+        return slice(min(self.rank * size, count), min((self.rank + 1) * size, count))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this rank holds, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def named_weights(lm: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by Hugging Face name; tied ones once, under their first name."""
+    named: dict[str, Tensor] = dict(lm.named_parameters())
+    saved = lm.state_dict().keys()
+    named.update((name, buffer) for name, buffer in lm.named_buffers() if name in saved)
+    return named
+
+
+def aliases(lm: nn.Module) -> set[str]:
+    """Names of parameters that are tied to one in `named_weights`."""
+    every = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in lm.named_parameters()}
+
+
+@torch.no_grad()
+def load_weights(
+    named: Mapping[str, Tensor], path: Path, *, where: str, shard: Shard, ignored: Collection[str] = ()
+) -> None:
+    """Fill the shards of ``named`` from a Hugging Face folder; only this rank's rows are read.
+
+    Names in ``ignored`` may be in the files as well. Raises `ModelError` if names or shapes do not fit.
+    """
+    with ExitStack() as stack:
+        found: dict[str, Any] = {}
+        try:
+            for file in weight_files(where, path):
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                found.update((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
+        _check(named, found, path, where, ignored)
+        for name, target in named.items():
+            part = found[name][shard.rows(target.shape[0])] if isinstance(target, DTensor) else found[name][...]
+            local(target).copy_(part)
+
+
+def _check(
+    named: Mapping[str, Tensor], found: Mapping[str, Any], path: Path, where: str, ignored: Collection[str]
+) -> None:
+    missing = [name for name in named if name not in found]
+    surplus = [name for name in found if name not in named and name not in ignored and not _derived(name)]
+    shapes = [
+        f"{name} is {list(found[name].get_shape())} instead of {list(tensor.shape)}"
+        for name, tensor in named.items()
+        if name in found and list(found[name].get_shape()) != list(tensor.shape)
+    ]
+    for what, names in (("lacks", missing), ("has unknown", surplus), ("has other shapes:", shapes)):
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise ModelError(
+                f"{where}.path: the weights in {path} do not fit its model: it {what} {', '.join(names[:SHOWN])}{more}"
+            )
+
+
+def _derived(name: str) -> bool:
+    """True for tables that old checkpoints hold and models compute themselves."""
+    return name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
