@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 
@@ -20,13 +18,3 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     if num_samples - num_passed < k:
         return 1.0
     return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_passed + 1, num_samples + 1)))
-
-
-def mean_pass_at_k(passed: Sequence[Sequence[bool]], k: int) -> float:
-    """Mean over prompts of `pass_at_k`; ``passed`` holds for each prompt whether each of its samples passed.
-
-    Raises `ValueError` if there is no prompt, or one with fewer than ``k`` samples.
-    """
-    if not passed:
-        raise ValueError("pass@k of no prompts is not defined")
-    return float(np.mean([pass_at_k(len(samples), sum(map(bool, samples)), k) for samples in passed]))

@@ -134,8 +134,10 @@ class JsonLinesFile:
         except json.JSONDecodeError as error:
             what = error.msg[0].lower() + error.msg[1:]
             raise DataError(f"{where}: not valid JSON: {what} at column {error.colno}") from None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not valid JSON: {str(error).lower()}") from None
+        except RecursionError:
+            raise DataError(f"{where}: not valid JSON: nested too deeply") from None
+        except ValueError as error:  # a number of thousands of digits
+            raise DataError(f"{where}: cannot be read: {str(error).lower()}") from None
         if not isinstance(row, dict):
             raise DataError(f"{where}: a row must be an object with named values, got {type_name(row)}")
         return row
