@@ -1,1 +1,13 @@
-"""Registers the embedded engine. Imports no torch."""
+"""Registers the embedded rollout engine ``hf``. Imports no torch."""
+
+from __future__ import annotations
+
+from plasmid.components import RolloutEngineConfig
+from plasmid.hookspecs import hookimpl
+
+from .settings import HF
+
+
+@hookimpl
+def register_rollout_engines() -> list[type[RolloutEngineConfig]]:
+    return [HF]

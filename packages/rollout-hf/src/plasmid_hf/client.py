@@ -1,0 +1,167 @@
+"""The half of the engine that rollout workers hold: gathers what is asked for in one go, and deals out the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from plasmid.errors import EngineError
+from plasmid.protocols import Actor
+from plasmid.types import Completion, GenerateRequest
+
+ANSWER_S = 600.0
+"""Longest time for an engine process to react; a step of a large model on a CPU takes long."""
+
+
+class Desk:
+    """The client's state on one event loop."""
+
+    def __init__(self, actors: Sequence[Actor]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._actors = actors
+        self._id = uuid.uuid4().hex
+        self._routes: dict[str, int] = {}
+        self._open: list[dict[str, asyncio.Future[Completion]]] = [{} for _ in actors]
+        """For each engine: its requests that have no answer."""
+        self._outgoing: list[tuple[GenerateRequest, asyncio.Future[Completion]]] = []
+        self._leaving: list[tuple[str, asyncio.Future[None]]] = []
+        self._flushing = False
+        self._collectors: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def ask(self, request: GenerateRequest) -> Completion:
+        """Send a request with the others of this moment and wait for its completion."""
+        answer: asyncio.Future[Completion] = self.loop.create_future()
+        self._outgoing.append((request, answer))
+        self._flush_soon()
+        return await answer
+
+    async def leave(self, session_ids: Sequence[str]) -> None:
+        """Tell that sessions have ended, with the other news of this moment."""
+        told: list[asyncio.Future[None]] = [self.loop.create_future() for _ in session_ids]
+        self._leaving += zip(session_ids, told, strict=True)
+        self._flush_soon()
+        await asyncio.gather(*told)
+
+    async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
+        """End requests, wherever they run."""
+        await asyncio.gather(*(actor.call("abort", request_ids, timeout_s=ANSWER_S) for actor in self._actors))
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._keep(self.loop.create_task(self._flush()))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _flush(self) -> None:
+        await asyncio.sleep(0)  # whoever is ready to run may add to it
+        self._flushing = False
+        outgoing, self._outgoing = self._outgoing, []
+        leaving, self._leaving = self._leaving, []
+        futures: list[asyncio.Future[Any]] = [*(answer for _, answer in outgoing), *(told for _, told in leaving)]
+        try:
+            routes = await self._route([*(r.session_id for r, _ in outgoing), *(s for s, _ in leaving)])
+            parts = [self._part(i, outgoing, leaving, routes) for i in sorted(set(routes.values()))]
+            await asyncio.gather(*(self._tell(*part) for part in parts))
+            await self._forget([session for session, _ in leaving])
+        except Exception as error:  # noqa: BLE001  boundary: whoever waits gets the error of the call they share
+            _fail(futures, error)
+        for _, told in leaving:
+            if not told.done():
+                told.set_result(None)
+
+    def _part(self, engine: int, outgoing: Any, leaving: Any, routes: dict[str, int]) -> Any:
+        requests = [(r, answer) for r, answer in outgoing if routes[r.session_id] == engine]
+        return engine, requests, [session for session, _ in leaving if routes[session] == engine]
+
+    async def _tell(
+        self, engine: int, requests: list[tuple[GenerateRequest, asyncio.Future[Completion]]], left: list[str]
+    ) -> None:
+        wanted = [(request, answer) for request, answer in requests if not answer.done()]
+        opened = self._open[engine]
+        for request, answer in wanted:
+            if request.id in opened:
+                answer.set_exception(EngineError(f"request {request.id}: is running already; ids must be unique"))
+            else:
+                opened[request.id] = answer
+        sent = [request for request, answer in wanted if opened.get(request.id) is answer]
+        try:
+            await self._actors[engine].call("tell", self._id, sent, left, timeout_s=ANSWER_S)
+        except Exception as error:  # boundary: these requests alone are lost
+            _fail([opened.pop(request.id) for request in sent], error)
+            if left:
+                raise
+        if opened and engine not in self._collectors:
+            self._collectors[engine] = self.loop.create_task(self._collect(engine))
+
+    async def _collect(self, engine: int) -> None:
+        """Fetch completions for as long as there are open requests."""
+        opened = self._open[engine]
+        try:
+            while opened:
+                for completion in await self._actors[engine].call("collect", self._id, timeout_s=ANSWER_S):
+                    answer = opened.pop(completion.request_id, None)
+                    if answer is not None and not answer.done():
+                        answer.set_result(completion)
+        except Exception as error:  # noqa: BLE001  boundary: the engine is gone, whoever waits must know
+            _fail(list(opened.values()), error)
+            opened.clear()
+        finally:
+            del self._collectors[engine]
+
+    async def _route(self, sessions: Sequence[str]) -> dict[str, int]:
+        if len(self._actors) == 1:
+            return dict.fromkeys(sessions, 0)
+        new = sorted({session for session in sessions if session not in self._routes})
+        if new:
+            engines = await self._actors[0].call("route", new, timeout_s=ANSWER_S)
+            self._routes |= dict(zip(new, engines, strict=True))
+        return {session: self._routes[session] for session in sessions}
+
+    async def _forget(self, sessions: Sequence[str]) -> None:
+        if len(self._actors) == 1 or not sessions:
+            return
+        for session in sessions:
+            self._routes.pop(session, None)
+        await self._actors[0].call("forget", list(sessions), timeout_s=ANSWER_S)
+
+
+def _fail(futures: Sequence[asyncio.Future[Any]], error: Exception) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)
+
+
+class HFClient:
+    """Implements `EngineClient`. Picklable; keeps nothing but the handles of the engine processes."""
+
+    def __init__(self, actors: Sequence[Actor]) -> None:
+        self._actors = tuple(actors)
+        self._desk: Desk | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HFClient, (self._actors,)
+
+    def _here(self) -> Desk:
+        """State of the running loop: futures belong to one."""
+        if self._desk is None or self._desk.loop is not asyncio.get_running_loop():
+            self._desk = Desk(self._actors)
+        return self._desk
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Continue the tokens of the request."""
+        return await self._here().ask(request)
+
+    async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
+        """End requests early; returns when their completions are on the way."""
+        await self._here().abort(request_ids if request_ids == "all" else tuple(request_ids))
+
+    async def leave(self, session_ids: Sequence[str]) -> None:
+        """These sessions ask for nothing more."""
+        if session_ids:
+            await self._here().leave(tuple(session_ids))

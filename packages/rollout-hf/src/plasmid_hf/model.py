@@ -1,0 +1,172 @@
+"""The Hugging Face model of one engine process: loading it, and its two kinds of forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from plasmid.errors import ModelError
+from plasmid.types import Ints
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .attention import NAME, Decode, Plan, Prefill, Prompts
+from .cache import SlotCache, round_up
+
+ALIGNMENT = 16
+"""Attention reads this many tokens more at a time; GPU kernels want masks of aligned size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the model's config says."""
+
+    vocab_size: int
+    num_layers: int
+    max_positions: int
+    """Tokens that the model was made for."""
+    kv_bytes_per_token: int
+    stop_ids: frozenset[int]
+    """Tokens that end a text."""
+
+
+class LanguageModel:
+    """Logits of next tokens over a slot cache, for whole prompts and for single tokens."""
+
+    def __init__(self, hf: PreTrainedModel, device: torch.device) -> None:
+        self.hf = hf
+        self.device = device
+        self.facts = _facts(hf)
+
+    def prefill(self, cache: SlotCache, sequences: Sequence[Ints], *, first_slot: int) -> Tensor:
+        """[n, V] logits after each of n sequences; sequence i goes into slot ``first_slot + i``.
+
+        Equal sequences (the samples of one prompt) are computed once.
+        """
+        slots: dict[bytes, list[int]] = {}
+        for i, sequence in enumerate(sequences):
+            slots.setdefault(sequence.tobytes(), []).append(i)
+        distinct = sorted(slots.values(), key=lambda rows: len(sequences[rows[0]]))  # stable: order of admission
+        lengths = [len(sequences[rows[0]]) for rows in distinct]
+        cache.reserve(first_slot + len(sequences), max(lengths) + 1)
+        plan = Prefill(cache=cache, prompts=self._groups(distinct, lengths, first_slot))
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        tokens = torch.cat([torch.from_numpy(sequences[rows[0]]).long() for rows in distinct])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        logits = self._forward(tokens[None], positions[None], plan, last=ends.to(self.device))[0]
+        source = torch.empty(len(sequences), dtype=torch.long)
+        for i, rows in enumerate(distinct):
+            source[rows] = i
+        return logits[source.to(self.device)]
+
+    def _groups(self, distinct: list[list[int]], lengths: list[int], first_slot: int) -> list[Prompts]:
+        groups: list[Prompts] = []
+        start = 0
+        for length in sorted(set(lengths)):
+            members = [rows for rows, other in zip(distinct, lengths, strict=True) if other == length]
+            slots = tuple(torch.tensor(rows, device=self.device) + first_slot for rows in members)
+            groups.append(Prompts(start=start, length=length, slots=slots))
+            start += length * len(members)
+        return groups
+
+    def decode(self, cache: SlotCache, token_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """[n, V] logits after one more token of each of the rows in slots ``0:n``, which go to these positions."""
+        cache.reserve(len(token_ids), max(positions) + 1)
+        where = torch.tensor(positions)
+        length = round_up(max(positions) + 1, ALIGNMENT)
+        hidden = torch.arange(length)[None, :] > where[:, None]
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
+        plan = Decode(
+            cache=cache,
+            rows=torch.arange(len(token_ids), device=self.device),
+            positions=where.to(self.device),
+            mask=mask.to(self.device, self.hf.dtype),
+        )
+        return self._forward(torch.tensor(token_ids)[:, None], where[:, None], plan, last=1)[:, 0]
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, plan: Plan, *, last: Tensor | int) -> Tensor:
+        output = self.hf(
+            input_ids=token_ids.to(self.device),
+            position_ids=positions.to(self.device),
+            logits_to_keep=last,
+            use_cache=False,  # the plan carries the cache
+            plan=plan,
+        )
+        logits: Tensor = output.logits
+        return logits
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the checkpoint by its Hugging Face name; tied ones share memory."""
+        return dict(self.hf.state_dict(keep_vars=False))
+
+    def move(self, device: torch.device) -> None:
+        """Move the weights, and what is computed from now on."""
+        self.hf.to(device)  # type: ignore[arg-type]
+
+
+def _facts(hf: PreTrainedModel) -> Facts:
+    config = hf.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return Facts(
+        vocab_size=int(config.vocab_size),
+        num_layers=int(config.num_hidden_layers),
+        max_positions=int(config.max_position_embeddings),
+        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_size * hf.dtype.itemsize,
+        stop_ids=_stop_ids(hf),
+    )
+
+
+def _stop_ids(hf: PreTrainedModel) -> frozenset[int]:
+    """By the generation config, or else by the config."""
+    ids = hf.generation_config.eos_token_id if hf.generation_config is not None else None
+    ids = hf.config.get_text_config().eos_token_id if ids is None else ids
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> LanguageModel:
+    """Read a Hugging Face folder. Raises `ModelError` if it is incomplete or its attention is not supported."""
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
+    loaded: Any
+    if not path.is_dir():
+        raise ModelError(f"model.path: no such folder: {path}")
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, local_files_only=True, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    hf, info = loaded
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ModelError(f"model.path: {path} lacks {len(missing)} tensors, the first is {missing[0]}")
+    _check_windows(hf, path)
+    hf.eval().requires_grad_(False)
+    hf.to(device)
+    return LanguageModel(hf, device)
+
+
+def _check_windows(hf: PreTrainedModel, path: Path) -> None:
+    """Attention that sees only the last tokens would silently be computed as if it saw all."""
+    for name, module in hf.named_modules():
+        window = getattr(module, "sliding_window", None)
+        if window is not None and window < hf.config.get_text_config().max_position_embeddings:
+            raise ModelError(
+                f"model.path: {path} has attention over a sliding window of {window} tokens ({name}), which engine "
+                "'hf' does not compute; choose another model or another engine"
+            )
+
+
+def attention_is_supported(model: LanguageModel) -> None:
+    """One token through the model. Raises `ModelError` if its family needs more than causal attention."""
+    cache = SlotCache(num_layers=model.facts.num_layers, block=ALIGNMENT, max_rows=1)
+    try:
+        with torch.inference_mode():
+            model.prefill(cache, [torch.zeros(1, dtype=torch.int32).numpy()], first_slot=0)
+    except (NotImplementedError, KeyError, TypeError) as error:
+        family = model.hf.config.model_type
+        raise ModelError(f"model.path: engine 'hf' cannot run models of type {family!r}: {error}") from error

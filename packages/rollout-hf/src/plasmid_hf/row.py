@@ -1,0 +1,135 @@
+"""One request while the engine works on it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from plasmid.types import Completion, GenerateRequest, Ints, KeptSet, StopReason, VersionSpan
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+SortKey = tuple[str | int, ...]
+
+
+def natural(text: str) -> SortKey:
+    """A key that sorts numbers inside of texts by value: ``9/1`` before ``10/0``."""
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text)))
+
+
+class StopTexts:
+    """Watches for texts that end a completion, token by token."""
+
+    def __init__(self, texts: tuple[str, ...], tokenizer: Tokenizer) -> None:
+        self._texts = texts
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._tail = ""
+
+    def add(self, token_id: int) -> bool:
+        """True if this token completes one of the texts."""
+        text = self._stream.step(self._tokenizer, token_id)
+        if not text:
+            return False  # the first part of a character of several tokens
+        self._tail += text
+        found = any(stop in self._tail for stop in self._texts)
+        self._tail = self._tail[-max(len(stop) for stop in self._texts) :]
+        return found
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Row:
+    """A request, what it has generated in this call, and where it stands."""
+
+    request: GenerateRequest
+    done: Callable[[Completion], None]
+    """Told once, from the engine's thread."""
+    stop_ids: frozenset[int]
+    stop_texts: StopTexts | None
+    max_length: int
+    """Tokens, prompt included, at which the row ends."""
+    order: SortKey = ()
+    """Rows are admitted in this order."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept: list[Ints] = field(default_factory=list)
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
+    prefilled: float = 0.0
+
+    @property
+    def deadline(self) -> float:
+        """On the monotonic clock."""
+        return self.arrived + self.request.deadline_s
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt included."""
+        return len(self.request.token_ids) + len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """Number of the next token to draw, counted from the first one of the whole request."""
+        return self.request.num_generated + len(self.tokens)
+
+    def token_ids(self) -> Ints:
+        """[length] everything so far."""
+        return np.concatenate([np.asarray(self.request.token_ids, np.int32), np.array(self.tokens, np.int32)])
+
+    def add(self, token_id: int, logprob: float, version: int, kept: Ints | None) -> StopReason | None:
+        """Append a token; why the row ends with it, if it does."""
+        self.tokens.append(token_id)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if kept is not None:
+            self.kept.append(kept)
+        complete = self.stop_texts is not None and self.stop_texts.add(token_id)
+        if complete or token_id in self.stop_ids:
+            return StopReason.STOP
+        return StopReason.LENGTH if self.is_full() else None
+
+    def is_full(self) -> bool:
+        """True if no further token is allowed."""
+        return self.position >= self.request.sampling.max_new_tokens or self.length >= self.max_length
+
+    def finish(self, reason: StopReason, error: str | None = None) -> None:
+        """Deliver the completion."""
+        self.done(
+            Completion(
+                request_id=self.request.id,
+                token_ids=np.array(self.tokens, np.int32),
+                logprobs=np.array(self.logprobs, np.float32),
+                versions=spans(self.versions),
+                stop_reason=reason,
+                error=error,
+                kept=kept_set(self.kept) if self.request.wants_kept_set else None,
+                timings=self._timings(time.monotonic()),
+            )
+        )
+
+    def _timings(self, now: float) -> dict[str, float]:
+        admitted = self.admitted or now
+        prefilled = self.prefilled or now
+        return {
+            "queued_s": admitted - self.arrived,
+            "prefill_s": prefilled - admitted,
+            "decode_s": now - prefilled,
+        }
+
+
+def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+    """Runs of equal policy versions."""
+    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+    ends = [*starts[1:], len(versions)]
+    return tuple(VersionSpan(version=versions[s], start=s, end=e) for s, e in zip(starts, ends, strict=False))
+
+
+def kept_set(sets: list[Ints]) -> KeptSet:
+    """The sets of all positions, flat."""
+    sizes = [len(tokens) for tokens in sets]
+    token_ids = np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32)
+    return KeptSet(token_ids=token_ids, offsets=np.cumsum([0, *sizes], dtype=np.int64))

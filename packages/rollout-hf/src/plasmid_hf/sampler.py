@@ -1,0 +1,174 @@
+"""Draws the next token of every row from logits, and says how likely it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from plasmid.types import Floats, Ints, SamplingParams
+from torch import Tensor
+
+BLOCK = 256
+CANDIDATES = 1024
+_BELOW_ONE = 1.0 - 2.0**-50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drawn:
+    """One token for each of n rows."""
+
+    token_ids: Ints
+    """[n]"""
+    logprobs: Floats
+    """[n] log-softmax of logits / temperature at the token, before any truncation; not finite if the logits are not."""
+    kept: tuple[Ints | None, ...]
+    """n sets of tokens that truncation left, where they were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Truncation:
+    """Rows that draw from a part of the vocabulary. V is its size."""
+
+    rows: Tensor
+    """[m] their indices."""
+    top_k: Tensor
+    """[m, 1] V for all."""
+    top_p: Tensor
+    """[m, 1]"""
+    min_p: Tensor
+    """[m, 1]"""
+
+
+class Sampler:
+    """Settings of n rows as tensors, made once for as long as the same rows run."""
+
+    def __init__(self, params: Sequence[SamplingParams], *, wants_kept: Sequence[bool], device: torch.device) -> None:
+        self._device = device
+        temperatures = [p.scoring_temperature for p in params]
+        self._temperatures = None if set(temperatures) == {1.0} else self._column(temperatures)
+        greedy = [p.temperature == 0 for p in params]
+        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
+        self._wants_kept = tuple(wants_kept)
+        self._params = tuple(params)
+
+    def draw(self, logits: Tensor, uniforms: NDArray[np.float64]) -> Drawn:
+        """Draw by inverting the cumulative distribution at the uniforms [n]; ``logits`` [n, V] are overwritten."""
+        scaled = logits.float()
+        if self._temperatures is not None:
+            scaled = scaled.div_(self._temperatures)
+        log_total = torch.logsumexp(scaled, -1, keepdim=True)
+        weights = torch.exp(scaled - log_total)
+        keep = self._keep(weights)
+        if keep is not None:
+            weights = weights.mul_(keep)
+        points = torch.from_numpy(uniforms).to(self._device)
+        token_ids = invert(weights.nan_to_num_(0.0), points)
+        if self._greedy is not None:
+            token_ids = torch.where(self._greedy, scaled.argmax(-1), token_ids)
+        logprobs = (scaled.gather(1, token_ids[:, None]) - log_total)[:, 0]
+        return Drawn(
+            token_ids=token_ids.to(torch.int32).cpu().numpy(),
+            logprobs=logprobs.cpu().numpy(),
+            kept=self._kept_sets(keep, token_ids, weights.shape[1]),
+        )
+
+    def _keep(self, weights: Tensor) -> Tensor | None:
+        truncation = self._truncation(weights.shape[1])
+        if truncation is None:
+            return None
+        if len(truncation.rows) == len(weights):
+            return kept_tokens(weights, truncation)
+        keep = torch.ones_like(weights, dtype=torch.bool)
+        keep[truncation.rows] = kept_tokens(weights[truncation.rows], truncation)
+        return keep
+
+    def _truncation(self, size: int) -> Truncation | None:
+        rows = [i for i, p in enumerate(self._params) if p.temperature > 0 and _truncates(p, size)]
+        if not rows:
+            return None
+        params = [self._params[i] for i in rows]
+        return Truncation(
+            rows=torch.tensor(rows, device=self._device),
+            top_k=self._column([size if p.top_k == "all" else min(p.top_k, size) for p in params]),
+            top_p=self._column([p.top_p for p in params]),
+            min_p=self._column([p.min_p for p in params]),
+        )
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+
+    def _kept_sets(self, keep: Tensor | None, token_ids: Tensor, size: int) -> tuple[Ints | None, ...]:
+        sets: list[Ints | None] = [None] * len(self._params)
+        for i in (i for i, wanted in enumerate(self._wants_kept) if wanted):
+            if self._params[i].temperature == 0:
+                sets[i] = token_ids[i : i + 1].to(torch.int32).cpu().numpy()
+            elif keep is None:
+                sets[i] = np.arange(size, dtype=np.int32)
+            else:
+                sets[i] = keep[i].nonzero()[:, 0].to(torch.int32).cpu().numpy()
+        return tuple(sets)
+
+
+def _truncates(params: SamplingParams, size: int) -> bool:
+    some = params.top_k != "all" and params.top_k < size
+    return some or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def kept_tokens(probs: Tensor, truncation: Truncation) -> Tensor:
+    """[m, V] True where top-k, then top-p of what is left, then min-p keep a token."""
+    size = probs.shape[1]
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    narrow = ((truncation.top_k < size) | (truncation.top_p < 1))[:, 0].nonzero()[:, 0]
+    if len(narrow):
+        keep[narrow] = _top_k_top_p(probs[narrow], truncation.top_k[narrow], truncation.top_p[narrow])
+    return keep & (probs >= truncation.min_p * probs.amax(-1, keepdim=True))
+
+
+def _top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    values, order = _largest(probs, top_k, top_p)
+    keep = torch.arange(values.shape[1], device=probs.device) < top_k
+    values = values.double().mul_(keep)
+    sums = values.cumsum(-1)
+    total = torch.where(top_k < probs.shape[1], sums[:, -1:], probs.sum(-1, keepdim=True, dtype=torch.float64))
+    keep &= (sums - values < top_p.double() * total) | (top_p >= 1)
+    return torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, keep)
+
+
+def _largest(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """As many of the largest probabilities, in order, as decide; sorting a whole vocabulary is slow."""
+    size = probs.shape[1]
+    if size > CANDIDATES:
+        values, order = probs.topk(CANDIDATES)
+        enough = values.sum(-1, keepdim=True) > top_p + 1e-5
+        if bool(torch.where(top_k < size, top_k <= CANDIDATES, enough).all()):
+            return values, order
+    sorted_ = torch.sort(probs, dim=-1, descending=True, stable=True)
+    return sorted_.values, sorted_.indices
+
+
+def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """[n] indices where the cumulative sums of ``weights`` [n, V] first pass ``uniforms`` [n] of their total.
+
+    Weights need not add up to 1; an index of weight 0 is never returned unless all are 0. In two levels, because a
+    running sum over a whole vocabulary takes longer than everything else.
+    """
+    missing = -weights.shape[1] % BLOCK
+    if missing:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    blocks = weights.view(len(weights), -1, BLOCK)
+    sums = blocks.sum(-1).double()
+    edges = sums.cumsum(-1)
+    target = uniforms[:, None] * edges[:, -1:]
+    block = _first_above(edges, target)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
+    rest = target - (edges.gather(1, block) - sums.gather(1, block))
+    return (block * BLOCK + _first_above(inside, rest))[:, 0]
+
+
+def _first_above(edges: Tensor, target: Tensor) -> Tensor:
+    """[n, 1] first index whose edge is above the target, which rounding may have moved to or past the last edge."""
+    target = torch.minimum(target.clamp(min=0), edges[:, -1:] * _BELOW_ONE)
+    return torch.searchsorted(edges, target.contiguous(), right=True).clamp_(max=edges.shape[1] - 1)

@@ -1,0 +1,119 @@
+"""The thread that owns a model: it takes one step after another and, between steps, does what others ask for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from plasmid.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+
+class Steps(Protocol):
+    """What the thread drives."""
+
+    def step(self) -> bool:
+        """Do something; False if there is nothing to do until someone asks."""
+        ...
+
+    def expire(self) -> float | None:
+        """Look after deadlines; seconds until the next one."""
+        ...
+
+
+class EngineThread:
+    """Runs ``make()`` and then its steps in a thread of its own; `ask` runs a function there between two steps."""
+
+    def __init__(self, make: Callable[[], Steps], *, num_threads: int, on_failure: Callable[[str], None]) -> None:
+        self._make = make
+        self._num_threads = num_threads
+        self._on_failure = on_failure
+        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wakened = threading.Condition()
+        self._closed = False
+        self.failure = ""
+        """What ended the thread; empty while it runs."""
+        self.started: Future[None] = Future()
+        """Done when ``make()`` has returned; holds what it raised."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def ask(self, work: Callable[[], Any]) -> Future[Any]:
+        """Run a function between two steps; a future that it returns is waited for, too."""
+        answer: Future[Any] = Future()
+        with self._wakened:
+            if self.failure or self._closed:
+                answer.set_exception(EngineError(f"the engine has ended: {self.failure or 'it was closed'}"))
+            else:
+                self._inbox.append((work, answer))
+                self._wakened.notify()
+        return answer
+
+    def close(self) -> None:
+        """End after the current step."""
+        with self._wakened:
+            self._closed = True
+            self._wakened.notify()
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)  # counts for this thread alone
+        try:
+            steps = self._make()
+            self.started.set_result(None)
+            with torch.inference_mode():
+                self._drive(steps)
+        except Exception as error:  # boundary of the thread: whoever waits must hear of it
+            if not self.started.done():
+                self.started.set_exception(error)
+            else:
+                log.exception("the engine ended")
+                self._fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+    def _drive(self, steps: Steps) -> None:
+        while not self._closed:
+            self._answer()
+            wait_s = steps.expire()
+            if not steps.step():
+                with self._wakened:
+                    if not self._inbox and not self._closed:
+                        self._wakened.wait(wait_s)
+
+    def _answer(self) -> None:
+        while self._inbox:
+            work, answer = self._inbox.popleft()
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                _settle(answer, work())
+            except Exception as error:  # noqa: BLE001  boundary: the asker gets it, the thread goes on
+                answer.set_exception(error)
+
+    def _fail(self, failure: str) -> None:
+        with self._wakened:
+            self.failure = failure
+            inbox, self._inbox = self._inbox, deque()
+        for _, answer in inbox:
+            answer.set_exception(EngineError(f"the engine has ended: {failure}"))
+        self._on_failure(failure)
+
+
+def _settle(answer: Future[Any], result: Any) -> None:
+    if not isinstance(result, Future):
+        answer.set_result(result)
+        return
+
+    def copy(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(done.result())
+
+    result.add_done_callback(copy)
