@@ -96,7 +96,8 @@ def test_a_folder_without_a_tokenizer_is_an_error_that_says_what_is_looked_for(t
         Tokenizer(tmp_path)
     assert str(caught.value) == (
         f"model.path: {tmp_path} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, vocab.txt, "
-        "spiece.model, sentencepiece.bpe.model, tekken.json); copy it there, or set model.tokenizer to the folder that has it"
+        "spiece.model, sentencepiece.bpe.model, tekken.json); copy it there, or set model.tokenizer to the folder that "
+        "has it"
     )
 
 
