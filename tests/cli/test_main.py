@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from plasmid import load_config
-from plasmid_cli.dry_run import batch_algebra, to_toml
+from plasmid_cli.dry_run import batch_algebra
 from plasmid_cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -159,10 +159,8 @@ def test_options_tells_key_type_default_and_meaning(plugin, capsys):
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert out[0] == "rewards/shout: 1.0 if the text is loud [very loud]."
     assert 'how "loud" | "louder" "loud" How loud.' in out
-    assert (
-        "timeout_s float > 0 60.0 Longest time for one sample; past it the run ends with an error that names the sample."
-        in out
-    )
+    meaning = "Longest time for one sample; past it the run ends with an error that names the sample."
+    assert f"timeout_s float > 0 60.0 {meaning}" in out
 
 
 def test_options_of_tables_reach_into_tables(capsys):
@@ -188,7 +186,6 @@ def test_a_dry_run_prints_a_recipe_that_resolves_to_the_same(tiny_model, tmp_pat
     copy = tmp_path / "copy.toml"
     copy.write_text(text)
     assert load_config(copy) == load_config(RECIPE, [model, "run.batches=7"])
-    assert not (ROOT / "runs/smollm2-sums-cpu/config.json").exists() or "runs" not in text[:0]
 
 
 def test_the_batch_algebra_is_worked_out(tiny_model):
@@ -206,15 +203,6 @@ def test_the_batch_algebra_is_worked_out(tiny_model):
     assert rows["optimizer steps"] == ("30", "10 x 3 per batch")
     assert rows["samples per rank and step"] == ("2 or 3", "10 over 4 trainer ranks")
     assert rows["publishes of the weights"][0] == "5"
-    assert load_config_again(config) == config
-
-
-def load_config_again(config):
-    import tomllib
-
-    from plasmid.recipe import resolve
-
-    return resolve(tomllib.loads(to_toml(config)))
 
 
 def test_convert_finds_the_layout_and_checks_the_result(tiny_model, tmp_path, capsys):

@@ -1,0 +1,98 @@
+# Every target does the set-up that it needs; a second call does nothing twice. `make help` lists the targets.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+CACHE  := .cache
+MODEL  := models/SmolLM2-135M-Instruct
+GGUF   := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
+SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+RECIPE ?= recipes/smollm2-sums-cpu.toml
+ARGS   ?=
+PIP_ARGS ?=
+# the first Python that really runs and is new enough (a pyenv shim may exist and fail)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# without an NVIDIA driver torch is held at a version that has a CPU build
+GPU := $(wildcard /proc/driver/nvidia/version)
+PACKAGES := core backend-fsdp rollout-hf rewards cli
+EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) -e '.[all]'
+PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
+MODULES  := plasmid plasmid_fsdp plasmid_hf plasmid_rewards plasmid_cli
+PINS := $(VENV)/pins.txt
+PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
+TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help train test test-full lint types contracts wheels model gguf dev pins clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
+		printf '%-12s %s\n' "$$name" "$$text"; done
+
+train: $(VENV)/.runtime model  ## Train SmolLM2-135M on sums with GRPO (RECIPE=..., ARGS="trainer.lr=1e-5 ...")
+	@$(BIN)/rl train $(RECIPE) $(ARGS)
+
+test: $(VENV)/.dev  ## Run the tests, without the long ones (ARGS="-k name")
+	@$(TEST) $(ARGS)
+
+test-full: $(VENV)/.dev  ## Run all tests that need no GPU
+	@$(TEST) -m "not gpu" $(ARGS)
+
+lint: $(VENV)/.dev  ## Check style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev  ## Check types
+	@$(BIN)/mypy $(MODULES:%=-p %)
+
+contracts: $(VENV)/.dev  ## Check who imports whom
+	@$(BIN)/lint-imports
+
+wheels: $(VENV)/.dev  ## Build all distributions into dist/
+	@rm -rf dist
+	@for p in $(PACKAGES:%=packages/%) .; do \
+		$(BIN)/python -m build --no-isolation --wheel --outdir dist $$p >$(VENV)/build.log 2>&1 \
+			|| { cat $(VENV)/build.log; exit 1; }; done
+	@ls dist
+
+model: $(MODEL)/config.json  ## Bring SmolLM2-135M-Instruct and convert it to a Hugging Face folder
+
+# `rl convert` writes the folder whole or not at all, so its config.json stands for all of it
+$(MODEL)/config.json: | $(VENV)/.runtime
+	@$(MAKE) --no-print-directory gguf
+	@$(BIN)/rl convert $(GGUF) $(MODEL) --from gguf --to hf --sha256 $(SHA256)
+
+gguf: | $(VENV)/.runtime
+	@echo "==> SmolLM2-135M-Instruct (93 MB)"
+	@$(BIN)/python scripts/fetch_smollm2.py $(CACHE)
+
+dev: $(VENV)/.dev  ## Create the environment with all development tools
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "==> development tools"
+	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'], sep='\n')" \
+		>$(VENV)/dev.txt
+	@$(PIP) --requirement $(VENV)/dev.txt
+	@touch $@
+
+$(VENV)/.runtime: $(PINS) $(PROJECTS)
+	@echo "==> the packages and what they need (torch, transformers, ray, ...; about 1.5 GB, some minutes)"
+	@$(PIP) hatchling
+	@$(PIP) --no-build-isolation $(EDITABLE)
+	@touch $@
+
+# makes the environment, too: one that an interrupted call left without a working pip is made anew
+$(PINS): requirements/cpu.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; name one with make PYTHON=..." >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+		echo "==> environment $(VENV) ($$($(PYTHON) --version), $(if $(GPU),with a GPU,without a GPU))"; rm -rf $(VENV); \
+		$(PYTHON) -m venv $(VENV) || { echo "error: $(PYTHON) cannot make environments; install its venv module" >&2; exit 1; }; }
+	@$(if $(GPU),grep -v '^torch==',cat) requirements/cpu.txt >$@
+
+pins: $(VENV)/.dev  ## Write requirements/cpu.txt anew from the environment
+	@$(BIN)/python scripts/pins.py
+
+clean:  ## Remove what was built, not runs, models and downloads
+	@rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
