@@ -105,14 +105,14 @@ def test_a_text_without_a_number_is_told_from_a_wrong_one(score):
 @pytest.mark.parametrize(
     ("reward", "target", "message"),
     [
-        (Number(), None, "number: prompt t.jsonl:1 has no target to compare with; set data.target_key to its column"),
-        (Number(), [], "number: prompt t.jsonl:1 has no target to compare with; set data.target_key to its column"),
-        (Number(), "eight", "number: prompt t.jsonl:1 has the target 'eight', in which no number stands"),
-        (Number(), True, "number: prompt t.jsonl:1 has the target 'True', in which no number stands"),
+        (Number(), None, "number: prompt test:1 has no target to compare with; set data.target_key to its column"),
+        (Number(), [], "number: prompt test:1 has no target to compare with; set data.target_key to its column"),
+        (Number(), "eight", "number: prompt test:1 has the target 'eight', in which no number stands"),
+        (Number(), True, "number: prompt test:1 has the target 'True', in which no number stands"),
         (
             ExactMatch(),
             None,
-            "exact-match: prompt t.jsonl:1 has no target to compare with; set data.target_key to its column",
+            "exact-match: prompt test:1 has no target to compare with; set data.target_key to its column",
         ),
     ],
 )

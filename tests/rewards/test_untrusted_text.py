@@ -18,8 +18,8 @@ REWARDS = [
     Length(max_tokens=4, slope_tokens=2),
     Random(),
 ]
-WORDS = "<think> </think> <answer> </answer> - + . , e E 1 12 000 = nan inf 1e999999999".split()
-PIECES = st.sampled_from([*WORDS, " ", "\n", "\x00", "\u2212", "\u0663", "\u00b2", "\ud800", "9" * 5000])
+WORDS = "<think> </think> <answer> </answer> - + . , e E 1 12 000 = nan inf 1e999999999"
+PIECES = st.sampled_from([*WORDS.split(), " ", "\n", "\x00", "\u2212", "\u0663", "\u00b2", "\ud800", "9" * 5000])
 TEXTS = st.one_of(st.text(), st.lists(PIECES, max_size=30).map("".join))
 
 
