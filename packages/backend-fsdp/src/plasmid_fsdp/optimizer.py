@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +28,13 @@ def make_optimizer(settings: FSDP, parameters: Sequence[nn.Parameter]) -> Optimi
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    options: dict[str, Any] = {"lr": settings.lr, "fused": True}
     optimizer: Optimizer
     names: tuple[str, ...]
     if settings.optimizer == "adamw":
-        optimizer = AdamW(groups, betas=settings.betas, eps=settings.eps, **options)
+        optimizer = AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
         names = ADAMW_STATE
     else:
-        optimizer = SGD(groups, momentum=settings.momentum, nesterov=settings.nesterov, **options)
+        optimizer = SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov)
         names = SGD_STATE if settings.momentum else ()
     for parameter in trained:
         state: dict[str, Tensor] = {name: torch.zeros_like(parameter, requires_grad=False) for name in names}

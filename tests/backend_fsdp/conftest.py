@@ -1,0 +1,39 @@
+"""Trainers of one rank in this process and of two in processes of their own, that the tests of a module share."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)  # spawned processes get this path, too
+
+from fsdp_cases import OneRank, TwoRanks  # noqa: E402
+
+
+@pytest.fixture
+def one_rank(tiny_model, tmp_path):
+    """A factory of trainers with one rank in this process; one at a time."""
+    ranks = OneRank(tiny_model, tmp_path)
+    yield ranks
+    asyncio.run(ranks.close())
+
+
+@pytest.fixture(scope="session")
+def two_processes():
+    """Two processes that wait for ranks to hold; starting them takes seconds, so that tests share them."""
+    from fsdp_processes import Processes
+
+    processes = Processes(2)
+    yield processes
+    processes.shutdown()
+
+
+@pytest.fixture
+def two_ranks(two_processes, tiny_model, tmp_path):
+    """A factory of trainers with two ranks over gloo; one at a time."""
+    ranks = TwoRanks(tiny_model, tmp_path, two_processes)
+    yield ranks
+    asyncio.run(ranks.close())

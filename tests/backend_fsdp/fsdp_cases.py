@@ -1,0 +1,156 @@
+"""Configurations, batches and trainers that the tests of this folder are made of."""
+
+from pathlib import Path
+
+import numpy as np
+from plasmid.batch import BatchRef, GroupRef, Rows
+from plasmid.components import BuildContext
+from plasmid.recipe import resolve
+from plasmid.run.local import LocalCluster, LocalRef
+
+HERE = Path(__file__).parent
+
+
+def make_config(model, *, trainer=None, algorithm=None, ranks=1, reference=None, **tables):
+    data = {
+        "model": {"path": str(model)},
+        "data": {"kind": "files", "path": "unused.jsonl"},
+        "trainer": {"kind": "fsdp", "lr": 1e-2, "max_grad_norm": 0.0, **(trainer or {})},
+        "algorithm": {"kind": "grpo", **(algorithm or {})},
+        "rollout": {"kind": "never-started"},
+        "rewards": [{"kind": "never-asked"}],
+        "placement": {"device": "cpu", "trainer_ranks": ranks},
+        "run": {"batches": 10, "prompts_per_batch": 4, "samples_per_prompt": 4, "train_timeout_s": 120.0},
+        "plugins": [str(HERE / "fsdp_plugin.py")],
+        **tables,
+    }
+    if reference is not None:
+        data["reference"] = {"path": str(reference)}
+    return resolve(data)
+
+
+def make_batch(*, seed=0, num_groups=4, group_size=4, steps=1, index=0, longest=24, temperature=1.0):
+    """Random tokens, uneven lengths, random rewards."""
+    draw = np.random.default_rng(seed)
+    groups = []
+    for g in range(num_groups):
+        lengths = draw.integers(6, longest + 1, group_size)
+        ids = tuple(f"{index}.{g}/{i}" for i in range(group_size))
+        tokens = int(lengths.sum())
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        mask = np.ones(tokens, np.bool_)
+        for start in offsets[:-1]:
+            mask[start : start + 4] = False
+        rows = Rows(
+            sample_ids=ids,
+            offsets=offsets.astype(np.int64),
+            token_ids=draw.integers(7, 50, tokens).astype(np.int32),
+            loss_mask=mask,
+            rollout_logprobs=np.where(mask, draw.normal(-3, 1, tokens), 0).astype(np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+            temperatures=np.full(group_size, temperature, np.float32),
+        )
+        groups.append(_group(g, rows, lengths, draw.normal(size=group_size)))
+    return BatchRef(index=index, groups=tuple(groups), steps=steps)
+
+
+def _group(number, rows, lengths, rewards):
+    return GroupRef(
+        id=number,
+        prompt_id=f"row:{number}",
+        sample_ids=rows.sample_ids,
+        rollout_ids=rows.sample_ids,
+        lengths=lengths.astype(np.int64),
+        prompt_lengths=np.full(len(lengths), 4, np.int64),
+        loss_tokens=(lengths - 4).astype(np.int64),
+        rewards=rewards,
+        components={},
+        truncated=np.zeros(len(lengths), np.bool_),
+        errors=(),
+        oldest_version=0,
+        rows=LocalRef(rows),
+        whole=LocalRef(None),
+    )
+
+
+def whole_rows(batch):
+    """All samples of a batch in its order."""
+    return Rows.concat([group.rows.get() for group in batch.groups])
+
+
+async def fit(trainer, config, *batches):
+    """Score as the algorithm asks, train; the metrics of every optimizer step."""
+    reports = []
+    for batch in batches:
+        scores = await trainer.score(batch, config.algorithm.roles(steps=batch.steps))
+        reports += (await trainer.train(batch, scores)).steps
+    return reports
+
+
+class OneRank:
+    """Starts trainers whose only rank is a thread of this process."""
+
+    num_ranks = 1
+
+    def __init__(self, model, run_dir):
+        self.model, self._run_dir = model, run_dir
+        self._trainer = None
+
+    def cluster(self):
+        return LocalCluster()
+
+    async def start(self, *, model=None, **options):
+        """A trainer and its configuration; the one before is closed."""
+        await self.close()
+        config = make_config(model or self.model, ranks=self.num_ranks, **options)
+        context = BuildContext(
+            cluster=self.cluster(), config=config, run_dir=self._run_dir, bundles=(None,) * self.num_ranks
+        )
+        self._trainer = await config.trainer.build(context)
+        return self._trainer, config
+
+    async def close(self):
+        if self._trainer is not None:
+            await self._trainer.close()
+            self._trainer = None
+
+
+class TwoRanks(OneRank):
+    """Starts trainers of two ranks in processes of their own."""
+
+    num_ranks = 2
+
+    def __init__(self, model, run_dir, processes):
+        super().__init__(model, run_dir)
+        self._processes = processes
+
+    def cluster(self):
+        from fsdp_processes import ProcessCluster
+
+        return ProcessCluster(self._processes)
+
+
+async def weights_of(trainer, path):
+    """Every weight by name, by way of an exported folder."""
+    from safetensors.torch import load_file
+
+    await trainer.export(path)
+    return load_file(path / "model.safetensors")
+
+
+def largest_difference(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
+
+
+def plain_logprobs(model, rows):
+    """[L] of each sample, one sample at a time, by transformers alone; differentiable."""
+    import torch
+
+    results = []
+    for i in range(rows.num_samples):
+        ids = torch.from_numpy(rows.token_ids[rows.offsets[i] : rows.offsets[i + 1]]).long()
+        logits = model(input_ids=ids[None]).logits[0, :-1] / float(rows.temperatures[i])
+        chosen = logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        results.append(torch.cat([chosen.new_zeros(1), chosen]))
+    return results

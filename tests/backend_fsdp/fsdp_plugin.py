@@ -1,0 +1,30 @@
+"""An engine that is never started and a reward that is never asked, so that a configuration is complete."""
+
+from typing import Literal
+
+from plasmid import Reward, hookimpl
+from plasmid.components import RolloutEngineConfig
+
+
+class NeverStarted(RolloutEngineConfig):
+    kind: Literal["never-started"] = "never-started"
+
+    async def build(self, context):
+        raise AssertionError("these tests sample nothing")
+
+
+class NeverAsked(Reward):
+    kind: Literal["never-asked"] = "never-asked"
+
+    async def __call__(self, prompt, sample):
+        raise AssertionError("these tests score nothing")
+
+
+@hookimpl
+def register_rollout_engines():
+    return [NeverStarted]
+
+
+@hookimpl
+def register_rewards():
+    return [NeverAsked]

@@ -1,0 +1,85 @@
+"""A cluster of processes that one test after the other uses. Implements `protocols.Cluster`."""
+
+import asyncio
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from plasmid.errors import ActorDiedError, DeadlineError
+from plasmid.run.local import LocalStore
+
+_held = {}
+
+
+def _make(factory, args, kwargs):
+    _held["object"] = factory(*args, **kwargs)
+
+
+def _call(method, args, kwargs):
+    return getattr(_held["object"], method)(*args, **kwargs)
+
+
+class Processes:
+    """One executor of one process for each place."""
+
+    def __init__(self, count):
+        self._executors = [self._new() for _ in range(count)]
+
+    def _new(self):
+        return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+    async def run(self, place, function, *args):
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executors[place], function, *args)
+
+    def replace(self, place):
+        """End a process that is stuck or gone, and put a new one into its place."""
+        for process in list((self._executors[place]._processes or {}).values()):
+            process.kill()
+        self._executors[place].shutdown(wait=False)
+        self._executors[place] = self._new()
+
+    def shutdown(self):
+        for executor in self._executors:
+            executor.shutdown(cancel_futures=True)
+
+
+class ProcessActor:
+    def __init__(self, name, place, processes):
+        self.name, self._place, self._processes = name, place, processes
+
+    async def call(self, method, *args, timeout_s, **kwargs):
+        return await self.run(method, timeout_s, _call, method, args, kwargs)
+
+    async def run(self, what, timeout_s, function, *args):
+        try:
+            return await asyncio.wait_for(self._processes.run(self._place, function, *args), timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"{self.name}.{what}: no answer within {timeout_s:g} s") from None
+        except BrokenProcessPool:
+            raise ActorDiedError(f"{self.name} died during {what}") from None
+
+    async def stop(self, *, grace_s=10.0):
+        try:
+            await self.call("close", timeout_s=grace_s)
+        except (DeadlineError, ActorDiedError):
+            self._processes.replace(self._place)
+
+
+class ProcessCluster:
+    num_gpus = 0
+
+    def __init__(self, processes):
+        self._processes = processes
+        self.store = LocalStore()
+        self.actors = []
+
+    async def start(self, factory, /, *args, name, resources, timeout_s=120.0, **kwargs):
+        actor = ProcessActor(name, len(self.actors), self._processes)
+        self.actors.append(actor)
+        await actor.run("start", timeout_s, _make, factory, args, kwargs)
+        return actor
+
+    async def close(self):
+        for actor in self.actors:
+            await actor.stop()

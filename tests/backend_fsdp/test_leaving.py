@@ -1,0 +1,156 @@
+"""Weights on their way out: Hugging Face folders and weight sync."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+import torch
+from fsdp_cases import fit, largest_difference, make_batch, weights_of
+from plasmid.errors import CheckpointError
+from plasmid.protocols import SyncPlan
+from plasmid.sync import compare, unpack
+from plasmid.sync.checksum import checksum
+from plasmid.testing.tiny import make_tiny_model
+from plasmid.types import BucketSum, SyncReceipt
+from plasmid_fsdp import export
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@dataclass
+class FolderWire:
+    """Every bucket becomes a file."""
+
+    folder: str
+    senders: str = "first"
+    fails: bool = False
+
+    def open(self, *, rank, version):
+        return FolderSender(f"{self.folder}/{version}-{rank}", self.fails)
+
+
+@dataclass
+class FolderSender:
+    prefix: str
+    fails: bool
+
+    def send(self, bucket):
+        if self.fails and bucket.index == 1:
+            raise ConnectionError("wire cut")
+        torch.save(bucket, f"{self.prefix}-{bucket.index:03d}.pt")
+
+    def close(self, *, ok):
+        with open(f"{self.prefix}-closed", "w") as file:
+            file.write(str(ok))
+
+
+def receive(folder, version, rank):
+    """Tensors by name, and the receiver's receipt."""
+    buckets = [torch.load(f, weights_only=False) for f in sorted(folder.glob(f"{version}-{rank}-*.pt"))]
+    tensors = dict(pair for bucket in buckets for pair in unpack(bucket))
+    sums = tuple(BucketSum(index=b.index, num_bytes=b.data.numel(), checksum=checksum(b.data)) for b in buckets)
+    return tensors, SyncReceipt(version=version, num_tensors=len(tensors), buckets=sums)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_an_export_loads_in_transformers_and_scores_alike(kind, tied, request, tmp_path):
+    path = make_tiny_model(tmp_path / "model", tied=tied)
+
+    async def run():
+        trainer, config = await request.getfixturevalue(kind).start(model=path, trainer={"optimizer": "sgd", "lr": 0.5})
+        await fit(trainer, config, make_batch())
+        await trainer.export(tmp_path / "out")
+        again, _ = await request.getfixturevalue(kind).start(model=tmp_path / "out")
+        return await weights_of(again, tmp_path / "twice")
+
+    weights = asyncio.run(run())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.float32
+    assert ("lm_head.weight" in weights) is not tied
+    assert largest_difference(weights, {n: p for n, p in model.named_parameters() if n in weights}) == 0
+    start = AutoModelForCausalLM.from_pretrained(path)
+    assert any(not torch.equal(p, start.get_parameter(n)) for n, p in model.named_parameters())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template and tokenizer("1+1")["input_ids"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "twice"]
+
+
+def test_an_export_has_the_dtype_of_its_config(one_rank, tmp_path):
+    path = make_tiny_model(tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+
+    async def run():
+        trainer, _ = await one_rank.start(model=path)
+        return await weights_of(trainer, tmp_path / "out")
+
+    weights = asyncio.run(run())
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert largest_difference(weights, dict(AutoModelForCausalLM.from_pretrained(path).state_dict())) == 0
+
+
+def test_a_large_model_is_exported_to_several_files(tmp_path, tiny_model):
+    tensors = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(3)}
+    sizes = {"t0": 1 << 32, "t1": 1 << 31, "t2": 1 << 31}
+    writer = export.FolderWriter(tmp_path / "out", source=tiny_model, tokenizer=tiny_model)
+    writer.write(iter(tensors.items()), sizes=sizes)
+    names = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors*"))
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_an_export_that_cannot_be_written_leaves_the_trainer_alive(kind, request, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    async def run():
+        trainer, config = await request.getfixturevalue(kind).start()
+        with pytest.raises(CheckpointError, match="the model cannot be written: .*Not a directory"):
+            await trainer.export(tmp_path / "file" / "out")
+        await fit(trainer, config, make_batch())
+        await trainer.export(tmp_path / "out")
+
+    asyncio.run(run())
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("senders", ["first", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_what_is_sent_is_the_policy_bit_by_bit(kind, dtype, senders, request, tmp_path):
+    ranks = request.getfixturevalue(kind)
+    plan = SyncPlan(wire=FolderWire(str(tmp_path), senders), dtype=dtype, bucket_bytes=20_000)
+
+    async def run():
+        trainer, config = await ranks.start()
+        await fit(trainer, config, make_batch())
+        return await trainer.send(plan, 4), await weights_of(trainer, tmp_path / "out")
+
+    sent, weights = asyncio.run(run())
+    expected = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    senders_seen = {p.name.split("-")[1] for p in tmp_path.glob("4-*-closed")}
+    assert senders_seen == ({"0"} if senders == "first" else {str(r) for r in range(ranks.num_ranks)})
+    for rank in senders_seen:
+        tensors, received = receive(tmp_path, 4, rank)
+        compare(sent, received)
+        assert len(sent.buckets) > 3
+        assert tensors.keys() == weights.keys()
+        assert all(t.dtype == expected and torch.equal(t, weights[n].to(expected)) for n, t in tensors.items())
+
+
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_a_wire_that_breaks_leaves_the_trainer_alive(kind, request, tmp_path):
+    wire = FolderWire(str(tmp_path), fails=True)
+
+    async def run():
+        trainer, config = await request.getfixturevalue(kind).start()
+        with pytest.raises(ConnectionError, match="wire cut"):
+            await trainer.send(SyncPlan(wire=wire, bucket_bytes=20_000), 1)
+        await fit(trainer, config, make_batch())
+        return await trainer.send(SyncPlan(wire=FolderWire(str(tmp_path)), bucket_bytes=20_000), 2)
+
+    receipt = asyncio.run(run())
+    assert (tmp_path / "1-0-closed").read_text() == "False"
+    compare(receipt, receive(tmp_path, 2, 0)[1])

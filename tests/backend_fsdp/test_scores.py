@@ -1,0 +1,128 @@
+"""Log-probabilities of the policy and the reference."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+from fsdp_cases import fit, largest_difference, make_batch, plain_logprobs, weights_of, whole_rows
+from plasmid.errors import ModelError
+from plasmid.testing.tiny import make_tiny_model
+from plasmid.types import Role
+from transformers import AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("llama", {"tied": True}), ("qwen2", {}), ("qwen3", {"tied": True})],
+    ids=["llama", "llama-tied", "qwen2", "qwen3-tied"],
+)
+def test_logprobs_equal_transformers(one_rank, tmp_path, family, options, temperature):
+    path = make_tiny_model(tmp_path / "model", family=family, seed=3, **options)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    batch = make_batch(temperature=temperature)
+
+    async def run():
+        trainer, _ = await one_rank.start(model=path)
+        return await trainer.logprobs(batch)
+
+    ours = asyncio.run(run())
+    with torch.no_grad():
+        theirs = plain_logprobs(model, whole_rows(batch))
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == np.float32 and a.shape == b.shape
+        assert np.abs(a - b.numpy()).max() < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_logprobs_do_not_depend_on_neighbours(kind, request):
+    ranks, batch = request.getfixturevalue(kind), make_batch(longest=60)
+
+    async def run(**trainer):
+        handle, _ = await ranks.start(trainer=trainer)
+        return await handle.logprobs(batch)
+
+    alone = asyncio.run(run(microbatch_samples=1))
+    together = asyncio.run(run(microbatch_tokens=100_000))
+    assert max(np.abs(a - b).max() for a, b in zip(alone, together, strict=True)) < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_the_reference_is_the_policy_at_the_start_and_stays_when_it_moves(kind, request, tmp_path):
+    ranks, batch = request.getfixturevalue(kind), make_batch()
+
+    async def run():
+        trainer, config = await ranks.start(algorithm={"kl_coef": 0.1}, trainer={"optimizer": "sgd", "lr": 0.5})
+        first = await fit(trainer, config, batch)
+        moved = await weights_of(trainer, tmp_path / "moved")
+        before = await trainer.logprobs(batch)
+        await trainer.score(batch, (Role.REFERENCE, Role.POLICY))
+        after = await trainer.logprobs(batch)
+        scored = await weights_of(trainer, tmp_path / "scored")
+        second = await fit(trainer, config, make_batch(index=1))
+        return first, second, moved, scored, before, after
+
+    first, second, moved, scored, before, after = asyncio.run(run())
+    assert first[0]["train/kl"] == 0
+    assert second[0]["train/kl"] > 1e-3
+    assert largest_difference(moved, scored) == 0
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_scores_of_the_policy_are_its_own_before_the_first_step(one_rank):
+    async def run():
+        trainer, config = await one_rank.start(trainer={"optimizer": "sgd", "lr": 0.5})
+        return await fit(trainer, config, make_batch(steps=2), make_batch(index=1, steps=1))
+
+    first, second, only = asyncio.run(run())
+    assert first["train/ratio_mean"] == 1 and first["train/approx_kl"] == 0
+    assert second["train/approx_kl"] > 1e-4
+    assert only["train/ratio_mean"] == 1
+
+
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_another_reference_is_loaded_from_its_folder(kind, request, tiny_model, tmp_path):
+    other = make_tiny_model(tmp_path / "other", seed=7)
+    batch = make_batch()
+    ranks = request.getfixturevalue(kind)
+
+    async def run():
+        trainer, config = await ranks.start(algorithm={"monitor_kl": True, "kl_estimator": "k1"}, reference=other)
+        return await fit(trainer, config, batch)
+
+    report = asyncio.run(run())[0]
+    rows = whole_rows(batch)
+    with torch.no_grad():
+        ours, theirs = (
+            torch.cat(plain_logprobs(AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32), rows))
+            for p in (tiny_model, other)
+        )
+    expected = float((ours - theirs)[torch.from_numpy(rows.loss_mask)].mean())
+    assert report["train/kl"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_size": 32}, "head_dim: 16 != 8"),
+        ({"family": "qwen2"}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, "rope_parameters"),
+    ],
+)
+def test_a_reference_of_another_architecture_is_refused(one_rank, tmp_path, options, message):
+    other = make_tiny_model(tmp_path / "other", **options)
+    with pytest.raises(ModelError) as error:
+        asyncio.run(one_rank.start(algorithm={"kl_coef": 0.1}, reference=other))
+    assert str(error.value).startswith(f"reference.path: {other} has another architecture than the policy (")
+    assert message in str(error.value)
+
+
+def test_a_reference_with_other_tokens_in_its_config_is_taken(one_rank, tmp_path, tiny_model):
+    other = make_tiny_model(tmp_path / "other", seed=9)
+    config = json.loads((other / "config.json").read_text()) | {"eos_token_id": 5, "transformers_version": "0"}
+    (other / "config.json").write_text(json.dumps(config))
+    trainer, _ = asyncio.run(one_rank.start(algorithm={"kl_coef": 0.1}, reference=other))
+    assert trainer.step == 0

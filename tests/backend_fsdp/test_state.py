@@ -1,0 +1,144 @@
+"""Saved trainers continue exactly, also on another number of ranks; a checkpoint that does not fit says so."""
+
+import asyncio
+
+import pytest
+from fsdp_cases import fit, largest_difference, make_batch, weights_of
+from plasmid.errors import CheckpointError
+from plasmid.testing.tiny import make_tiny_model
+
+SETTINGS = [
+    {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01},
+    {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True},
+]
+
+
+def batches():
+    return [make_batch(seed=i, index=i) for i in range(4)]
+
+
+async def uninterrupted(ranks, settings, tmp_path):
+    """Two batches, save, two more."""
+    trainer, config = await ranks.start(trainer=settings)
+    await fit(trainer, config, *batches()[:2])
+    await trainer.save(tmp_path / "saved")
+    reports = await fit(trainer, config, *batches()[2:])
+    return reports, await weights_of(trainer, tmp_path / "a")
+
+
+async def resumed(ranks, settings, tmp_path):
+    """Load, two batches."""
+    trainer, config = await ranks.start(trainer=settings)
+    await fit(trainer, config, make_batch(seed=99, index=99))
+    await trainer.load(tmp_path / "saved")
+    assert trainer.step == 2
+    reports = await fit(trainer, config, *batches()[2:])
+    return reports, await weights_of(trainer, tmp_path / "b")
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_a_resumed_trainer_continues_bit_by_bit(kind, settings, request, tmp_path):
+    ranks = request.getfixturevalue(kind)
+    reports, weights = asyncio.run(uninterrupted(ranks, settings, tmp_path))
+    again, same = asyncio.run(resumed(ranks, settings, tmp_path))
+    assert again == reports
+    assert largest_difference(weights, same) == 0
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd"])
+@pytest.mark.parametrize(("before", "after"), [("two_ranks", "one_rank"), ("one_rank", "two_ranks")])
+def test_a_checkpoint_continues_on_another_number_of_ranks(before, after, settings, request, tmp_path):
+    if "eps" not in settings and "optimizer" not in settings:
+        settings = settings | {"eps": 1e-3}  # keeps rounding of near-zero gradients from being scaled up to whole steps
+    reports, weights = asyncio.run(uninterrupted(request.getfixturevalue(before), settings, tmp_path))
+    again, same = asyncio.run(resumed(request.getfixturevalue(after), settings, tmp_path))
+    assert [r["train/lr"] for r in again] == [r["train/lr"] for r in reports]
+    assert [r["train/grad_norm"] for r in again] == pytest.approx([r["train/grad_norm"] for r in reports], rel=1e-5)
+    assert largest_difference(weights, same) < 2e-6
+
+
+def test_weights_are_exact_after_a_round_trip_over_other_ranks(one_rank, two_ranks, tmp_path):
+    async def save():
+        trainer, config = await two_ranks.start()
+        await fit(trainer, config, make_batch())
+        await trainer.save(tmp_path / "saved")
+        return await weights_of(trainer, tmp_path / "a")
+
+    async def load():
+        trainer, _ = await one_rank.start()
+        await trainer.load(tmp_path / "saved")
+        return await weights_of(trainer, tmp_path / "b")
+
+    assert largest_difference(asyncio.run(save()), asyncio.run(load())) == 0
+
+
+def test_random_generators_come_back(one_rank, tmp_path):
+    import torch
+
+    async def run():
+        trainer, _ = await one_rank.start()
+        await trainer.save(tmp_path / "saved")
+        drawn = torch.rand(3)
+        await trainer.load(tmp_path / "saved")
+        return drawn, torch.rand(3)
+
+    first, second = asyncio.run(run())
+    assert torch.equal(first, second)
+
+
+def load_error(ranks, path, **options):
+    async def run():
+        trainer, _ = await ranks.start(**options)
+        await trainer.load(path)
+
+    with pytest.raises(CheckpointError) as error:
+        asyncio.run(run())
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_named(one_rank, tmp_path):
+    async def save():
+        trainer, _ = await one_rank.start()
+        await trainer.save(tmp_path / "saved")
+
+    asyncio.run(save())
+    saved = tmp_path / "saved"
+    wide = make_tiny_model(tmp_path / "wide", hidden_size=32)
+    deep = make_tiny_model(tmp_path / "deep", num_layers=4)
+    shallow = make_tiny_model(tmp_path / "shallow", num_layers=1)
+    other = f"{saved}: it is a checkpoint of another model: "
+    assert load_error(one_rank, saved, model=wide).startswith(
+        other + "weights.lm_head.weight is [54, 64] instead of [54, 32]"
+    ) or load_error(one_rank, saved, model=wide).startswith(other)
+    assert load_error(one_rank, saved, model=deep) == (
+        other + "it lacks weights.model.layers.2.input_layernorm.weight, weights.model.layers.2.mlp.down_proj.weight, "
+        "weights.model.layers.2.mlp.gate_proj.weight and 15 more"
+    )
+    assert load_error(one_rank, saved, model=shallow).startswith(other + "it has unknown weights.model.layers.1.")
+    message = load_error(one_rank, saved, trainer={"optimizer": "sgd", "momentum": 0.5})
+    assert message.startswith(f"{saved}: see [trainer] optimizer: it lacks optimizer.lm_head.weight.momentum_buffer")
+
+
+def test_a_folder_without_a_state_is_named(one_rank, tmp_path):
+    assert load_error(one_rank, tmp_path / "none").startswith(
+        f"{tmp_path}/none holds no trainer state that can be read"
+    )
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / ".metadata").write_bytes(b"garbage")
+    assert load_error(one_rank, tmp_path / "bad").startswith(f"{tmp_path}/bad holds no trainer state that can be read")
+
+
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_a_state_that_cannot_be_written_is_an_error_of_its_own(kind, request, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    async def run():
+        trainer, config = await request.getfixturevalue(kind).start()
+        with pytest.raises(CheckpointError, match="the trainer's state cannot be written: .*Not a directory"):
+            await trainer.save(tmp_path / "file" / "saved")
+        await fit(trainer, config, make_batch())
+        await trainer.save(tmp_path / "saved")
+
+    asyncio.run(run())
