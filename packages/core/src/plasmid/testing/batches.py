@@ -46,8 +46,8 @@ def random_batch(
 ) -> BatchRef:
     """A batch in which rollout r of group g made ``shape[g][r]`` samples.
 
-    Samples are ragged, a fifth of their tokens is not seen by the loss, and the fraction ``silent`` of the samples has
-    no loss tokens at all. Log-probabilities are those of nobody.
+    Samples are ragged, the loss does not see about a fifth of their completions, and the fraction ``silent`` of them
+    has no loss tokens at all. Log-probabilities are those of nobody.
     """
     random = np.random.default_rng(seed)
     groups = []
@@ -63,7 +63,7 @@ def random_batch(
                 id=f"{group_id}/{index}",
                 rollout_id=rollout_id,
                 group_id=group_id,
-                mask=(random.random(len(completion)) < 0.8) & (random.random() >= silent),
+                mask=_mask(random, len(completion), silent),
                 logprobs=-random.random(len(completion)) * 3,
                 temperature=float(random.choice(temperatures)),
                 reward=float(random.normal()),
@@ -117,3 +117,9 @@ def make_group(prompt: Prompt, samples: Sequence[Sample], *, id: int = 0) -> Gro
 
 def _tokens(random: np.random.Generator, count: int, vocab_size: int) -> Ints:
     return random.integers(0, vocab_size, count).astype(np.int32)
+
+
+def _mask(random: np.random.Generator, count: int, silent: float) -> Bools:
+    mask = random.random(count) < 0.8
+    mask[random.integers(count)] = True
+    return mask & (random.random() >= silent)

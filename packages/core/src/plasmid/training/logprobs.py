@@ -62,7 +62,8 @@ def logits_logprobs(
     if not with_entropy:
         return TokenScores(chosen, None)
     source = logprobs if entropy_grad else logprobs.detach()
-    return TokenScores(chosen, torch.special.entr(source.exp()).sum(-1))
+    finite = source.clamp(min=torch.finfo(source.dtype).min)  # where a logit is -inf, 0 * -inf would be NaN
+    return TokenScores(chosen, -(source.exp() * finite).sum(-1))
 
 
 class _LinearLogprobs(torch.autograd.Function):

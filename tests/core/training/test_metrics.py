@@ -1,0 +1,75 @@
+"""Metrics that mean the same however a step was split."""
+
+import threading
+
+import pytest
+import torch
+from plasmid.training.metrics import StepMetrics, alone
+
+
+def over_threads(metrics):
+    """`reduce` of each rank's metrics, with an all-reduce between threads."""
+    num_ranks = len(metrics)
+    barrier, slots, results = threading.Barrier(num_ranks), [None] * num_ranks, [None] * num_ranks
+    calls = []
+
+    def work(rank):
+        def all_reduce(tensor):
+            slots[rank] = tensor
+            calls.append(rank)
+            barrier.wait(timeout=30)
+            total = torch.stack(slots).sum(0)
+            barrier.wait(timeout=30)
+            return total
+
+        results[rank] = metrics[rank].reduce(all_reduce, rank=rank, num_ranks=num_ranks)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == num_ranks, "one collective for all metrics"
+    return results
+
+
+def add(metrics, kl, loss):
+    values = torch.tensor(kl, dtype=torch.float32)
+    metrics.add(loss=torch.tensor(loss), values={"kl": values}, maxima={"kl": values}, num_tokens=len(kl))
+
+
+def test_means_are_over_tokens_and_maxima_over_everything():
+    metrics = StepMetrics()
+    add(metrics, [1.0, 2.0, 9.0], 0.5)
+    add(metrics, [4.0], 0.25)
+    assert metrics.reduce(alone, rank=0, num_ranks=1) == {"train/loss": 0.75, "train/kl": 4.0, "train/kl_max": 9.0}
+
+
+@pytest.mark.parametrize(
+    "parts", [[[[1.0, 2.0]], [[9.0, 4.0]]], [[[]], [[1.0, 2.0, 9.0, 4.0]]], [[[2.0]], [[9.0, 4.0, 1.0]]]]
+)
+def test_every_rank_gets_the_same_whatever_it_holds(parts):
+    ranks = []
+    for microbatches in parts:
+        metrics = StepMetrics()
+        for kl in microbatches:
+            add(metrics, kl, float(len(kl)))
+        ranks.append(metrics)
+    assert over_threads(ranks) == [{"train/loss": 4.0, "train/kl": 4.0, "train/kl_max": 9.0}] * len(parts)
+
+
+def test_a_step_without_loss_tokens_has_zeros():
+    metrics = StepMetrics()
+    add(metrics, [], 0.0)
+    assert metrics.reduce(alone, rank=0, num_ranks=1) == {"train/loss": 0.0, "train/kl": 0.0, "train/kl_max": 0.0}
+
+
+def test_metrics_hold_no_graph():
+    metrics, value = StepMetrics(), torch.ones(2, requires_grad=True)
+    metrics.add(loss=value.sum(), values={"x": value * 2}, maxima={"x": value}, num_tokens=2)
+    assert not any(t.requires_grad for t in (metrics.loss, *metrics.sums.values(), *metrics.maxima.values()))
+
+
+def test_reducing_before_any_microbatch_is_refused():
+    with pytest.raises(ValueError, match="no microbatch was added"):
+        StepMetrics().reduce(alone, rank=0, num_ranks=1)
