@@ -40,11 +40,11 @@ def make_group(*rewards: float | None) -> PromptGroup:
 
 
 def _scored(index: int, reward: float | None) -> Sample:
-    failed = {"stop_reason": StopReason.ERROR, "error": "failed"} if reward is None else {}
+    failed: dict[str, Any] = {"stop_reason": StopReason.ERROR, "error": "failed"} if reward is None else {}
     return make_sample(id=f"0/{index}", score=Score(value=reward or 0.0), **failed)
 
 
-def score_text(reward: Reward, text: str, *, prompt: str = "", target: Any = None, **fields: Any) -> Score:
+def score_text(reward: Reward, text: str = "", *, prompt: str = "", target: Any = None, **fields: Any) -> Score:
     """What the reward says of a sample with this text. Raises whatever it raises."""
     given = asyncio.run(_ask(reward, make_prompt(prompt, target=target), make_sample(text, **fields)))
     return given if isinstance(given, Score) else Score(value=float(given))
