@@ -15,11 +15,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # without an NVIDIA driver torch is held at a version that has a CPU build
 GPU := $(wildcard /proc/driver/nvidia/version)
 PACKAGES := core backend-fsdp rollout-hf rewards cli
-EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) -e '.[all]'
+EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) '.[all]'
 PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
 MODULES  := plasmid plasmid_fsdp plasmid_hf plasmid_rewards plasmid_cli
 PINS := $(VENV)/pins.txt
-PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
+PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest
 
 .DEFAULT_GOAL := help
@@ -78,7 +78,7 @@ $(VENV)/.dev: $(VENV)/.runtime
 
 $(VENV)/.runtime: $(PINS) $(PROJECTS)
 	@echo "==> the packages and what they need (torch, transformers, ray, ...; about 1.5 GB, some minutes)"
-	@$(PIP) hatchling
+	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation $(EDITABLE)
 	@touch $@
 

