@@ -155,7 +155,8 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     Weights need not add up to 1; an index of weight 0 is never returned unless all are 0. In two levels, because a
     running sum over a whole vocabulary takes longer than everything else.
     """
-    missing = -weights.shape[1] % BLOCK
+    size = weights.shape[1]
+    missing = -size % BLOCK
     if missing:
         weights = torch.nn.functional.pad(weights, (0, missing))
     blocks = weights.view(len(weights), -1, BLOCK)
@@ -165,7 +166,7 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     block = _first_above(edges, target)
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
     rest = target - (edges.gather(1, block) - sums.gather(1, block))
-    return (block * BLOCK + _first_above(inside, rest))[:, 0]
+    return (block * BLOCK + _first_above(inside, rest))[:, 0].clamp_(max=size - 1)
 
 
 def _first_above(edges: Tensor, target: Tensor) -> Tensor:
