@@ -107,7 +107,7 @@ def test_an_export_that_cannot_be_written_leaves_the_trainer_alive(kind, request
 
     async def run():
         trainer, config = await request.getfixturevalue(kind).start()
-        with pytest.raises(CheckpointError, match="the model cannot be written: .*Not a directory"):
+        with pytest.raises(CheckpointError, match=r"the model cannot be written: .*Not a directory"):
             await trainer.export(tmp_path / "file" / "out")
         await fit(trainer, config, make_batch())
         await trainer.export(tmp_path / "out")

@@ -49,7 +49,7 @@ def test_a_resumed_trainer_continues_bit_by_bit(kind, settings, request, tmp_pat
 @pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd"])
 @pytest.mark.parametrize(("before", "after"), [("two_ranks", "one_rank"), ("one_rank", "two_ranks")])
 def test_a_checkpoint_continues_on_another_number_of_ranks(before, after, settings, request, tmp_path):
-    if "eps" not in settings and "optimizer" not in settings:
+    if "optimizer" not in settings:
         settings = settings | {"eps": 1e-3}  # keeps rounding of near-zero gradients from being scaled up to whole steps
     reports, weights = asyncio.run(uninterrupted(request.getfixturevalue(before), settings, tmp_path))
     again, same = asyncio.run(resumed(request.getfixturevalue(after), settings, tmp_path))
@@ -109,9 +109,9 @@ def test_what_does_not_fit_is_named(one_rank, tmp_path):
     deep = make_tiny_model(tmp_path / "deep", num_layers=4)
     shallow = make_tiny_model(tmp_path / "shallow", num_layers=1)
     other = f"{saved}: it is a checkpoint of another model: "
-    assert load_error(one_rank, saved, model=wide).startswith(
-        other + "weights.lm_head.weight is [54, 64] instead of [54, 32]"
-    ) or load_error(one_rank, saved, model=wide).startswith(other)
+    assert load_error(one_rank, saved, model=wide) == (
+        other + "weights.model.embed_tokens.weight is [57, 64] instead of [57, 32]"
+    )
     assert load_error(one_rank, saved, model=deep) == (
         other + "it lacks weights.model.layers.2.input_layernorm.weight, weights.model.layers.2.mlp.down_proj.weight, "
         "weights.model.layers.2.mlp.gate_proj.weight and 15 more"
@@ -130,13 +130,26 @@ def test_a_folder_without_a_state_is_named(one_rank, tmp_path):
     assert load_error(one_rank, tmp_path / "bad").startswith(f"{tmp_path}/bad holds no trainer state that can be read")
 
 
+def test_a_damaged_state_is_named(one_rank, tmp_path):
+    async def save():
+        trainer, _ = await one_rank.start()
+        await trainer.save(tmp_path / "saved")
+
+    asyncio.run(save())
+    data = next((tmp_path / "saved").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:1000])
+    assert load_error(one_rank, tmp_path / "saved").startswith(
+        f"{tmp_path}/saved: the trainer's state cannot be read: "
+    )
+
+
 @pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
 def test_a_state_that_cannot_be_written_is_an_error_of_its_own(kind, request, tmp_path):
     (tmp_path / "file").write_text("")
 
     async def run():
         trainer, config = await request.getfixturevalue(kind).start()
-        with pytest.raises(CheckpointError, match="the trainer's state cannot be written: .*Not a directory"):
+        with pytest.raises(CheckpointError, match=r"the trainer's state cannot be written: .*Not a directory"):
             await trainer.save(tmp_path / "file" / "saved")
         await fit(trainer, config, make_batch())
         await trainer.save(tmp_path / "saved")

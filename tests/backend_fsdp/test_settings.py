@@ -1,0 +1,181 @@
+"""Settings, the learning rate, and what is refused before a rank is started."""
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from fsdp_cases import make_config
+from plasmid.components import BuildContext
+from plasmid.errors import ConfigError, ModelError
+from plasmid.recipe import validate
+from plasmid.run.local import LocalCluster
+from plasmid.testing.tiny import make_tiny_model
+from plasmid_fsdp.learning_rate import learning_rate
+from plasmid_fsdp.settings import FSDP
+from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR
+
+
+def rates(total, **settings):
+    config = FSDP(lr=0.5, **settings)
+    return [learning_rate(config, step=step, total_steps=total) for step in range(total + 3)]
+
+
+def test_constant_after_warmup():
+    assert rates(5, warmup_steps=4) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5])
+
+
+def torch_rates(make, steps):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    scheduler, seen = make(optimizer), []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_linear_equals_torch():
+    expected = torch_rates(lambda o: LinearLR(o, start_factor=1.0, end_factor=0.2, total_iters=10), 13)
+    assert rates(10, schedule="linear", min_lr_fraction=0.2) == pytest.approx(expected)
+
+
+def test_cosine_equals_torch():
+    expected = torch_rates(lambda o: CosineAnnealingLR(o, T_max=10, eta_min=0.05), 11)
+    assert rates(10, schedule="cosine", min_lr_fraction=0.1)[:11] == pytest.approx(expected)
+    assert rates(10, schedule="cosine", min_lr_fraction=0.1)[10:] == pytest.approx([0.05] * 3)
+
+
+def test_warmup_then_decay_to_a_given_step():
+    def factor(step):
+        return (step + 1) / 2 if step < 2 else max(0.0, 1 - (step - 2) / 4)
+
+    expected = torch_rates(lambda o: LambdaLR(o, factor), 9)
+    assert rates(6, schedule="linear", warmup_steps=2) == pytest.approx(expected)
+    assert rates(6, schedule="linear", warmup_steps=2, decay_steps=6) == pytest.approx(expected)
+    assert rates(100, schedule="linear", warmup_steps=2, decay_steps=6)[:9] == pytest.approx(expected)
+
+
+def test_a_run_no_longer_than_its_warmup_is_fine():
+    assert rates(2, schedule="cosine", warmup_steps=5) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"momentum": 0.9}, "momentum has no effect with optimizer = 'adamw'; remove it"),
+        ({"nesterov": True}, "nesterov has no effect with optimizer = 'adamw'; remove it"),
+        ({"optimizer": "sgd", "betas": [0.5, 0.5]}, "betas has no effect with optimizer = 'sgd'; remove it"),
+        ({"optimizer": "sgd", "eps": 1e-3}, "eps has no effect with optimizer = 'sgd'; remove it"),
+        ({"optimizer": "sgd", "nesterov": True}, "nesterov needs a momentum above 0"),
+        (
+            {"min_lr_fraction": 0.1},
+            "min_lr_fraction has no effect with schedule = 'constant'; remove it or change schedule",
+        ),
+        ({"decay_steps": 10}, "decay_steps has no effect with schedule = 'constant'; remove it or change schedule"),
+        (
+            {"schedule": "linear", "decay_steps": 5, "warmup_steps": 5},
+            "decay_steps = 5 must be more than warmup_steps = 5",
+        ),
+        ({"microbatch_samples": 0}, "microbatch_samples must be 'auto' or at least 1, got 0"),
+        (
+            {"microbatch_samples": 2, "microbatch_tokens": 99},
+            "microbatch_tokens has no effect where microbatch_samples is set; remove one of them",
+        ),
+        ({"betas": [0.9, 1.0]}, "both must be at least 0 and below 1, got [0.9, 1.0]"),
+        ({"freeze": ["("]}, "'(' is no regular expression: missing ), unterminated subpattern at position 0"),
+    ],
+)
+def test_settings_that_contradict_are_errors(settings, message):
+    with pytest.raises(ConfigError) as error:
+        validate(FSDP, settings, "trainer")
+    assert str(error.value).endswith(message) and str(error.value).startswith("trainer")
+
+
+def test_the_plugin_imports_no_torch():
+    code = "import sys, plasmid_fsdp.plugin as p; print(p.register_trainers(), 'torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[<class 'plasmid_fsdp.settings.FSDP'>] False"
+
+
+def build_error(config, *, bundles=(None,), error=ModelError):
+    async def run():
+        cluster = LocalCluster()
+        try:
+            await config.trainer.build(BuildContext(cluster=cluster, config=config, run_dir=None, bundles=bundles))
+        finally:
+            await cluster.close()
+
+    with pytest.raises(error) as caught:
+        asyncio.run(run())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_cpu_offload_needs_a_gpu(tiny_model):
+    message = build_error(make_config(tiny_model, trainer={"cpu_offload": True}), error=ConfigError)
+    assert message == "trainer.cpu_offload: moves weights between GPU and host, but the trainer runs on the cpu"
+
+
+def test_model_folders_that_cannot_be_used(tmp_path):
+    path = tmp_path / "model"
+    assert build_error(make_config(path)) == f"model.path: no such folder: {path}"
+    path.mkdir()
+    assert build_error(make_config(path)) == (
+        f"model.path: {path} has no config.json; it must be a Hugging Face model folder"
+    )
+    make_tiny_model(path)
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    assert build_error(make_config(path)) == (
+        f"model.path: {path} has no weights: model.safetensors is missing; the folder is incomplete"
+    )
+    (path / "pytorch_model.bin").write_bytes(b"")
+    assert build_error(make_config(path)).endswith("is missing; convert the folder with `rl convert`")
+    (path / "model.safetensors").write_bytes(b"garbage")
+    assert build_error(make_config(path)).startswith(f"model.path: {path}/model.safetensors cannot be read: ")
+    misfit = f"model.path: the weights in {path} do not fit its model: it "
+    save_file({n: t for n, t in weights.items() if "layers.1" not in n}, path / "model.safetensors")
+    assert build_error(make_config(path)).startswith(misfit + "lacks model.layers.1.")
+    assert build_error(make_config(path)).endswith("and 6 more")
+    save_file(weights | {"model.extra": torch.zeros(1)}, path / "model.safetensors")
+    assert build_error(make_config(path)) == misfit + "has unknown model.extra"
+    save_file(weights | {"model.norm.weight": torch.zeros(3)}, path / "model.safetensors")
+    assert build_error(make_config(path)) == misfit + "has other shapes: model.norm.weight is [3] instead of [64]"
+    (path / "config.json").write_text("{")
+    assert build_error(make_config(path)).startswith(f"model.path: {path}/config.json cannot be read: ")
+    (path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    assert build_error(make_config(path)).startswith(f"model.path: {path} is no causal language model that loads: ")
+
+
+def test_transformed_logits_are_refused_rather_than_ignored(tmp_path):
+    path = make_tiny_model(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
+    assert build_error(make_config(path)) == (
+        f"model.path: {path} sets final_logit_softcapping = 30.0, which trainer 'fsdp' does not compute"
+    )
+
+
+def test_freezing_nothing_or_everything_is_an_error(tiny_model):
+    assert build_error(make_config(tiny_model, trainer={"freeze": ["layer.9"]})).startswith(
+        "trainer.freeze: 'layer.9' is found in no parameter, for example not in model."
+    )
+    assert build_error(make_config(tiny_model, trainer={"freeze": ["."]})) == (
+        "trainer.freeze: ['.'] freezes every parameter; nothing is left to train"
+    )
+
+
+def test_a_missing_reference_is_named(tiny_model, tmp_path):
+    config = make_config(tiny_model, algorithm={"kl_coef": 0.1}, reference=tmp_path / "none")
+    assert build_error(config) == f"reference.path: no such folder: {tmp_path / 'none'}"
+
+
+def test_rates_are_finite_over_a_long_run():
+    config = FSDP(lr=1e-3, schedule="cosine", warmup_steps=10)
+    seen = [learning_rate(config, step=s, total_steps=1000) for s in range(1000)]
+    assert all(math.isfinite(r) and 0 <= r <= 1e-3 for r in seen) and max(seen) == pytest.approx(1e-3)
