@@ -1,0 +1,35 @@
+"""The example plugin, built and installed as a user would, into a folder of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "reward-plugin"
+
+
+@pytest.fixture(scope="session")
+def installed_example(tmp_path_factory) -> Path:
+    """Folder that the example's wheel was installed into."""
+    target = tmp_path_factory.mktemp("site-packages")
+    options = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(EXAMPLE)]
+    subprocess.run(command, check=True)
+    return target
+
+
+@pytest.fixture(scope="session")
+def with_example(installed_example):
+    """Run a command in the repository, with the example installed; returns what it printed."""
+
+    def call(*command: str | Path) -> str:
+        paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+        env = {**os.environ, "PYTHONPATH": str(installed_example), "PATH": os.pathsep.join(paths), "COLUMNS": "200"}
+        done = subprocess.run([str(c) for c in command], env=env, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return call
