@@ -1,0 +1,104 @@
+"""Our wheels are complete: installed from a folder into an empty environment, they list, explain and train.
+
+Third-party packages are not installed again: a path file lends the environment those of this one, after ours are in.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECTS = ("packages/core", "packages/backend-fsdp", "packages/rollout-hf", "packages/rewards", "packages/cli", ".")
+RECIPE = """
+model.path = "MODEL"
+run = { batches = 1, prompts_per_batch = 2, samples_per_prompt = 2 }
+sampling.max_new_tokens = 4
+trainer.kind = "fsdp"
+rollout.kind = "hf"
+algorithm.kind = "grpo"
+rewards = [{ kind = "random" }]
+data.path = "prompts.jsonl"
+trackers = [{ kind = "tensorboard" }]
+"""
+
+pytestmark = pytest.mark.long
+
+
+def run(*command: object, cwd: Path) -> str:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "PLASMID"))}
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> list[Path]:
+    dist = tmp_path_factory.mktemp("dist")
+    for project in PROJECTS:
+        run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", dist, project, cwd=ROOT)
+    return sorted(dist.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def bin_(wheels, tmp_path_factory) -> Path:
+    """The folder of programs of an environment that holds our wheels."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=True)
+    run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *wheels, cwd=folder)
+    # older Pythons put an old setuptools in, which would hide the one lent
+    run(folder / "bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools", cwd=folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+def test_there_is_a_wheel_of_every_distribution_with_its_files(wheels):
+    names = [wheel.name.split("-")[0] for wheel in wheels]
+    assert names == ["plasmid", "plasmid_cli", "plasmid_core", "plasmid_fsdp", "plasmid_hf", "plasmid_rewards"]
+    packed = {n.split("-")[0]: set(zipfile.ZipFile(wheel).namelist()) for n, wheel in zip(names, wheels, strict=True)}
+    for project in PROJECTS[:-1]:
+        (package,) = (p for p in (ROOT / project / "src").iterdir() if p.name.startswith("plasmid") and p.is_dir())
+        distribution = "plasmid_core" if package.name == "plasmid" else package.name
+        files = {
+            p.relative_to(package.parent).as_posix()
+            for p in package.rglob("*")
+            if p.is_file() and "__pycache__" not in p.parts
+        }
+        assert files <= packed[distribution]
+        assert f"{package.name}/py.typed" in files
+    assert not [file for file in packed["plasmid"] if not file.startswith("plasmid-0.1.0.dist-info/")]
+
+
+def test_what_the_wheels_ask_for_fits_together(bin_):
+    assert "No broken requirements found" in run(bin_ / "python", "-m", "pip", "check", cwd=bin_)
+
+
+def test_the_command_lists_and_explains(bin_, tmp_path):
+    where = run(
+        bin_ / "python", "-c", "import plasmid, plasmid_cli; print(plasmid.__file__, plasmid_cli.__file__)", cwd=bin_
+    )
+    assert all(Path(file).is_relative_to(bin_.parent) for file in where.split())
+    listed = run(bin_ / "rl", "plugins", cwd=tmp_path)
+    for kind in ("fsdp", "hf", "grpo", "files", "single-turn", "exact-match", "nonzero-spread", "tensorboard", "gguf"):
+        assert f" {kind} " in listed
+    assert "prompts_per_batch" in run(bin_ / "rl", "options", "run", cwd=tmp_path)
+
+
+def test_one_batch_is_trained(bin_, tiny_model, tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("MODEL", str(tiny_model)))
+    rows = "".join(json.dumps({"prompt": f"{i}+1=", "target": str(i + 1)}) + "\n" for i in range(4))
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    run(bin_ / "rl", "train", "recipe.toml", cwd=tmp_path)
+    folder = tmp_path / "runs/recipe"
+    assert json.loads((folder / "metrics.jsonl").read_text())["step"] == 1
+    assert (folder / "final/config.json").is_file()
+    assert list((folder / "tensorboard").iterdir())
+    run(bin_ / "rl", "view", "runs/recipe", cwd=tmp_path)
+    assert "<html" in (folder / "report.html").read_text()
