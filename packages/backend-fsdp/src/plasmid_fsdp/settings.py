@@ -56,7 +56,7 @@ class FSDP(TrainerConfig):
     """Fixed number of samples in a microbatch; ``auto`` fills microbatches up to `microbatch_tokens`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Implementation of attention."""
-    logprob_chunk: int = Field(1024, ge=1)
+    logprob_chunk: int = Field(512, ge=1)
     """Tokens whose logits exist at one time, when log-probabilities are computed from hidden states."""
     freeze: tuple[str, ...] = ()
     """Regular expressions; parameters whose Hugging Face name one of them is found in are not trained."""
