@@ -93,7 +93,7 @@ class _LinearLogprobs(torch.autograd.Function):
             norms[chunk] = scaled.logsumexp(-1)
             logprobs[chunk] = scaled.gather(-1, targets[chunk, None])[:, 0] - norms[chunk]
             if means is not None:
-                means[chunk] = ((scaled - norms[chunk, None]).exp_() * scaled).sum(-1)
+                means[chunk] = torch.linalg.vecdot((scaled - norms[chunk, None]).exp_(), scaled)
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, means, raw)
         ctx.chunk_size, ctx.entropy_grad = chunk_size, entropy_grad
         entropy = None if means is None else norms - means
@@ -114,14 +114,15 @@ class _LinearLogprobs(torch.autograd.Function):
             raw = kept if kept is not None else linear(hidden[chunk], weight, bias)
             kept = None
             scaled = _scaled(raw, temperatures[chunk])
-            probs = (scaled - norms[chunk, None]).exp_()
-            d_logits = torch.zeros_like(probs)
+            over = temperatures[chunk].to(norms.dtype)
+            up = norms.new_zeros(len(over)) if grad_logprobs is None else grad_logprobs[chunk] / over
             if ctx.entropy_grad and grad_entropy is not None:
-                d_logits = grad_entropy[chunk, None] * probs * (means[chunk, None] - scaled)
-            if grad_logprobs is not None:
-                d_logits -= grad_logprobs[chunk, None] * probs
-                d_logits.scatter_add_(1, targets[chunk, None], grad_logprobs[chunk, None].to(d_logits.dtype))
-            d_logits /= temperatures[chunk, None].to(d_logits.dtype)
+                probs = (scaled - norms[chunk, None]).exp_()
+                slope = (grad_entropy[chunk] / over)[:, None]
+                d_logits = probs.mul_(scaled.sub_(means[chunk, None]).mul_(-slope).sub_(up[:, None]))
+            else:
+                d_logits = scaled.sub_(norms[chunk, None]).exp_().mul_(-up[:, None])
+            d_logits.scatter_add_(1, targets[chunk, None], up[:, None])
             low = d_logits.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk] = low @ weight
