@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from plasmid import load_config
-from plasmid.errors import ConfigError
+from plasmid.errors import ConfigError, PlasmidError
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "plugins" / "rewards.md"
@@ -108,3 +108,22 @@ def test_every_block_of_the_page_is_of_a_kind_that_is_run():
     blocks = BLOCK.findall(PAGE.read_text())
     assert fences == 2 * len(blocks)
     assert all(language == "bash" or name for language, name, _ in blocks)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row"),
+    [
+        (["rewards.1.kind='closenes'"], "`{}` | `rl plugins` lists"),
+        (["plugins=['my_reward.py','other.py']"], "`{}` | paths are relative"),
+        (["plugins=['./my_reward.py','./again.py']"], "`{}: ...` | uninstall one, or leave the file out"),
+    ],
+)
+def test_the_table_of_errors_quotes_what_is_said(checkout, monkeypatch, overrides, row):
+    blocks = {name: text for _, name, text in BLOCK.findall(PAGE.read_text()) if name}
+    for name, source in (("my_reward.py", "my_reward.py"), ("again.py", "my_reward.py"), ("closeness.toml",) * 2):
+        (checkout / name).write_text(blocks[source])
+    monkeypatch.chdir(checkout)
+    with pytest.raises(PlasmidError) as caught:
+        load_config(["recipes/smollm2-sums-cpu.toml", "closeness.toml"], overrides)
+    said = re.split("; installed are|: plasmid_plugin", str(caught.value))[0].replace("other.py", "my_reward.py")
+    assert row.format(said) in PAGE.read_text()

@@ -74,7 +74,7 @@ def test_max_truncated_can_ask_for_complete_samples_only(group):
             "filters.0: low = 0.8 is above high = 0.2; every group would be dropped",
         ),
         (RewardRange, {"high": 1}, "filters.0.low: is required"),
-        (MaxTruncated, {"fraction": 1}, "filters.0.fraction: input should be less than 1, got 1"),
+        (MaxTruncated, {"fraction": 1}, "filters.0.fraction: must be less than 1, got 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(cls, settings, message):

@@ -202,7 +202,7 @@ def test_random_values_follow_from_the_sample_and_fill_the_unit_interval(score):
             {"max_tokens": 10, "slope_tokens": 11},
             "rewards.0: slope_tokens must be at most max_tokens = 10, got 11",
         ),
-        (Number, {"tolerance": -1}, "rewards.0.tolerance: input should be greater than or equal to 0, got -1"),
+        (Number, {"tolerance": -1}, "rewards.0.tolerance: must be at least 0, got -1"),
         (Number, {"pck": "last"}, "rewards.0.pck: no such setting; did you mean 'pick'?"),
     ],
 )
