@@ -79,7 +79,7 @@ def test_listing_and_checking_import_no_backend(command):
     [
         (["trainer.lrr=1"], "trainer.lrr: no such setting; did you mean 'lr'?"),
         (["trainer.kind=megatron"], "trainer.kind: 'megatron' is not installed; installed are fsdp"),
-        (["trainer.lr=-1"], "trainer.lr: input should be greater than or equal to 0, got -1"),
+        (["trainer.lr=-1"], "trainer.lr: must be at least 0, got -1"),
         (["trainer.lr"], "override 'trainer.lr' must look like key=value, for example trainer.lr=1e-6"),
         (["rewards=[]"], "rewards: algorithm 'grpo' needs at least one; add a [[rewards]] table"),
         (["filters=[{}]"], "filters.0.kind: is missing; installed are max-truncated, nonzero-spread, reward-range"),

@@ -61,9 +61,9 @@ def test_only_roles_that_are_read_are_scored(settings, steps, roles):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dual_clip": 1}, "algorithm: dual_clip must be 'off' or more than 1, got 1"),
-        ({"dual_clip": float("inf")}, "algorithm: dual_clip must be 'off' or more than 1, got inf"),
-        ({"dual_clip": float("nan")}, "algorithm: dual_clip must be 'off' or more than 1, got nan"),
+        ({"dual_clip": 1}, "algorithm.dual_clip: must be 'off' or a number above 1, got 1"),
+        ({"dual_clip": float("inf")}, "algorithm.dual_clip: must be 'off' or a number above 1, and finite, got inf"),
+        ({"dual_clip": float("nan")}, "algorithm.dual_clip: must be 'off' or a number above 1, and finite, got nan"),
         (
             {"kl_estimator": "k2"},
             "algorithm: kl_estimator = 'k2' is never read, because there is no KL; "
@@ -87,7 +87,7 @@ def test_only_roles_that_are_read_are_scored(settings, steps, roles):
             'algorithm: constant_length = 8 is never read; remove it or set reduction = "constant"',
         ),
         ({"clip_lo": 0.1}, "algorithm.clip_lo: no such setting; did you mean 'clip_low'?"),
-        ({"kl_coef": -1}, "algorithm.kl_coef: input should be greater than or equal to 0, got -1"),
+        ({"kl_coef": -1}, "algorithm.kl_coef: must be at least 0, got -1"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_errors(settings, message):

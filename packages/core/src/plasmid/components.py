@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 class Settings(BaseModel):
     """Base of everything that a recipe can set: unknown keys are errors, nothing changes after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class Component(Settings, ABC):

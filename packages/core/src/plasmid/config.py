@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -19,6 +20,8 @@ from .components import (
 )
 from .types import SamplingParams
 
+Positive = Annotated[int, Field(ge=1)]
+
 
 class ModelConfig(Settings):
     """``[model]``: the policy."""
@@ -31,7 +34,7 @@ class ModelConfig(Settings):
     """File with a Jinja chat template; ``auto`` is the tokenizer's own."""
     trust_remote_code: bool = False
     """Run Python code that lies in the model folder."""
-    max_length: Literal["auto"] | int = Field("auto")
+    max_length: Literal["auto"] | Positive = "auto"
     """Longest sample in tokens, prompt included; ``auto`` is what the model's config says."""
 
     @property
@@ -66,15 +69,13 @@ class PlacementConfig(Settings):
     """Let the engine give up its GPU memory while the trainer trains."""
     rollout_workers: int = Field(1, ge=1)
     """Processes that run workflows, rewards and filters."""
-    threads: Literal["auto"] | int = "auto"
+    threads: Literal["auto"] | Positive = "auto"
     """CPU threads of each rank; ``auto`` shares the cores out."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest time for a process to come up."""
 
     @model_validator(mode="after")
     def _offload_needs_colocation(self) -> Self:
-        if isinstance(self.threads, int) and self.threads < 1:
-            raise ValueError(f"threads must be 'auto' or at least 1, got {self.threads}")
         if (self.offload_trainer or self.offload_engine) and not self.colocated:
             raise ValueError("offload_trainer and offload_engine make room for a colocated part; set colocated = true")
         return self
@@ -150,7 +151,7 @@ class EvalConfig(Settings):
     """Values of k for pass@k, at most `samples_per_prompt`."""
     pass_threshold: float = 1.0
     """A sample passes if its reward reaches this."""
-    limit: Literal["all"] | int = "all"
+    limit: Literal["all"] | Positive = "all"
     """Prompts to use."""
     every: int = Field(0, ge=0)
     """Batches between two evaluations; 0 for none during the run."""
@@ -164,8 +165,6 @@ class EvalConfig(Settings):
         for k in self.pass_at:
             if not 1 <= k <= self.samples_per_prompt:
                 raise ValueError(f"pass_at: k must be in 1..{self.samples_per_prompt} (samples_per_prompt), got {k}")
-        if isinstance(self.limit, int) and self.limit < 1:
-            raise ValueError(f"limit must be 'all' or at least 1, got {self.limit}")
         return self
 
 
@@ -212,52 +211,52 @@ class RunConfig(Settings):
     """Name of the recipe, from its file; names the run's folder."""
 
     @model_validator(mode="after")
-    def _needs_are_met(self) -> Self:
-        needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
-        if needs.engine and self.rollout is None:
-            raise ValueError(f'rollout: algorithm {kind!r} samples; add a [rollout] table, for example kind = "hf"')
-        if not needs.engine and self.rollout is not None:
-            raise ValueError(f"rollout: algorithm {kind!r} never samples; remove the [rollout] table")
-        if needs.rewards and not self.rewards:
-            raise ValueError(f"rewards: algorithm {kind!r} needs at least one; add a [[rewards]] table")
-        if needs.teacher and self.teacher is None:
-            raise ValueError(f"teacher: algorithm {kind!r} needs one; add a [teacher] table with its path")
-        unused = [
-            name
-            for name, used in (("reference", needs.reference), ("teacher", needs.teacher), ("critic", needs.critic))
-            if not used and getattr(self, name) != type(self).model_fields[name].default
-        ]
-        if unused:
-            raise ValueError(f"{unused[0]}: algorithm {kind!r} with these settings never reads it; remove the table")
+    def _tables_fit_together(self) -> Self:
+        mistakes = [*self._unmet_needs(), *self._unread_tables(), *self._uneven_batches(), *self._names_used_twice()]
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
         return self
 
-    @model_validator(mode="after")
-    def _batches_divide(self) -> Self:
+    def _unmet_needs(self) -> Iterator[str]:
+        needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
+        if needs.engine and self.rollout is None:
+            yield f'rollout: algorithm {kind!r} samples; add a [rollout] table, for example kind = "hf"'
+        if not needs.engine and self.rollout is not None:
+            yield f"rollout: algorithm {kind!r} never samples; remove the [rollout] table"
+        if needs.rewards and not self.rewards:
+            yield f"rewards: algorithm {kind!r} needs at least one; add a [[rewards]] table"
+        if needs.teacher and self.teacher is None:
+            yield f"teacher: algorithm {kind!r} needs one; add a [teacher] table with its path"
+
+    def _unread_tables(self) -> Iterator[str]:
+        needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
+        for name, used in (("reference", needs.reference), ("teacher", needs.teacher), ("critic", needs.critic)):
+            if not used and getattr(self, name) != type(self).model_fields[name].default:
+                yield f"{name}: algorithm {kind!r} with these settings never reads it; remove the table"
+
+    def _uneven_batches(self) -> Iterator[str]:
         run, ranks = self.run, self.placement.trainer_ranks
         rollouts = run.rollouts_per_batch
         if rollouts % run.steps_per_batch:
-            raise ValueError(
+            yield (
                 f"run.steps_per_batch: {rollouts} rollouts (prompts_per_batch x samples_per_prompt) do not divide "
                 f"into {run.steps_per_batch} steps"
             )
-        if rollouts // run.steps_per_batch < ranks:
-            raise ValueError(
+        elif rollouts // run.steps_per_batch < ranks:
+            yield (
                 f"run.prompts_per_batch: {rollouts // run.steps_per_batch} rollouts a step are fewer than "
                 f"placement.trainer_ranks = {ranks}; each rank needs at least one"
             )
         if self.checkpoint.every % run.sync_every:
-            raise ValueError(
+            yield (
                 f"checkpoint.every: {self.checkpoint.every} is no multiple of run.sync_every = {run.sync_every}; "
                 "between two publishes trainer and engine hold different policies, which a checkpoint cannot restore"
             )
         if run.over_sampling > 1 and run.max_staleness == 0:
-            raise ValueError("run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept")
-        return self
+            yield "run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept"
 
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Self:
+    def _names_used_twice(self) -> Iterator[str]:
         names = [e.name for e in self.eval]
-        for name in names:
+        for name in dict.fromkeys(names):
             if names.count(name) > 1:
-                raise ValueError(f"eval: two sets are named {name!r}; metrics need distinct names")
-        return self
+                yield f"eval: {names.count(name)} sets are named {name!r}; metrics need distinct names"

@@ -6,21 +6,22 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pluggy
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from .components import Component
 from .config import EvalConfig, RunConfig
 from .errors import ConfigError
 from .plugins import Classes, installed, load_plugins
+from .validation import Checked, check, validate
 
-M = TypeVar("M", bound=BaseModel)
 DEFAULT_KINDS = {"data": "files", "workflow": "single-turn"}
 LISTS = ("rewards", "filters", "trackers")
 SINGLES = ("trainer", "rollout", "algorithm", "data", "workflow")
+REQUIRED = ("model", "trainer", "algorithm", "data", "workflow")
+"""Tables that no recipe does without: one that lacks them is told what has to stand in them."""
+__all__ = ["load_config", "merge", "parse_override", "read_toml", "resolve", "resolve_with", "validate"]
 
 
 def load_config(
@@ -50,20 +51,24 @@ def resolve(data: Mapping[str, Any]) -> RunConfig:
 
 
 def resolve_with(plugins: pluggy.PluginManager, data: Mapping[str, Any]) -> RunConfig:
-    """Validate plain data against the components of one plugin manager."""
+    """Validate plain data against the components of one plugin manager. Tells all mistakes, one line each."""
     slots = installed(plugins)
-    picked = dict(data)
+    picked = {table: data.get(table, {}) for table in REQUIRED} | dict(data)
+    mistakes: dict[str, list[str]] = {}
     for slot in SINGLES:
-        if slot in DEFAULT_KINDS:
-            picked.setdefault(slot, {})
         if picked.get(slot) is not None:
-            picked[slot] = _pick(slot, picked[slot], slots[slot], DEFAULT_KINDS.get(slot))
-    for slot in LISTS:
+            checked = _pick(slot, picked[slot], slots[slot], DEFAULT_KINDS.get(slot))
+            picked[slot] = checked.model
+            mistakes[slot] = list(checked.mistakes)
+    for slot in (*LISTS, "eval"):
         if slot in picked:
-            picked[slot] = [_pick(f"{slot}.{i}", v, slots[slot]) for i, v in enumerate(_list(slot, picked[slot]))]
-    if "eval" in picked:
-        picked["eval"] = [_eval(i, v, slots) for i, v in enumerate(_list("eval", picked["eval"]))]
-    return validate(RunConfig, picked)
+            picked[slot], mistakes[slot] = _items(slot, picked[slot], slots)
+    wrong = [slot for slot, lines in mistakes.items() if lines]
+    config = check(RunConfig, picked, without=wrong)
+    lines = [*(line for slot in wrong for line in mistakes[slot]), *config.mistakes]
+    if lines or config.model is None:
+        raise ConfigError("\n".join(lines))
+    return config.model
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -131,79 +136,38 @@ def _plugin_files(data: Mapping[str, Any]) -> list[str]:
     return list(files)
 
 
-def _list(slot: str, value: Any) -> list[Any]:
+def _items(slot: str, value: Any, slots: Mapping[str, Classes]) -> tuple[list[Any], list[str]]:
+    """The items of a list of tables that are right, and what is wrong with the others."""
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{slot}: must be a list of tables ([[{slot}]]), got {value!r}")
-    return list(value)
+        return [], [f"{slot}: must be a list of tables ([[{slot}]]), got {value!r}"]
+    checked: list[Checked[Any]] = [
+        _eval(f"{slot}.{i}", item, slots) if slot == "eval" else _pick(f"{slot}.{i}", item, slots[slot])
+        for i, item in enumerate(value)
+    ]
+    return [c.model for c in checked], [line for c in checked for line in c.mistakes]
 
 
-def _eval(index: int, item: Any, slots: Mapping[str, Classes]) -> EvalConfig:
-    where = f"eval.{index}"
+def _eval(where: str, item: Any, slots: Mapping[str, Classes]) -> Checked[EvalConfig]:
     if not isinstance(item, Mapping):
-        raise ConfigError(f"{where}: must be a table, got {item!r}")
-    picked = dict(item)
-    if "data" in picked:
-        picked["data"] = _pick(f"{where}.data", picked["data"], slots["data"], DEFAULT_KINDS["data"])
-    return validate(EvalConfig, picked, where)
+        return Checked(None, (f"{where}: must be a table, got {item!r}",))
+    data = _pick(f"{where}.data", item.get("data", {}), slots["data"], DEFAULT_KINDS["data"])
+    checked = check(EvalConfig, {**item, "data": data.model}, where, without=[] if data.model else ["data"])
+    return Checked(checked.model, (*data.mistakes, *checked.mistakes))
 
 
-def _pick(where: str, item: Any, classes: Classes, default: str | None = None) -> Component:
+def _pick(where: str, item: Any, classes: Classes, default: str | None = None) -> Checked[Component]:
     if isinstance(item, Component):
-        return item
+        return Checked(item)
     if not isinstance(item, Mapping):
-        raise ConfigError(f"{where}: must be a table with a kind, got {item!r}")
+        return Checked(None, (f"{where}: must be a table with a kind, got {item!r}",))
     kind = item.get("kind", default)
     names = ", ".join(sorted(classes)) or "none"
     if kind is None:
-        raise ConfigError(f"{where}.kind: is missing; installed are {names}")
+        return Checked(None, (f"{where}.kind: is missing; installed are {names}",))
     if not isinstance(kind, str):
-        raise ConfigError(f"{where}.kind: must be a string, got {kind!r}; installed are {names}")
+        return Checked(None, (f"{where}.kind: must be a string, got {kind!r}; installed are {names}",))
     if kind not in classes:
         close = difflib.get_close_matches(kind, classes, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"{where}.kind: {kind!r} is not installed{hint}; installed are {names}")
-    return validate(classes[kind], {**item, "kind": kind}, where)
-
-
-def validate(cls: type[M], data: Mapping[str, Any], where: str = "") -> M:
-    """A model from plain data, or `ConfigError` with one line for each mistake."""
-    try:
-        return cls.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError("\n".join(dict.fromkeys(_explain(cls, e, where) for e in error.errors()))) from None
-
-
-def _explain(cls: type[BaseModel], e: ErrorDetails, where: str) -> str:
-    loc = [str(part) for part in e["loc"]]
-    path = ".".join(filter(None, [where, *loc]))
-    if e["type"] == "extra_forbidden":
-        fields = _fields_at(cls, loc[:-1])
-        close = difflib.get_close_matches(loc[-1], fields, n=1)
-        return f"{path}: no such setting" + (f"; did you mean {close[0]!r}?" if close else _choices(fields))
-    message = e["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if e["type"] == "missing":
-        return f"{path}: is required"
-    if e["type"] == "value_error":
-        return f"{path}: {message}" if path else message
-    return f"{path}: {message}, got {e['input']!r}"
-
-
-def _choices(fields: Iterable[str]) -> str:
-    names = ", ".join(sorted(fields))
-    return f"; settings here are {names}" if names else ""
-
-
-def _fields_at(cls: type[BaseModel], loc: Sequence[str]) -> Mapping[str, Any]:
-    """Names that are allowed in the table that ``loc`` leads to."""
-    current: Any = cls
-    for part in loc:
-        fields = getattr(current, "model_fields", {})
-        if part in fields:
-            current = _model_in(fields[part].annotation)
-    return getattr(current, "model_fields", {})
-
-
-def _model_in(annotation: Any) -> Any:
-    args = getattr(annotation, "__args__", ())
-    return next((a for a in args if isinstance(a, type) and issubclass(a, BaseModel)), annotation)
+        hint = f"did you mean {close[0]!r}?" if close else f"installed are {names}"
+        return Checked(None, (f"{where}.kind: {kind!r} is not installed; {hint}",))
+    return check(classes[kind], {**item, "kind": kind}, where)

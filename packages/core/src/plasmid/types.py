@@ -30,7 +30,7 @@ class StopReason(StrEnum):
 class SamplingParams(BaseModel):
     """How the next token is drawn. Recorded in every sample, because the trainer's log-probabilities depend on it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
     """Divides the logits; 0 takes the most likely token (its log-probability is then reported at temperature 1)."""
