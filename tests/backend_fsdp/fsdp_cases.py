@@ -19,7 +19,7 @@ def make_config(model, *, trainer=None, algorithm=None, ranks=1, reference=None,
         "algorithm": {"kind": "grpo", **(algorithm or {})},
         "rollout": {"kind": "never-started"},
         "rewards": [{"kind": "never-asked"}],
-        "placement": {"device": "cpu", "trainer_ranks": ranks},
+        "placement": {"trainer_ranks": ranks},
         "run": {"batches": 10, "prompts_per_batch": 4, "samples_per_prompt": 4, "train_timeout_s": 120.0},
         "plugins": [str(HERE / "fsdp_plugin.py")],
         **tables,
@@ -92,8 +92,9 @@ class OneRank:
 
     num_ranks = 1
 
-    def __init__(self, model, run_dir):
+    def __init__(self, model, run_dir, *, gpus=False):
         self.model, self._run_dir = model, run_dir
+        self.bundles = tuple(rank if gpus else None for rank in range(self.num_ranks))
         self._trainer = None
 
     def cluster(self):
@@ -103,9 +104,7 @@ class OneRank:
         """A trainer and its configuration; the one before is closed."""
         await self.close()
         config = make_config(model or self.model, ranks=self.num_ranks, **options)
-        context = BuildContext(
-            cluster=self.cluster(), config=config, run_dir=self._run_dir, bundles=(None,) * self.num_ranks
-        )
+        context = BuildContext(cluster=self.cluster(), config=config, run_dir=self._run_dir, bundles=self.bundles)
         self._trainer = await config.trainer.build(context)
         return self._trainer, config
 
@@ -120,8 +119,8 @@ class TwoRanks(OneRank):
 
     num_ranks = 2
 
-    def __init__(self, model, run_dir, processes):
-        super().__init__(model, run_dir)
+    def __init__(self, model, run_dir, processes, *, gpus=False):
+        super().__init__(model, run_dir, gpus=gpus)
         self._processes = processes
 
     def cluster(self):

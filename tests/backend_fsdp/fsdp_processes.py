@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -11,7 +12,8 @@ from plasmid.run.local import LocalStore
 _held = {}
 
 
-def _make(factory, args, kwargs):
+def _make(factory, args, kwargs, gpu):
+    os.environ["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else str(gpu)
     _held["object"] = factory(*args, **kwargs)
 
 
@@ -77,7 +79,7 @@ class ProcessCluster:
     async def start(self, factory, /, *args, name, resources, timeout_s=120.0, **kwargs):
         actor = ProcessActor(name, len(self.actors), self._processes)
         self.actors.append(actor)
-        await actor.run("start", timeout_s, _make, factory, args, kwargs)
+        await actor.run("start", timeout_s, _make, factory, args, kwargs, resources.gpu)
         return actor
 
     async def close(self):
