@@ -142,7 +142,7 @@ def test_an_update_whose_sender_never_comes_ends_in_time(tiny_model):
     async def test():
         async with started(tiny_model, sync_timeout_s=0.3) as engine:
             plan = await engine.plan_sync()
-            with pytest.raises(SyncError, match="not complete within 0.3 s"):
+            with pytest.raises(SyncError, match=r"not complete within 0\.3 s"):
                 await engine.receive(plan, 4)
             with pytest.raises(EngineError):
                 await engine.client.generate(make_request(1))

@@ -1,0 +1,64 @@
+"""The same engine behind Ray: handles that travel, weights over process borders."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hf_cases import changed, generate_all, make_request, plain_logprobs, plain_model, publish, run, started
+from plasmid.errors import ModelError
+from plasmid.run.cluster import RayCluster
+from plasmid.sync import compare
+
+
+@pytest.mark.long
+def test_the_engine_runs_in_processes_of_its_own(tiny_model, tmp_path):
+    model = plain_model(tiny_model)
+    requests = [make_request(i) for i in range(20)]
+
+    async def test():
+        cluster = RayCluster(log_dir=tmp_path)
+        async with started(tiny_model, ranks=2, cluster=cluster) as engine:
+            await engine.expect([request.session_id for request in requests])
+            answers = [asyncio.create_task(answer(engine, request)) for request in requests]
+            before = await asyncio.gather(*answers)
+            sent, received = await publish(engine, changed(model), 1)
+            compare(sent, received)
+            return before, await generate_all(engine, requests)
+
+    before, after = run(test())
+    for request, one, other in zip(requests, before, after, strict=True):
+        assert one.versions[0].version == 0 and other.versions[0].version == 1
+        np.testing.assert_allclose(other.logprobs, plain_logprobs(model, request, other), atol=2e-5)
+
+
+async def answer(engine, request):
+    completion = await engine.client.generate(request)
+    await engine.client.leave([request.session_id])
+    return completion
+
+
+def test_a_folder_without_weights_is_named(tmp_path, tiny_model):
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes((tiny_model / file).read_bytes())
+
+    async def test():
+        async with started(tmp_path):
+            pass
+
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        run(test())
+
+
+def test_attention_over_a_window_is_refused(tmp_path):
+    from plasmid.testing.tiny import make_tiny_model
+
+    path = make_tiny_model(
+        tmp_path / "model", family="qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=0
+    )
+
+    async def test():
+        async with started(path):
+            pass
+
+    with pytest.raises(ModelError, match="sliding window of 32 tokens"):
+        run(test())
