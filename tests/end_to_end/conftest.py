@@ -1,0 +1,71 @@
+"""Whole runs with the real trainer and the real engine on tiny models."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plasmid.observe.journal import read_journal
+from plasmid.recipe import merge, resolve
+from plasmid.run.local import LocalCluster
+from plasmid.run.session import Mode, RunResult, run
+
+REWARD = '''
+from typing import Literal
+from plasmid import Reward, hookimpl
+
+class DigitShare(Reward):
+    """Share of the answer's characters that are digits."""
+    kind: Literal["digit-share"] = "digit-share"
+    async def __call__(self, prompt, sample):
+        return sum(c.isdigit() for c in sample.text) / max(1, sample.num_generated)
+
+@hookimpl
+def register_rewards():
+    return [DigitShare]
+'''
+
+
+@dataclass
+class Job:
+    """A recipe in a folder: a tiny model learns to answer in digits."""
+
+    folder: Path
+    model: Path
+
+    def plain(self) -> dict[str, Any]:
+        """The recipe as plain data; its files are written."""
+        plugin = self.folder / "digit_share.py"
+        plugin.write_text(REWARD)
+        for name, rows in (("train", range(40)), ("test", range(40, 56))):
+            lines = [json.dumps({"prompt": f"say {row}: ", "target": row}) + "\n" for row in rows]
+            (self.folder / f"{name}.jsonl").write_text("".join(lines))
+        return {
+            "recipe": "digits",
+            "model": {"path": str(self.model)},
+            "plugins": [str(plugin)],
+            "run": {"dir": str(self.folder / "run"), "batches": 6, "prompts_per_batch": 4, "samples_per_prompt": 4},
+            "sampling": {"max_new_tokens": 4},
+            "data": {"path": str(self.folder / "train.jsonl")},
+            "trainer": {"kind": "fsdp", "lr": 3e-3},
+            "rollout": {"kind": "hf"},
+            "algorithm": {"kind": "grpo"},
+            "rewards": [{"kind": "digit-share"}],
+            "eval": [{"name": "held-out", "data": {"path": str(self.folder / "test.jsonl")}, "samples_per_prompt": 4}],
+        }
+
+    def config(self, changes: dict[str, Any] | None = None):
+        return resolve(merge(self.plain(), changes or {}))
+
+    def run(self, changes: dict[str, Any] | None = None, **mode: Any) -> RunResult:
+        """Run it in this process."""
+        return run(self.config(changes), mode=Mode(**mode), make_cluster=lambda _: LocalCluster())
+
+    def metrics(self, name: str = "run") -> list[dict[str, float]]:
+        return [dict(entry.metrics) for entry in read_journal(self.folder / name / "metrics.jsonl")]
+
+
+@pytest.fixture
+def job(tmp_path, tiny_model) -> Job:
+    return Job(tmp_path, tiny_model)

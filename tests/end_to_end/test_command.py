@@ -1,0 +1,82 @@
+"""The `rl` command on a real cluster: processes, checkpoints, Ctrl-C and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+RECIPE = """
+plugins = ["digit_share.py"]
+model.path = "{model}"
+trainer = {{ kind = "fsdp", lr = 3e-3 }}
+rollout.kind = "hf"
+algorithm.kind = "grpo"
+rewards = [{{ kind = "digit-share" }}]
+sampling.max_new_tokens = 4
+data.path = "train.jsonl"
+eval = [{{ name = "held-out", data = {{ path = "test.jsonl" }} }}]
+
+[run]
+batches = 4
+prompts_per_batch = 4
+samples_per_prompt = 4
+"""
+
+
+@pytest.fixture
+def folder(job):
+    job.plain()
+    (job.folder / "digits.toml").write_text(RECIPE.format(model=job.model))
+    return job.folder
+
+
+def rl(folder, *arguments):
+    command = [sys.executable, "-m", "plasmid_cli", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_train_and_view_from_the_command_line(folder):
+    process = rl(folder, "train", "digits.toml", "placement.trainer_ranks=2")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    run = folder / "runs" / "digits"
+    assert "batch 4/4" in out
+    assert "held-out reward" in out
+    for path in (
+        "final/model.safetensors",
+        "reward.png",
+        "metrics.jsonl",
+        "logs/trainer-1.log",
+        "checkpoints/batch-000004",
+    ):
+        assert (run / path).exists(), path
+    process = rl(folder, "view", "runs/digits")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert (run / "report.html").exists()
+
+
+@pytest.mark.long
+def test_ctrl_c_saves_and_says_how_to_resume_and_leaves_no_process(folder):
+    process = rl(folder, "train", "digits.toml", "run.batches=1000")
+    journal = folder / "runs/digits/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not journal.exists() or journal.read_text().count("\n") < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "--resume" in out + err
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    done = journal.read_text().count("\n")
+    process = rl(folder, "train", "digits.toml", f"run.batches={done + 2}", "--resume")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert journal.read_text().count("\n") == done + 2
