@@ -142,6 +142,18 @@ def test_a_gradient_that_is_not_finite_skips_the_step(one_rank, tiny_model, tmp_
     assert largest_difference(weights, alone) == 0
 
 
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_a_batch_without_loss_tokens_changes_nothing(kind, request, tiny_model, tmp_path):
+    start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
+    empty = make_batch()
+    for group in empty.groups:
+        group.rows.get().loss_mask[:] = False
+        group.loss_tokens[:] = 0
+    reports, weights = train(request.getfixturevalue(kind), tmp_path / "out", SGD, batches=[empty])
+    assert (reports[0]["train/loss"], reports[0]["train/grad_norm"]) == (0.0, 0.0)
+    assert largest_difference(weights, dict(start)) == 0
+
+
 def test_frozen_parameters_stay(one_rank, tiny_model, tmp_path):
     start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
     frozen = ["embed_tokens", r"layers\.0\."]

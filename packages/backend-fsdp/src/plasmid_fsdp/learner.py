@@ -63,10 +63,12 @@ class Learner:
     @torch.no_grad()
     def _logprobs(self, batch: RankBatch, rows: Rows, *, only_masked: bool) -> Tensor:
         result = torch.zeros(len(rows.token_ids), device=self.device)
-        for step in batch.steps:
-            for microbatch in self._microbatches(batch, rows, step, only_masked=only_masked):
-                result[microbatch.token_index] = self.policy(microbatch).logprobs
-                reshard(self.policy)
+        try:
+            for step in batch.steps:
+                for microbatch in self._microbatches(batch, rows, step, only_masked=only_masked):
+                    result[microbatch.token_index] = self.policy(microbatch).logprobs
+        finally:
+            reshard(self.policy)
         return result
 
     def train(self, batch: RankBatch, rows: Rows, scores: Mapping[Role, Tensor]) -> tuple[dict[str, float], ...]:
