@@ -1,0 +1,125 @@
+"""What a run reached, from the files in its folder: a table, the reward curve, and what was written where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .curves import chart, reward_series, write_png
+from .progress import duration
+from .run_data import RunData, load_run
+
+if TYPE_CHECKING:
+    from plasmid.run.session import RunResult
+
+WRITTEN = (
+    ("final", "final policy, a Hugging Face folder"),
+    ("checkpoints", "checkpoints to resume from"),
+    ("reward.png", "reward curve"),
+    ("report.html", "report for the browser"),
+    ("metrics.jsonl", "metrics of every batch"),
+    ("evaluations.jsonl", "held-out evaluations"),
+    ("samples", "every sample, as Parquet"),
+    ("tensorboard", "event files for TensorBoard"),
+    ("wandb", "files of Weights & Biases"),
+    ("logs", "logs of all processes"),
+)
+"""What may lie in a run folder, in the order shown."""
+
+
+def print_summary(result: RunResult, console: Console) -> None:
+    """The end of ``rl train``; writes ``reward.png`` too."""
+    run = load_run(result.run_dir)
+    state = "stopped" if result.interrupted else "finished"
+    print_run(run, console, title=f"{state} {run.name} after {result.steps} batches in {duration(result.seconds)}")
+    if result.interrupted and result.checkpoint is not None:
+        console.print("the run was interrupted and saved; add --resume to the same command to go on", highlight=False)
+
+
+def print_run(run: RunData, console: Console, *, title: str | None = None) -> None:
+    """Table, curve and paths of a run; writes ``reward.png`` into its folder if there is a reward."""
+    series = reward_series(run)
+    if any(len(one.points()) > 1 for one in series):
+        write_png(run.path / "reward.png", series, title=f"{run.name}: mean reward")
+    console.print()
+    console.print(Text(title or f"{run.name}, {len(run.metrics)} batches", style="bold"))
+    console.print(figures(run))
+    if series:
+        console.print()
+        console.print(chart(series, width=min(console.width, 100)), soft_wrap=True, highlight=False)
+    console.print()
+    console.print(paths(run.path), highlight=False)
+
+
+def figures(run: RunData) -> Table:
+    """Held-out and training reward at start and end, and what the run took."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", "start", "end", "change"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name in run.evaluations:
+        metrics = dict.fromkeys(key.removeprefix(f"eval/{name}/") for e in run.evaluations[name] for key in e.metrics)
+        for metric in (m for m in metrics if m == "reward" or m.startswith("pass@")):
+            label = f"held-out {metric}, {name}"
+            table.add_row(Text(label, style="yellow"), *_change(run.evaluation_curve(name, metric)[1]))
+    rewards = run.curve("reward/mean")[1]
+    if rewards:
+        n = min(5, max(1, len(rewards) // 4))
+        of = f" (mean of {n} batches)" if n > 1 else ""
+        table.add_row(Text(f"train reward{of}", style="cyan"), *_change([_mean(rewards[:n]), _mean(rewards[-n:])]))
+    lengths = run.curve("rollout/length_mean")[1]
+    if lengths:
+        table.add_row("tokens per completion", *_change(lengths, pattern="{:.1f}"))
+    for label, value in costs(run):
+        table.add_row(label, "", value, "")
+    return table
+
+
+def costs(run: RunData) -> list[tuple[str, str]]:
+    """Batches, steps, time, speed and memory, as far as they were recorded."""
+    rows = [("batches trained", str(run.metrics[-1].step))] if run.metrics else []
+    if steps := run.curve("train/step")[1]:
+        rows.append(("optimizer steps", f"{steps[-1]:.0f}"))
+    seconds = run.curve("perf/batch_s")[1]
+    if seconds:
+        rows.append(("time in batches", duration(sum(seconds))))
+    rates = [
+        (m["perf/tokens_per_s"], m.get("perf/batch_s", 1.0))
+        for e in run.metrics
+        if "perf/tokens_per_s" in (m := e.metrics)
+    ]
+    if total := sum(s for _, s in rates):
+        rows.append(("tokens per second", f"{sum(rate * s for rate, s in rates) / total:,.0f}"))
+    if peak := max(run.curve("memory/rss_peak_gib")[1] or run.curve("memory/rss_gib")[1], default=0.0):
+        rows.append(("peak memory, all processes", f"{peak:.2f} GiB"))
+    return rows
+
+
+def paths(run_dir: Path) -> Table:
+    """What lies in the folder and what it is."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, meaning in WRITTEN:
+        if (run_dir / name).exists() and not _is_empty(run_dir / name):
+            table.add_row(Text(str(run_dir / name), overflow="fold"), Text(meaning, style="dim"))
+    return table
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _change(values: Sequence[float], *, pattern: str = "{:.4f}") -> Iterable[str]:
+    if not values:
+        return "", "", ""
+    first, last = values[0], values[-1]
+    if len(values) == 1:
+        return pattern.format(first), "", ""
+    return pattern.format(first), pattern.format(last), pattern.replace(":", ":+").format(last - first)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

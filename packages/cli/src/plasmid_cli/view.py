@@ -1,0 +1,212 @@
+"""``rl view RUN``: a run's figures, curves and samples in the terminal."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from plasmid.errors import ConfigError
+from plasmid.observe.sample_store import read_dropped, read_samples
+from plasmid.types import Prompt, Sample
+from rich.console import Console
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from .curves import Series, chart, sparkline
+from .run_data import RunData
+from .summary import print_run
+from .tokens import TokenTexts
+
+Order = Literal["best", "worst", "random", "stored"]
+Coloring = Literal["logprob", "version", "none"]
+VERSION_COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+LIKELY_TO_UNLIKELY = ((-0.1, ""), (-1.0, "green"), (-2.5, "yellow"), (-5.0, "dark_orange"), (-math.inf, "bold red"))
+"""Style of a token whose log-probability is at least this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shown:
+    """One stored sample with what a viewer says of it."""
+
+    file: str
+    prompt: Prompt
+    sample: Sample
+    dropped_by: str = ""
+
+
+def view_run(run: RunData, console: Console, *, metrics: Sequence[str] = ()) -> None:
+    """Summary and reward curve, then every metric as a line of the table, or charts of the named ``metrics``."""
+    print_run(run, console)
+    for name in metrics:
+        steps, values = run.curve(name)
+        if not steps:
+            raise ConfigError(f"{run.path}: no metric {name!r}; there are {', '.join(metric_names(run)) or 'none'}")
+        console.print()
+        console.print(chart([Series(name=name, x=steps, y=values)], width=min(console.width, 100)), soft_wrap=True)
+    if not metrics and run.metrics:
+        console.print()
+        console.print(metrics_table(run, width=console.width))
+
+
+def metric_names(run: RunData) -> list[str]:
+    """Every metric that any batch recorded."""
+    return sorted({name for entry in run.metrics for name in entry.metrics})
+
+
+def metrics_table(run: RunData, *, width: int = 80) -> Table:
+    """First, last, smallest and largest value of every metric, and its course."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    names = metric_names(run)
+    table.add_column("metric", no_wrap=True)
+    for name in ("first", "last", "min", "max"):
+        table.add_column(name, justify="right")
+    table.add_column("course", no_wrap=True)
+    room = width - max(map(len, names), default=0) - 2 - 4 * 11
+    for name in names:
+        values = run.curve(name)[1]
+        known = [v for v in values if math.isfinite(v)] or [math.nan]
+        numbers = (f"{v:.3g}" for v in (values[0], values[-1], min(known), max(known)))
+        table.add_row(name, *numbers, Text(sparkline(values, width=max(5, min(30, room))), style="cyan"))
+    return table
+
+
+def view_samples(
+    run: RunData,
+    console: Console,
+    *,
+    step: int | None = None,
+    evaluation: str | None = None,
+    prompt: str | None = None,
+    order: Order = "best",
+    count: int = 3,
+    coloring: Coloring = "logprob",
+) -> None:
+    """Print ``count`` samples of one step (by default the last), each with rewards, versions and coloured tokens.
+
+    ``evaluation`` names a set to show instead of training samples; ``prompt`` keeps the prompts whose id or text has it
+    in it. Raises `ConfigError` if there is no such file or sample.
+    """
+    file = sample_file(run, step=step, evaluation=evaluation)
+    shown = select(read_shown(run, file), prompt=prompt, order=order, count=count)
+    if not shown:
+        raise ConfigError(f"{run.path}: no sample of {file} has a prompt with {prompt!r} in its id or text")
+    texts = TokenTexts.of(run)
+    for index, one in enumerate(shown):
+        console.print(Rule(f"{file}, sample {one.sample.id}, {index + 1} of {len(shown)} ({order})"))
+        console.print(facts(one))
+        console.print(
+            Panel(Text(one.prompt.text or "(tokens only)"), title="prompt", title_align="left", border_style="dim")
+        )
+        console.print(
+            Panel(colored(one, texts, coloring), title="completion", title_align="left", subtitle=_key(one, coloring))
+        )
+
+
+def sample_file(run: RunData, *, step: int | None, evaluation: str | None) -> str:
+    """Name of the file that holds these samples. Raises `ConfigError` that lists what there is."""
+    prefix = f"eval-{evaluation}-" if evaluation is not None else "batch-"
+    found = {int(n.removeprefix(prefix)): n for n in run.sample_files() if n.removeprefix(prefix).isdigit()}
+    if not found:
+        raise ConfigError(f"{run.path}: holds no samples ({prefix}*.parquet)")
+    if step is not None and step not in found:
+        raise ConfigError(f"{run.path}: no samples of step {step}; there are steps {_ranges(sorted(found))}")
+    return found[max(found) if step is None else step]
+
+
+def read_shown(run: RunData, file: str) -> list[Shown]:
+    """All samples of one file."""
+    path = run.sample_files()[file]
+    dropped = read_dropped(path)
+    return [
+        Shown(file=file, prompt=group.prompt, sample=sample, dropped_by=dropped.get(group.id, ""))
+        for group in read_samples(path)
+        for sample in group.samples
+    ]
+
+
+def select(
+    samples: Sequence[Shown], *, prompt: str | None = None, order: Order = "best", count: int = 3
+) -> list[Shown]:
+    """The first ``count`` in this order; samples without a reward come last, a random choice is always the same."""
+    kept = [s for s in samples if prompt is None or prompt in s.prompt.id or prompt in s.prompt.text]
+    if order == "random":
+        return random.Random(0).sample(kept, min(count, len(kept)))
+    if order != "stored":
+        sign = -1 if order == "best" else 1
+        kept.sort(key=lambda s: (s.sample.score is None, sign * s.sample.score.value if s.sample.score else 0.0))
+    return kept[:count]
+
+
+def facts(shown: Shown) -> Text:
+    """One paragraph: reward and its components, length, versions, how it ended."""
+    sample, score = shown.sample, shown.sample.score
+    text = Text()
+    text.append(f"reward {score.value:.4g}" if score else "no reward", style="bold")
+    if score and score.components:
+        text.append(" = " + ", ".join(f"{name} {value:.4g}" for name, value in score.components.items()))
+    if score and score.error:
+        text.append(f" ({score.error})", style="red")
+    versions = sorted({span.version for span in sample.versions})
+    text.append(f"\nprompt {shown.prompt.id}, {sample.num_generated} tokens by version {_ranges(versions) or '-'}")
+    text.append(f", ended by {sample.stop_reason.value}, temperature {sample.sampling.temperature:g}")
+    if sample.error:
+        text.append(f"\nfailed: {sample.error}", style="red")
+    if shown.dropped_by:
+        text.append(f"\ngroup dropped by filter {shown.dropped_by}", style="yellow")
+    if shown.prompt.target is not None:
+        text.append(f"\ntarget {shown.prompt.target}", style="dim")
+    return text
+
+
+def colored(shown: Shown, texts: TokenTexts, coloring: Coloring) -> Text:
+    """The tokens after the prompt; what no policy drew (tool replies) is dim."""
+    sample, start = shown.sample, min(len(shown.prompt.token_ids), len(shown.sample.token_ids))
+    versions = token_versions(sample)
+    text = Text()
+    for position, token in enumerate(texts.split(sample.token_ids.tolist())[start:], start):
+        if versions[position] < 0:
+            style = "dim italic"
+        elif coloring == "logprob":
+            style = next(s for bound, s in LIKELY_TO_UNLIKELY if not sample.rollout_logprobs[position] < bound)
+        elif coloring == "version":
+            style = VERSION_COLORS[int(versions[position]) % len(VERSION_COLORS)]
+        else:
+            style = ""
+        text.append(token, style=style)
+    return text
+
+
+def token_versions(sample: Sample) -> np.ndarray:
+    """[L] policy version that drew each token; -1 where none did."""
+    versions = np.full(len(sample.token_ids), -1, np.int64)
+    for span in sample.versions:
+        versions[span.start : span.end] = span.version
+    return versions
+
+
+def _key(shown: Shown, coloring: Coloring) -> Text:
+    key = Text()
+    if coloring == "logprob":
+        for bound, style in LIKELY_TO_UNLIKELY[:-1]:
+            key.append(f" > {bound:g} ", style=style)
+        key.append(f" < {LIKELY_TO_UNLIKELY[-2][0]:g} ", style=LIKELY_TO_UNLIKELY[-1][1])
+    elif coloring == "version":
+        for version in sorted({span.version for span in shown.sample.versions}):
+            key.append(f" version {version} ", style=VERSION_COLORS[version % len(VERSION_COLORS)])
+    return key
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
