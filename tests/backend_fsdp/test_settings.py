@@ -179,3 +179,9 @@ def test_rates_are_finite_over_a_long_run():
     config = FSDP(lr=1e-3, schedule="cosine", warmup_steps=10)
     seen = [learning_rate(config, step=s, total_steps=1000) for s in range(1000)]
     assert all(math.isfinite(r) and 0 <= r <= 1e-3 for r in seen) and max(seen) == pytest.approx(1e-3)
+
+
+def test_the_driver_imports_no_torch():
+    code = "import sys, plasmid_fsdp.trainer; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "False False"

@@ -18,12 +18,13 @@ from plasmid.types import Floats, Role
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .launch import Shard
 from .learning_rate import learning_rate
 from .model import Policy, reshard
 from .optimizer import grad_norm, guarded_step
 from .reference import HostWeights
 from .settings import FSDP
-from .weights import Shard, named_weights
+from .weights import named_weights
 
 Scores = dict[Role, Tensor]
 

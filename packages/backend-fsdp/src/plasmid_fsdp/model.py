@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .launch import Shard
 from .settings import FSDP
-from .weights import Shard, aliases, load_weights, named_weights
+from .weights import aliases, load_weights, named_weights
 
 CHANGES_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 """Settings of some families that transform the logits after the head, and the value that does nothing."""

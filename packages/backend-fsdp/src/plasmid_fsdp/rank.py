@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .export import FolderWriter, whole_tensors
 from .folder import read_config
+from .launch import RankSetup, Shard
 from .learner import Learner, Scores
 from .memory import memory_metrics
 from .model import build_policy
@@ -30,19 +29,7 @@ from .optimizer import make_optimizer, move_state
 from .reference import load_reference
 from .settings import FSDP
 from .state import load_state, save_state
-from .weights import Shard, named_weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSetup:
-    """Everything that a rank is started with. Picklable."""
-
-    config: Mapping[str, Any]
-    """``RunConfig.model_dump(mode="json")``; components are resolved in the rank's own process."""
-    shard: Shard
-    device: str
-    """``cpu`` or ``cuda``; a process sees one GPU."""
-    threads: int
+from .weights import named_weights
 
 
 class RankProcess:

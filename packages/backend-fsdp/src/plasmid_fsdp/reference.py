@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .folder import differences, read_config
+from .launch import Shard
 from .model import reshard
-from .weights import Shard, aliases, load_weights, local, named_weights
+from .weights import aliases, load_weights, local, named_weights
 
 
 class HostWeights:

@@ -17,9 +17,8 @@ from plasmid.training.schedule import Microbatching
 from plasmid.types import Floats, Role, SyncReceipt
 
 from .folder import check_folder
-from .rank import RankProcess, RankSetup
+from .launch import RankSetup, Shard, launch
 from .settings import FSDP
-from .weights import Shard
 
 GRACE_S = 2.0
 """After one rank has failed: how long the others may take to say why it did."""
@@ -42,7 +41,7 @@ async def start(settings: FSDP, context: BuildContext) -> FSDPTrainer:
     timeout_s = config.placement.start_timeout_s
     starts = [
         context.cluster.start(
-            RankProcess,
+            launch,
             setup,
             name=f"trainer-{rank}",
             resources=Resources(cpus=float(context.threads), gpu=bundle, env={"OMP_NUM_THREADS": str(context.threads)}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .folder import weight_files
+from .launch import Shard
 
 SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """Which part of every tensor a rank holds: rows, split as `torch.chunk` does."""
-
-    rank: int
-    num_ranks: int
-
-    def rows(self, count: int) -> slice:
-        """Rows of this rank out of ``count``."""
-        size = -(-count // self.num_ranks)
-        return slice(min(self.rank * size, count), min((self.rank + 1) * size, count))
 
 
 def local(tensor: Tensor) -> Tensor:
