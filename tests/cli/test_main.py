@@ -140,9 +140,13 @@ def test_the_traceback_is_shown_where_it_is_asked_for(monkeypatch):
 
 def test_an_unexpected_error_keeps_its_traceback(tmp_path):
     broken = tmp_path / "broken.py"
-    broken.write_text(PLUGIN.replace("return [Shout]", "return [1 / 0]"))
+    broken.write_text(
+        PLUGIN.replace("class Shout", "class Unprintable:\n    def __repr__(self):\n        1 / 0\n\nclass Shout").replace(
+            'how: Literal["loud", "louder"] = "loud"', "how: object = Unprintable()"
+        )
+    )
     with pytest.raises(ZeroDivisionError):
-        app(["plugins", "--plugin", str(broken)])
+        app(["options", "shout", "--plugin", str(broken)])
 
 
 def test_plugins_tells_slot_kind_package_and_purpose(plugin, capsys):

@@ -27,6 +27,9 @@ def load(items: Sequence[str], plugins: Sequence[Path] | None, *, more: Sequence
     from plasmid import load_config
     from plasmid.errors import ConfigError
 
+    for item in items:
+        if "=" not in item and not item.endswith(".toml") and ("/" in item or Path(item).exists()):
+            raise ConfigError(f"{item}: is no recipe; the name of a recipe ends in .toml")
     recipes = [item for item in items if item.endswith(".toml") and "=" not in item]
     overrides = [item for item in items if item not in recipes]
     if not recipes and all("=" in item for item in overrides):

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any
 
 import pluggy
 
 from . import hookspecs
-from .components import Component
+from .components import (
+    Algorithm,
+    Component,
+    Converter,
+    DataSource,
+    Filter,
+    Reward,
+    RolloutEngineConfig,
+    Tracker,
+    TrainerConfig,
+    Workflow,
+)
 from .errors import PluginError
 
-C = TypeVar("C", bound=Component)
 Classes = Mapping[str, type[Component]]
 
 SLOTS: Mapping[str, str] = {
@@ -33,6 +46,18 @@ SLOTS: Mapping[str, str] = {
     "converters": "register_converters",
 }
 """Slot of the recipe -> hook that fills it."""
+BASES: Mapping[str, type[Component]] = {
+    "trainer": TrainerConfig,
+    "rollout": RolloutEngineConfig,
+    "algorithm": Algorithm,
+    "data": DataSource,
+    "workflow": Workflow,
+    "rewards": Reward,
+    "filters": Filter,
+    "trackers": Tracker,
+    "converters": Converter,
+}
+"""Slot of the recipe -> what its components subclass."""
 
 
 def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = True) -> pluggy.PluginManager:
@@ -47,6 +72,8 @@ def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = T
         if entry_point.name not in disabled:
             _register(manager, _load(entry_point), entry_point.name)
     for file in files:
+        if manager.has_plugin(str(file)):
+            raise PluginError(f"plugins: {file} is named twice; remove one")
         _register(manager, load_file(file), str(file))
     for plugin in extra:
         _register(manager, plugin, type(plugin).__name__)
@@ -65,31 +92,64 @@ def load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # boundary: anything may go wrong in a user's file
-        raise PluginError(f"plugin file {path} cannot be loaded: {_describe(error)}") from error
+    except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
+        raise PluginError(f"plugin file {path} cannot be loaded: {_describe(error)}{_line_in(path, error)}") from error
     return module
 
 
 def installed(manager: pluggy.PluginManager) -> dict[str, Classes]:
-    """Every installed component class, by slot of the run configuration and then by kind."""
-    return {slot: by_kind(getattr(manager.hook, hook)()) for slot, hook in SLOTS.items()}
+    """Every installed component class, by slot of the run configuration and then by kind. Raises `PluginError`."""
+    return {slot: _by_kind(manager, slot) for slot in SLOTS}
 
 
-def by_kind(returned: Iterable[Iterable[type[C]]]) -> Mapping[str, type[C]]:
-    """Index the classes that one hook returned by their ``kind``."""
-    classes: dict[str, type[C]] = {}
-    for cls in (cls for plugin in reversed(list(returned)) for cls in plugin):
-        field = cls.model_fields.get("kind")
-        if field is None or not isinstance(field.default, str):
-            raise PluginError(f'{_where(cls)} has no kind; add `kind: Literal["name"] = "name"` to it')
-        kind = field.default
-        if kind in classes:
-            raise PluginError(
-                f"two plugins are named {kind!r}: {_where(classes[kind])} and {_where(cls)}; uninstall one "
-                "or set PLASMID_DISABLE_PLUGINS to the name of its entry point"
-            )
-        classes[kind] = cls
+def converters(manager: pluggy.PluginManager) -> Mapping[str, type[Converter]]:
+    """Every installed converter class by its kind. Raises `PluginError`."""
+    return {kind: cls for kind, cls in _by_kind(manager, "converters").items() if issubclass(cls, Converter)}
+
+
+def _by_kind(manager: pluggy.PluginManager, slot: str) -> Classes:
+    """The classes of one slot by their ``kind``."""
+    classes: dict[str, type[Component]] = {}
+    owners: dict[str, str] = {}
+    for implementation in getattr(manager.hook, SLOTS[slot]).get_hookimpls():
+        owner = implementation.plugin_name
+        for cls in _returned(implementation.function, owner, SLOTS[slot]):
+            kind = _kind(cls, BASES[slot], owner, SLOTS[slot])
+            if kind in classes:
+                first = f"{_where(classes[kind])} of plugin {owners[kind]!r}"
+                raise PluginError(
+                    f"{slot}: two components are named {kind!r}: {first} and {_where(cls)} of plugin {owner!r}; "
+                    f"rename one{_way_out(owners[kind], owner)}"
+                )
+            classes[kind], owners[kind] = cls, owner
     return classes
+
+
+def _way_out(*owners: str) -> str:
+    names = {entry_point.name for entry_point in _entry_points()}
+    return "".join(f" or set PLASMID_DISABLE_PLUGINS={owner}" for owner in owners if owner in names)
+
+
+def _returned(function: Callable[[], Any], owner: str, hook: str) -> list[Any]:
+    try:
+        return list(function())
+    except Exception as error:  # boundary: hooks are third-party code
+        raise PluginError(f"plugin {owner!r}: {hook} must return a list of classes: {_describe(error)}") from error
+
+
+def _kind(cls: Any, base: type[Component], owner: str, hook: str) -> str:
+    """The kind of a component class, after checking that it is one that can be used."""
+    if not (inspect.isclass(cls) and issubclass(cls, base)):
+        raise PluginError(
+            f"plugin {owner!r}: {hook} must return subclasses of plasmid.{base.__name__}, got {cls!r:.100}"
+        )
+    field = cls.model_fields.get("kind")
+    if field is None or not isinstance(field.default, str):
+        raise PluginError(f'plugin {owner!r}: {_where(cls)} has no kind; add `kind: Literal["name"] = "name"` to it')
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise PluginError(f"plugin {owner!r}: {_where(cls)} lacks what plasmid.{base.__name__} needs: {missing}")
+    return field.default
 
 
 def origin(cls: type) -> str:
@@ -113,23 +173,51 @@ def _entry_points() -> list[EntryPoint]:
 def _load(entry_point: EntryPoint) -> object:
     try:
         return entry_point.load()
-    except Exception as error:  # boundary: anything may go wrong in a third-party package
+    except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a third-party package
         raise PluginError(
-            f"plugin {entry_point.name!r} ({entry_point.value}) cannot be loaded: {_describe(error)}; "
+            f"plugin {entry_point.name!r} ({_package(entry_point)}) cannot be loaded: {_describe(error)}; "
             f"uninstall it or set PLASMID_DISABLE_PLUGINS={entry_point.name}"
         ) from error
+
+
+def _package(entry_point: EntryPoint) -> str:
+    return entry_point.value if entry_point.dist is None else f"{entry_point.dist.name} {entry_point.dist.version}"
 
 
 def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
     try:
         manager.register(plugin, name=name)
-        manager.check_pending()
-    except (ValueError, pluggy.PluginValidationError) as error:
-        raise PluginError(f"plugin {name!r}: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise PluginError(f"plugin {name!r}: is loaded already under another name; uninstall one of the two") from error
+    except pluggy.PluginValidationError as error:
+        what = " ".join(str(error).split()).rpartition(" hookimpl definition: ")[2]
+        raise PluginError(f"plugin {name!r}: {what}") from error
+    callers = manager.get_hookcallers(plugin) or []
+    for caller in callers:
+        if not caller.has_spec():
+            close = difflib.get_close_matches(caller.name, _hook_names(), n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_hook_names())}"
+            raise PluginError(f"plugin {name!r}: there is no hook {caller.name!r}; {hint}")
+    if not callers:
+        raise PluginError(
+            f"plugin {name!r}: has no hooks; decorate its functions, for example register_rewards, with @hookimpl"
+        )
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _hook_names() -> list[str]:
+    return sorted(name for name, function in vars(hookspecs).items() if hasattr(function, "plasmid_spec"))
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """Where in the file an error came from; syntax errors say it themselves."""
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.absolute()
+    ]
+    return f" (line {lines[-1]})" if lines else ""
 
 
 def _where(cls: type) -> str:

@@ -41,9 +41,9 @@ def convert(
     """Convert a checkpoint: rl convert model.gguf models/mine --from gguf --to hf"""
     from plasmid.convert import convert as write
     from plasmid.convert import verify_sha256
-    from plasmid.plugins import by_kind, load_plugins
+    from plasmid.plugins import converters, load_plugins
 
-    layouts: Layouts = by_kind(load_plugins().hook.register_converters())
+    layouts: Layouts = converters(load_plugins())
     given = _settings(settings or ())
     reader = _make("from", from_ or _detect(source, layouts), given, layouts)
     to_kind = to or (_detect(target, layouts) if check else "hf")

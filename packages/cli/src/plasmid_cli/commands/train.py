@@ -46,11 +46,12 @@ def train(
 
 
 def _explain(config: RunConfig) -> None:
-    from plasmid.run.preflight import check
+    from plasmid.run.preflight import check, check_data
 
     from ..dry_run import print_plan
 
     check(config)
+    check_data(config)
     print_plan(config)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from ..components import PromptEncoder
 from ..config import ModelConfig
 from ..errors import DataError, ModelError
 from ..types import Ints
@@ -84,6 +86,16 @@ class Tokenizer:
         for name in template:
             if name != "continue_final_message" and not re.search(rf"\b{re.escape(name)}\b", source):
                 raise DataError(f"data.template.{name}: the chat template never reads it; remove it")
+
+
+def prompt_encoder(model: ModelConfig) -> PromptEncoder:
+    """`Tokenizer.encode_prompt` of a recipe's model. Opened with the first prompt: bad rows are found before."""
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        return Tokenizer.of(model)
+
+    return lambda prompt, template: tokenizer().encode_prompt(prompt, template)
 
 
 def _reopen(path: str, chat_template: str, trust_remote_code: bool) -> Tokenizer:

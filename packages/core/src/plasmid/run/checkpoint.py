@@ -70,7 +70,10 @@ class CheckpointFolder:
         """The newest complete checkpoint. Raises `CheckpointError` if there is none."""
         found = self.all()
         if not found:
-            raise CheckpointError(f"{self.path}: holds no complete checkpoint to resume from; start without --resume")
+            raise CheckpointError(
+                f"{self.path}: holds no complete checkpoint to resume from; remove {self.path.parent} or choose "
+                "another run.dir, and start without --resume"
+            )
         return found[-1]
 
     def _retain(self) -> None:

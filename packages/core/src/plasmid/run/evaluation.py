@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from ..batch import GroupRef
 from ..components import PromptEncoder
 from ..config import EvalConfig, RunConfig
 from ..data.evaluation import pass_at_k
+from ..errors import DataError
 from ..protocols import RolloutEngine
 from ..rollout.seeds import seed_of
 from ..rollout.worker import Job
@@ -38,17 +41,17 @@ class EvaluationSet:
 
 def open_sets(config: RunConfig, encode: PromptEncoder) -> tuple[EvaluationSet, ...]:
     """Read the prompts of every set. Raises `DataError`."""
-    return tuple(EvaluationSet(settings=e, prompts=_prompts(e, encode)) for e in config.eval)
+    return tuple(EvaluationSet(settings=e, prompts=_prompts(i, e, encode)) for i, e in enumerate(config.eval))
 
 
-def _prompts(settings: EvalConfig, encode: PromptEncoder) -> tuple[Prompt, ...]:
+def _prompts(index: int, settings: EvalConfig, encode: PromptEncoder) -> tuple[Prompt, ...]:
     limit = None if settings.limit == "all" else settings.limit
-    prompts: list[Prompt] = []
-    for prompt in settings.data.prompts(encode):
-        if limit is not None and len(prompts) >= limit:
-            break
-        prompts.append(prompt)
-    return tuple(prompts)
+    try:
+        return tuple(islice(settings.data.prompts(encode), limit))
+    except DataError as error:
+        # a data source knows itself as [data]; this one stands in a table of [[eval]]
+        names = "|".join(type(settings.data).model_fields)
+        raise DataError(re.sub(rf"(?<![\w./])data\.(?=({names})\b)", f"eval.{index}.data.", str(error))) from None
 
 
 class Evaluator:

@@ -42,6 +42,11 @@ class RunFolder:
                 f"run.dir: cannot write to {self.path}: {(error.strerror or str(error)).lower()}"
             ) from error
 
+    def vacate(self) -> None:
+        """Make the folder free for another run; its logs stay."""
+        for file in (self.config, self.info):
+            file.unlink(missing_ok=True)
+
     def batch_samples(self, step: int) -> Path:
         """Sample file of one batch."""
         return self.samples / f"batch-{step:06d}.parquet"

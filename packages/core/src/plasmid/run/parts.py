@@ -61,8 +61,8 @@ async def start_parts(
 ) -> Parts:
     """Start what the run needs, all at once. Stops everything again if a part fails."""
     parts = Parts(cluster=cluster)
-    layout = Layout.of(config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine)
     try:
+        layout = Layout.of(config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine)
         async with asyncio.TaskGroup() as tasks:
             if with_trainer:
                 context = layout.context(config, cluster, run_dir, layout.trainer)
@@ -70,13 +70,16 @@ async def start_parts(
             if with_engine and config.rollout is not None:
                 context = layout.context(config, cluster, run_dir, layout.engine)
                 engine = tasks.create_task(config.rollout.build(context))
+        parts.trainer = trainer.result() if with_trainer else None
+        if with_engine and config.rollout is not None:
+            parts.engine = engine.result()
+            parts.workers = await _start_workers(config, cluster, run_dir, parts.engine)
     except ExceptionGroup as group:
         await cluster.close()
         raise group.exceptions[0] from group
-    parts.trainer = trainer.result() if with_trainer else None
-    if with_engine and config.rollout is not None:
-        parts.engine = engine.result()
-        parts.workers = await _start_workers(config, cluster, run_dir, parts.engine)
+    except BaseException:
+        await parts.close()
+        raise
     return parts
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+import numpy as np
+
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..types import Ints
+from .evaluation import open_sets
 
+GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
+"""Files under /dev that GPUs show up as: of NVIDIA, of AMD, and in WSL."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -25,12 +31,31 @@ def check(config: RunConfig) -> None:
     start = config.checkpoint.start_from
     if start != "none" and not (Path(start) / "trainer").is_dir():
         problems.append(f"checkpoint.start_from: {start} is no checkpoint (it has no folder 'trainer')")
+    if config.placement.device == "cuda" and config.placement.nodes == 1 and not _has_gpu():
+        problems.append('placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"')
     if problems:
         raise ConfigError("\n".join(problems))
 
 
+def check_data(config: RunConfig) -> None:
+    """Read every row that the recipe names, without a tokenizer, as a dry run does. Raises `DataError`."""
+
+    def encode(prompt: object, template: object) -> tuple[Ints, str]:
+        return np.zeros(1, np.int32), ""
+
+    config.data.stream(encode, seed=config.run.seed)
+    open_sets(config, encode)
+
+
+def _has_gpu() -> bool:
+    """Whether this machine may have a GPU. Asks neither torch nor Ray, which take seconds to start."""
+    return any(any(Path("/dev").glob(pattern)) for pattern in GPU_DEVICES)
+
+
 def _model(key: str, path: str) -> list[str]:
     folder = Path(path)
+    if folder.is_file():
+        return [f"{key}: {path} is a file, not a Hugging Face folder; make one of it with `rl convert`"]
     if not folder.is_dir():
         return [f"{key}: no such folder: {path}{_suggest(folder)}"]
     if not (folder / "config.json").is_file():

@@ -7,7 +7,7 @@ import time
 
 from ..errors import DeadlineError
 from ..protocols import RolloutEngine, SyncPlan, Trainer
-from ..sync.receipts import compare
+from ..receipts import compare
 from ..types import SyncReceipt
 
 

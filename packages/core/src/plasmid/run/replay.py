@@ -14,15 +14,23 @@ from ..rollout.producer import Taken
 from ..rollout.worker import share
 
 
+def stored_batches(run_dir: Path) -> list[Path]:
+    """Sample files of a run, in order. Raises `CheckpointError` if there are none."""
+    files = sorted((run_dir / "samples").glob("batch-*.parquet"))
+    if not files:
+        raise CheckpointError(
+            f"--replay: {run_dir} holds no samples (samples/batch-*.parquet); name the folder of a run that has some"
+        )
+    return files
+
+
 class Replay:
     """Implements `rollout.producer.Producer`: the batches of one run, in their order, dropped groups left out."""
 
     def __init__(self, run_dir: Path, store: Store) -> None:
-        self._files = sorted((run_dir / "samples").glob("batch-*.parquet"))
+        self._files = stored_batches(run_dir)
         self._store = store
         self._next = 0
-        if not self._files:
-            raise CheckpointError(f"{run_dir}: holds no samples (samples/batch-*.parquet) to replay")
 
     async def take(self, count: int, *, version: int) -> Taken:
         """The groups of the next batch, however many it had; none when all batches have been replayed."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import RunConfig
-from ..data.tokenizer import Tokenizer
+from ..data.tokenizer import prompt_encoder
 from ..observe.dispatch import ObserverQueues, TrackerObserver
 from ..observe.journal import Journal, read_journal
 from ..plugins import load_plugins
@@ -23,6 +23,7 @@ from .folder import RunFolder, new_folder, newest_folder
 from .loop import Loop
 from .parts import Parts, start_parts
 from .preflight import check
+from .replay import stored_batches
 from .setup import build_loop, restore
 
 log = logging.getLogger(__name__)
@@ -85,22 +86,18 @@ class _Session:
 
     async def run(self) -> RunResult:
         check(self.config)
-        encode = Tokenizer.of(self.config.model).encode_prompt
+        encode = prompt_encoder(self.config.model)
         stream = self.config.data.stream(encode, seed=self.config.run.seed)
         sets = open_sets(self.config, encode) if self._with_engine else ()
+        if self.mode.replay is not None:
+            stored_batches(self.mode.replay)
         folder = newest_folder(self.config) if self.mode.resume else new_folder(self.config)
         state = restore(folder, self.config) if self.mode.resume else None
         folder.create(self.config)
         async with contextlib.AsyncExitStack() as stack:
             queues = await self._open_observers(folder, stack)
             queues.emit("phase_started", batch=0, phase="start", version=0)
-            parts = await start_parts(
-                self.config,
-                self.make_cluster(folder),
-                folder.path,
-                with_trainer=not self.mode.rollouts_only,
-                with_engine=self._with_engine,
-            )
+            parts = await self._start(folder)
             stack.push_async_callback(parts.close)
             evaluator = self._evaluator(folder, parts, sets, queues, stack)
             loop = await build_loop(
@@ -110,6 +107,21 @@ class _Session:
                 interrupted = await loop.run()
             final = await self._export(folder, parts, interrupted)
         return self._result(folder, loop, interrupted, final)
+
+    async def _start(self, folder: RunFolder) -> Parts:
+        """Start the parts. A new run that could not start has not taken its folder."""
+        try:
+            return await start_parts(
+                self.config,
+                self.make_cluster(folder),
+                folder.path,
+                with_trainer=not self.mode.rollouts_only,
+                with_engine=self._with_engine,
+            )
+        except BaseException:
+            if not self.mode.resume:
+                folder.vacate()
+            raise
 
     @property
     def _with_engine(self) -> bool:
@@ -199,7 +211,7 @@ def evaluate(config: RunConfig, *, make_cluster: MakeCluster | None = None) -> M
 
     async def main() -> dict[str, dict[str, float]]:
         check(config)
-        sets = open_sets(config, Tokenizer.of(config.model).encode_prompt)
+        sets = open_sets(config, prompt_encoder(config.model))
         folder = new_folder(config)
         folder.create(config)
         parts = await start_parts(

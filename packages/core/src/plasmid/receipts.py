@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import SyncError
-from ..types import SyncReceipt
+from .errors import SyncError
+from .types import SyncReceipt
 
 
 def compare(sent: SyncReceipt, received: SyncReceipt) -> None:
