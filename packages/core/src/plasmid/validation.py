@@ -51,15 +51,16 @@ def check(cls: type[M], data: Mapping[str, Any], where: str = "", *, without: It
             at, in_union = _place(e, known)
             # a check of a whole table that lacks some of its keys would speak of what is not the user's mistake
             hidden = at[0] in ignored if at else bool(ignored)
-            if not hidden and not any(_told(place, at, in_union) for place, _ in found):
+            whole = in_union or e["type"] == "value_error"
+            if not hidden and not any(_told(place, at, whole) for place, _ in found):
                 found.append((at, _mistyped(cls, at, known) if in_union else _explain(cls, e, at)))
     lines = tuple(dict.fromkeys(line for place, text in found for line in _lines(where, place, text)))
     return Checked(None if found else model, lines)
 
 
-def _told(place: Place, at: Place, in_union: bool) -> bool:
-    """True if what was found at ``place`` is the same mistake as an error at ``at``."""
-    return at[: len(place)] == place or (in_union and place[: len(at)] == at)
+def _told(place: Place, at: Place, whole: bool) -> bool:
+    """True if what was found at ``place`` explains an error at ``at``, or if that is about all that stands there."""
+    return at[: len(place)] == place or (whole and place[: len(at)] == at)
 
 
 def _lines(where: str, place: Place, text: str) -> list[str]:

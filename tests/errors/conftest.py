@@ -1,0 +1,63 @@
+"""A folder with everything that a run needs, and the `rl` command to try it on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from plasmid.testing.tiny import make_hollow_model
+from plasmid_cli.main import app
+
+RECIPE = """
+[model]
+path = "model"
+[run]
+dir = "run"
+batches = 4
+prompts_per_batch = 4
+samples_per_prompt = 4
+[data]
+path = "prompts.jsonl"
+[trainer]
+kind = "fsdp"
+[rollout]
+kind = "hf"
+[algorithm]
+kind = "grpo"
+[[rewards]]
+kind = "number"
+[[eval]]
+name = "test"
+data = { path = "prompts.jsonl" }
+"""
+Rl = Callable[..., list[str]]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The current folder: a good recipe, its prompts, and a model with a tokenizer and no real weights."""
+    make_hollow_model(tmp_path / "model")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    rows = [json.dumps({"prompt": f"say {i}", "target": i}) for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def rl(folder, capsys) -> Rl:
+    """Run the command in this process; it must fail as a user's mistake does, and returns the lines of its errors."""
+
+    def run(*argv: object) -> list[str]:
+        before = {path for path in folder.rglob("*") if path.is_file()}
+        with pytest.raises(SystemExit) as stopped:
+            app([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        assert stopped.value.code == 2, out
+        assert out == ""
+        assert before <= set(folder.rglob("*")), "something was lost"
+        lines = err.splitlines()
+        assert all(line.startswith("error: ") for line in lines), err
+        return [line.removeprefix("error: ") for line in lines]
+
+    return run
