@@ -128,7 +128,8 @@ class RayCluster:
     async def start(
         self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
     ) -> Actor:
-        env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "OMP_WAIT_POLICY": "PASSIVE", **resources.env}
+        env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "2"}
+        env |= resources.env
         env["CUDA_VISIBLE_DEVICES"] = "" if resources.gpu is None else _visible_gpus()[resources.gpu]
         log_file = str(self._log_dir / f"{name}.log")
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 4096}
@@ -167,9 +168,12 @@ def _start_ray() -> None:
 
 
 def _object_store_bytes() -> int:
-    """A tenth of the memory, between 200 MB and 8 GB: rows of tokens are small, weights travel in buckets."""
+    """A fortieth of the memory, between 256 MiB and 8 GiB: rows of tokens are small, weights travel in buckets.
+
+    The store never gives pages back that it has touched once, so a large one costs what a run could use.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(200 << 20, min(total // 10, 8 << 30))
+    return max(256 << 20, min(total // 40, 8 << 30))
 
 
 def _visible_gpus() -> list[str]:
