@@ -85,7 +85,10 @@ RANGES = [
     ("algorithm.dual_clip=inf", "algorithm.dual_clip: must be 'off' or a number above 1, and finite, got inf"),
     ("data.epochs=0", "data: epochs must be 'endless' or at least 1, got 0"),
     ("eval.0.name='a b'", "eval.0.name: must match pattern '^[A-Za-z0-9_.-]+$', got 'a b'"),
-    ("rewards=[{kind='regex',pattern='('}]", "rewards.0.pattern: '(' is no regular expression: missing ) at position 1"),
+    (
+        "rewards=[{kind='regex',pattern='('}]",
+        "rewards.0.pattern: '(' is no regular expression: missing ) at position 1",
+    ),
     ("rewards=[{kind='format',tags=[]}]", "rewards.0.tags: must have at least 1 item, got []"),
 ]
 KIND_MISTAKES = [
@@ -116,7 +119,8 @@ TOGETHER = [
     ),
     (
         ["run.steps_per_batch=8", "placement.trainer_ranks=3"],
-        "run.prompts_per_batch: 2 rollouts a step are fewer than placement.trainer_ranks = 3; each rank needs at least one",
+        "run.prompts_per_batch: 2 rollouts a step are fewer than placement.trainer_ranks = 3; "
+        "each rank needs at least one",
     ),
     (
         ["checkpoint.every=3", "run.sync_every=2"],

@@ -50,7 +50,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> Ints:
         """Text to tokens, no special tokens added; those that the text spells out are recognised."""
-        return np.asarray(self._hf.encode(text, add_special_tokens=False), np.int32)
+        # verbose would print a line about texts longer than the model takes; what is done about those is said elsewhere
+        return np.asarray(self._hf.encode(text, add_special_tokens=False, verbose=False), np.int32)
 
     def decode(self, token_ids: Ints) -> str:
         """Tokens to text, special tokens left out."""

@@ -1,0 +1,185 @@
+"""Data, model and run folders that cannot be used: one line with file and line number, before anything is started."""
+
+import json
+import shutil
+
+import pytest
+
+GOOD = '{"prompt": "a", "target": 1}\n'
+LONG = json.dumps({"prompt": "abcd" * 100, "target": 1})
+CHAT = json.dumps({"prompt": [{"role": "user", "content": "x"}], "target": 1})
+ROWS = [
+    ("{bad}", "not valid JSON: expecting property name enclosed in double quotes at column 2"),
+    ("3", "a row must be an object with named values, got a number (3)"),
+    ('{"target": 1}', "no key 'prompt'; the row has: target; set data.prompt_key"),
+    ('{"prompt": "x"}', "no key 'target'; the row has: prompt; set data.target_key (\"none\" if the rows have none)"),
+    ('{"prompt": 7, "target": 1}', "'prompt' must be a string or a list of messages, got a number (7)"),
+    ('{"prompt": "", "target": 1}', "'prompt' is empty; leave the row out"),
+    (b"\xff", "not valid UTF-8 at byte 1 of the line; save the file as UTF-8"),
+]
+PATHS = [
+    ("somewhere-else-entirely.jsonl", "data.path: no such file: somewhere-else-entirely.jsonl, seen from DIR"),
+    ("prompt.jsonl", "data.path: no such file: prompt.jsonl; did you mean 'prompts.jsonl'?"),
+    ("no/x.jsonl", "data.path: no such file: no/x.jsonl; there is no folder no, seen from DIR"),
+    ("recipe.toml", "data.path: recipe.toml is neither JSONL nor Parquet; its name must end in .jsonl or .parquet"),
+    ("prompts.jsonl@[50:60]", "prompts.jsonl@[50:60]: the slice holds no row; the file has 8"),
+    (
+        "prompts.jsonl@[1:2:3]",
+        "data.path: 'prompts.jsonl@[1:2:3]' must be a file, or look like file.jsonl@[0:100] (start, stop; no step)",
+    ),
+    ("empty.jsonl", "empty.jsonl: has no rows; every run needs at least one prompt"),
+    (
+        "bad.parquet",
+        "bad.parquet: not a Parquet file that can be read: could not open parquet input source 'bad.parquet': "
+        "parquet file size is 3 bytes, smaller than the minimum file footer (8 bytes)",
+    ),
+]
+
+
+@pytest.mark.parametrize("command", ["train recipe.toml", "train recipe.toml --dry-run"])
+@pytest.mark.parametrize(("row", "message"), ROWS)
+def test_a_row_that_cannot_be_used_is_named_by_file_and_line(rl, folder, command, row, message):
+    content = row if isinstance(row, bytes) else row.encode()
+    (folder / "bad.jsonl").write_bytes(GOOD.encode() + content + b"\n")
+    assert rl(*command.split(), "data.path='bad.jsonl'") == [f"bad.jsonl:2: {message}"]
+    if "set data." not in message:
+        assert rl(*command.split(), "eval.0.data.path='bad.jsonl'") == [f"bad.jsonl:2: {message}"]
+
+
+@pytest.mark.parametrize(("path", "message"), PATHS)
+def test_a_data_file_that_cannot_be_used_is_named(rl, folder, path, message):
+    (folder / "empty.jsonl").write_text("")
+    (folder / "bad.parquet").write_bytes(b"PAR")
+    message = message.replace("DIR", str(folder))
+    assert rl("train", "recipe.toml", f"data.path='{path}'") == [message]
+    of_eval = message.replace("data.path", "eval.0.data.path")
+    assert rl("train", "recipe.toml", f"eval.0.data.path='{path}'") == [of_eval]
+
+
+def test_a_missing_column_of_an_evaluation_set_names_the_setting_of_that_set(rl, folder):
+    (folder / "bad.jsonl").write_text('{"question": "a"}\n')
+    assert rl("train", "recipe.toml", "eval.0.data.path='bad.jsonl'") == [
+        "bad.jsonl:1: no key 'prompt'; the row has: question; set eval.0.data.prompt_key"
+    ]
+
+
+def test_a_missing_column_of_a_parquet_file_is_named_by_its_row(rl, folder):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"question": ["a"], "target": [1]}), folder / "t.parquet")
+    assert rl("train", "recipe.toml", "data.path='t.parquet'") == [
+        "t.parquet:1: no key 'prompt'; the row has: question, target; set data.prompt_key"
+    ]
+
+
+def test_prompts_over_the_limit_are_counted(rl, folder):
+    (folder / "long.jsonl").write_text(GOOD + LONG + "\n")
+    assert rl("train", "recipe.toml", "data.path='long.jsonl'", "data.max_prompt_tokens=20") == [
+        'long.jsonl:2: the prompt has 400 tokens, data.max_prompt_tokens is 20; raise it, or set data.too_long = "drop"'
+    ]
+
+
+def test_chats_without_a_chat_template_are_named(rl, folder):
+    settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat.jsonl").write_text(CHAT + "\n")
+    assert rl("train", "recipe.toml", "data.path='chat.jsonl'") == [
+        "chat.jsonl:1: the tokenizer in model has no chat template, and the prompt is a chat; set model.chat_template "
+        "to a Jinja file, or use prompts of plain text"
+    ]
+
+
+def test_a_model_folder_that_cannot_be_used_is_named_with_what_it_lacks(rl, folder):
+    for name, gone in (("bare", "config.json"), ("light", "model.safetensors"), ("mute", "tokenizer.json")):
+        shutil.copytree(folder / "model", folder / name)
+        (folder / name / gone).unlink()
+    (folder / "bad").mkdir()
+    shutil.copytree(folder / "model", folder / "torn")
+    (folder / "torn" / "tokenizer.json").write_text("{")
+    found = {
+        name: rl("train", "recipe.toml", f"model.path='{name}'") for name in ("modle", "bare", "light", "recipe.toml")
+    }
+    assert found == {
+        "modle": ["model.path: no such folder: modle; did you mean model?"],
+        "bare": ["model.path: bare is no Hugging Face folder (it has no config.json)"],
+        "light": ["model.path: light holds no weights (*.safetensors); convert or download them into it"],
+        "recipe.toml": [
+            "model.path: recipe.toml is a file, not a Hugging Face folder; make one of it with `rl convert`"
+        ],
+    }
+    assert rl("train", "recipe.toml", "model.path='mute'") == [
+        "model.path: mute has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, vocab.txt, spiece.model, "
+        "sentencepiece.bpe.model, tekken.json); copy it there, or set model.tokenizer to the folder that has it"
+    ]
+    torn = rl("train", "recipe.toml", "model.path='torn'")
+    assert len(torn) == 1
+    assert torn[0].startswith("model.path: the tokenizer in torn cannot be loaded: ")
+
+
+def test_everything_that_a_recipe_lacks_on_disk_is_told_at_once(rl):
+    changes = ["model.path='no'", "model.tokenizer='tok'", "model.chat_template='no.jinja'"]
+    assert rl("train", "recipe.toml", *changes, "checkpoint.start_from='old'", "placement.device='cuda'") == [
+        "model.path: no such folder: no",
+        "model.tokenizer: no such folder: tok",
+        "model.chat_template: no such file: no.jinja",
+        "checkpoint.start_from: old is no checkpoint (it has no folder 'trainer')",
+        'placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"',
+    ]
+
+
+def test_a_reference_that_is_no_model_is_named(rl):
+    changes = ["algorithm.kl_coef=0.1", "reference.path='prompts.jsonl'"]
+    assert rl("train", "recipe.toml", *changes) == [
+        "reference.path: prompts.jsonl is a file, not a Hugging Face folder; make one of it with `rl convert`"
+    ]
+
+
+def test_a_run_folder_that_is_taken_or_cannot_be_written_is_named(rl, folder):
+    (folder / "taken").mkdir()
+    (folder / "taken" / "config.json").write_text("{}")
+    assert rl("train", "recipe.toml", "run.dir='taken'") == [
+        "run.dir: taken holds a run already; continue it with --resume, choose another folder, or remove it"
+    ]
+    assert rl("train", "recipe.toml", "run.dir='prompts.jsonl/run'") == [
+        "run.dir: cannot write to prompts.jsonl/run: not a directory"
+    ]
+    assert rl("train", "recipe.toml", "run.dir='/proc/run'") == [
+        "run.dir: cannot write to /proc/run: no such file or directory"
+    ]
+
+
+def test_resuming_what_cannot_be_resumed_says_why(rl, folder):
+    assert rl("train", "recipe.toml", "--resume") == ["run.dir: run holds no run to resume; start without --resume"]
+    assert rl("train", "recipe.toml", "run.dir='auto'", "--resume") == [
+        "runs/recipe: no run with a checkpoint to resume; start without --resume, or set run.dir"
+    ]
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "run" / "config.json").write_text("{}")
+    assert rl("train", "recipe.toml", "--resume") == [
+        "run/checkpoints: holds no complete checkpoint to resume from; remove run or choose another run.dir, and start "
+        "without --resume"
+    ]
+    checkpoint = folder / "run" / "checkpoints" / "batch-000002"
+    checkpoint.mkdir()
+    for content in ("{", '{"batch": 2}', "[]"):
+        (checkpoint / "state.json").write_text(content)
+        lines = rl("train", "recipe.toml", "--resume")
+        assert len(lines) == 1
+        assert lines[0].startswith("run/checkpoints/batch-000002/state.json: cannot be read: ")
+
+
+def test_replaying_a_folder_without_samples_says_so(rl):
+    assert rl("train", "recipe.toml", "--replay", "no") == [
+        "--replay: no holds no samples (samples/batch-*.parquet); name the folder of a run that has some"
+    ]
+
+
+def test_viewing_what_is_no_run_says_so(rl, folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text("bad\n")
+    assert rl("view", "prompts.jsonl") == [
+        "prompts.jsonl: no run here: it has no config.json and no metrics.jsonl; name the folder of a run"
+    ]
+    assert rl("view", "run") == ["run/metrics.jsonl:1: not a line of metrics: 'bad'; remove the line"]

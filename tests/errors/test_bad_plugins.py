@@ -1,0 +1,133 @@
+"""Plugins that cannot be used: one line that names the plugin and the way out."""
+
+import sys
+
+import pytest
+
+HEAD = "from typing import Literal\nfrom plasmid import Filter, Reward, hookimpl\n"
+REWARD = HEAD + "class A(Reward):\n    {kind}\n    async def {call}(self, prompt, sample):\n        return 0.0\n"
+HOOK = "@hookimpl\ndef {name}({arguments}):\n    return {value}\n"
+
+
+def reward(*, kind='kind: Literal["a"] = "a"', call="__call__", hook="register_rewards") -> str:
+    return REWARD.format(kind=kind, call=call) + HOOK.format(name=hook, arguments="", value="[A]")
+
+
+def hook(*, name="register_rewards", arguments="", value="[]") -> str:
+    return HEAD + HOOK.format(name=name, arguments=arguments, value=value)
+
+
+BAD = [
+    (
+        "import no_such_module\n",
+        "plugin file p.py cannot be loaded: ModuleNotFoundError: No module named 'no_such_module' (line 1)",
+    ),
+    ("a = 1\nb = a / 0\n", "plugin file p.py cannot be loaded: ZeroDivisionError: division by zero (line 2)"),
+    ("def x(:\n", "plugin file p.py cannot be loaded: SyntaxError: invalid syntax (p.py, line 1)"),
+    ("raise SystemExit(1)\n", "plugin file p.py cannot be loaded: SystemExit: 1 (line 1)"),
+    (
+        "def register_rewards():\n    return []\n",
+        "plugin 'p.py': has no hooks; decorate its functions, for example register_rewards, with @hookimpl",
+    ),
+    (
+        hook(name="register_reward"),
+        "plugin 'p.py': there is no hook 'register_reward'; did you mean 'register_rewards'?",
+    ),
+    (
+        hook(arguments="foo"),
+        "plugin 'p.py': register_rewards(foo) Argument(s) {'foo'} are declared in the hookimpl "
+        "but can not be found in the hookspec",
+    ),
+    (
+        hook(value="3"),
+        "plugin 'p.py': register_rewards must return a list of classes: TypeError: 'int' object is not iterable",
+    ),
+    (
+        hook(value="[1 / 0]"),
+        "plugin 'p.py': register_rewards must return a list of classes: ZeroDivisionError: division by zero",
+    ),
+    (
+        hook(value="['number']"),
+        "plugin 'p.py': register_rewards must return subclasses of plasmid.Reward, got 'number'",
+    ),
+    (
+        reward(hook="register_filters"),
+        "plugin 'p.py': register_filters must return subclasses of plasmid.Filter, got <class 'plasmid_plugin_p.A'>",
+    ),
+    (
+        reward(kind="size: int = 1"),
+        'plugin \'p.py\': plasmid_plugin_p.A has no kind; add `kind: Literal["name"] = "name"` to it',
+    ),
+    (reward(call="call"), "plugin 'p.py': plasmid_plugin_p.A lacks what plasmid.Reward needs: __call__"),
+    (
+        reward(kind='kind: Literal["number"] = "number"'),
+        "rewards: two components are named 'number': plasmid_rewards.number.Number of plugin 'rewards' and "
+        "plasmid_plugin_p.A of plugin 'p.py'; rename one or set PLASMID_DISABLE_PLUGINS=rewards",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), BAD, ids=lambda value: value[-50:])
+def test_a_bad_plugin_file_is_named_with_what_is_wrong(rl, folder, source, message):
+    (folder / "p.py").write_text(source)
+    assert rl("plugins", "--plugin", "p.py") == [message]
+    assert rl("train", "recipe.toml", "plugins=['p.py']") == [message]
+
+
+def test_a_plugin_file_that_is_none_is_named(rl, folder):
+    (folder / "p.txt").write_text("")
+    (folder / "p.py").write_text(reward())
+    assert rl("plugins", "--plugin", "no.py") == ["plugins: no such file: no.py"]
+    assert rl("plugins", "--plugin", "model") == ["plugins: no such file: model"]
+    assert rl("plugins", "--plugin", "p.txt") == ["plugins: p.txt is no Python file; its name must end in .py"]
+    assert rl("plugins", "--plugin", "p.py", "--plugin", "p.py") == ["plugins: p.py is named twice; remove one"]
+
+
+@pytest.fixture
+def install(folder, monkeypatch):
+    """Install a distribution with one module and one entry point, as pip would."""
+
+    def install(name: str, source: str) -> None:
+        site = folder / "site"
+        info = site / f"plasmid_{name}-1.2.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: plasmid-{name}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[plasmid]\n{name} = plasmid_{name}\n")
+        (site / f"plasmid_{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(site)
+
+    yield install
+    for module in [m for m in sys.modules if m.startswith("plasmid_test")]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit(3)\n", "SystemExit: 3"),
+        ("raise RuntimeError('first line\\nsecond line')\n", "RuntimeError: first line"),
+    ],
+)
+def test_an_installed_plugin_that_fails_to_import_is_named_and_can_be_disabled(rl, install, monkeypatch, source, what):
+    install("testbroken", source)
+    expected = (
+        f"plugin 'testbroken' (plasmid-testbroken 1.2) cannot be loaded: {what}; "
+        "uninstall it or set PLASMID_DISABLE_PLUGINS=testbroken"
+    )
+    assert rl("plugins") == [expected]
+    assert rl("train", "recipe.toml") == [expected]
+    monkeypatch.setenv("PLASMID_DISABLE_PLUGINS", "testbroken")
+    assert rl("train", "recipe.toml", "run.batches=0") == ["run.batches: must be at least 1, got 0"]
+
+
+def test_two_installed_plugins_of_one_kind_are_named_and_either_can_be_disabled(rl, install, monkeypatch):
+    install("testnumber", reward(kind='kind: Literal["number"] = "number"'))
+    assert rl("train", "recipe.toml") == [
+        "rewards: two components are named 'number': plasmid_rewards.number.Number of plugin 'rewards' and "
+        "plasmid_testnumber.A of plugin 'testnumber'; rename one or set PLASMID_DISABLE_PLUGINS=rewards "
+        "or set PLASMID_DISABLE_PLUGINS=testnumber"
+    ]
+    for name in ("rewards", "testnumber"):
+        monkeypatch.setenv("PLASMID_DISABLE_PLUGINS", name)
+        assert rl("train", "recipe.toml", "run.batches=0") == ["run.batches: must be at least 1, got 0"]
