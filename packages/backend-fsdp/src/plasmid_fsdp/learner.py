@@ -89,7 +89,13 @@ class Learner:
             inputs = loss_inputs(microbatch, output.logprobs, output.entropy, scores=scores, advantages=advantages)
             result = microbatch_loss(self.algorithm, inputs, weights[microbatch.table_index])
             result.loss.backward()  # type: ignore[no-untyped-call]
-            metrics.add(loss=result.loss, values=result.values, maxima=result.maxima, num_tokens=result.num_tokens)
+            metrics.add(
+                loss=result.loss,
+                values=result.values,
+                maxima=result.maxima,
+                num_tokens=result.num_tokens,
+                mismatch=result.mismatch,
+            )
         return self._update() | metrics.reduce(self.all_reduce, rank=self.shard.rank, num_ranks=self.shard.num_ranks)
 
     def _update(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from .api import train
 from .batch import BatchRef, BatchTable, GroupRef, Rows
 from .components import (
+    ActorCritic,
     Algorithm,
     BuildContext,
     Component,
@@ -36,6 +37,7 @@ from .types import (
 )
 
 __all__ = [
+    "ActorCritic",
     "Algorithm",
     "BatchRef",
     "BatchTable",

@@ -134,6 +134,8 @@ class GroupRef:
     """Oldest policy version in the group; None if no token was drawn."""
     dropped_by: str = ""
     """Kind of the filter that dropped the group; empty if it is to be trained on."""
+    baseline: float | None = None
+    """Reward of the greedy rollout (`Needs.greedy_baseline`); None without one."""
     rows: Ref[Rows]
     whole: Ref[PromptGroup]
 
@@ -160,6 +162,8 @@ class BatchTable:
     """[N]"""
     rewards: NDArray[np.float64]
     """[N]"""
+    baselines: NDArray[np.float64] | None = None
+    """[N] reward of the greedy rollout of each sample's prompt; None unless every group has one."""
 
     @property
     def num_samples(self) -> int:
@@ -170,13 +174,16 @@ class BatchTable:
         """The table of all samples of the groups, group after group."""
         rollouts: dict[str, int] = {}
         index = [rollouts.setdefault(id_, len(rollouts)) for g in groups for id_ in g.rollout_ids]
+        baselines = [g.baseline for g in groups if g.baseline is not None]
+        counts = [g.num_samples for g in groups]
         return BatchTable(
             sample_ids=tuple(id_ for g in groups for id_ in g.sample_ids),
-            group_index=np.repeat(np.arange(len(groups)), [g.num_samples for g in groups]),
+            group_index=np.repeat(np.arange(len(groups)), counts),
             rollout_index=np.array(index, np.int64),
             loss_tokens=np.concatenate([g.loss_tokens for g in groups]),
             lengths=np.concatenate([g.lengths for g in groups]),
             rewards=np.concatenate([g.rewards for g in groups]),
+            baselines=np.repeat(np.array(baselines), counts) if groups and len(baselines) == len(groups) else None,
         )
 
 

@@ -21,7 +21,7 @@ from .types import Completion, Ints, Prompt, PromptGroup, Role, Sample, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .algorithms.inputs import AdvantageInputs, LossInputs, TokenLoss
+    from .algorithms.inputs import AdvantageInputs, LossInputs, TokenLoss, ValueInputs
     from .config import RunConfig
 
     NamedTensor = tuple[str, Tensor]
@@ -109,6 +109,10 @@ class Needs:
     reference: bool = False
     teacher: bool = False
     critic: bool = False
+    greedy_baseline: bool = False
+    """One more rollout of each prompt at temperature 0, whose reward is the baseline; it is not trained on."""
+    demonstrations: bool = False
+    """Prompts that come with what the policy should have written (`Prompt.trained`), in place of rollouts."""
 
 
 Reduction = Literal["per-rollout", "per-token", "per-prompt", "constant"]
@@ -152,6 +156,28 @@ class Algorithm(Component):
     def weights_need_entropy(self) -> bool:
         """True if the loss has an entropy term, so that its gradient must be kept."""
         return False
+
+    def reads_rollout_logprobs(self) -> bool:
+        """True if the engine's log-probabilities count as those of what drew the tokens.
+
+        They are taken before top-p, top-k and min-p, so sampling must then not be restricted by these.
+        """
+        return False
+
+
+class ActorCritic(Algorithm):
+    """An algorithm with a critic. The trainer trains it beside the policy, on the same microbatches and weights."""
+
+    critic_warmup: int = Field(0, ge=0)
+    """Batches at the start of the run in which the critic alone is trained."""
+
+    @abstractmethod
+    def returns(self, inputs: AdvantageInputs) -> Tensor:
+        """[T] what the value of each of this rank's loss tokens is trained to be. Called once per batch."""
+
+    @abstractmethod
+    def value_loss(self, inputs: ValueInputs) -> TokenLoss:
+        """Loss of the critic per token of one microbatch, not yet reduced. Must work without any token (T = 0)."""
 
 
 class Rollout(Protocol):
@@ -204,6 +230,9 @@ class PromptStream(Protocol):
 
 class DataSource(Component):
     """Where prompts come from, chosen by ``[data] kind = ...``."""
+
+    demonstrations: ClassVar[bool] = False
+    """True if prompts hold what the policy should write (`Prompt.trained`)."""
 
     @abstractmethod
     def stream(self, encode: PromptEncoder, *, seed: int) -> PromptStream:

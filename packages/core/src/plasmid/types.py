@@ -86,6 +86,8 @@ class Prompt:
     """Ground truth for the reward; never shown to the policy."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row."""
+    trained: Bools | None = None
+    """[P] in a demonstration, whose tokens are the whole text: True on what the policy learns to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

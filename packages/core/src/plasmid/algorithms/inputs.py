@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..batch import BatchTable
@@ -34,6 +35,15 @@ class AdvantageInputs:
     all_reduce: Callable[[Tensor], Tensor]
     """Sum of a tensor over all ranks that hold different tokens."""
 
+    def spread(self, values: Tensor) -> Tensor:
+        """[T] the value of each token's sample, out of [N]; in the dtype and on the device of the tokens."""
+        return values.to(self.rollout_logprobs)[self.sample_index]
+
+    def per_sample_sum(self, values: Tensor) -> Tensor:
+        """[N] float64 sums of values [T] over the tokens of each sample, of all ranks."""
+        sums = values.new_zeros(self.table.num_samples, dtype=torch.float64)
+        return self.all_reduce(sums.index_add(0, self.sample_index, values.double()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
@@ -61,6 +71,18 @@ class LossInputs:
     def per_sample_sum(self, values: Tensor) -> Tensor:
         """[n] sums of the values of each sample; differentiable."""
         return values.new_zeros(self.num_samples).index_add(0, self.sample_index, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ValueInputs:
+    """One microbatch of the critic; T may be 0."""
+
+    values: Tensor
+    """[T] the critic's now; carries the gradient. A token's value is that of the text before it."""
+    old_values: Tensor
+    """[T] the critic's before the first step."""
+    returns: Tensor
+    """[T] what `ActorCritic.returns` gave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

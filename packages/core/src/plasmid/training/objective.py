@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.inputs import AdvantageInputs, LossInputs
+from ..algorithms.inputs import AdvantageInputs, LossInputs, TokenLoss, ValueInputs
 from ..batch import Rows
-from ..components import Algorithm
+from ..components import ActorCritic, Algorithm
 from ..types import Role
 from .collate import Microbatch
 from .metrics import AllReduce
+from .mismatch import log_ratio_counts, mismatch_values
 from .rank_batch import RankBatch
 from .reduction import sample_weights
 
@@ -37,6 +38,8 @@ class MicrobatchLoss:
     maxima: Mapping[str, Tensor]
     """[P] each."""
     num_tokens: int
+    mismatch: Tensor | None = None
+    """`log_ratio_counts` of the difference between trainer and rollout engine, if there is an engine."""
 
 
 def compute_advantages(
@@ -49,6 +52,28 @@ def compute_advantages(
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """[T] the algorithm's advantages of this rank's tokens, 0 where the loss does not look. Once per batch."""
+    inputs, token = _advantage_inputs(batch, rows, scores, all_reduce, device)
+    return _on_all_tokens(algorithm.advantages(inputs), token, rows, "advantages")
+
+
+def compute_returns(
+    algorithm: ActorCritic,
+    batch: RankBatch,
+    rows: Rows,
+    scores: RoleScores,
+    *,
+    all_reduce: AllReduce,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """[T] what the critic's value of each of this rank's tokens is to become, 0 where the loss does not look."""
+    inputs, token = _advantage_inputs(batch, rows, scores, all_reduce, device)
+    return _on_all_tokens(algorithm.returns(inputs), token, rows, "returns")
+
+
+def _advantage_inputs(
+    batch: RankBatch, rows: Rows, scores: RoleScores, all_reduce: AllReduce, device: torch.device | str
+) -> tuple[AdvantageInputs, Tensor]:
+    """What the algorithm is handed of the rank's loss tokens, and where in the rows they are."""
     places = np.flatnonzero(rows.loss_mask)
     token = torch.from_numpy(places).to(device)
     owner = np.repeat(np.asarray(batch.samples, np.int64), rows.lengths())[places]
@@ -63,11 +88,14 @@ def compute_advantages(
         values=picked.get(Role.CRITIC),
         all_reduce=all_reduce,
     )
-    advantages = algorithm.advantages(inputs)
-    if advantages.shape != token.shape:
-        raise ValueError(f"advantages must be one per loss token ({len(token)}), got shape {tuple(advantages.shape)}")
-    whole = advantages.new_zeros(len(rows.token_ids))
-    whole[token] = advantages.detach()
+    return inputs, token
+
+
+def _on_all_tokens(values: Tensor, token: Tensor, rows: Rows, what: str) -> Tensor:
+    if values.shape != token.shape:
+        raise ValueError(f"{what} must be one per loss token ({len(token)}), got shape {tuple(values.shape)}")
+    whole = values.new_zeros(len(rows.token_ids))
+    whole[token] = values.detach()
     return whole
 
 
@@ -101,19 +129,37 @@ def loss_inputs(
 def microbatch_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -> MicrobatchLoss:
     """The algorithm's token losses, summed with the weight [P] of each token (`step_weights` at its ``table_index``).
 
-    Besides the algorithm's own metrics there is ``logprob_diff``: how far trainer and rollout engine are apart, as
-    absolute differences of log-probabilities before the first step (without old log-probabilities: now).
+    Besides the algorithm's own metrics there are ``logprob_diff`` and ``mismatch_...``: how far trainer and rollout
+    engine are apart before the first step (without old log-probabilities: now). Nothing of that without an engine.
     """
     result = algorithm.loss(inputs)
-    if result.loss.shape != inputs.logprobs.shape:
-        raise ValueError(
-            f"the loss must be one per token ({inputs.logprobs.numel()}), got shape {tuple(result.loss.shape)}"
-        )
+    _check_shape(result, inputs.logprobs, "loss")
+    loss, num_tokens = (result.loss.double() * weights).sum(), inputs.logprobs.numel()
+    if not algorithm.needs().engine:
+        return MicrobatchLoss(loss=loss, values=result.metrics, maxima={}, num_tokens=num_tokens)
     policy = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    difference = (policy - inputs.rollout_logprobs).abs()
+    difference = policy - inputs.rollout_logprobs
+    return MicrobatchLoss(
+        loss=loss,
+        values={**result.metrics, "logprob_diff_mean": difference.abs(), **mismatch_values(difference)},
+        maxima={"logprob_diff": difference.abs()},
+        num_tokens=num_tokens,
+        mismatch=log_ratio_counts(difference),
+    )
+
+
+def value_microbatch_loss(algorithm: ActorCritic, inputs: ValueInputs, weights: Tensor) -> MicrobatchLoss:
+    """The same for the critic; its metrics are those of `ActorCritic.value_loss`."""
+    result = algorithm.value_loss(inputs)
+    _check_shape(result, inputs.values, "value loss")
     return MicrobatchLoss(
         loss=(result.loss.double() * weights).sum(),
-        values={**result.metrics, "logprob_diff_mean": difference},
-        maxima={"logprob_diff": difference},
-        num_tokens=inputs.logprobs.numel(),
+        values=result.metrics,
+        maxima={},
+        num_tokens=inputs.values.numel(),
     )
+
+
+def _check_shape(result: TokenLoss, like: Tensor, what: str) -> None:
+    if result.loss.shape != like.shape:
+        raise ValueError(f"the {what} must be one per token ({like.numel()}), got shape {tuple(result.loss.shape)}")
