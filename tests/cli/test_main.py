@@ -141,12 +141,25 @@ def test_the_traceback_is_shown_where_it_is_asked_for(monkeypatch):
 def test_an_unexpected_error_keeps_its_traceback(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text(
-        PLUGIN.replace("class Shout", "class Unprintable:\n    def __repr__(self):\n        1 / 0\n\nclass Shout").replace(
-            'how: Literal["loud", "louder"] = "loud"', "how: object = Unprintable()"
-        )
+        PLUGIN.replace(
+            "class Shout", "class Unprintable:\n    def __repr__(self):\n        1 / 0\n\nclass Shout"
+        ).replace('how: Literal["loud", "louder"] = "loud"', "how: object = Unprintable()")
     )
     with pytest.raises(ZeroDivisionError):
         app(["options", "shout", "--plugin", str(broken)])
+
+
+def test_a_part_that_is_not_installed_is_named_with_the_way_to_it(tiny_model, tmp_path, monkeypatch, capsys):
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name == "safetensors":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.delitem(sys.modules, "safetensors", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    assert rl("convert", tiny_model, tmp_path / "out") == 2
+    expected = "error: this needs the package safetensors; pip install 'plasmid-core[train]'\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_plugins_tells_slot_kind_package_and_purpose(plugin, capsys):
