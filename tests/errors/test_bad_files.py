@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -120,13 +121,22 @@ def test_a_model_folder_that_cannot_be_used_is_named_with_what_it_lacks(rl, fold
 
 def test_everything_that_a_recipe_lacks_on_disk_is_told_at_once(rl):
     changes = ["model.path='no'", "model.tokenizer='tok'", "model.chat_template='no.jinja'"]
-    assert rl("train", "recipe.toml", *changes, "checkpoint.start_from='old'", "placement.device='cuda'") == [
+    assert rl("train", "recipe.toml", *changes, "checkpoint.start_from='old'") == [
         "model.path: no such folder: no",
         "model.tokenizer: no such folder: tok",
         "model.chat_template: no such file: no.jinja",
         "checkpoint.start_from: old is no checkpoint (it has no folder 'trainer')",
-        'placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"',
     ]
+
+
+def test_gpus_that_are_not_there_are_missed_before_anything_is_started(rl):
+    ranks = ["placement.trainer_ranks=99", "run.prompts_per_batch=99"]
+    said = rl("train", "recipe.toml", "placement.device='cuda'", *ranks)
+    assert len(said) == 1
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        assert said[0].startswith("placement: trainer_ranks = 99 and engine_ranks = 1 need 100 GPUs, this cluster has ")
+    else:
+        assert said == ['placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"']
 
 
 def test_a_reference_that_is_no_model_is_named(rl):

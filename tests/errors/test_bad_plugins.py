@@ -106,7 +106,7 @@ def install(folder, monkeypatch):
     [
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("raise SystemExit(3)\n", "SystemExit: 3"),
-        ("raise RuntimeError('first line\\nsecond line')\n", "RuntimeError: first line"),
+        ("raise RuntimeError('first line\\nsecond line')\n", "RuntimeError: first line second line"),
     ],
 )
 def test_an_installed_plugin_that_fails_to_import_is_named_and_can_be_disabled(rl, install, monkeypatch, source, what):

@@ -4,6 +4,12 @@ All of them can be pickled: they cross process boundaries.
 """
 
 
+def one_line(error: BaseException, *, longest: int = 300) -> str:
+    """Kind and text of an error that others raised, on one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return text if len(text) <= longest else f"{text[:longest]} ..."
+
+
 class PlasmidError(Exception):
     """Base class for every error with a message meant for the user."""
 

@@ -30,7 +30,7 @@ from .components import (
     TrainerConfig,
     Workflow,
 )
-from .errors import PluginError
+from .errors import PluginError, one_line
 
 Classes = Mapping[str, type[Component]]
 
@@ -93,7 +93,7 @@ def load_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
-        raise PluginError(f"plugin file {path} cannot be loaded: {_describe(error)}{_line_in(path, error)}") from error
+        raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
     return module
 
 
@@ -134,7 +134,7 @@ def _returned(function: Callable[[], Any], owner: str, hook: str) -> list[Any]:
     try:
         return list(function())
     except Exception as error:  # boundary: hooks are third-party code
-        raise PluginError(f"plugin {owner!r}: {hook} must return a list of classes: {_describe(error)}") from error
+        raise PluginError(f"plugin {owner!r}: {hook} must return a list of classes: {one_line(error)}") from error
 
 
 def _kind(cls: Any, base: type[Component], owner: str, hook: str) -> str:
@@ -175,7 +175,7 @@ def _load(entry_point: EntryPoint) -> object:
         return entry_point.load()
     except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a third-party package
         raise PluginError(
-            f"plugin {entry_point.name!r} ({_package(entry_point)}) cannot be loaded: {_describe(error)}; "
+            f"plugin {entry_point.name!r} ({_package(entry_point)}) cannot be loaded: {one_line(error)}; "
             f"uninstall it or set PLASMID_DISABLE_PLUGINS={entry_point.name}"
         ) from error
 
@@ -206,10 +206,6 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
 
 def _hook_names() -> list[str]:
     return sorted(name for name, function in vars(hookspecs).items() if hasattr(function, "plasmid_spec"))
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
 
 
 def _line_in(path: Path, error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -10,11 +11,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..components import Reward
-from ..errors import RewardError
+from ..errors import RewardError, one_line
 from ..protocols import RunContext
 from ..types import Prompt, Sample, Score, StopReason
 
 T = TypeVar("T")
+CLOSE_S = 1.0
+"""Time that a reward has to close."""
+log = logging.getLogger(__name__)
 
 
 class Scorer:
@@ -36,9 +40,13 @@ class Scorer:
             await self._elsewhere(reward.open(context))
 
     async def close(self) -> None:
-        """Close every reward and end the thread."""
+        """Close every reward and end the thread. One that blocks is not waited for: it may be why the run ends."""
         for reward in self._rewards:
-            await self._elsewhere(reward.close())
+            try:
+                await asyncio.wait_for(self._elsewhere(reward.close()), CLOSE_S)
+            except TimeoutError:
+                log.warning("%s did not close within %g s", self._where(reward), CLOSE_S)
+                break
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]:
@@ -86,7 +94,7 @@ class Scorer:
         except RewardError:
             raise
         except Exception as error:  # boundary: rewards are users' code
-            raise RewardError(f"{self._where(reward)}: raised on {who}: {type(error).__name__}: {error}") from error
+            raise RewardError(f"{self._where(reward)}: raised on {who}: {one_line(error)}") from error
 
     def _elsewhere(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))

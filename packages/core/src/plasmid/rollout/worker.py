@@ -13,7 +13,7 @@ import numpy as np
 from ..batch import GroupRef, Rows
 from ..components import Workflow
 from ..data.tokenizer import Tokenizer
-from ..errors import RewardError
+from ..errors import RewardError, one_line
 from ..observe.sample_store import write_samples
 from ..protocols import EngineClient, Ref, RunContext, Store
 from ..recipe import resolve
@@ -93,8 +93,7 @@ class RolloutWorker:
                 kept = keep(group)
             except Exception as error:  # boundary: filters are users' code
                 where = f"filters.{index} ({kind})"
-                what = f"{type(error).__name__}: {error}"
-                raise RewardError(f"{where}: raised on prompt {group.prompt.id}: {what}") from error
+                raise RewardError(f"{where}: raised on prompt {group.prompt.id}: {one_line(error)}") from error
             if not kept:
                 return kind
         return ""

@@ -39,11 +39,15 @@ class CheckpointFolder:
     def begin(self, batch: int) -> Path:
         """A fresh temporary folder to write into. Remains of interrupted saves are removed."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(".tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        self.discard()
         temporary = self.path / f".tmp-{batch:06d}"
         temporary.mkdir()
         return temporary
+
+    def discard(self) -> None:
+        """Remove what saves that did not end have left."""
+        for left in self.path.glob(".tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def commit(self, temporary: Path, state: RunState) -> Path:
         """Write the state, make everything durable, give the folder its name, remove what retention does not keep."""

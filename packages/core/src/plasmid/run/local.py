@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from ..protocols import Actor, Resources
 from .host import Host, unwrap
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class LocalActor:
             self._stopped = True
             try:
                 await self.run(self._host.close(), "close", grace_s)
+            except DeadlineError:
+                log.warning("%s did not close within %g s and is left to itself", self.name, grace_s)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
 

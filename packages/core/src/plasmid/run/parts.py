@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from ..config import RunConfig
 from ..errors import ConfigError
 from ..protocols import Actor, Cluster, Resources, RolloutEngine, Trainer
 from ..rollout.worker import Job, RolloutWorker
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +55,10 @@ class Parts:
         """Stop everything, the cluster last."""
         for part in (self.workers, self.engine, self.trainer):
             if part is not None:
-                await part.close()
+                try:
+                    await part.close()
+                except Exception:  # boundary: the others must be stopped too, and why the run ends is said elsewhere
+                    log.exception("%s did not close", type(part).__name__)
         await self.cluster.close()
 
 

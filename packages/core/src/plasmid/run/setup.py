@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,12 +166,13 @@ class Saver:
             if self.parts.workers is not None and finished:
                 await self.parts.workers.write(temporary / BUFFER, finished, progress.batch)
             path = folder.commit(temporary, self._state(progress))
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            reason = (error.strerror or str(error)).lower()
+        except (OSError, CheckpointError) as error:
+            folder.discard()
+            reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+            kept = folder.all()
+            rest = f"{kept[-1]} is intact; make room and continue with --resume" if kept else "nothing was saved before"
             raise CheckpointError(
-                f"{self.folder.checkpoints}: cannot save batch {progress.batch}: {reason}; "
-                "earlier checkpoints are intact"
+                f"{self.folder.checkpoints}: cannot save batch {progress.batch}: {reason}; {rest}"
             ) from error
         self.queues.emit("checkpoint_saved", step=progress.batch, path=path)
 

@@ -1,0 +1,89 @@
+"""A plugin whose components misbehave as they are told to."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Literal
+
+from plasmid import Filter, Reward, TrainerConfig, hookimpl
+from plasmid.testing.fakes import FakeTrainer
+
+SAVED_BYTES = 40_000
+
+
+class BadReward(Reward):
+    """1.0 until a group comes, then something else."""
+
+    kind: Literal["bad"] = "bad"
+    how: Literal["raise", "wait", "block", "none", "nan", "text"] = "raise"
+    """What goes wrong."""
+    from_group: int = 0
+    """First group that it goes wrong with."""
+
+    async def __call__(self, prompt, sample):
+        if sample.group_id < self.from_group:
+            return 1.0
+        if self.how == "raise":
+            raise RuntimeError("answer\n  is not there")
+        if self.how == "wait":
+            await asyncio.sleep(3600)
+        if self.how == "block":
+            time.sleep(3)
+        return {"none": None, "nan": float("nan"), "text": "1.0"}.get(self.how, 1.0)
+
+
+class ShortReward(Reward):
+    """Scores groups, and forgets a sample."""
+
+    kind: Literal["short"] = "short"
+
+    async def __call__(self, prompt, sample):
+        return 1.0
+
+    async def score_group(self, prompt, samples):
+        return [1.0] * (len(samples) - 1)
+
+
+class BadFilter(Filter):
+    """Raises, or drops everything."""
+
+    kind: Literal["bad"] = "bad"
+    how: Literal["raise", "drop"] = "raise"
+    """What goes wrong."""
+
+    def __call__(self, group):
+        if self.how == "raise":
+            raise ZeroDivisionError("no spread")
+        return False
+
+
+class GrowingTrainer(FakeTrainer):
+    """Its state grows with every step."""
+
+    async def save(self, path: Path) -> None:
+        await super().save(path)
+        (path / "weights.bin").write_bytes(b"w" * SAVED_BYTES * self.step)
+
+
+class Growing(TrainerConfig):
+    """Builds the trainer above."""
+
+    kind: Literal["growing"] = "growing"
+
+    async def build(self, context):
+        return GrowingTrainer()
+
+
+@hookimpl
+def register_trainers():
+    return [Growing]
+
+
+@hookimpl
+def register_rewards():
+    return [BadReward, ShortReward]
+
+
+@hookimpl
+def register_filters():
+    return [BadFilter]

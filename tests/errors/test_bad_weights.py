@@ -1,0 +1,61 @@
+"""Models and checkpoints that only turn out not to fit when they are loaded: one line, and the folder stays free."""
+
+import json
+import shutil
+
+import pytest
+from plasmid.testing.tiny import make_tiny_model
+
+SMALL = [
+    "run={dir='run', batches=1, prompts_per_batch=2, samples_per_prompt=2}",
+    "sampling.max_new_tokens=2",
+    "eval=[]",
+]
+
+
+@pytest.fixture
+def real(folder, tiny_model):
+    """The recipe's model, with weights."""
+    shutil.rmtree(folder / "model")
+    shutil.copytree(tiny_model, folder / "model")
+    return folder
+
+
+@pytest.mark.long
+def test_weights_that_do_not_fit_their_config_are_named(rl, real):
+    config = json.loads((real / "model" / "config.json").read_text())
+    (real / "model" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    said = rl("train", "recipe.toml", *SMALL)
+    assert len(said) == 1
+    assert said[0].startswith("model.path: ")
+    assert "model.layers.0.mlp" in said[0]
+    assert not (real / "run" / "config.json").exists()
+
+
+@pytest.mark.long
+def test_a_config_that_is_no_model_is_named(rl, real):
+    (real / "model" / "config.json").write_text("{}")
+    said = rl("train", "recipe.toml", *SMALL)
+    assert len(said) == 1
+    assert said[0].startswith("model.path: model is no causal language model that loads: ")
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_another_model_is_named(rl, real):
+    from plasmid_cli.main import app
+
+    with pytest.raises(SystemExit) as stopped:
+        app(["train", "recipe.toml", *SMALL, "checkpoint.export=false"])
+    assert not stopped.value.code
+    make_tiny_model(real / "other", hidden_size=32)
+    start = "checkpoint.start_from='run/checkpoints/batch-000001'"
+    said = rl("train", "recipe.toml", *SMALL, "run.dir='run2'", "model.path='other'", start)
+    assert len(said) == 1
+    assert "it is a checkpoint of another model: " in said[0]
+    assert (real / "run" / "checkpoints" / "batch-000001" / "state.json").is_file()
+    assert rl(
+        "train", "recipe.toml", *SMALL, "run.batches=2", "model.path='other'", "--resume", "checkpoint.export=false"
+    ) == [
+        "model.path: was 'model' when the checkpoint was written, is 'other' now; change it back, or start a new run "
+        "with checkpoint.start_from=<the checkpoint>"
+    ]
