@@ -42,6 +42,26 @@ class MicrobatchLoss:
     """`log_ratio_counts` of the difference between trainer and rollout engine, if there is an engine."""
 
 
+def advantage_inputs(
+    batch: RankBatch, rows: Rows, scores: RoleScores, *, all_reduce: AllReduce, device: torch.device | str = "cpu"
+) -> AdvantageInputs:
+    """What the algorithm is handed of this rank's loss tokens, once per batch."""
+    places = np.flatnonzero(rows.loss_mask)
+    token = torch.from_numpy(places).to(device)
+    owner = np.repeat(np.asarray(batch.samples, np.int64), rows.lengths())[places]
+    picked = {role: values[token] for role, values in scores.items()}
+    return AdvantageInputs(
+        table=batch.table,
+        sample_index=torch.from_numpy(owner).to(device),
+        rollout_logprobs=torch.from_numpy(rows.rollout_logprobs[places]).to(device),
+        old_logprobs=picked.get(Role.POLICY),
+        ref_logprobs=picked.get(Role.REFERENCE),
+        teacher_logprobs=picked.get(Role.TEACHER),
+        values=picked.get(Role.CRITIC),
+        all_reduce=all_reduce,
+    )
+
+
 def compute_advantages(
     algorithm: Algorithm,
     batch: RankBatch,
@@ -52,48 +72,15 @@ def compute_advantages(
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """[T] the algorithm's advantages of this rank's tokens, 0 where the loss does not look. Once per batch."""
-    inputs, token = _advantage_inputs(batch, rows, scores, all_reduce, device)
-    return _on_all_tokens(algorithm.advantages(inputs), token, rows, "advantages")
+    inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
+    return on_all_tokens("advantages", algorithm.advantages(inputs), rows)
 
 
-def compute_returns(
-    algorithm: ActorCritic,
-    batch: RankBatch,
-    rows: Rows,
-    scores: RoleScores,
-    *,
-    all_reduce: AllReduce,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """[T] what the critic's value of each of this rank's tokens is to become, 0 where the loss does not look."""
-    inputs, token = _advantage_inputs(batch, rows, scores, all_reduce, device)
-    return _on_all_tokens(algorithm.returns(inputs), token, rows, "returns")
-
-
-def _advantage_inputs(
-    batch: RankBatch, rows: Rows, scores: RoleScores, all_reduce: AllReduce, device: torch.device | str
-) -> tuple[AdvantageInputs, Tensor]:
-    """What the algorithm is handed of the rank's loss tokens, and where in the rows they are."""
-    places = np.flatnonzero(rows.loss_mask)
-    token = torch.from_numpy(places).to(device)
-    owner = np.repeat(np.asarray(batch.samples, np.int64), rows.lengths())[places]
-    picked = {role: values[token] for role, values in scores.items()}
-    inputs = AdvantageInputs(
-        table=batch.table,
-        sample_index=torch.from_numpy(owner).to(device),
-        rollout_logprobs=torch.from_numpy(rows.rollout_logprobs[places]).to(device),
-        old_logprobs=picked.get(Role.POLICY),
-        ref_logprobs=picked.get(Role.REFERENCE),
-        teacher_logprobs=picked.get(Role.TEACHER),
-        values=picked.get(Role.CRITIC),
-        all_reduce=all_reduce,
-    )
-    return inputs, token
-
-
-def _on_all_tokens(values: Tensor, token: Tensor, rows: Rows, what: str) -> Tensor:
+def on_all_tokens(name: str, values: Tensor, rows: Rows) -> Tensor:
+    """[T] ``values`` of the loss tokens among all of the rank's tokens, 0 elsewhere; detached."""
+    token = torch.from_numpy(np.flatnonzero(rows.loss_mask)).to(values.device)
     if values.shape != token.shape:
-        raise ValueError(f"{what} must be one per loss token ({len(token)}), got shape {tuple(values.shape)}")
+        raise ValueError(f"{name} must be one per loss token ({len(token)}), got shape {tuple(values.shape)}")
     whole = values.new_zeros(len(rows.token_ids))
     whole[token] = values.detach()
     return whole
