@@ -275,6 +275,10 @@ class BuildContext:
 class TrainerConfig(Component):
     """Selects and configures a training backend."""
 
+    def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
+        """What these settings say that has no effect with the algorithm, one ``trainer.<key>: ...`` each."""
+        yield from ()
+
     @abstractmethod
     async def build(self, context: BuildContext) -> Trainer:
         """Start the backend. Import torch in here, not at the top of the plugin's module."""

@@ -233,6 +233,7 @@ class RunConfig(Settings):
         for name, used in (("reference", needs.reference), ("teacher", needs.teacher), ("critic", needs.critic)):
             if not used and getattr(self, name) != type(self).model_fields[name].default:
                 yield f"{name}: algorithm {kind!r} with these settings never reads it; remove the table"
+        yield from self.trainer.mistakes(self.algorithm)
 
     def _uneven_batches(self) -> Iterator[str]:
         run, ranks = self.run, self.placement.trainer_ranks
