@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from .algorithms.cispo import CISPO
+from .algorithms.dapo import DAPO
+from .algorithms.dr_grpo import DrGRPO
 from .algorithms.grpo import GRPO
+from .algorithms.gspo import GSPO
+from .algorithms.opd import OPD
+from .algorithms.ppo import PPO
+from .algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from .algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
+from .algorithms.remax import ReMax
+from .algorithms.rloo import RLOO
+from .algorithms.sft import SFT
 from .components import Algorithm, Converter, DataSource, Tracker, Workflow
 from .convert import GGUF, HF
 from .data.files import Files
@@ -34,4 +45,17 @@ def register_data_sources() -> list[type[DataSource]]:
 
 @hookimpl
 def register_algorithms() -> list[type[Algorithm]]:
-    return [GRPO]
+    return [
+        CISPO,
+        DAPO,
+        DrGRPO,
+        GRPO,
+        GSPO,
+        OPD,
+        PPO,
+        ReinforcePlusPlus,
+        ReinforcePlusPlusBaseline,
+        ReMax,
+        RLOO,
+        SFT,
+    ]

@@ -1,0 +1,41 @@
+"""Clipped importance sampling policy optimization."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from ..components import Reduction
+from .grpo import GroupRelative
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .inputs import LossInputs
+    from .policy_loss import PolicyLoss
+
+
+class CISPO(GroupRelative):
+    """REINFORCE weighted by the clipped probability ratio: the weight is bounded, and no token loses its gradient.
+
+    Formula: A as in GRPO; token loss -sg(clip(w, 1 - clip_low, 1 + clip_high)) A log p with w = p / p_old, where sg
+    stops the gradient.
+    Paper: MiniMax 2025, arXiv 2506.13585
+    Use: several steps on a batch, or stale samples, where PPO's clip would silence rare but decisive tokens.
+    """
+
+    kind: Literal["cispo"] = "cispo"
+    reduction: Reduction = "per-token"
+    """How token losses of a step are averaged: all tokens alike in CISPO."""
+    clip_low: float = Field(1.0, ge=0.0, le=1.0)
+    """The weight is at least 1 - clip_low."""
+    clip_high: float = Field(4.0, ge=0.0, allow_inf_nan=False)
+    """The weight is at most 1 + clip_high."""
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        from .policy_loss import weighted_likelihood_loss
+
+        return weighted_likelihood_loss(
+            inputs.logprobs, old_logprobs, inputs.advantages, clip_low=self.clip_low, clip_high=self.clip_high
+        )
