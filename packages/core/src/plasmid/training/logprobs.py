@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.autograd.function import once_differentiable
+
+from .linear_head import ChunkSize, HeadGradients, HeadOptions, LinearHead
+from .softmax_rows import RowGradients, RowStats, SoftmaxKernels, scaled
+from .vocab_shard import VocabShard
 
 
 class TokenScores(NamedTuple):
@@ -31,18 +35,28 @@ def token_logprobs(
     bias: Tensor | None = None,
     with_entropy: bool = True,
     entropy_grad: bool = False,
-    chunk_size: int = 1024,
+    chunk_size: ChunkSize = "auto",
+    shard: VocabShard | None = None,
+    kernels: SoftmaxKernels | None = None,
 ) -> TokenScores:
     """Score targets [P] under the linear head ``weight`` [V, H] applied to ``hidden`` [P, H]; differentiable once.
 
     Logits are computed ``chunk_size`` positions at a time and again for the gradient (but for the last chunk, whose
     logits are kept), so memory is O(chunk_size * V). Without ``entropy_grad`` the entropy carries no gradient. With P
-    of 0 the results are empty and still have the head and the hidden states in their graph.
+    of 0 the results are empty and still have the head and the hidden states in their graph. With a ``shard`` weight
+    and bias are this rank's rows, everything else is the same on all ranks of its group, the results and their
+    gradients too; targets are ids of the whole vocabulary. ``kernels`` are by default the fastest there are.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    options = HeadOptions.of(
+        weight,
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+        chunk_size=chunk_size,
+        shard=shard,
+        kernels=kernels,
+    )
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, with_entropy or entropy_grad, entropy_grad, chunk_size
+        hidden, weight, bias, targets, temperatures, options
     )
     return TokenScores(logprobs, entropy if with_entropy else None)
 
@@ -56,8 +70,7 @@ def logits_logprobs(
     entropy_grad: bool = False,
 ) -> TokenScores:
     """The same from logits [P, V], for models whose head is more than a linear layer (soft-capped logits, say)."""
-    scaled = _scaled(logits, temperatures)
-    logprobs = scaled.log_softmax(-1)
+    logprobs = scaled(logits, temperatures).log_softmax(-1)
     chosen = logprobs.gather(-1, targets[:, None])[:, 0]
     if not with_entropy:
         return TokenScores(chosen, None)
@@ -67,8 +80,6 @@ def logits_logprobs(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """dlogp/dz = 1_target - p and dH/dz = p (E[z] - z) for the scaled logits z = logits / temperature."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -77,70 +88,49 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperatures: Tensor,
-        with_entropy: bool,
-        entropy_grad: bool,
-        chunk_size: int,
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        high = torch.promote_types(weight.dtype, torch.float32)
-        logprobs = hidden.new_empty(len(targets), dtype=high)
-        norms = torch.empty_like(logprobs)
-        means = torch.empty_like(logprobs) if with_entropy else None
-        raw = None
-        for chunk in _chunks(len(targets), chunk_size):
-            raw = None  # free the last chunk's logits first
-            raw = linear(hidden[chunk], weight, bias)
-            scaled = _scaled(raw, temperatures[chunk])
-            norms[chunk] = scaled.logsumexp(-1)
-            logprobs[chunk] = scaled.gather(-1, targets[chunk, None])[:, 0] - norms[chunk]
-            if means is not None:
-                means[chunk] = torch.linalg.vecdot((scaled - norms[chunk, None]).exp_(), scaled)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, means, raw)
-        ctx.chunk_size, ctx.entropy_grad = chunk_size, entropy_grad
-        entropy = None if means is None else norms - means
-        if entropy is not None and not entropy_grad:
+        head = LinearHead(hidden, weight, bias)
+        logits, parts = None, []
+        for chunk in head.chunks(options.chunk_size):
+            logits = head.logits(chunk)
+            parts.append(options.stats(logits, targets[chunk], temperatures[chunk]))
+        stats = _joined(parts)
+        if options.shard is not None:
+            stats = options.shard.combine(stats)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, stats.norms, stats.means)
+        ctx.options = options
+        # not a saved tensor: the first backward pass overwrites it, a second one computes it again
+        ctx.last_logits = logits if any(ctx.needs_input_grad) else None
+        entropy = None if stats.means is None else stats.norms - stats.means
+        if entropy is not None and not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return stats.chosen - stats.norms, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperatures, norms, means, kept = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_logprobs, grad_entropy = grads
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # fp32 sums: a bf16 weight's gradient would lose the later chunks to rounding
-        grad_weight = torch.zeros_like(weight, dtype=norms.dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=norms.dtype) if needs_bias else None
-        for chunk in reversed(_chunks(len(targets), ctx.chunk_size)):
-            raw = kept if kept is not None else linear(hidden[chunk], weight, bias)
-            kept = None
-            scaled = _scaled(raw, temperatures[chunk])
-            over = temperatures[chunk].to(norms.dtype)
-            up = norms.new_zeros(len(over)) if grad_logprobs is None else grad_logprobs[chunk] / over
-            if ctx.entropy_grad and grad_entropy is not None:
-                probs = (scaled - norms[chunk, None]).exp_()
-                slope = (grad_entropy[chunk] / over)[:, None]
-                d_logits = probs.mul_(scaled.sub_(means[chunk, None]).mul_(-slope).sub_(up[:, None]))
-            else:
-                d_logits = scaled.sub_(norms[chunk, None]).exp_().mul_(-up[:, None])
-            d_logits.scatter_add_(1, targets[chunk, None], up[:, None])
-            low = d_logits.to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = low @ weight
-            if grad_weight is not None:
-                grad_weight += low.T @ hidden[chunk]
-            if grad_bias is not None:
-                grad_bias += d_logits.sum(0)
-        cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        cast_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, cast_weight, cast_bias, None, None, None, None, None
+        hidden, weight, bias, targets, temperatures, norms, means = ctx.saved_tensors
+        options: HeadOptions = ctx.options
+        logits, ctx.last_logits = ctx.last_logits, None
+        up_entropy = grads[1] if options.entropy_grad else None
+        up_logprobs = torch.zeros_like(norms) if grads[0] is None else grads[0]
+        upstream = RowGradients(norms, up_logprobs, None if up_entropy is None else means, up_entropy)
+        head = LinearHead(hidden, weight, bias)
+        total = HeadGradients(head, ctx.needs_input_grad[:3])
+        for chunk in reversed(head.chunks(options.chunk_size)):
+            logits = head.logits(chunk) if logits is None else logits
+            total.add(chunk, options.gradient(logits, targets[chunk], temperatures[chunk], upstream.of(chunk)))
+            logits = None  # free the kept ones before there are new ones
+        head.release()
+        total.sum_hidden(options.shard)
+        return *total.finish(), None, None, None
 
 
-def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Logits in fp32 or better, divided by the temperature of their row."""
-    high = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(high) / temperatures[:, None].to(high)
-
-
-def _chunks(length: int, size: int) -> list[slice]:
-    """At least one chunk, also of nothing: gradients of the head must exist on every rank."""
-    return [slice(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
+def _joined(parts: list[RowStats]) -> RowStats:
+    means = [part.means for part in parts if part.means is not None]
+    return RowStats(
+        torch.cat([part.norms for part in parts]),
+        torch.cat([part.chosen for part in parts]),
+        torch.cat(means) if means else None,
+    )

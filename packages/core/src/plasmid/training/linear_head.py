@@ -1,0 +1,170 @@
+"""Products with a linear head in chunks of positions: logits into one buffer, gradients into running sums.
+
+P positions, H hidden size, V vocabulary size (of this rank's part), C positions of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .softmax_rows import RowGradients, RowStats, SoftmaxKernels, kernels_for
+from .vocab_shard import VocabShard
+
+GPU_BYTES = 1280 * 2**20
+CPU_BYTES = 128 * 2**20
+"""Most that the logits of a chunk take with ``auto``, beside fp32 sums of the weight's gradient; more is no faster."""
+TILE = 128
+"""Chunks of ``auto`` are multiples of this, as matrix products like them."""
+
+ChunkSize = Literal["auto"] | int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadOptions:
+    """What does not change from chunk to chunk."""
+
+    with_entropy: bool
+    entropy_grad: bool
+    chunk_size: ChunkSize
+    shard: VocabShard | None
+    kernels: SoftmaxKernels
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        *,
+        with_entropy: bool,
+        entropy_grad: bool,
+        chunk_size: ChunkSize,
+        shard: VocabShard | None,
+        kernels: SoftmaxKernels | None,
+    ) -> HeadOptions:
+        """With the kernels for this weight. Raises `ValueError` for a chunk size that is none."""
+        if chunk_size != "auto" and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        return cls(
+            with_entropy=with_entropy or entropy_grad,
+            entropy_grad=entropy_grad,
+            chunk_size=chunk_size,
+            shard=shard,
+            kernels=kernels or kernels_for(weight),
+        )
+
+    @property
+    def first(self) -> int:
+        """Id of the first token that this rank has logits of."""
+        return 0 if self.shard is None else self.shard.first
+
+    def stats(self, logits: Tensor, targets: Tensor, temperatures: Tensor) -> RowStats:
+        """Of this rank's logits of a chunk."""
+        return self.kernels.stats(logits, targets, temperatures, first=self.first, with_means=self.with_entropy)
+
+    def gradient(self, logits: Tensor, targets: Tensor, temperatures: Tensor, upstream: RowGradients) -> Tensor:
+        """Gradient of this rank's logits of a chunk, in their place."""
+        return self.kernels.gradient(logits, targets, temperatures, upstream, first=self.first)
+
+
+@dataclass(slots=True, eq=False)
+class LinearHead:
+    """Hidden states [P, H] and the head's weight [V, H] and bias [V]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    _buffer: Tensor | None = field(default=None, init=False)
+
+    def chunks(self, size: ChunkSize) -> list[slice]:
+        """At least one chunk, also of no positions: gradients of the head must exist on every rank."""
+        length = len(self.hidden)
+        step = self._auto() if size == "auto" else size
+        return [slice(start, min(start + step, length)) for start in range(0, max(length, 1), step)]
+
+    def _auto(self) -> int:
+        length, row = len(self.hidden), max(1, len(self.weight)) * self.weight.element_size()
+        most = max(1, (GPU_BYTES if self.weight.is_cuda else CPU_BYTES) // row)
+        most = max(1, most // TILE) * TILE
+        num_chunks = max(1, -(-length // most))
+        return max(1, -(-length // (num_chunks * TILE))) * TILE  # about equal chunks
+
+    def logits(self, chunk: slice) -> Tensor:
+        """[C, V]; valid until the next call, and free to be overwritten."""
+        hidden = self.hidden[chunk]
+        if self._buffer is None or len(self._buffer) < len(hidden):
+            self._buffer = None  # free it before its successor exists
+            self._buffer = hidden.new_empty(len(hidden), len(self.weight))
+        out = self._buffer[: len(hidden)]
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.T, out=out)
+        return torch.addmm(self.bias, hidden, self.weight.T, out=out)
+
+    def release(self) -> None:
+        """Give the memory of the logits back."""
+        self._buffer = None
+
+
+@dataclass(slots=True, eq=False)
+class HeadGradients:
+    """Sums over chunks: of the weight and bias in fp32 or better, because bf16 would lose the later chunks."""
+
+    head: LinearHead
+    needs: tuple[bool, bool, bool]
+    """Which of hidden, weight and bias need a gradient."""
+    hidden: Tensor | None = field(default=None, init=False)
+    weight: Tensor | None = field(default=None, init=False)
+    bias: Tensor | None = field(default=None, init=False)
+
+    def add(self, chunk: slice, grad_logits: Tensor) -> None:
+        """Take the gradient [C, V] of one chunk's logits."""
+        head, (needs_hidden, needs_weight, needs_bias) = self.head, self.needs
+        if needs_hidden:
+            if self.hidden is None:
+                self.hidden = torch.empty_like(head.hidden)
+            torch.mm(grad_logits, head.weight, out=self.hidden[chunk])
+        if needs_weight:
+            self.weight = _plus_product(self.weight, grad_logits.T, head.hidden[chunk])
+        if needs_bias and head.bias is not None:
+            total = grad_logits.sum(0, dtype=_high(grad_logits))
+            self.bias = total if self.bias is None else self.bias.add_(total)
+
+    def sum_hidden(self, shard: VocabShard | None) -> None:
+        """Add what the other parts of the vocabulary send back to the hidden states."""
+        if shard is not None and self.hidden is not None:
+            shard.sum(self.hidden)
+
+    def finish(self, factor: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients in the dtypes of hidden, weight and bias, times a scalar."""
+        head = self.head
+        likes = (head.hidden, head.weight, head.bias)
+        sums = (self.hidden, self.weight, self.bias)
+        hidden, weight, bias = (_cast(total, like, factor) for total, like in zip(sums, likes, strict=True))
+        return hidden, weight, bias
+
+
+def _high(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Total + left @ right in fp32 or better; no total is 0."""
+    beta = 0 if total is None else 1
+    if total is None:
+        total = left.new_empty(left.shape[0], right.shape[1], dtype=_high(left))
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right, beta=beta)
+    if left.is_cuda and torch.version.hip is None:
+        return torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    product = left @ right
+    return total.add_(product) if beta else total.copy_(product)
+
+
+def _cast(total: Tensor | None, like: Tensor | None, factor: Tensor | None) -> Tensor | None:
+    if total is None or like is None:
+        return None
+    if factor is None:
+        return total.to(like.dtype)
+    return torch.mul(total, factor.to(total.dtype), out=torch.empty_like(like))

@@ -1,0 +1,176 @@
+"""The kernels of `softmax_rows` in Triton: each reads the logits of a chunk once, and writes at most as much.
+
+Imported only where there is a GPU and Triton. Sums are fp32; NaN and infinite logits come out as they would of PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .softmax_rows import RowGradients, RowStats, SoftmaxKernels
+
+LOWEST = tl.constexpr(-3.4e38)
+"""About the lowest finite fp32: a running maximum that starts at -inf would give exp(-inf + inf)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is cut: logits that one program holds at a time, its warps, and how many loads run ahead."""
+
+    block: int
+    num_warps: int
+    num_stages: int = 1
+
+
+STATS = Launch(block=4096, num_warps=8, num_stages=3)
+GRADIENT = Launch(block=4096, num_warps=8)
+
+
+@triton.jit
+def _stats_kernel(
+    logits: tl.tensor,
+    targets: tl.tensor,
+    temperatures: tl.tensor,
+    norms: tl.tensor,
+    chosen: tl.tensor,
+    means: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    first: tl.tensor,
+    WITH_MEANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """One program for each row: maximum, sum of exponentials and their weighted sum, in one pass."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    inverse = 1.0 / tl.load(temperatures + row).to(tl.float32)
+    top = LOWEST
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+        places = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + places, mask=places < width, other=-float("inf")).to(tl.float32) * inverse
+        higher = tl.maximum(top, tl.max(z, 0))
+        shrink = tl.exp(top - higher)
+        weights = tl.exp(z - higher)
+        total = total * shrink + weights
+        if WITH_MEANS:
+            # 0 * -inf would be NaN, but a logit that is NaN must stay so
+            weighted = weighted * shrink + weights * tl.maximum(z, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        top = higher
+    mass = tl.sum(total, 0)
+    tl.store(norms + row, top + tl.log(mass))
+    if WITH_MEANS:
+        tl.store(means + row, tl.sum(weighted, 0) / mass)
+    target = tl.load(targets + row) - first
+    here = (target >= 0) & (target < width)
+    tl.store(chosen + row, tl.load(logits + target, mask=here, other=0.0).to(tl.float32) * inverse)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits: tl.tensor,
+    targets: tl.tensor,
+    temperatures: tl.tensor,
+    norms: tl.tensor,
+    means: tl.tensor,
+    up_logprobs: tl.tensor,
+    up_entropy: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    first: tl.tensor,
+    num_blocks: tl.tensor,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program for each block of a row, in place."""
+    program = tl.program_id(0)
+    row = (program // num_blocks).to(tl.int64)
+    places = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    logits += row * stride
+    inverse = 1.0 / tl.load(temperatures + row).to(tl.float32)
+    up = tl.load(up_logprobs + row).to(tl.float32) * inverse
+    z = tl.load(logits + places, mask=inside, other=-float("inf")).to(tl.float32) * inverse
+    probs = tl.exp(z - tl.load(norms + row))
+    grad = -up * probs
+    if WITH_ENTROPY:
+        slope = tl.load(up_entropy + row).to(tl.float32) * inverse
+        finite = tl.maximum(z, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        grad += slope * (probs * (tl.load(means + row) - finite))
+    target = tl.load(targets + row) - first
+    grad = tl.where(places == target, grad + up, grad)
+    tl.store(logits + places, grad.to(logits.dtype.element_ty), mask=inside)
+
+
+def triton_stats(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_means: bool, launch: Launch = STATS
+) -> RowStats:
+    norms = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty_like(norms)
+    means = torch.empty_like(norms) if with_means else None
+    if len(logits):
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+            _stats_kernel[(len(logits),)](
+                logits,
+                targets.contiguous(),
+                temperatures.contiguous(),
+                norms,
+                chosen,
+                means if means is not None else norms,
+                logits.stride(0),
+                logits.shape[1],
+                first,
+                WITH_MEANS=with_means,
+                BLOCK=_block(logits, launch),
+                STAGES=launch.num_stages,
+                num_warps=launch.num_warps,
+            )
+    return RowStats(norms, chosen, means)
+
+
+def triton_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    upstream: RowGradients,
+    *,
+    first: int,
+    launch: Launch = GRADIENT,
+) -> Tensor:
+    block = _block(logits, launch)
+    num_blocks = triton.cdiv(logits.shape[1], block)
+    means, entropy = upstream.means, upstream.entropy
+    with_entropy = means is not None and entropy is not None
+    if len(logits):
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+            _gradient_kernel[(len(logits) * num_blocks,)](
+                logits,
+                targets.contiguous(),
+                temperatures.contiguous(),
+                upstream.norms,
+                means if means is not None else upstream.norms,
+                upstream.logprobs.contiguous(),
+                entropy.contiguous() if entropy is not None else upstream.norms,
+                logits.stride(0),
+                logits.shape[1],
+                first,
+                num_blocks,
+                WITH_ENTROPY=with_entropy,
+                BLOCK=block,
+                num_warps=launch.num_warps,
+            )
+    return logits
+
+
+TRITON = SoftmaxKernels(stats=triton_stats, gradient=triton_gradient)
+
+
+def _block(logits: Tensor, launch: Launch) -> int:
+    return int(min(launch.block, triton.next_power_of_2(logits.shape[1])))

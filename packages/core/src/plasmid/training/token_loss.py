@@ -1,0 +1,132 @@
+"""A loss of log-probabilities and its gradient at once, chunk by chunk: three matrix products instead of four.
+
+P positions, H hidden size, V vocabulary size, C positions of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .linear_head import ChunkSize, HeadGradients, HeadOptions, LinearHead
+from .logprobs import TokenScores
+from .softmax_rows import RowGradients, SoftmaxKernels
+from .vocab_shard import VocabShard
+
+ChunkLoss = Callable[[TokenScores, slice], Tensor]
+"""Loss of a chunk, a scalar, from its scores [C] and its place among the P positions. It must add up over chunks: what
+a position loses may depend on its own scores and on constants only. Gradients reach the scores and nothing else."""
+
+
+class LossAndScores(NamedTuple):
+    """Of all positions."""
+
+    loss: Tensor
+    """Scalar, sum over chunks; differentiable once."""
+    scores: TokenScores
+    """[P] without gradient."""
+
+
+def linear_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    loss: ChunkLoss,
+    *,
+    bias: Tensor | None = None,
+    with_entropy: bool = True,
+    entropy_grad: bool = False,
+    chunk_size: ChunkSize = "auto",
+    shard: VocabShard | None = None,
+    kernels: SoftmaxKernels | None = None,
+) -> LossAndScores:
+    """The sum of ``loss`` over chunks of `token_logprobs`, with gradients for hidden, weight and bias.
+
+    The gradient of a chunk's logits is known as soon as its log-probabilities are, so the logits are computed once and
+    the gradients are ready before the backward pass, which only scales them. For losses of single tokens: policy
+    gradients with given old log-probabilities, supervised fine-tuning, a KL or an entropy bonus in the loss. The
+    arguments are those of `token_logprobs`; with a ``shard`` the loss must be the same on all ranks of its group.
+    """
+    options = HeadOptions.of(
+        weight,
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+        chunk_size=chunk_size,
+        shard=shard,
+        kernels=kernels,
+    )
+    total, logprobs, entropy = _LinearTokenLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperatures, loss, options, torch.is_grad_enabled()
+    )
+    return LossAndScores(total, TokenScores(logprobs, entropy if with_entropy else None))
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperatures: Tensor,
+        loss: ChunkLoss,
+        options: HeadOptions,
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        head = LinearHead(hidden, weight, bias)
+        gradients = HeadGradients(head, ctx.needs_input_grad[:3])
+        losses, logprobs, entropies = [], [], []
+        for chunk in head.chunks(options.chunk_size):
+            logits = head.logits(chunk)
+            stats = options.stats(logits, targets[chunk], temperatures[chunk])
+            if options.shard is not None:
+                stats = options.shard.combine(stats)
+            entropy = None if stats.means is None else stats.norms - stats.means
+            scores = TokenScores(stats.chosen - stats.norms, entropy)
+            value, up_logprobs, up_entropy = _loss_gradient(loss, scores, chunk, options.entropy_grad)
+            if grad_enabled and any(ctx.needs_input_grad):
+                upstream = RowGradients(stats.norms, up_logprobs, stats.means, up_entropy)
+                gradients.add(chunk, options.gradient(logits, targets[chunk], temperatures[chunk], upstream))
+            losses.append(value)
+            logprobs.append(scores.logprobs)
+            entropies.append(entropy)
+        head.release()
+        gradients.sum_hidden(options.shard)
+        ctx.gradients = gradients
+        known = [entropy for entropy in entropies if entropy is not None]
+        outputs = torch.stack(losses).sum(), torch.cat(logprobs), torch.cat(known) if known else None
+        ctx.mark_non_differentiable(*outputs[1 : 2 + bool(known)])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *ctx.gradients.finish(grad_loss), None, None, None, None, None
+
+
+class _LossGradient(NamedTuple):
+    value: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def _loss_gradient(loss: ChunkLoss, scores: TokenScores, chunk: slice, entropy_grad: bool) -> _LossGradient:
+    """The loss of a chunk, and its gradient for each log-probability and, if wanted, each entropy."""
+    with torch.enable_grad():
+        logprobs = scores.logprobs.detach().requires_grad_()
+        entropy = None if scores.entropy is None else scores.entropy.detach().requires_grad_(entropy_grad)
+        value = loss(TokenScores(logprobs, entropy), chunk)
+        if value.ndim:
+            raise ValueError(f"the loss of a chunk must be a scalar, got shape {tuple(value.shape)}")
+        wanted = [logprobs] if entropy is None or not entropy_grad else [logprobs, entropy]
+        if not value.requires_grad:
+            return _LossGradient(value, torch.zeros_like(logprobs), None)
+        grads = torch.autograd.grad(value, wanted, allow_unused=True)
+    up_logprobs = torch.zeros_like(logprobs) if grads[0] is None else grads[0]
+    return _LossGradient(value.detach(), up_logprobs, grads[1] if len(grads) > 1 else None)
