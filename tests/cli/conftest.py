@@ -40,7 +40,7 @@ def make_group(group_id, skill, rng, *, version=0, samples=4, nasty=False):
         token_ids=np.array(encode(text), np.int32),
         text=text,
         messages=({"role": "user", "content": text},),
-        target=str(a + b),
+        target=NASTY if nasty else str(a + b),
     )
     made = []
     for i in range(samples):

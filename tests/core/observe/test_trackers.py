@@ -76,12 +76,18 @@ def test_tensorboard_that_is_not_installed_names_the_way_out(tmp_path, monkeypat
     assert "pip install 'plasmid[tensorboard]'" in str(error.value)
 
 
-def test_wandb_offline_writes_into_the_run_folder_and_continues_one_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_X_DISABLE_META", "true")
+@pytest.mark.long
+def test_wandb_offline_writes_into_the_run_folder_and_continues_one_run(tmp_path):
+    code = (
+        "import asyncio, pathlib, sys\n"
+        "from plasmid.observe.wandb import WandB\nfrom plasmid.protocols import RunContext\n"
+        "tracker = WandB(mode='offline', project='p')\n"
+        "asyncio.run(tracker.open(RunContext(seed=0, run_dir=pathlib.Path(sys.argv[1]))))\n"
+        "for step in sys.argv[2:]: tracker.log(int(step), {'reward/mean': 0.5})\nasyncio.run(tracker.close())"
+    )
     (tmp_path / "config.json").write_text(json.dumps({"run": {"batches": 3}}))
-    track(WandB(mode="offline", project="p"), tmp_path, [1, 2])
-    track(WandB(mode="offline", project="p"), tmp_path, [3])
+    for steps in (["1", "2"], ["3"]):  # a run and its continuation are two processes
+        subprocess.run([sys.executable, "-c", code, str(tmp_path), *steps], check=True, timeout=120)
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2
     assert len({file.name for file in files}) == 1, "both halves have the id of one run"

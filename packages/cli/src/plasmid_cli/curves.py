@@ -45,7 +45,9 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     means = [sum(known[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     top = len(BLOCKS) - 1
-    return "".join(BLOCKS[round((v - low) / (high - low) * top) if high > low else top // 2] for v in means)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # averaging equal values leaves rounding errors
+        return BLOCKS[top // 2] * cells
+    return "".join(BLOCKS[round((v - low) / (high - low) * top)] for v in means)
 
 
 def chart(series: Sequence[Series], *, width: int = 78, height: int = 12, x_label: str = "batch") -> Text:
@@ -76,7 +78,7 @@ def ticks(low: float, high: float, *, count: int = 4) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def reward_series(run: RunData) -> list[Series]:
@@ -181,7 +183,7 @@ def _row(value: float, y_range: tuple[float, float], height: int) -> int:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    if high > low:
+    if high - low > max(1e-9 * max(abs(low), abs(high)), 1e-290):
         return low, high
-    by = abs(low) * 0.1 or 0.5
+    by = abs(low) * 0.1 if abs(low) > 1e-280 else 0.5
     return low - by, high + by

@@ -195,7 +195,8 @@ class LiveProgress:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._state.lock:
-            yield render(self._state, width=options.max_width)
+            display = render(self._state, width=options.max_width)
+        yield display  # past the lock: what draws it may wait for locks of the console
 
 
 def render(state: Heard, *, width: int) -> RenderableType:

@@ -37,8 +37,6 @@ def print_summary(result: RunResult, console: Console) -> None:
     run = load_run(result.run_dir)
     state = "stopped" if result.interrupted else "finished"
     print_run(run, console, title=f"{state} {run.name} after {result.steps} batches in {duration(result.seconds)}")
-    if result.interrupted and result.checkpoint is not None:
-        console.print("the run was interrupted and saved; add --resume to the same command to go on", highlight=False)
 
 
 def print_run(run: RunData, console: Console, *, title: str | None = None) -> None:
@@ -53,7 +51,7 @@ def print_run(run: RunData, console: Console, *, title: str | None = None) -> No
         console.print()
         console.print(chart(series, width=min(console.width, 100)), soft_wrap=True, highlight=False)
     console.print()
-    console.print(paths(run.path), highlight=False)
+    console.print(paths(run.path), soft_wrap=True, highlight=False)  # a path that is cut into lines cannot be copied
 
 
 def figures(run: RunData) -> Table:
@@ -99,13 +97,12 @@ def costs(run: RunData) -> list[tuple[str, str]]:
     return rows
 
 
-def paths(run_dir: Path) -> Table:
-    """What lies in the folder and what it is."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name, meaning in WRITTEN:
-        if (run_dir / name).exists() and not _is_empty(run_dir / name):
-            table.add_row(Text(str(run_dir / name), overflow="fold"), Text(meaning, style="dim"))
-    return table
+def paths(run_dir: Path) -> Text:
+    """What lies in the folder and what it is, one line each."""
+    found = [(run_dir / name, what) for name, what in WRITTEN if (run_dir / name).exists()]
+    shown = [(str(path), what) for path, what in found if not _is_empty(path)]
+    width = max((len(path) for path, _ in shown), default=0)
+    return Text("\n").join(Text.assemble(f"{path:<{width}}  ", (what, "dim")) for path, what in shown)
 
 
 def _is_empty(path: Path) -> bool:

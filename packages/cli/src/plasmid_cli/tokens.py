@@ -16,6 +16,11 @@ LONGEST_CHARACTER = 8
 """Tokens after which an incomplete character is given up."""
 
 
+def printable(text: str) -> str:
+    """The text with control characters made visible: a policy must not be able to command the reader's terminal."""
+    return "".join(c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}" for c in text)
+
+
 class TokenTexts:
     """Splits token ids into texts with the run's tokenizer, or into ids where it is not at hand."""
 

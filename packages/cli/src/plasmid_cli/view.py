@@ -21,7 +21,7 @@ from rich.text import Text
 from .curves import Series, chart, sparkline
 from .run_data import RunData
 from .summary import print_run
-from .tokens import TokenTexts
+from .tokens import TokenTexts, printable
 
 Order = Literal["best", "worst", "random", "stored"]
 Coloring = Literal["logprob", "version", "none"]
@@ -67,12 +67,12 @@ def metrics_table(run: RunData, *, width: int = 80) -> Table:
     for name in ("first", "last", "min", "max"):
         table.add_column(name, justify="right")
     table.add_column("course", no_wrap=True)
-    room = width - max(map(len, names), default=0) - 2 - 4 * 11
+    room = width - max(map(len, names), default=0) - 2 - 4 * 12
     for name in names:
         values = run.curve(name)[1]
         known = [v for v in values if math.isfinite(v)] or [math.nan]
-        numbers = (f"{v:.3g}" for v in (values[0], values[-1], min(known), max(known)))
-        table.add_row(name, *numbers, Text(sparkline(values, width=max(5, min(30, room))), style="cyan"))
+        numbers = (f"{v:.4g}" for v in (values[0], values[-1], min(known), max(known)))
+        table.add_row(Text(name), *numbers, Text(sparkline(values, width=max(5, min(30, room))), style="cyan"))
     return table
 
 
@@ -98,10 +98,15 @@ def view_samples(
         raise ConfigError(f"{run.path}: no sample of {file} has a prompt with {prompt!r} in its id or text")
     texts = TokenTexts.of(run)
     for index, one in enumerate(shown):
-        console.print(Rule(f"{file}, sample {one.sample.id}, {index + 1} of {len(shown)} ({order})"))
+        console.print(Rule(Text(f"{file}, sample {one.sample.id}, {index + 1} of {len(shown)} ({order})")))
         console.print(facts(one))
         console.print(
-            Panel(Text(one.prompt.text or "(tokens only)"), title="prompt", title_align="left", border_style="dim")
+            Panel(
+                Text(printable(one.prompt.text) or "(tokens only)"),
+                title="prompt",
+                title_align="left",
+                border_style="dim",
+            )
         )
         console.print(
             Panel(colored(one, texts, coloring), title="completion", title_align="left", subtitle=_key(one, coloring))
@@ -151,22 +156,24 @@ def facts(shown: Shown) -> Text:
     if score and score.components:
         text.append(" = " + ", ".join(f"{name} {value:.4g}" for name, value in score.components.items()))
     if score and score.error:
-        text.append(f" ({score.error})", style="red")
+        text.append(f" ({printable(score.error)})", style="red")
     versions = sorted({span.version for span in sample.versions})
     text.append(f"\nprompt {shown.prompt.id}, {sample.num_generated} tokens by version {_ranges(versions) or '-'}")
     text.append(f", ended by {sample.stop_reason.value}, temperature {sample.sampling.temperature:g}")
     if sample.error:
-        text.append(f"\nfailed: {sample.error}", style="red")
+        text.append(f"\nfailed: {printable(sample.error)}", style="red")
     if shown.dropped_by:
         text.append(f"\ngroup dropped by filter {shown.dropped_by}", style="yellow")
     if shown.prompt.target is not None:
-        text.append(f"\ntarget {shown.prompt.target}", style="dim")
+        text.append(printable(f"\ntarget {shown.prompt.target}"), style="dim")
     return text
 
 
 def colored(shown: Shown, texts: TokenTexts, coloring: Coloring) -> Text:
     """The tokens after the prompt; what no policy drew (tool replies) is dim."""
     sample, start = shown.sample, min(len(shown.prompt.token_ids), len(shown.sample.token_ids))
+    if not texts.known:
+        return Text(printable(sample.text))
     versions = token_versions(sample)
     text = Text()
     for position, token in enumerate(texts.split(sample.token_ids.tolist())[start:], start):
@@ -178,7 +185,7 @@ def colored(shown: Shown, texts: TokenTexts, coloring: Coloring) -> Text:
             style = VERSION_COLORS[int(versions[position]) % len(VERSION_COLORS)]
         else:
             style = ""
-        text.append(token, style=style)
+        text.append(printable(token), style=style)
     return text
 
 

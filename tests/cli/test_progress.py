@@ -1,0 +1,159 @@
+import io
+import logging
+import threading
+
+import pytest
+from plasmid.config import LoopConfig, RunConfig
+from plasmid.observe.dispatch import ObserverQueues
+from plasmid_cli.progress import Heard, LiveProgress, PlainProgress, duration, make_progress, render
+from rich.console import Console
+
+METRICS = {
+    "reward/mean": 0.25,
+    "train/loss": -0.0123,
+    "train/kl": 0.0021,
+    "rollout/length_mean": 17.4,
+    "rollout/staleness_mean": 0.5,
+    "perf/tokens_per_s": 912.0,
+    "perf/batch_s": 6.5,
+}
+
+
+def config(batches=10):
+    run = LoopConfig(batches=batches, prompts_per_batch=4)
+    return RunConfig.model_construct(recipe="sums", run=run)
+
+
+def plain_console():
+    return Console(file=io.StringIO(), width=80)
+
+
+def live_console():
+    return Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+
+
+def text(state, width=80):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(state, width=width))
+    return console.file.getvalue()
+
+
+def tell(progress):
+    """A short run, told as a session tells it."""
+    queues = ObserverQueues([("progress", progress)])
+    queues.emit("phase_started", batch=0, phase="start", version=0)
+    queues.emit("evaluation_finished", step=0, name="held-out", metrics={"eval/held-out/reward": 0.1})
+    for step in (1, 2):
+        queues.emit("phase_started", batch=step - 1, phase="sample", version=step - 1)
+        queues.emit("step_finished", step=step, metrics=METRICS)
+    queues.emit("checkpoint_saved", step=2, path="runs/sums/checkpoints/batch-000002")
+    queues.close()
+
+
+def test_a_pipe_gets_one_plain_line_per_batch_evaluation_and_checkpoint():
+    console = plain_console()
+    with make_progress(config(), console) as progress:
+        assert isinstance(progress, PlainProgress)
+        tell(progress)
+    lines = console.file.getvalue().splitlines()
+    figures = "reward 0.250  loss -0.0123  kl 0.0021  length 17  stale 0.5  tok/s 912  s 6.5  eta 0:00"
+    assert lines == [
+        "batch 0/10  held-out reward of held-out: 0.1",
+        f"batch 1/10  {figures}",
+        f"batch 2/10  {figures}",
+        "batch 2/10  saved runs/sums/checkpoints/batch-000002",
+    ]
+    assert "\x1b" not in console.file.getvalue()
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_progress(config(), live_console()), PlainProgress)
+
+
+def test_a_terminal_shows_the_figures_of_the_last_batches(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console = live_console()
+    with make_progress(config(), console) as progress:
+        assert isinstance(progress, LiveProgress)
+        tell(progress)
+    shown = console.file.getvalue()
+    for part in ("sums", "2/10", "reward", "0.250", "-0.0123", "912", "held out held-out 0.1", "eta"):
+        assert part in shown
+    assert "saved runs/sums/checkpoints/batch-000002" in shown
+
+
+def test_log_lines_go_through_the_display_and_handlers_come_back(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console, stream = live_console(), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), make_progress(config(), console):
+            logging.getLogger("plasmid.run").warning("engine %s is slow", "[0]")
+            raise KeyboardInterrupt
+        logging.getLogger("plasmid.run").warning("after")
+    finally:
+        root.removeHandler(handler)
+    assert "engine [0] is slow" in console.file.getvalue()
+    assert stream.getvalue() == "after\n"
+    assert console.file.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_the_display_keeps_eight_batches_and_fits_narrow_terminals():
+    state = Heard(config(batches=1000))
+    state.begin_phase(0, "sample", 0)
+    for step in range(1, 31):
+        state.end_step(step, METRICS)
+    shown = text(state)
+    rows = [line.split()[0] for line in shown.splitlines() if line.strip() and line.split()[0].isdigit()]
+    assert rows == [str(step) for step in range(23, 31)]
+    for width in (80, 100):
+        assert max(map(len, text(state, width=width).splitlines())) <= width
+    assert shown.splitlines()[0].count("sums") == 1
+
+
+def test_the_bar_says_what_is_going_on_and_how_many_groups_are_there():
+    state = Heard(config())
+    state.begin_phase(3, "sample", 3)
+    state.scored = 2
+    assert "sampling 2/4" in text(state)
+    assert "3/10" in text(state), "a resumed run does not begin at 0"
+    state.begin_phase(3, "train", 3)
+    assert "training" in text(state)
+
+
+def test_the_eta_follows_the_pace_of_the_last_batches():
+    state = Heard(config(batches=110))
+    assert state.eta_s() is None
+    for step in range(1, 11):
+        state.last_end -= 2.0
+        state.end_step(step, METRICS)
+    assert state.eta_s() == pytest.approx(200, abs=2)
+
+
+def test_events_and_redraws_of_many_threads_do_not_disturb_each_other(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console = live_console()
+    finished = []
+
+    def work():
+        for step in range(1, 100):
+            progress.step_finished(step, {**METRICS, f"reward/{step}": 1.0})
+            progress.evaluation_finished(step, f"set-{step % 7}", {f"eval/set-{step % 7}/reward": 0.5})
+            if step % 20 == 0:
+                console.print(progress)
+        finished.append(True)
+
+    with make_progress(config(), console) as progress:
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert finished == [True] * 4
+
+
+def test_durations_read_like_clocks():
+    assert [duration(s) for s in (0, 59.6, 125, 3723)] == ["0:00", "1:00", "2:05", "1:02:03"]
