@@ -1,8 +1,10 @@
 """Recipes and overrides that cannot be meant: one literal line for each mistake, before anything is started."""
 
 import pytest
+from plasmid.plugins import installed, load_plugins
 
-KINDS = "exact-match, format, length, number, random, regex"
+INSTALLED = {slot: ", ".join(sorted(kinds)) for slot, kinds in installed(load_plugins()).items()}
+"""What the messages list; more packages install more."""
 TABLES = (
     "algorithm, checkpoint, critic, data, eval, filters, model, placement, plugins, recipe, reference, rewards, "
     "rollout, run, sampling, teacher, trackers, trainer, workflow"
@@ -92,16 +94,16 @@ RANGES = [
     ("rewards=[{kind='format',tags=[]}]", "rewards.0.tags: must have at least 1 item, got []"),
 ]
 KIND_MISTAKES = [
-    ("trainer.kind='megatron'", "trainer.kind: 'megatron' is not installed; installed are fsdp"),
+    ("trainer.kind='zzz'", f"trainer.kind: 'zzz' is not installed; installed are {INSTALLED['trainer']}"),
     ("trainer.kind='fspd'", "trainer.kind: 'fspd' is not installed; did you mean 'fsdp'?"),
-    ("trainer.kind=3", "trainer.kind: must be a string, got 3; installed are fsdp"),
-    ("rollout.kind='sglang'", "rollout.kind: 'sglang' is not installed; installed are hf"),
-    ("algorithm.kind='gpro'", "algorithm.kind: 'gpro' is not installed; did you mean 'grpo'?"),
+    ("trainer.kind=3", f"trainer.kind: must be a string, got 3; installed are {INSTALLED['trainer']}"),
+    ("rollout.kind='zzz'", f"rollout.kind: 'zzz' is not installed; installed are {INSTALLED['rollout']}"),
+    ("algorithm.kind='grpoo'", "algorithm.kind: 'grpoo' is not installed; did you mean 'grpo'?"),
     ("workflow.kind='single-tunr'", "workflow.kind: 'single-tunr' is not installed; did you mean 'single-turn'?"),
-    ("rewards=[{}]", f"rewards.0.kind: is missing; installed are {KINDS}"),
+    ("rewards=[{}]", f"rewards.0.kind: is missing; installed are {INSTALLED['rewards']}"),
     ("rewards=[{kind='nubmer'}]", "rewards.0.kind: 'nubmer' is not installed; did you mean 'number'?"),
     ("rewards=[{kind='regex'}]", "rewards.0.pattern: is required"),
-    ("eval.0.data.kind='x'", "eval.0.data.kind: 'x' is not installed; installed are files"),
+    ("eval.0.data.kind='x'", f"eval.0.data.kind: 'x' is not installed; installed are {INSTALLED['data']}"),
 ]
 OVERRIDES = [
     *(
@@ -197,7 +199,7 @@ def test_mistakes_in_different_tables_are_all_told_and_none_twice(rl):
         "trainer.lr: must be at least 0, got -1",
         "data.pth: no such setting; did you mean 'path'?",
         "rewards.0.pik: no such setting; did you mean 'pick'?",
-        "eval.0.data.kind: 'x' is not installed; installed are files",
+        f"eval.0.data.kind: 'x' is not installed; installed are {INSTALLED['data']}",
         "eval.0.limit: must be 'all' or an integer of at least 1, got 0",
         "model.max_length: must be 'auto' or an integer of at least 1, got 'x'",
         "run.seed: must be an integer of at least 0, got 'x'",
@@ -217,8 +219,8 @@ def test_checks_that_span_tables_are_all_told(rl):
 def test_an_empty_recipe_is_told_all_that_it_lacks(rl, folder):
     (folder / "empty.toml").write_text("")
     assert rl("train", "empty.toml") == [
-        "trainer.kind: is missing; installed are fsdp",
-        "algorithm.kind: is missing; installed are grpo",
+        f"trainer.kind: is missing; installed are {INSTALLED['trainer']}",
+        f"algorithm.kind: is missing; installed are {INSTALLED['algorithm']}",
         "data.path: is required",
         "model.path: is required",
     ]
@@ -263,12 +265,12 @@ def test_a_recipe_that_cannot_be_read_is_named(rl, folder):
         ("options a b", "got unexpected extra argument(s) (b); see `rl options --help`"),
         ("train run.batches=3", "no recipe given; name a TOML file, for example recipes/smollm2-sums-cpu.toml"),
         ("train recipe.toml --replay x --resume", "--replay begins a run of its own; leave out --resume"),
-        ("options trainer", "'trainer' is a slot; its settings depend on the component: trainer/fsdp"),
+        ("options zzz", "no component or table 'zzz'; `rl options` lists what there is"),
         ("options fsdb", "no component or table 'fsdb'; did you mean 'fsdp'?"),
         ("eval recipe.toml eval=[]", "eval: the recipe has no evaluation set; add an [[eval]] table"),
         ("eval recipe.toml --model no/such", "model.path: no such folder: no/such"),
         ("convert no/such out", "no/such: no such file or folder"),
-        ("convert x out --from megatron", "--from: no layout 'megatron'; installed are gguf, hf"),
+        ("convert x out --from zzz", f"--from: no layout 'zzz'; installed are {INSTALLED['converters']}"),
         ("convert x out --from hf from.dtypes=1", "from.dtypes: no such setting; did you mean 'dtype'?"),
         ("view no", "no: no run here: it has no config.json and no metrics.jsonl; name the folder of a run"),
     ],

@@ -41,12 +41,13 @@ def test_a_config_that_is_no_model_is_named(rl, real):
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_another_model_is_named(rl, real):
+def test_a_checkpoint_of_another_model_is_named(rl, real, capsys):
     from plasmid_cli.main import app
 
     with pytest.raises(SystemExit) as stopped:
         app(["train", "recipe.toml", *SMALL, "checkpoint.export=false"])
     assert not stopped.value.code
+    capsys.readouterr()
     make_tiny_model(real / "other", hidden_size=32)
     start = "checkpoint.start_from='run/checkpoints/batch-000001'"
     said = rl("train", "recipe.toml", *SMALL, "run.dir='run2'", "model.path='other'", start)
