@@ -56,6 +56,19 @@ def test_data_that_ends_end_the_run_with_the_rest_trained(runner):
     assert sizes == [12, 12, 12, 4]
 
 
+def test_the_policy_is_published_and_evaluated_when_the_data_end_between_publishes(runner):
+    data = {"path": str(runner.folder / "prompts.jsonl") + "@[0:3]"}
+    changes = {
+        "data": {"epochs": 1},
+        "run": {"batches": 100, "prompts_per_batch": 8, "sync_every": 2},
+        "eval": [{"name": "few", "data": data}],
+    }
+    result = runner.run(changes)
+    assert [m["version"] for m in runner.metrics()] == [0, 1, 1, 2, 2]
+    assert [step for step, _ in result.evaluations["few"]] == [0, 5]
+    assert not result.interrupted
+
+
 def test_filters_that_drop_everything_end_the_run_with_a_reason(runner):
     with pytest.raises(PlasmidError, match=r"filters: 12 groups in a row were dropped \(nothing: 12\); loosen"):
         runner.run({"filters": [{"kind": "nothing"}], "run": {"max_dropped": 12}})

@@ -1,5 +1,6 @@
 """Resume: a continued run equals one that was never stopped."""
 
+import asyncio
 import json
 import shutil
 
@@ -7,6 +8,8 @@ import pytest
 from plasmid.errors import CheckpointError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.sample_store import read_samples
+from plasmid.rollout.draws import Draws
+from plasmid.rollout.producer import DropLimit, Stream
 
 SETTINGS = {"filters": [{"kind": "even-group"}], "checkpoint": {"every": 2, "keep_last": 10}}
 TIMES = ("perf/", "memory/", "gpu/")
@@ -128,3 +131,41 @@ def test_the_state_is_plain_json(runner):
     runner.run({"checkpoint": {"every": 4}})
     state = json.loads((runner.folder / "run/checkpoints/batch-000008/state.json").read_text())
     assert state["batch"] == state["version"] == 8
+
+
+class Numbers:
+    """A prompt stream that counts."""
+
+    def __init__(self):
+        self.next = 0
+
+    def draw(self):
+        self.next += 1
+        return self.next
+
+    def state(self):
+        return {"next": self.next}
+
+    def restore(self, state):
+        self.next = state["next"]
+
+
+async def never(draw):
+    await asyncio.sleep(3600)
+
+
+def test_draws_whose_rollouts_still_run_are_drawn_again_after_a_resume():
+    async def save():
+        limit = DropLimit(limit=9, failed_limit=9)
+        stream = Stream(Draws(Numbers()), never, slots=4, max_staleness=1, limit=limit)
+        stream.release(0)
+        await asyncio.sleep(0)
+        state = stream.state()
+        await stream.close()
+        return state
+
+    state = asyncio.run(save())
+    assert [item["id"] for item in state["pending"]] == [0, 1, 2, 3]
+    again = Draws(Numbers())
+    again.restore(state)
+    assert [(draw.id, draw.prompt) for draw in (again.draw() for _ in range(5))] == [(i, i + 1) for i in range(5)]

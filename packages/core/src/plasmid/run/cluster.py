@@ -128,7 +128,11 @@ class RayCluster:
     async def start(
         self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
     ) -> Actor:
-        env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "2"}
+        env = {
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "MALLOC_ARENA_MAX": "2",
+        }
         env |= resources.env
         env["CUDA_VISIBLE_DEVICES"] = "" if resources.gpu is None else _visible_gpus()[resources.gpu]
         log_file = str(self._log_dir / f"{name}.log")

@@ -30,11 +30,11 @@ class EvaluationSet:
     settings: EvalConfig
     prompts: tuple[Prompt, ...]
 
-    def is_due(self, batch: int, last: int) -> bool:
-        """True if the set is to be evaluated after this many batches of ``last``."""
+    def is_due(self, batch: int, *, last: bool) -> bool:
+        """True if the set is to be evaluated after this many batches."""
         if batch == 0:
             return self.settings.at_start
-        if batch == last and self.settings.at_end:
+        if last and self.settings.at_end:
             return True
         return bool(self.settings.every) and batch % self.settings.every == 0
 
@@ -70,11 +70,13 @@ class Evaluator:
         self._config, self._sets = config, tuple(sets)
         self._workers, self._engine = workers, engine
         self._samples_dir, self._report = samples_dir, report
+        self._done: set[tuple[str, int]] = set()
 
-    async def run_due(self, batch: int, version: int) -> None:
-        """Evaluate the sets that are due after this many batches."""
+    async def run_due(self, batch: int, *, last: bool) -> None:
+        """Evaluate the sets that are due after this many batches, and have not been evaluated there."""
         for set_ in self._sets:
-            if set_.is_due(batch, self._config.run.batches):
+            if set_.is_due(batch, last=last) and (set_.settings.name, batch) not in self._done:
+                self._done.add((set_.settings.name, batch))
                 await self.run(set_, batch)
 
     async def run(self, set_: EvaluationSet, batch: int) -> dict[str, float]:

@@ -55,8 +55,8 @@ class LoopParts:
     producer: Producer
     observers: Telling
     write_samples: Callable[[tuple[GroupRef, ...], int], Awaitable[None]]
-    evaluate: Callable[[int, int], Awaitable[None]]
-    """Evaluate the sets that are due after this batch (0: before the first), at this policy version."""
+    evaluate: Callable[[int, bool], Awaitable[None]]
+    """Evaluate the sets that are due after this batch (0: before the first), which may be the last."""
     save: Callable[[Progress], Awaitable[None]]
 
 
@@ -79,11 +79,14 @@ class Loop:
             await self._evaluate()
         while self.progress.batch < self.config.run.batches and not self._may_stop():
             taken = await self._take()
-            if taken is None or not taken.groups:
+            if taken is None:
+                break
+            if not taken.groups:
+                await self._end_of_data()
                 break
             await self._batch(taken)
         await self._finish()
-        return self.stopping.is_set()
+        return self.stopping.is_set() and self.progress.batch < self.config.run.batches
 
     def stop(self) -> None:
         """Ask for a clean end."""
@@ -199,10 +202,17 @@ class Loop:
             await engine.wake(kv_cache=True)
         return receipt.num_bytes
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self, *, last: bool = False) -> None:
         if self.config.eval and self.parts.engine is not None:
             self._tell("evaluate")
-            await self.parts.evaluate(self.progress.batch, self.progress.version)
+            await self.parts.evaluate(self.progress.batch, last or self.progress.batch >= self.config.run.batches)
+
+    async def _end_of_data(self) -> None:
+        """The data ended before the last batch: the policy trained so far is the final one."""
+        log.info("the data ended after %d batches", self.progress.batch)
+        if self.progress.unpublished and self.parts.trainer is not None and self.parts.engine is not None:
+            await self._publish_next()
+        await self._evaluate(last=True)
 
     async def _save(self) -> None:
         self._tell("save")

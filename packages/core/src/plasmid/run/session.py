@@ -27,6 +27,7 @@ from .replay import stored_batches
 from .setup import build_loop, restore
 
 log = logging.getLogger(__name__)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MakeCluster = Callable[[RunFolder], Cluster]
 
 
@@ -103,7 +104,7 @@ class _Session:
             loop = await build_loop(
                 self.config, parts, folder, stream, queues, evaluator, state=state, replay=self.mode.replay, stack=stack
             )
-            with _stop_on_sigint(loop):
+            with _stop_on_signals(loop):
                 interrupted = await loop.run()
             final = await self._export(folder, parts, interrupted)
         return self._result(folder, loop, interrupted, final)
@@ -186,24 +187,29 @@ class _Session:
 
 
 @contextlib.contextmanager
-def _stop_on_sigint(loop: Loop) -> Iterator[None]:
-    """The first Ctrl-C ends the run after the current batch, with everything saved; the second ends it at once."""
+def _stop_on_signals(loop: Loop) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) ends the run after the current batch, all saved; the second ends it at once."""
     events = asyncio.get_running_loop()
 
     def first() -> None:
         log.warning("stopping: saving the run; press Ctrl-C again to quit without")
         loop.stop()
-        events.remove_signal_handler(signal.SIGINT)
+        remove()
+
+    def remove() -> None:
+        for number in SIGNALS:
+            events.remove_signal_handler(number)
 
     try:
-        events.add_signal_handler(signal.SIGINT, first)
+        for number in SIGNALS:
+            events.add_signal_handler(number, first)
     except (ValueError, RuntimeError):  # not the main thread: somebody else handles signals
         yield
         return
     try:
         yield
     finally:
-        events.remove_signal_handler(signal.SIGINT)
+        remove()
 
 
 def evaluate(config: RunConfig, *, make_cluster: MakeCluster | None = None) -> Mapping[str, Mapping[str, float]]:

@@ -16,6 +16,7 @@ from ..observe.dispatch import ObserverQueues
 from ..observe.journal import Journal
 from ..observe.sample_store import read_samples
 from ..observe.system import SystemMonitor
+from ..protocols import RunContext
 from ..rollout.draws import Draw, Draws
 from ..rollout.producer import DropLimit, Producer, Stream, Waves
 from ..rollout.seeds import seed_of
@@ -74,8 +75,13 @@ async def build_loop(
     recorder = Recorder(folder=folder, queues=queues, monitor=monitor)
     stack.callback(recorder.journal.close)
     progress = Progress()
+    for _, component in _components(config):
+        await component.open(RunContext(seed=config.run.seed, run_dir=folder.path))
+        stack.push_async_callback(component.close)
     if state is not None:
         progress = await _take_up(state, parts, producer, folder, recorder)
+        for place, component in _components(config):
+            component.restore(state.state.components.get(place, {}))
     elif config.checkpoint.start_from != "none" and parts.trainer is not None:
         await parts.trainer.load(Path(config.checkpoint.start_from) / "trainer")
     saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues)
@@ -84,9 +90,9 @@ async def build_loop(
         if parts.workers is not None:
             await parts.workers.write(folder.batch_samples(step), groups, step)
 
-    async def evaluate(batch: int, version: int) -> None:
+    async def evaluate(batch: int, last: bool) -> None:
         if evaluator is not None:
-            await evaluator.run_due(batch, version)
+            await evaluator.run_due(batch, last=last)
 
     loop_parts = LoopParts(
         trainer=parts.trainer,
@@ -158,14 +164,14 @@ class Saver:
     async def save(self, progress: Progress) -> None:
         """One atomic checkpoint of everything. Raises `CheckpointError`; what was saved before stays."""
         folder = CheckpointFolder(self.folder.checkpoints, self.config.checkpoint)
+        state, finished = self._state(progress), self.producer.finished()  # at one moment: rollouts go on meanwhile
         try:
             temporary = folder.begin(progress.batch)
             if self.parts.trainer is not None:
                 await self.parts.trainer.save(temporary / "trainer")
-            finished = self.producer.finished()
             if self.parts.workers is not None and finished:
                 await self.parts.workers.write(temporary / BUFFER, finished, progress.batch)
-            path = folder.commit(temporary, self._state(progress))
+            path = folder.commit(temporary, state)
         except (OSError, CheckpointError) as error:
             folder.discard()
             reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
