@@ -68,7 +68,9 @@ def figures(run: RunData) -> Table:
     if rewards:
         n = min(5, max(1, len(rewards) // 4))
         of = f" (mean of {n} batches)" if n > 1 else ""
-        table.add_row(Text(f"train reward{of}", style="cyan"), *_change([_mean(rewards[:n]), _mean(rewards[-n:])]))
+        table.add_row(
+            Text(f"train reward{of}", style="cyan"), *_change([_mean(rewards[:n]), _mean(rewards[-n:])][: len(rewards)])
+        )
     lengths = run.curve("rollout/length_mean")[1]
     if lengths:
         table.add_row("tokens per completion", *_change(lengths, pattern="{:.1f}"))
