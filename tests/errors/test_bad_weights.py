@@ -47,8 +47,8 @@ def test_a_checkpoint_of_another_model_is_named(rl, real, capsys):
     with pytest.raises(SystemExit) as stopped:
         app(["train", "recipe.toml", *SMALL, "checkpoint.export=false"])
     assert not stopped.value.code
-    capsys.readouterr()
     make_tiny_model(real / "other", hidden_size=32)
+    capsys.readouterr()
     start = "checkpoint.start_from='run/checkpoints/batch-000001'"
     said = rl("train", "recipe.toml", *SMALL, "run.dir='run2'", "model.path='other'", start)
     assert len(said) == 1
