@@ -128,6 +128,28 @@ def test_large_logits_stay_finite():
     assert fused.logprobs.item() == -2e4 and fused.entropy.item() == 0.0
 
 
+def test_a_second_backward_pass_gives_the_same():
+    hidden, weight, bias, targets, temperatures = case()
+    scores = token_logprobs(hidden, weight, targets, temperatures, bias=bias, entropy_grad=True, chunk_size=4)
+    total = scores.logprobs.sum() + scores.entropy.sum()
+    first, second = (torch.autograd.grad(total, (hidden, weight, bias), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_logits_of_minus_infinity_have_no_probability_and_no_gradient(entropy_grad):
+    hidden, weight, bias, targets, temperatures = case()
+    masked = bias.detach().clone()
+    masked[5], targets[targets == 5] = float("-inf"), 4
+    scores = token_logprobs(hidden, weight, targets, temperatures, bias=masked, entropy_grad=entropy_grad, chunk_size=4)
+    grads = torch.autograd.grad(scores.logprobs.sum() + entropy_grad * scores.entropy.sum(), (hidden, weight))
+    rest = torch.arange(VOCAB) != 5
+    plain = plainly(hidden, weight[rest], bias[rest], targets - (targets > 5).long(), temperatures)
+    expected = torch.autograd.grad(plain[0].sum() + entropy_grad * plain[1].sum(), (hidden, weight))
+    for a, b in zip((*scores, *grads), (*plain, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 def test_no_chunk_size_below_one():
     hidden, weight, _, targets, temperatures = case()
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):

@@ -62,7 +62,7 @@ class HeadOptions:
 
     def stats(self, logits: Tensor, targets: Tensor, temperatures: Tensor) -> RowStats:
         """Of this rank's logits of a chunk."""
-        return self.kernels.stats(logits, targets, temperatures, first=self.first, with_means=self.with_entropy)
+        return self.kernels.stats(logits, targets, temperatures, first=self.first, with_entropy=self.with_entropy)
 
     def gradient(self, logits: Tensor, targets: Tensor, temperatures: Tensor, upstream: RowGradients) -> Tensor:
         """Gradient of this rank's logits of a chunk, in their place."""

@@ -25,39 +25,41 @@ class RowStats(NamedTuple):
     """[C] log of the sum of exp(z)."""
     chosen: Tensor
     """[C] z at the target; 0 where the target is in another rank's part of the vocabulary."""
-    means: Tensor | None
-    """[C] mean of z under the softmax."""
+    entropy: Tensor | None
+    """[C] of the softmax, in nats."""
 
 
 class RowGradients(NamedTuple):
-    """What the gradient of a row of logits is made of; ``norms`` and ``means`` are those of the whole vocabulary."""
+    """What the gradient of a row of logits is made of; all [C]."""
 
     norms: Tensor
-    logprobs: Tensor
-    """[C] upstream gradient of the log-probabilities."""
-    means: Tensor | None = None
+    """Of the whole vocabulary, as in `RowStats`."""
+    up_logprobs: Tensor
+    """Upstream gradient of the log-probabilities."""
     entropy: Tensor | None = None
-    """[C] upstream gradient of the entropies; needs ``means``."""
+    """Of the whole vocabulary; needed with ``up_entropy``."""
+    up_entropy: Tensor | None = None
+    """Upstream gradient of the entropies."""
 
     def of(self, chunk: slice) -> RowGradients:
         """Those of some rows."""
-        norms, logprobs, means, entropy = (None if part is None else part[chunk] for part in self)
-        assert norms is not None and logprobs is not None
-        return RowGradients(norms, logprobs, means, entropy)
+        entropy = None if self.entropy is None else self.entropy[chunk]
+        up_entropy = None if self.up_entropy is None else self.up_entropy[chunk]
+        return RowGradients(self.norms[chunk], self.up_logprobs[chunk], entropy, up_entropy)
 
 
 class StatsKernel(Protocol):
     """Leaves the logits [C, V] as they are; ``first`` is the id of their first token."""
 
     def __call__(
-        self, logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_means: bool
+        self, logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_entropy: bool
     ) -> RowStats: ...
 
 
 class GradientKernel(Protocol):
     """Overwrites the logits [C, V] with the gradient of the logits, rounded to their dtype, and returns it.
 
-    dlogp/dz = 1_target - p and dH/dz = p (E[z] - z), for p = softmax(z).
+    dlogp/dz = 1_target - p and dH/dz = -p (log p + H), for p = softmax(z).
     """
 
     def __call__(
@@ -88,43 +90,50 @@ def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     return logits.to(high) / temperatures[:, None].to(high)
 
 
-def eager_stats(logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_means: bool) -> RowStats:
+def eager_stats(logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_entropy: bool) -> RowStats:
     high = torch.promote_types(logits.dtype, torch.float32)
     norms = logits.new_empty(len(logits), dtype=high)
     chosen = torch.zeros_like(norms)
-    means = torch.empty_like(norms) if with_means else None
+    entropy = torch.empty_like(norms) if with_entropy else None
     for rows in _blocks(logits):
         z = scaled(logits[rows], temperatures[rows])
         norm = norms[rows] = z.logsumexp(-1)
         here, place = _places(targets[rows], first, z.shape[1])
         chosen[rows][here] = z[here, place]
-        if means is not None:
-            probs = (z - norm[:, None]).exp_()
-            means[rows] = torch.linalg.vecdot(probs, z.clamp_(min=torch.finfo(high).min))  # 0 * -inf would be NaN
-    return RowStats(norms, chosen, means)
+        if entropy is not None:
+            logprobs = z.sub_(norm[:, None])
+            probs = logprobs.exp()
+            entropy[rows] = -torch.linalg.vecdot(probs, _finite(logprobs))
+    return RowStats(norms, chosen, entropy)
 
 
 def eager_gradient(
     logits: Tensor, targets: Tensor, temperatures: Tensor, upstream: RowGradients, *, first: int
 ) -> Tensor:
     for rows in _blocks(logits):
-        z = scaled(logits[rows], temperatures[rows])
-        over = temperatures[rows].to(z.dtype)
-        up = upstream.logprobs[rows] / over
-        if upstream.entropy is not None and upstream.means is not None:
-            probs = (z - upstream.norms[rows, None]).exp_()
-            slope = (upstream.entropy[rows] / over)[:, None]
-            z = z.clamp_(min=torch.finfo(z.dtype).min).sub_(upstream.means[rows, None])
-            grad = probs.mul_(z.mul_(-slope).sub_(up[:, None]))
+        logprobs = scaled(logits[rows], temperatures[rows]).sub_(upstream.norms[rows, None])
+        over = temperatures[rows].to(logprobs.dtype)
+        up = upstream.up_logprobs[rows] / over
+        if upstream.entropy is not None and upstream.up_entropy is not None:
+            probs = logprobs.exp()
+            slope = (upstream.up_entropy[rows] / over)[:, None]
+            # in this order nothing overflows
+            grad = _finite(logprobs).add_(upstream.entropy[rows, None]).mul_(probs).mul_(-slope)
+            grad.sub_(probs.mul_(up[:, None]))
         else:
-            grad = z.sub_(upstream.norms[rows, None]).exp_().mul_(-up[:, None])
-        here, place = _places(targets[rows], first, z.shape[1])
+            grad = logprobs.exp_().mul_(-up[:, None])
+        here, place = _places(targets[rows], first, grad.shape[1])
         grad[here, place] += up[here]
         logits[rows] = grad
     return logits
 
 
 EAGER = SoftmaxKernels(stats=eager_stats, gradient=eager_gradient)
+
+
+def _finite(logprobs: Tensor) -> Tensor:
+    """In place: where a logit is -inf, 0 * -inf would be NaN."""
+    return logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
 
 
 def _places(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:

@@ -38,15 +38,15 @@ def _stats_kernel(
     temperatures: tl.tensor,
     norms: tl.tensor,
     chosen: tl.tensor,
-    means: tl.tensor,
+    entropy: tl.tensor,
     stride: tl.tensor,
     width: tl.tensor,
     first: tl.tensor,
-    WITH_MEANS: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program for each row: maximum, sum of exponentials and their weighted sum, in one pass."""
+    """One program for each row: maximum m, sum of exp(z - m) and sum of exp(z - m) (z - m), in one pass."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     inverse = 1.0 / tl.load(temperatures + row).to(tl.float32)
@@ -58,16 +58,18 @@ def _stats_kernel(
         z = tl.load(logits + places, mask=places < width, other=-float("inf")).to(tl.float32) * inverse
         higher = tl.maximum(top, tl.max(z, 0))
         shrink = tl.exp(top - higher)
-        weights = tl.exp(z - higher)
-        total = total * shrink + weights
-        if WITH_MEANS:
+        z -= higher
+        weights = tl.exp(z)
+        if WITH_ENTROPY:
             # 0 * -inf would be NaN, but a logit that is NaN must stay so
-            weighted = weighted * shrink + weights * tl.maximum(z, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+            finite = tl.maximum(z, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+            weighted = (weighted + total * (top - higher)) * shrink + weights * finite
+        total = total * shrink + weights
         top = higher
     mass = tl.sum(total, 0)
     tl.store(norms + row, top + tl.log(mass))
-    if WITH_MEANS:
-        tl.store(means + row, tl.sum(weighted, 0) / mass)
+    if WITH_ENTROPY:
+        tl.store(entropy + row, tl.log(mass) - tl.sum(weighted, 0) / mass)
     target = tl.load(targets + row) - first
     here = (target >= 0) & (target < width)
     tl.store(chosen + row, tl.load(logits + target, mask=here, other=0.0).to(tl.float32) * inverse)
@@ -79,8 +81,8 @@ def _gradient_kernel(
     targets: tl.tensor,
     temperatures: tl.tensor,
     norms: tl.tensor,
-    means: tl.tensor,
     up_logprobs: tl.tensor,
+    entropy: tl.tensor,
     up_entropy: tl.tensor,
     stride: tl.tensor,
     width: tl.tensor,
@@ -98,23 +100,24 @@ def _gradient_kernel(
     inverse = 1.0 / tl.load(temperatures + row).to(tl.float32)
     up = tl.load(up_logprobs + row).to(tl.float32) * inverse
     z = tl.load(logits + places, mask=inside, other=-float("inf")).to(tl.float32) * inverse
-    probs = tl.exp(z - tl.load(norms + row))
+    logprobs = z - tl.load(norms + row)
+    probs = tl.exp(logprobs)
     grad = -up * probs
     if WITH_ENTROPY:
         slope = tl.load(up_entropy + row).to(tl.float32) * inverse
-        finite = tl.maximum(z, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        grad += slope * (probs * (tl.load(means + row) - finite))
+        finite = tl.maximum(logprobs, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        grad -= slope * (probs * (finite + tl.load(entropy + row)))
     target = tl.load(targets + row) - first
     grad = tl.where(places == target, grad + up, grad)
     tl.store(logits + places, grad.to(logits.dtype.element_ty), mask=inside)
 
 
 def triton_stats(
-    logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_means: bool, launch: Launch = STATS
+    logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_entropy: bool, launch: Launch = STATS
 ) -> RowStats:
     norms = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     chosen = torch.empty_like(norms)
-    means = torch.empty_like(norms) if with_means else None
+    entropy = torch.empty_like(norms) if with_entropy else None
     if len(logits):
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
             _stats_kernel[(len(logits),)](
@@ -123,16 +126,16 @@ def triton_stats(
                 temperatures.contiguous(),
                 norms,
                 chosen,
-                means if means is not None else norms,
+                entropy if entropy is not None else norms,
                 logits.stride(0),
                 logits.shape[1],
                 first,
-                WITH_MEANS=with_means,
+                WITH_ENTROPY=with_entropy,
                 BLOCK=_block(logits, launch),
                 STAGES=launch.num_stages,
                 num_warps=launch.num_warps,
             )
-    return RowStats(norms, chosen, means)
+    return RowStats(norms, chosen, entropy)
 
 
 def triton_gradient(
@@ -146,8 +149,8 @@ def triton_gradient(
 ) -> Tensor:
     block = _block(logits, launch)
     num_blocks = triton.cdiv(logits.shape[1], block)
-    means, entropy = upstream.means, upstream.entropy
-    with_entropy = means is not None and entropy is not None
+    entropy, up_entropy = upstream.entropy, upstream.up_entropy
+    with_entropy = entropy is not None and up_entropy is not None
     if len(logits):
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
             _gradient_kernel[(len(logits) * num_blocks,)](
@@ -155,9 +158,9 @@ def triton_gradient(
                 targets.contiguous(),
                 temperatures.contiguous(),
                 upstream.norms,
-                means if means is not None else upstream.norms,
-                upstream.logprobs.contiguous(),
-                entropy.contiguous() if entropy is not None else upstream.norms,
+                upstream.up_logprobs.contiguous(),
+                entropy if entropy is not None else upstream.norms,
+                up_entropy.contiguous() if up_entropy is not None else upstream.norms,
                 logits.stride(0),
                 logits.shape[1],
                 first,

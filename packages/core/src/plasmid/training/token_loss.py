@@ -87,15 +87,14 @@ class _LinearTokenLoss(torch.autograd.Function):
             stats = options.stats(logits, targets[chunk], temperatures[chunk])
             if options.shard is not None:
                 stats = options.shard.combine(stats)
-            entropy = None if stats.means is None else stats.norms - stats.means
-            scores = TokenScores(stats.chosen - stats.norms, entropy)
+            scores = TokenScores(stats.chosen - stats.norms, stats.entropy)
             value, up_logprobs, up_entropy = _loss_gradient(loss, scores, chunk, options.entropy_grad)
             if grad_enabled and any(ctx.needs_input_grad):
-                upstream = RowGradients(stats.norms, up_logprobs, stats.means, up_entropy)
+                upstream = RowGradients(stats.norms, up_logprobs, stats.entropy, up_entropy)
                 gradients.add(chunk, options.gradient(logits, targets[chunk], temperatures[chunk], upstream))
             losses.append(value)
             logprobs.append(scores.logprobs)
-            entropies.append(entropy)
+            entropies.append(stats.entropy)
         head.release()
         gradients.sum_hidden(options.shard)
         ctx.gradients = gradients

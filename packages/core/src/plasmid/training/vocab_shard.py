@@ -20,17 +20,23 @@ class VocabShard:
     """Id of the first token of the part."""
 
     def combine(self, stats: RowStats) -> RowStats:
-        """Statistics of the whole vocabulary from those of every rank's part: one maximum and one sum over ranks."""
+        """Statistics of the whole vocabulary from those of every rank's part: a maximum and two sums over ranks."""
         top = stats.norms.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
         share = (stats.norms - top).exp()
-        parts = [share, stats.chosen]
-        if stats.means is not None:
-            parts.append(torch.where(share > 0, share * stats.means, 0))  # a part may have no finite logit
-        sums = torch.stack(parts)
+        sums = torch.stack([share, stats.chosen])
         dist.all_reduce(sums, group=self.group)
-        means = None if stats.means is None else sums[2] / sums[0]
-        return RowStats(top + sums[0].log(), sums[1], means)
+        norms = top + sums[0].log()
+        return RowStats(norms, sums[1], None if stats.entropy is None else self._entropy(stats, norms))
+
+    def _entropy(self, stats: RowStats, norms: Tensor) -> Tensor:
+        """Each part's is that of its own softmax; its share of the whole makes it H_part + norm - norm_part."""
+        assert stats.entropy is not None
+        behind = norms - stats.norms
+        share = (-behind).exp()
+        entropy = torch.where(share > 0, share * (stats.entropy + behind), 0)  # a part may have no finite logit
+        dist.all_reduce(entropy, group=self.group)
+        return entropy
 
     def sum(self, tensor: Tensor) -> None:
         """Sum over the ranks of the group, in place."""
