@@ -98,23 +98,23 @@ class _LinearLogprobs(torch.autograd.Function):
         stats = _joined(parts)
         if options.shard is not None:
             stats = options.shard.combine(stats)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, stats.norms, stats.entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, stats.tops, stats.sums, stats.entropy)
         ctx.options = options
         # not a saved tensor: the first backward pass overwrites it, a second one computes it again
         ctx.last_logits = logits if any(ctx.needs_input_grad) else None
         if stats.entropy is not None and not options.entropy_grad:
             ctx.mark_non_differentiable(stats.entropy)
-        return stats.chosen - stats.norms, stats.entropy
+        return stats.logprobs(), stats.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperatures, norms, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, temperatures, tops, sums, entropy = ctx.saved_tensors
         options: HeadOptions = ctx.options
         logits, ctx.last_logits = ctx.last_logits, None
         up_entropy = grads[1] if options.entropy_grad else None
-        up_logprobs = torch.zeros_like(norms) if grads[0] is None else grads[0]
-        upstream = RowGradients(norms, up_logprobs, entropy, up_entropy)
+        up_logprobs = torch.zeros_like(tops) if grads[0] is None else grads[0]
+        upstream = RowGradients(tops, sums.log(), up_logprobs, entropy, up_entropy)
         head = LinearHead(hidden, weight, bias)
         total = HeadGradients(head, ctx.needs_input_grad[:3])
         for chunk in reversed(head.chunks(options.chunk_size)):
@@ -129,7 +129,8 @@ class _LinearLogprobs(torch.autograd.Function):
 def _joined(parts: list[RowStats]) -> RowStats:
     entropies = [part.entropy for part in parts if part.entropy is not None]
     return RowStats(
-        torch.cat([part.norms for part in parts]),
+        torch.cat([part.tops for part in parts]),
+        torch.cat([part.sums for part in parts]),
         torch.cat([part.chosen for part in parts]),
         torch.cat(entropies) if entropies else None,
     )

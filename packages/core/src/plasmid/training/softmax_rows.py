@@ -21,19 +21,27 @@ BLOCK_ELEMENTS = 2**24
 class RowStats(NamedTuple):
     """Of scaled logits z = logits / temperature."""
 
-    norms: Tensor
-    """[C] log of the sum of exp(z)."""
+    tops: Tensor
+    """[C] largest z."""
+    sums: Tensor
+    """[C] of exp(z - top)."""
     chosen: Tensor
     """[C] z at the target; 0 where the target is in another rank's part of the vocabulary."""
     entropy: Tensor | None
     """[C] of the softmax, in nats."""
 
+    def logprobs(self) -> Tensor:
+        """[C] of the targets."""
+        return (self.chosen - self.tops) - self.sums.log()
+
 
 class RowGradients(NamedTuple):
     """What the gradient of a row of logits is made of; all [C]."""
 
-    norms: Tensor
-    """Of the whole vocabulary, as in `RowStats`."""
+    tops: Tensor
+    """Of the whole vocabulary, as in `RowStats`; log p is (z - top) - log, which rounds less than z - (top + log)."""
+    logs: Tensor
+    """Of `RowStats.sums`."""
     up_logprobs: Tensor
     """Upstream gradient of the log-probabilities."""
     entropy: Tensor | None = None
@@ -45,7 +53,7 @@ class RowGradients(NamedTuple):
         """Those of some rows."""
         entropy = None if self.entropy is None else self.entropy[chunk]
         up_entropy = None if self.up_entropy is None else self.up_entropy[chunk]
-        return RowGradients(self.norms[chunk], self.up_logprobs[chunk], entropy, up_entropy)
+        return RowGradients(self.tops[chunk], self.logs[chunk], self.up_logprobs[chunk], entropy, up_entropy)
 
 
 class StatsKernel(Protocol):
@@ -92,26 +100,29 @@ def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 def eager_stats(logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_entropy: bool) -> RowStats:
     high = torch.promote_types(logits.dtype, torch.float32)
-    norms = logits.new_empty(len(logits), dtype=high)
-    chosen = torch.zeros_like(norms)
-    entropy = torch.empty_like(norms) if with_entropy else None
+    tops = logits.new_empty(len(logits), dtype=high)
+    sums, chosen = torch.empty_like(tops), torch.zeros_like(tops)
+    entropy = torch.empty_like(tops) if with_entropy else None
     for rows in _blocks(logits):
         z = scaled(logits[rows], temperatures[rows])
-        norm = norms[rows] = z.logsumexp(-1)
         here, place = _places(targets[rows], first, z.shape[1])
         chosen[rows][here] = z[here, place]
+        lowest = torch.finfo(high).min  # not -inf, where every logit is: -inf + inf would be NaN
+        top = tops[rows] = z.amax(-1).clamp_(min=lowest) if z.shape[1] else z.new_full((len(z),), lowest)
+        z.sub_(top[:, None])
+        probs = z.exp()
+        total = sums[rows] = probs.sum(-1)
         if entropy is not None:
-            logprobs = z.sub_(norm[:, None])
-            probs = logprobs.exp()
-            entropy[rows] = -torch.linalg.vecdot(probs, _finite(logprobs))
-    return RowStats(norms, chosen, entropy)
+            entropy[rows] = total.log() - torch.linalg.vecdot(probs, _finite(z)) / total
+    return RowStats(tops, sums, chosen, entropy)
 
 
 def eager_gradient(
     logits: Tensor, targets: Tensor, temperatures: Tensor, upstream: RowGradients, *, first: int
 ) -> Tensor:
     for rows in _blocks(logits):
-        logprobs = scaled(logits[rows], temperatures[rows]).sub_(upstream.norms[rows, None])
+        logprobs = scaled(logits[rows], temperatures[rows])
+        logprobs.sub_(upstream.tops[rows, None]).sub_(upstream.logs[rows, None])
         over = temperatures[rows].to(logprobs.dtype)
         up = upstream.up_logprobs[rows] / over
         if upstream.entropy is not None and upstream.up_entropy is not None:

@@ -36,7 +36,8 @@ def _stats_kernel(
     logits: tl.tensor,
     targets: tl.tensor,
     temperatures: tl.tensor,
-    norms: tl.tensor,
+    tops: tl.tensor,
+    sums: tl.tensor,
     chosen: tl.tensor,
     entropy: tl.tensor,
     stride: tl.tensor,
@@ -67,7 +68,8 @@ def _stats_kernel(
         total = total * shrink + weights
         top = higher
     mass = tl.sum(total, 0)
-    tl.store(norms + row, top + tl.log(mass))
+    tl.store(tops + row, top)
+    tl.store(sums + row, mass)
     if WITH_ENTROPY:
         tl.store(entropy + row, tl.log(mass) - tl.sum(weighted, 0) / mass)
     target = tl.load(targets + row) - first
@@ -80,7 +82,8 @@ def _gradient_kernel(
     logits: tl.tensor,
     targets: tl.tensor,
     temperatures: tl.tensor,
-    norms: tl.tensor,
+    tops: tl.tensor,
+    logs: tl.tensor,
     up_logprobs: tl.tensor,
     entropy: tl.tensor,
     up_entropy: tl.tensor,
@@ -100,7 +103,7 @@ def _gradient_kernel(
     inverse = 1.0 / tl.load(temperatures + row).to(tl.float32)
     up = tl.load(up_logprobs + row).to(tl.float32) * inverse
     z = tl.load(logits + places, mask=inside, other=-float("inf")).to(tl.float32) * inverse
-    logprobs = z - tl.load(norms + row)
+    logprobs = (z - tl.load(tops + row)) - tl.load(logs + row)
     probs = tl.exp(logprobs)
     grad = -up * probs
     if WITH_ENTROPY:
@@ -115,18 +118,19 @@ def _gradient_kernel(
 def triton_stats(
     logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_entropy: bool, launch: Launch = STATS
 ) -> RowStats:
-    norms = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    chosen = torch.empty_like(norms)
-    entropy = torch.empty_like(norms) if with_entropy else None
+    tops = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    sums, chosen = torch.empty_like(tops), torch.empty_like(tops)
+    entropy = torch.empty_like(tops) if with_entropy else None
     if len(logits):
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
             _stats_kernel[(len(logits),)](
                 logits,
                 targets.contiguous(),
                 temperatures.contiguous(),
-                norms,
+                tops,
+                sums,
                 chosen,
-                entropy if entropy is not None else norms,
+                entropy if entropy is not None else tops,
                 logits.stride(0),
                 logits.shape[1],
                 first,
@@ -135,7 +139,7 @@ def triton_stats(
                 STAGES=launch.num_stages,
                 num_warps=launch.num_warps,
             )
-    return RowStats(norms, chosen, entropy)
+    return RowStats(tops, sums, chosen, entropy)
 
 
 def triton_gradient(
@@ -157,10 +161,11 @@ def triton_gradient(
                 logits,
                 targets.contiguous(),
                 temperatures.contiguous(),
-                upstream.norms,
+                upstream.tops,
+                upstream.logs,
                 upstream.up_logprobs.contiguous(),
-                entropy if entropy is not None else upstream.norms,
-                up_entropy.contiguous() if up_entropy is not None else upstream.norms,
+                entropy if entropy is not None else upstream.tops,
+                up_entropy.contiguous() if up_entropy is not None else upstream.tops,
                 logits.stride(0),
                 logits.shape[1],
                 first,

@@ -87,10 +87,10 @@ class _LinearTokenLoss(torch.autograd.Function):
             stats = options.stats(logits, targets[chunk], temperatures[chunk])
             if options.shard is not None:
                 stats = options.shard.combine(stats)
-            scores = TokenScores(stats.chosen - stats.norms, stats.entropy)
+            scores = TokenScores(stats.logprobs(), stats.entropy)
             value, up_logprobs, up_entropy = _loss_gradient(loss, scores, chunk, options.entropy_grad)
             if grad_enabled and any(ctx.needs_input_grad):
-                upstream = RowGradients(stats.norms, up_logprobs, stats.entropy, up_entropy)
+                upstream = RowGradients(stats.tops, stats.sums.log(), up_logprobs, stats.entropy, up_entropy)
                 gradients.add(chunk, options.gradient(logits, targets[chunk], temperatures[chunk], upstream))
             losses.append(value)
             logprobs.append(scores.logprobs)

@@ -21,20 +21,18 @@ class VocabShard:
 
     def combine(self, stats: RowStats) -> RowStats:
         """Statistics of the whole vocabulary from those of every rank's part: a maximum and two sums over ranks."""
-        top = stats.norms.clone()
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        share = (stats.norms - top).exp()
-        sums = torch.stack([share, stats.chosen])
-        dist.all_reduce(sums, group=self.group)
-        norms = top + sums[0].log()
-        return RowStats(norms, sums[1], None if stats.entropy is None else self._entropy(stats, norms))
+        tops = stats.tops.clone()
+        dist.all_reduce(tops, dist.ReduceOp.MAX, group=self.group)
+        sums, chosen = both = torch.stack([stats.sums * (stats.tops - tops).exp(), stats.chosen])
+        dist.all_reduce(both, group=self.group)
+        return RowStats(tops, sums, chosen, None if stats.entropy is None else self._entropy(stats, tops, sums))
 
-    def _entropy(self, stats: RowStats, norms: Tensor) -> Tensor:
-        """Each part's is that of its own softmax; its share of the whole makes it H_part + norm - norm_part."""
+    def _entropy(self, stats: RowStats, tops: Tensor, sums: Tensor) -> Tensor:
+        """A part with probability P and an entropy H of its own adds P (H - log P)."""
         assert stats.entropy is not None
-        behind = norms - stats.norms
-        share = (-behind).exp()
-        entropy = torch.where(share > 0, share * (stats.entropy + behind), 0)  # a part may have no finite logit
+        log_share = (stats.tops - tops) + (stats.sums / sums).log()
+        share = log_share.exp()
+        entropy = torch.where(share > 0, share * (stats.entropy - log_share), 0)  # a part may have no finite logit
         dist.all_reduce(entropy, group=self.group)
         return entropy
 
