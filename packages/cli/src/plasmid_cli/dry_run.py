@@ -39,9 +39,10 @@ def to_toml(config: RunConfig) -> str:
 def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
     """What the numbers of the recipe come to: (what, how many, how it is worked out)."""
     run, ranks = config.run, config.placement.trainer_ranks
-    rollouts, per_step = run.rollouts_per_batch, run.rollouts_per_batch // run.steps_per_batch
+    rollouts, per_step = config.rollouts_per_batch, config.rollouts_per_batch // run.steps_per_batch
+    each = rollouts // run.prompts_per_batch
     rows = [
-        ("rollouts per batch", f"{rollouts:,}", f"{run.prompts_per_batch} prompts x {run.samples_per_prompt} samples"),
+        ("rollouts per batch", f"{rollouts:,}", f"{run.prompts_per_batch} prompts x {each} samples"),
         ("rollouts in all", f"{rollouts * run.batches:,}", f"x {run.batches} batches, filtered groups not counted"),
         (
             "optimizer steps",

@@ -212,10 +212,22 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _tables_fit_together(self) -> Self:
-        mistakes = [*self._unmet_needs(), *self._unread_tables(), *self._uneven_batches(), *self._names_used_twice()]
+        mistakes = [
+            *self._unmet_needs(),
+            *self._unread_tables(),
+            *self._unread_without_engine(),
+            *self._restricted_sampling(),
+            *self._uneven_batches(),
+            *self._names_used_twice(),
+        ]
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self
+
+    @property
+    def rollouts_per_batch(self) -> int:
+        """Rollouts in one batch; a demonstration counts as one."""
+        return self.run.prompts_per_batch if self.algorithm.needs().demonstrations else self.run.rollouts_per_batch
 
     def _unmet_needs(self) -> Iterator[str]:
         needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
@@ -227,6 +239,13 @@ class RunConfig(Settings):
             yield f"rewards: algorithm {kind!r} needs at least one; add a [[rewards]] table"
         if needs.teacher and self.teacher is None:
             yield f"teacher: algorithm {kind!r} needs one; add a [teacher] table with its path"
+        if needs.demonstrations and not self.data.demonstrations:
+            yield f'data.kind: algorithm {kind!r} learns from demonstrations; set it to "demonstrations"'
+        if not needs.demonstrations and self.data.demonstrations:
+            yield (
+                f"data.kind: demonstrations hold the answers, and algorithm {kind!r} samples its own; "
+                'set it to "files", or algorithm.kind to "sft"'
+            )
 
     def _unread_tables(self) -> Iterator[str]:
         needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
@@ -235,9 +254,35 @@ class RunConfig(Settings):
                 yield f"{name}: algorithm {kind!r} with these settings never reads it; remove the table"
         yield from self.trainer.mistakes(self.algorithm)
 
+    def _unread_without_engine(self) -> Iterator[str]:
+        if self.algorithm.needs().engine:
+            return
+        kind = self.algorithm.model_fields["kind"].default
+        for name in ("rewards", "filters", "eval"):
+            if getattr(self, name):
+                yield f"{name}: algorithm {kind!r} samples nothing that could be scored; remove the tables"
+        if self.sampling != SamplingParams():
+            yield f"sampling: algorithm {kind!r} never samples; remove the table"
+        for name in ("max_staleness", "samples_per_prompt"):
+            value, default = getattr(self.run, name), LoopConfig.model_fields[name].default
+            if value not in (default, 1 if name == "samples_per_prompt" else default):
+                yield f"run.{name}: {value} is never read, because algorithm {kind!r} never samples; remove it"
+
+    def _restricted_sampling(self) -> Iterator[str]:
+        if not self.algorithm.reads_rollout_logprobs():
+            return
+        for name in ("top_p", "top_k", "min_p"):
+            value = getattr(self.sampling, name)
+            if value != SamplingParams.model_fields[name].default:
+                yield (
+                    f"sampling.{name}: {value} restricts what is drawn, and the engine's log-probabilities do not say "
+                    "so; ratios to them, which this algorithm corrects with, would be wrong; remove it, or set "
+                    'algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
+                )
+
     def _uneven_batches(self) -> Iterator[str]:
         run, ranks = self.run, self.placement.trainer_ranks
-        rollouts = run.rollouts_per_batch
+        rollouts = self.rollouts_per_batch
         if rollouts % run.steps_per_batch:
             yield (
                 f"run.steps_per_batch: {rollouts} rollouts (prompts_per_batch x samples_per_prompt) do not divide "

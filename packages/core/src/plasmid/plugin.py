@@ -16,6 +16,7 @@ from .algorithms.rloo import RLOO
 from .algorithms.sft import SFT
 from .components import Algorithm, Converter, DataSource, Tracker, Workflow
 from .convert import GGUF, HF
+from .data.demonstrations import Demonstrations
 from .data.files import Files
 from .hookspecs import hookimpl
 from .observe.tensorboard import TensorBoard
@@ -40,7 +41,7 @@ def register_converters() -> list[type[Converter]]:
 
 @hookimpl
 def register_data_sources() -> list[type[DataSource]]:
-    return [Files]
+    return [Demonstrations, Files]
 
 
 @hookimpl

@@ -89,6 +89,11 @@ class Prompt:
     trained: Bools | None = None
     """[P] in a demonstration, whose tokens are the whole text: True on what the policy learns to write."""
 
+    @property
+    def num_given(self) -> int:
+        """Tokens that the policy sees before it writes the first one."""
+        return len(self.token_ids) if self.trained is None else int(np.argmax(self.trained))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptSet:
@@ -196,6 +201,11 @@ class Sample:
         if self.score is None:
             raise ValueError(f"sample {self.id} has no reward yet")
         return self.score.value
+
+    @property
+    def is_baseline(self) -> bool:
+        """True for the greedy rollout that is only compared with (`Needs.greedy_baseline`)."""
+        return self.metadata.get("baseline") is True
 
     @property
     def oldest_version(self) -> int | None:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
 from ..types import Prompt
-from .prompt_rows import PromptRows
+
+
+class IndexedPrompts(Protocol):
+    """All prompts of a source, by index."""
+
+    def __len__(self) -> int: ...
+
+    def digests(self) -> list[list[str]]:
+        """Label and digest of each file, as JSON keeps them."""
+        ...
+
+    def prompt(self, index: int) -> Prompt:
+        """One row. Raises `DataError`."""
+        ...
 
 
 class RowStream:
     """Draws every row once per epoch. Implements `components.PromptStream`."""
 
-    def __init__(self, rows: PromptRows, *, epochs: int | None, seed: int | None) -> None:
+    def __init__(self, rows: IndexedPrompts, *, epochs: int | None, seed: int | None) -> None:
         """Without ``epochs`` there is no end; without a ``seed`` rows keep their order."""
         self._rows, self._epochs, self._seed = rows, epochs, seed
         self._files = rows.digests()

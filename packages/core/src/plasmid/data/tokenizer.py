@@ -17,6 +17,8 @@ from ..types import Ints
 
 VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 """Files that make a folder a tokenizer, besides ``tokenizer.json``."""
+OURS = ("continue_final_message", "add_generation_prompt")
+"""Arguments that mean something also for a chat template that never reads them."""
 
 
 class Tokenizer:
@@ -85,7 +87,7 @@ class Tokenizer:
                 "model.chat_template to a Jinja file, or use prompts of plain text"
             ) from None
         for name in template:
-            if name != "continue_final_message" and not re.search(rf"\b{re.escape(name)}\b", source):
+            if name not in OURS and not re.search(rf"\b{re.escape(name)}\b", source):
                 raise DataError(f"data.template.{name}: the chat template never reads it; remove it")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,13 @@ class Job:
     """Seed of the group; each rollout and turn derives its own."""
     filtered: bool = True
     """False for evaluations: filters are not asked."""
+    greedy: bool = False
+    """Make one more rollout at temperature 0, whose reward is the group's baseline."""
 
     def sessions(self) -> tuple[str, ...]:
         """Session ids of its rollouts."""
-        return tuple(f"{self.name}/{i}" for i in range(self.num_samples))
+        names = [str(i) for i in range(self.num_samples)]
+        return tuple(f"{self.name}/{name}" for name in [*names, *(["greedy"] if self.greedy else [])])
 
 
 class RolloutWorker:
@@ -64,21 +67,37 @@ class RolloutWorker:
 
     async def roll_out(self, job: Job) -> GroupRef:
         """Sample, score and filter one prompt group."""
-        runs = [self._run(job, index) for index in range(job.num_samples)]
-        samples = [sample for made in await asyncio.gather(*runs) for sample in made]
-        scored = await self._scorer.score(job.prompt, samples)
-        group = PromptGroup(id=job.group_id, prompt=job.prompt, samples=tuple(scored))
-        return self.share(group, self._dropped_by(group) if job.filtered else "")
+        samples, greedy = await asyncio.gather(self._sample(job), self._baseline(job))
+        group = PromptGroup(id=job.group_id, prompt=job.prompt, samples=tuple(samples))
+        dropped_by = self._dropped_by(group) if job.filtered else ""
+        if any(sample.stop_reason is StopReason.ERROR for sample in greedy):
+            dropped_by = "failed"
+        return self.share(replace(group, samples=(*samples, *greedy)), dropped_by)
 
-    async def _run(self, job: Job, index: int) -> list[Sample]:
+    async def _sample(self, job: Job) -> list[Sample]:
+        """All rollouts of the job, scored together."""
+        runs = [self._run(job, str(index), seed_of(job.seed, index), job.sampling) for index in range(job.num_samples)]
+        samples = [sample for made in await asyncio.gather(*runs) for sample in made]
+        return await self._scorer.score(job.prompt, samples)
+
+    async def _baseline(self, job: Job) -> list[Sample]:
+        """The greedy rollout, scored by itself; nothing if none is wanted."""
+        if not job.greedy:
+            return []
+        sampling = job.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": "all", "min_p": 0.0})
+        samples = await self._run(job, "greedy", seed_of(job.seed, job.num_samples), sampling)
+        scored = await self._scorer.score(job.prompt, samples)
+        return [replace(sample, metadata={**sample.metadata, "baseline": True}) for sample in scored]
+
+    async def _run(self, job: Job, name: str, seed: int, sampling: SamplingParams) -> list[Sample]:
         timeout_s = self._config.run.rollout_timeout_s
         execution = Execution(
-            id=f"{job.name}/{index}",
+            id=f"{job.name}/{name}",
             group_id=job.group_id,
-            sampling=job.sampling,
+            sampling=sampling,
             client=self._client,
             codec=self._tokenizer,
-            seed=seed_of(job.seed, index),
+            seed=seed,
             deadline_s=timeout_s,
         )
         workflow: Workflow = self._config.workflow
@@ -121,8 +140,10 @@ class RolloutWorker:
 
 
 def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
-    """Put a scored group into the store. Failed rollouts stay in the whole group but are no training rows."""
-    rows = [sample for sample in group.samples if sample.stop_reason is not StopReason.ERROR]
+    """Put a scored group into the store. Failed and greedy rollouts are in the whole group, but are no training rows."""
+    good = [sample for sample in group.samples if sample.stop_reason is not StopReason.ERROR]
+    rows = [sample for sample in good if not sample.is_baseline]
+    greedy = [sample.reward for sample in good if sample.is_baseline]
     names = sorted({name for sample in rows if sample.score for name in sample.score.components})
     return GroupRef(
         id=group.id,
@@ -130,7 +151,7 @@ def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
         sample_ids=tuple(sample.id for sample in rows),
         rollout_ids=tuple(sample.rollout_id for sample in rows),
         lengths=np.array([len(sample.token_ids) for sample in rows], np.int64),
-        prompt_lengths=np.array([len(group.prompt.token_ids)] * len(rows), np.int64),
+        prompt_lengths=np.array([group.prompt.num_given] * len(rows), np.int64),
         loss_tokens=np.array([int(sample.loss_mask.sum()) for sample in rows], np.int64),
         rewards=np.array([sample.reward for sample in rows], np.float64),
         components={
@@ -141,6 +162,7 @@ def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
         errors=tuple(s.error or "" for s in group.samples if s.stop_reason is StopReason.ERROR),
         oldest_version=group.oldest_version,
         dropped_by=dropped_by,
+        baseline=float(np.mean(greedy)) if greedy else None,
         rows=store.put(Rows.from_samples(rows) if rows else Rows.empty()),
         whole=store.put(group),
     )

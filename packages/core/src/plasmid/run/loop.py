@@ -143,6 +143,8 @@ class Loop:
         """Over all groups, or filters would hide how good the policy is; staleness over trained ones."""
         trained = rollout_metrics(taken.groups, version=self.progress.version)
         everything = rollout_metrics([*taken.groups, *taken.dropped], version=self.progress.version)
+        if not self.config.rewards:  # what nobody scored has a reward of 0
+            everything = {name: value for name, value in everything.items() if not name.startswith("reward/")}
         return everything | {name: value for name, value in trained.items() if name.startswith("rollout/staleness")}
 
     async def _train(self, trainer: Trainer, taken: Taken) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,8 @@ def check(config: RunConfig) -> None:
 def check_data(config: RunConfig) -> None:
     """Read every row that the recipe names, without a tokenizer, as a dry run does. Raises `DataError`."""
 
-    def encode(prompt: object, template: object) -> tuple[Ints, str]:
-        return np.zeros(1, np.int32), ""
+    def encode(prompt: str | Sequence[object], template: object) -> tuple[Ints, str]:
+        return np.zeros(1, np.int32), prompt if isinstance(prompt, str) else "".join(map(str, prompt))
 
     config.data.stream(encode, seed=config.run.seed)
     open_sets(config, encode)

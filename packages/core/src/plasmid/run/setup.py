@@ -17,6 +17,7 @@ from ..observe.journal import Journal
 from ..observe.sample_store import read_samples
 from ..observe.system import SystemMonitor
 from ..protocols import RunContext
+from ..rollout.demonstrated import Demonstrated
 from ..rollout.draws import Draw, Draws
 from ..rollout.producer import DropLimit, Producer, Stream, Waves
 from ..rollout.seeds import seed_of
@@ -107,8 +108,11 @@ async def build_loop(
 
 
 def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: ObserverQueues) -> Producer:
-    """Waves if training is on-policy, else a stream of as many groups as the staleness bound admits."""
+    """Demonstrations as they are, waves if training is on-policy, else a stream as large as the staleness admits."""
     workers, engine, run = parts.workers, parts.engine, config.run
+    needs = config.algorithm.needs()
+    if needs.demonstrations:
+        return Demonstrated(draws, parts.cluster.store)
     assert workers is not None and engine is not None
 
     def job(draw: Draw) -> Job:
@@ -119,6 +123,7 @@ def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: Observe
             num_samples=run.samples_per_prompt,
             sampling=config.sampling,
             seed=seed_of(run.seed, draw.id),
+            greedy=needs.greedy_baseline,
         )
 
     async def roll_out(draw: Draw) -> GroupRef:

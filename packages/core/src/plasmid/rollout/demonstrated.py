@@ -1,0 +1,71 @@
+"""Groups out of demonstrations: nothing is sampled, each row is a group of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..batch import GroupRef
+from ..protocols import Store
+from ..types import PromptGroup, Sample, SamplingParams, Score, StopReason
+from .draws import Draw, Draws
+from .producer import Taken
+from .worker import share
+
+
+class Demonstrated:
+    """Implements `producer.Producer`. Rows are tokenised on the driver when they are taken."""
+
+    def __init__(self, draws: Draws, store: Store) -> None:
+        self._draws, self._store = draws, store
+        self._boundary = draws.state([])
+
+    async def take(self, count: int, *, version: int) -> Taken:
+        """The next rows; fewer only if the data have ended."""
+        draws = [draw for _ in range(count) if (draw := self._draws.draw()) is not None]
+        return Taken(groups=tuple(self._group(draw) for draw in draws), dropped=())
+
+    def _group(self, draw: Draw) -> GroupRef:
+        sample = demonstration(draw)
+        return share(PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,)), self._store)
+
+    def release(self, count: int) -> None:
+        """What was taken has been trained on."""
+        self._boundary = self._draws.state([])
+
+    def state(self) -> dict[str, Any]:
+        """As it was when the last batch had been trained."""
+        return self._boundary
+
+    def finished(self) -> tuple[GroupRef, ...]:
+        return ()
+
+    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+        self._draws.restore(state)
+        self._boundary = self._draws.state([])
+
+    async def close(self) -> None:
+        """Nothing is in flight."""
+
+
+def demonstration(draw: Draw) -> Sample:
+    """A drawn demonstration as a sample that no policy drew."""
+    prompt = draw.prompt
+    if prompt.trained is None:
+        raise ValueError(f"prompt {prompt.id} is no demonstration")
+    return Sample(
+        id=f"{draw.id}/0",
+        rollout_id=f"{draw.id}/0",
+        group_id=draw.id,
+        prompt_id=prompt.id,
+        token_ids=prompt.token_ids,
+        loss_mask=prompt.trained,
+        rollout_logprobs=np.zeros(len(prompt.token_ids), np.float32),
+        versions=(),
+        sampling=SamplingParams(),
+        text="",
+        stop_reason=StopReason.STOP,
+        score=Score(value=0.0),
+    )
