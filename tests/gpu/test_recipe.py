@@ -27,3 +27,11 @@ def test_sums_are_learned_on_one_gpu(tmp_path, offload):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     evaluations = [e.metrics["eval/held-out/reward"] for e in read_journal(tmp_path / "run" / "evaluations.jsonl")]
     assert evaluations[-1] > evaluations[0] + 0.3
+
+
+def test_trainer_and_engine_agree_in_fp32_on_one_gpu(tmp_path):
+    precise = ['trainer.dtype="float32"', 'rollout.dtype="float32"', "run.batches=3", "sampling.max_new_tokens=48"]
+    done = train(tmp_path / "run", *precise, "sampling.stop=[]", "checkpoint.at_end=false", "checkpoint.export=false")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    largest = [e.metrics["train/logprob_diff_max"] for e in read_journal(tmp_path / "run" / "metrics.jsonl")]
+    assert 0 < max(largest) < 1e-3

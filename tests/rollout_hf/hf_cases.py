@@ -42,10 +42,12 @@ def make_config(path, *, max_length="auto", sync_timeout_s=20.0, **settings):
 
 
 @contextlib.asynccontextmanager
-async def started(path, *, ranks=1, cluster=None, **options):
-    """An engine, on a cluster of threads unless told otherwise."""
+async def started(path, *, ranks=1, cluster=None, gpu=False, **options):
+    """An engine, on a cluster of threads unless told otherwise; with ``gpu`` on the first GPU."""
     config, cluster = make_config(path, **options), cluster or LocalCluster()
-    context = BuildContext(cluster=cluster, config=config, run_dir=Path(), bundles=(None,) * ranks, threads=1)
+    context = BuildContext(
+        cluster=cluster, config=config, run_dir=Path(), bundles=(0 if gpu else None,) * ranks, threads=1
+    )
     try:
         yield await config.rollout.build(context)
     finally:
