@@ -140,7 +140,7 @@ class RolloutWorker:
 
 
 def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
-    """Put a scored group into the store. Failed and greedy rollouts are in the whole group, but are no training rows."""
+    """Put a scored group into the store. Failed and greedy rollouts are in the whole group and no training rows."""
     good = [sample for sample in group.samples if sample.stop_reason is not StopReason.ERROR]
     rows = [sample for sample in good if not sample.is_baseline]
     greedy = [sample.reward for sample in good if sample.is_baseline]
