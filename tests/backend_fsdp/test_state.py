@@ -6,6 +6,7 @@ import pytest
 from fsdp_cases import fit, largest_difference, make_batch, weights_of
 from plasmid.errors import CheckpointError
 from plasmid.testing.tiny import make_tiny_model
+from safetensors.torch import load_file
 
 SETTINGS = [
     {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01},
@@ -17,21 +18,25 @@ def batches():
     return [make_batch(seed=i, index=i) for i in range(4)]
 
 
-async def uninterrupted(ranks, settings, tmp_path):
+PPO = {"kind": "ppo", "critic_warmup": 1}
+CRITIC = {"critic": {"lr": 1e-2, "schedule": "linear", "decay_steps": 5, "head_std": 0.1, "export": True}}
+
+
+async def uninterrupted(ranks, settings, tmp_path, **options):
     """Two batches, save, two more."""
-    trainer, config = await ranks.start(trainer=settings)
+    trainer, config = await ranks.start(trainer=settings, **options)
     await fit(trainer, config, *batches()[:2])
     await trainer.save(tmp_path / "saved")
     reports = await fit(trainer, config, *batches()[2:])
     return reports, await weights_of(trainer, tmp_path / "a")
 
 
-async def resumed(ranks, settings, tmp_path):
+async def resumed(ranks, settings, tmp_path, *, steps=2, **options):
     """Load, two batches."""
-    trainer, config = await ranks.start(trainer=settings)
+    trainer, config = await ranks.start(trainer=settings, **options)
     await fit(trainer, config, make_batch(seed=99, index=99))
     await trainer.load(tmp_path / "saved")
-    assert trainer.step == 2
+    assert trainer.step == steps
     reports = await fit(trainer, config, *batches()[2:])
     return reports, await weights_of(trainer, tmp_path / "b")
 
@@ -44,6 +49,35 @@ def test_a_resumed_trainer_continues_bit_by_bit(kind, settings, request, tmp_pat
     again, same = asyncio.run(resumed(ranks, settings, tmp_path))
     assert again == reports
     assert largest_difference(weights, same) == 0
+
+
+def critics(tmp_path):
+    return [load_file(tmp_path / f"{name}-critic" / "model.safetensors") for name in "ab"]
+
+
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_a_resumed_critic_continues_bit_by_bit(kind, request, tmp_path):
+    ranks, settings = request.getfixturevalue(kind), SETTINGS[0] | CRITIC
+    reports, weights = asyncio.run(uninterrupted(ranks, settings, tmp_path, algorithm=PPO))
+    again, same = asyncio.run(resumed(ranks, settings, tmp_path, steps=1, algorithm=PPO))
+    assert again == reports
+    assert [report["train/critic_lr"] for report in again] == pytest.approx([0.006, 0.004])
+    assert largest_difference(weights, same) == 0
+    assert largest_difference(*critics(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [("two_ranks", "one_rank"), ("one_rank", "two_ranks")])
+def test_a_critic_continues_on_another_number_of_ranks(before, after, request, tmp_path):
+    settings = SETTINGS[1] | {"critic": CRITIC["critic"] | {"eps": 1e-3}}
+    reports, weights = asyncio.run(
+        uninterrupted(request.getfixturevalue(before), settings, tmp_path, algorithm=PPO | {"whiten": False})
+    )
+    again, same = asyncio.run(
+        resumed(request.getfixturevalue(after), settings, tmp_path, steps=1, algorithm=PPO | {"whiten": False})
+    )
+    assert [r["train/value_loss"] for r in again] == pytest.approx([r["train/value_loss"] for r in reports], rel=1e-5)
+    assert largest_difference(weights, same) < 2e-6
+    assert largest_difference(*critics(tmp_path)) < 2e-6
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd"])
@@ -119,6 +153,19 @@ def test_what_does_not_fit_is_named(one_rank, tmp_path):
     assert load_error(one_rank, saved, model=shallow).startswith(other + "it has unknown weights.model.layers.1.")
     message = load_error(one_rank, saved, trainer={"optimizer": "sgd", "momentum": 0.5})
     assert message.startswith(f"{saved}: see [trainer] optimizer: it lacks optimizer.lm_head.weight.momentum_buffer")
+
+
+def test_a_checkpoint_without_the_critic_that_is_needed_says_so(one_rank, tmp_path):
+    async def save(name, **options):
+        trainer, _ = await one_rank.start(**options)
+        await trainer.save(tmp_path / name)
+
+    asyncio.run(save("grpo"))
+    asyncio.run(save("ppo", algorithm=PPO))
+    another = "it is a checkpoint of another algorithm: it has"
+    message = load_error(one_rank, tmp_path / "grpo", algorithm=PPO)
+    assert message == f"{tmp_path / 'grpo'}: {another} no critic"
+    assert load_error(one_rank, tmp_path / "ppo") == f"{tmp_path / 'ppo'}: {another} a critic"
 
 
 def test_a_folder_without_a_state_is_named(one_rank, tmp_path):

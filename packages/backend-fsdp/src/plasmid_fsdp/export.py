@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from plasmid.errors import CheckpointError
@@ -14,9 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .folder import INDEX, SINGLE, copy_companions
+from .folder import INDEX, SINGLE, copy_companions, dtype_of
+from .loading import Source
 
 FILE_BYTES = 4 << 30
+ChangeConfig = Callable[[dict[str, Any]], dict[str, Any]]
+"""Makes the exported ``config.json`` out of the source's."""
 
 
 def whole_tensors(
@@ -28,15 +32,45 @@ def whole_tensors(
         yield name, (cast.full_tensor() if isinstance(cast, DTensor) else cast).to(device)
 
 
+def export_folder(
+    target: Path,
+    named: Mapping[str, Tensor],
+    *,
+    source: Source,
+    tokenizer: Path,
+    write: bool,
+    change_config: ChangeConfig | None = None,
+) -> None:
+    """Gather all weights in the dtype of the source's config; the rank that shall ``write`` makes a folder of them.
+
+    All ranks call it together. Raises `CheckpointError`.
+    """
+    dtype: torch.dtype = getattr(torch, dtype_of(source.where, source.path))
+    tensors = whole_tensors(named, dtype=dtype, device=torch.device("cpu"))
+    try:
+        if write:
+            sizes = {
+                name: t.numel() * (dtype.itemsize if t.is_floating_point() else t.itemsize) for name, t in named.items()
+            }
+            writer = FolderWriter(target, source=source.path, tokenizer=tokenizer, change_config=change_config)
+            writer.write(tensors, sizes=sizes)
+    finally:
+        for _ in tensors:  # the other ranks gather to the end, and so must a rank that cannot write
+            pass
+
+
 class FolderWriter:
     """Writes a Hugging Face folder under a temporary name; it gets its own name once it is complete."""
 
-    def __init__(self, target: Path, *, source: Path, tokenizer: Path) -> None:
+    def __init__(
+        self, target: Path, *, source: Path, tokenizer: Path, change_config: ChangeConfig | None = None
+    ) -> None:
         """``source`` is the model folder whose config is kept; tokenizer files come from ``tokenizer``."""
         self._target = target
         self._temporary = target.with_name(f".{target.name}.tmp")
         self._source = source
         self._tokenizer = tokenizer
+        self._change_config = change_config
 
     def write(self, tensors: Iterator[tuple[str, Tensor]], *, sizes: Mapping[str, int]) -> None:
         """Write the tensors, whose sizes in bytes are known before they come. Raises `CheckpointError`."""
@@ -47,6 +81,9 @@ class FolderWriter:
             if self._tokenizer != self._source:
                 copy_companions(self._tokenizer, self._temporary)
                 shutil.copyfile(self._source / "config.json", self._temporary / "config.json")
+            if self._change_config is not None:
+                changed = self._change_config(json.loads((self._source / "config.json").read_text(encoding="utf-8")))
+                (self._temporary / "config.json").write_text(json.dumps(changed, indent=2), encoding="utf-8")
             self._write_weights(tensors, sizes)
             shutil.rmtree(self._target, ignore_errors=True)
             self._temporary.replace(self._target)

@@ -28,6 +28,12 @@ def read_config(where: str, path: Path) -> dict[str, Any]:
     return _read_json(where, path / "config.json", "it must be a Hugging Face model folder")
 
 
+def dtype_of(where: str, path: Path) -> str:
+    """The torch name of the dtype that the folder's config says its weights have."""
+    config = read_config(where, path)
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
+
+
 def weight_files(where: str, path: Path) -> tuple[Path, ...]:
     """Every safetensors file of the folder's weights."""
     index = path / INDEX

@@ -4,19 +4,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from .settings import FSDP
+from .learning_rate import learning_rate
+from .optimizer_settings import OptimizerSettings
 from .weights import local
 
 AllReduce = Callable[[Tensor], Tensor]
 ADAMW_STATE, SGD_STATE = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
-def make_optimizer(settings: FSDP, parameters: Sequence[nn.Parameter]) -> Optimizer:
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimizer step did."""
+
+    norm: float
+    lr: float
+    taken: bool
+    """False if the gradient was not finite."""
+
+
+class Updater:
+    """One model's optimizer, the rate that it learns with, and its steps so far."""
+
+    def __init__(
+        self,
+        settings: OptimizerSettings,
+        parameters: Sequence[nn.Parameter],
+        *,
+        total_steps: int,
+        device: torch.device,
+        all_reduce: AllReduce,
+    ) -> None:
+        self.optimizer = make_optimizer(settings, parameters)
+        self.step = 0
+        """Optimizer steps since the start of the run, those that were skipped included."""
+        self._settings, self._parameters = settings, parameters
+        self._total_steps, self._device, self._all_reduce = total_steps, device, all_reduce
+
+    def update(self) -> Update:
+        """One step along the gradients, which are gone afterwards. All ranks call it together."""
+        norm = grad_norm(self._parameters, self._all_reduce, self._device)
+        lr = learning_rate(self._settings, step=self.step, total_steps=self._total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        taken = guarded_step(self.optimizer, self._parameters, norm=norm, max_norm=self._settings.max_grad_norm)
+        self.step += 1
+        return Update(norm, lr, taken)
+
+
+def make_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019) or SGD; matrices decay, vectors (biases, norms) do not.
 
     Its state exists from the start, as zeros, which is what the first step would make of it: memory is known early,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 SHOWN = 3
+CRITIC = "critic."
+"""Before the names of the critic's weights."""
 
 
-def save_state(path: Path, *, weights: Mapping[str, Tensor], optimizer: Optimizer, numbers: Mapping[str, int]) -> None:
-    """Write weights, optimizer, ``numbers`` and generators; all ranks call it. Raises `CheckpointError`."""
-    state = _tensors(weights, optimizer) | {f"numbers.{k}": torch.tensor(v) for k, v in numbers.items()} | _generators()
+def save_state(
+    path: Path, *, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer], numbers: Mapping[str, int]
+) -> None:
+    """Write weights, optimizers, ``numbers`` and generators; all ranks call it. Raises `CheckpointError`."""
+    state = (
+        _tensors(weights, optimizers) | {f"numbers.{k}": torch.tensor(v) for k, v in numbers.items()} | _generators()
+    )
     try:
         save(state, storage_writer=FileSystemWriter(path))
     except (CheckpointException, OSError, RuntimeError) as error:
@@ -30,9 +36,9 @@ def save_state(path: Path, *, weights: Mapping[str, Tensor], optimizer: Optimize
 
 
 def load_state(
-    path: Path, *, weights: Mapping[str, Tensor], optimizer: Optimizer, numbers: Mapping[str, int]
+    path: Path, *, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer], numbers: Sequence[str]
 ) -> dict[str, int]:
-    """Fill weights and optimizer in place; returns the numbers saved under the names in ``numbers``.
+    """Fill weights and optimizers in place; returns the numbers saved under the names in ``numbers``.
 
     Generators come back for ranks that existed when it was saved; others keep what they have. Raises `CheckpointError`
     if the checkpoint cannot be read, or is one of another model or optimizer.
@@ -41,9 +47,9 @@ def load_state(
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:  # boundary: a pickle that is damaged may raise anything
         raise CheckpointError(f"{path} holds no trainer state that can be read: {_cause(error)}") from error
-    tensors = _tensors(weights, optimizer)
+    tensors = _tensors(weights, optimizers)
     _check(path, tensors, metadata)
-    restored = {f"numbers.{name}": torch.tensor(value) for name, value in numbers.items()}
+    restored = {f"numbers.{name}": torch.tensor(0) for name in numbers}
     generators = {name: value for name, value in _generators().items() if name in metadata.state_dict_metadata}
     try:
         load(tensors | restored | generators, storage_reader=FileSystemReader(path))
@@ -53,17 +59,21 @@ def load_state(
     return {name: int(restored[f"numbers.{name}"]) for name in numbers}
 
 
-def _tensors(weights: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Any]:
-    """Weights, and under each weight's name the optimizer's tensors for it; all share memory with the live ones."""
+def _tensors(weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Weights, and under each weight's name its optimizer's tensors for it; all share memory with the live ones."""
     state: dict[str, Any] = {f"weights.{name}": tensor.detach() for name, tensor in weights.items()}
-    for name, tensor in weights.items():
-        if isinstance(tensor, nn.Parameter) and tensor in optimizer.state:
-            state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[tensor].items()}
+    for optimizer in optimizers:
+        for name, tensor in weights.items():
+            if isinstance(tensor, nn.Parameter) and tensor in optimizer.state:
+                state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[tensor].items()}
     return state
 
 
 def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
     saved = metadata.state_dict_metadata
+    if _has_critic(saved) != _has_critic(expected):
+        has = "a critic" if _has_critic(saved) else "no critic"
+        raise CheckpointError(f"{path}: it is a checkpoint of another algorithm: it has {has}")
     for part, hint in (("weights.", "it is a checkpoint of another model"), ("optimizer.", "see [trainer] optimizer")):
         ours = {name for name in expected if name.startswith(part)}
         theirs = {name for name in saved if name.startswith(part)}
@@ -78,6 +88,10 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
             raise CheckpointError(
                 f"{path}: it is a checkpoint of another model: {name} is {size} instead of {list(tensor.shape)}"
             )
+
+
+def _has_critic(names: Collection[str]) -> bool:
+    return any(name.startswith(f"weights.{CRITIC}") for name in names)
 
 
 def _generators() -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from plasmid.types import Floats, Role, SyncReceipt
 from .folder import check_folder
 from .launch import RankSetup, Shard, launch
 from .settings import FSDP
+from .vocabulary import check_vocabulary
 
 GRACE_S = 2.0
 """After one rank has failed: how long the others may take to say why it did."""
@@ -66,12 +67,17 @@ def _check(settings: FSDP, context: BuildContext) -> None:
     config, needs = context.config, context.config.algorithm.needs()
     if settings.cpu_offload and None in context.bundles:
         raise ConfigError("trainer.cpu_offload: moves weights between GPU and host, but the trainer runs on the cpu")
-    for role, needed in (("teacher", needs.teacher), ("critic", needs.critic)):
-        if needed:
-            raise ConfigError(f"trainer.kind: 'fsdp' has no {role}, which the algorithm needs")
-    check_folder("model", Path(config.model.path))
-    if needs.reference and config.reference.path != "auto":
-        check_folder("reference", Path(config.reference.path))
+    policy = Path(config.model.path)
+    check_folder("model", policy)
+    if needs.critic and config.critic.path != "auto":
+        check_folder("critic", Path(config.critic.path))
+    for where, needed, role in (
+        ("reference", needs.reference, config.reference),
+        ("teacher", needs.teacher, config.teacher),
+    ):
+        if needed and role is not None and role.path != "auto":
+            check_folder(where, Path(role.path))
+            check_vocabulary(where, Path(role.path), policy=policy, tokenizer=Path(config.model.tokenizer_path))
 
 
 class FSDPTrainer:
@@ -91,7 +97,7 @@ class FSDPTrainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps since the start of the run, those skipped for a gradient that was not finite included."""
+        """The policy's optimizer steps so far, those skipped for a gradient that was not finite included."""
         return self._step
 
     async def meet(self, timeout_s: float) -> None:
@@ -110,7 +116,7 @@ class FSDPTrainer:
         if scores.batch != batch.index:
             raise ValueError(f"scores are of batch {scores.batch}, not of batch {batch.index}")
         reports = await self._each("train", [(part,) for part in self._split(batch)])
-        self._step += batch.steps
+        self._step = int(reports[0][-1]["train/step"])
         return TrainReport(steps=reports[0])
 
     async def logprobs(self, batch: BatchRef) -> tuple[Floats, ...]:

@@ -40,11 +40,18 @@ def aliases(lm: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def load_weights(
-    named: Mapping[str, Tensor], path: Path, *, where: str, shard: Shard, ignored: Collection[str] = ()
-) -> None:
+    named: Mapping[str, Tensor],
+    path: Path,
+    *,
+    where: str,
+    shard: Shard,
+    ignored: Collection[str] = (),
+    optional: Collection[str] = (),
+) -> set[str]:
     """Fill the shards of ``named`` from a Hugging Face folder; only this rank's rows are read.
 
-    Names in ``ignored`` may be in the files as well. Raises `ModelError` if names or shapes do not fit.
+    Names in ``ignored`` may be in the files as well, those in ``optional`` may be missing from them; what was missing
+    is returned. Raises `ModelError` if names or shapes do not fit.
     """
     with ExitStack() as stack:
         found: dict[str, Any] = {}
@@ -54,10 +61,13 @@ def load_weights(
                 found.update((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
-        _check(named, found, path, where, ignored)
+        absent = {name for name in optional if name not in found}
+        _check({name: t for name, t in named.items() if name not in absent}, found, path, where, ignored)
         for name, target in named.items():
-            part = found[name][shard.rows(target.shape[0])] if isinstance(target, DTensor) else found[name][...]
-            local(target).copy_(part)
+            own = local(target)
+            if name not in absent and own.numel():  # a tensor of one row lies on one rank alone
+                own.copy_(found[name][shard.rows(target.shape[0])] if isinstance(target, DTensor) else found[name][...])
+    return absent
 
 
 def _check(

@@ -1,0 +1,150 @@
+"""From a model folder to a sharded module with its weights: what policy, critic and frozen models have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from plasmid.errors import ModelError
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .settings import FSDP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model folder, and the table of the recipe that names it."""
+
+    where: str
+    path: Path
+    trust_remote_code: bool
+
+
+def on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The folder's causal language model without memory for its weights. Raises `ModelError`."""
+    trust = source.trust_remote_code
+    try:
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
+        _without_dropout(config)
+        with torch.device("meta"):
+            lm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=trust
+            )
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"{source.where}.path: {source.path} is no causal language model that loads: {first}"
+        ) from None
+    if not isinstance(lm.get_output_embeddings(), nn.Linear):  # type: ignore[no-untyped-call]
+        raise ModelError(f"{source.where}.path: {source.path} has no plain linear head, which trainer 'fsdp' needs")
+    return lm
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """The engine samples without dropout, so the policy that is trained has none."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and (name.endswith(("dropout", "_pdrop")) or name == "dropout"):
+            setattr(config, name, 0.0)
+
+
+def prepare_training(model: PreTrainedModel, settings: FSDP) -> None:
+    """Activation checkpointing as the settings say."""
+    if settings.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    else:
+        model.eval()  # type: ignore[no-untyped-call]
+
+
+def freeze(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str], key: str) -> None:
+    """Freeze the parameters, by Hugging Face name, that a pattern of the setting ``key`` is found in."""
+    names = list(parameters)
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ModelError(f"{key}: {pattern!r} is found in no parameter, for example not in {names[0]}")
+    for name, parameter in parameters.items():
+        if any(re.search(pattern, name) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ModelError(f"{key}: {list(patterns)} freezes every parameter; nothing is left to train")
+
+
+def shard_module(
+    root: nn.Module,
+    model: PreTrainedModel,
+    settings: FSDP,
+    *,
+    device: torch.device,
+    num_ranks: int,
+    exact: Collection[nn.Module] = (),
+) -> None:
+    """Shard ``root``, which holds ``model``, layer by layer; the modules ``exact`` compute in fp32 in any case."""
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("ranks",)),
+        "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
+    }
+    low, high = _precision(getattr(torch, settings.dtype)), _precision(torch.float32)
+    layers = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mp_policy=low, **options)
+    for module in exact:
+        fully_shard(module, mp_policy=high, **options)
+    fully_shard(root, mp_policy=low, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and num_ranks > 1:
+            # loss weights already make the sum over ranks right; plain sums are what gloo can do
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def materialize(
+    root: nn.Module, model: PreTrainedModel, settings: FSDP, *, device: torch.device, source: Source
+) -> None:
+    """Give the sharded ``root`` memory, and compute what is in no checkpoint. Its weights are still to be loaded."""
+    root.to_empty(device="cpu" if settings.cpu_offload else device)
+    for owner in model.modules():
+        _move_buffers(owner, device)
+    _compute_buffers(model, source)
+
+
+def reshard(root: nn.Module) -> None:
+    """Forget gathered weights. Needed after a forward pass without backward: the sharded ones may change next."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """With CPU offload parameters stay on the host, but buffers are used where the layers compute."""
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = buffer.to(device)
+
+
+@torch.no_grad()
+def _compute_buffers(model: PreTrainedModel, source: Source) -> None:
+    """Fill what is in no checkpoint (rotary frequencies), as transformers does when it loads on the meta device."""
+    saved = model.state_dict().keys()
+    owners = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name not in saved}
+    for owner in sorted(owners):
+        module = model.get_submodule(owner)
+        for buffer in module.buffers(recurse=False):
+            buffer.fill_(torch.nan if buffer.is_floating_point() else 0)
+        model._init_weights(module)  # type: ignore[no-untyped-call]
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and bool(buffer.isnan().any()):
+                raise ModelError(
+                    f"{source.where}.path: {source.path}: transformers cannot compute the buffer {owner}.{name} "
+                    "by itself"
+                )

@@ -1,0 +1,149 @@
+"""All models of one rank: the policy, the critic if the algorithm has one, and what the two have in common."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from plasmid.batch import Rows
+from plasmid.components import ActorCritic
+from plasmid.config import RunConfig
+from plasmid.training.rank_batch import RankBatch
+from plasmid.types import Role
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .critic import Critic
+from .frozen import Frozen, load_frozen
+from .learner import Learner, Scores, StepReports
+from .loading import Source
+from .model import Policy, build_policy
+from .optimizer import Updater, move_state
+from .ranks import Ranks
+from .settings import FSDP
+from .state import CRITIC
+from .value_model import build_value_model
+from .weights import named_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Models:
+    """One rank's part of every model. All ranks call every method together."""
+
+    learner: Learner
+    critic: Critic | None
+    critic_warmup: int
+    """Batches at the start of the run in which the critic alone is trained."""
+
+    def score(self, batch: RankBatch, rows: Rows, roles: Sequence[Role]) -> dict[Role, Tensor]:
+        """[T] scores of the rank's loss tokens by role; 0 at other tokens."""
+        return {role: self._score(batch, rows, role) for role in roles}
+
+    def _score(self, batch: RankBatch, rows: Rows, role: Role) -> Tensor:
+        if role is Role.CRITIC and self.critic is not None:
+            return self.critic.values(batch, rows)
+        return self.learner.score(batch, rows, role)
+
+    def train(self, batch: RankBatch, rows: Rows, scores: Scores) -> StepReports:
+        """Metrics of every optimizer step: the policy's, the critic's, or both."""
+        if self.critic is None:
+            return self.learner.train(batch, rows, scores)
+        if batch.index < self.critic_warmup:
+            now = {"train/step": float(self.learner.updater.step)}
+            return tuple(report | now for report in self.critic.train(batch, rows, scores))
+        policy = self.learner.train(batch, rows, scores)
+        critic = self.critic.train(batch, rows, scores)
+        return tuple(a | b for a, b in zip(policy, critic, strict=True))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every trained model's weights by the name that a checkpoint has for them."""
+        critic = {} if self.critic is None else self.critic.model.named()
+        return named_weights(self.learner.policy.lm) | {CRITIC + name: tensor for name, tensor in critic.items()}
+
+    def optimizers(self) -> list[Optimizer]:
+        """The policy's, then the critic's."""
+        return [updater.optimizer for updater in self.updaters().values()]
+
+    def updaters(self) -> dict[str, Updater]:
+        """By the name that a checkpoint has for their steps."""
+        critic = {} if self.critic is None else {"critic_step": self.critic.updater}
+        return {"step": self.learner.updater} | critic
+
+    def move(self, device: torch.device) -> None:
+        """Move weights and optimizers, and give up the memory that they leave."""
+        self.learner.policy.to(device)
+        if self.critic is not None:
+            self.critic.model.to(device)
+        for optimizer in self.optimizers():
+            move_state(optimizer, device)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def make_models(config: RunConfig, ranks: Ranks) -> Models:
+    """Load policy, critic and what the algorithm needs besides; the process group exists. Raises `ModelError`."""
+    settings, algorithm = config.trainer, config.algorithm
+    assert isinstance(settings, FSDP), "built by another trainer's settings"
+    policy = build_policy(settings, source(config, "model"), device=ranks.device, shard=ranks.shard)
+    critic = _make_critic(config, settings, algorithm, ranks) if isinstance(algorithm, ActorCritic) else None
+    warmup = algorithm.critic_warmup if isinstance(algorithm, ActorCritic) else 0
+    learner = Learner(
+        policy=policy,
+        updater=Updater(
+            settings,
+            list(policy.lm.parameters()),
+            total_steps=max(0, config.run.batches - warmup) * config.run.steps_per_batch,
+            device=ranks.device,
+            all_reduce=ranks.all_reduce,
+        ),
+        algorithm=algorithm,
+        ranks=ranks,
+        frozen=_load_others(config, settings, policy, ranks),
+    )
+    return Models(learner=learner, critic=critic, critic_warmup=warmup)
+
+
+def source(config: RunConfig, where: str) -> Source:
+    """The folder of one of the recipe's models: ``model``, ``reference``, ``teacher`` or ``critic``."""
+    paths = {
+        "model": config.model.path,
+        "reference": config.reference.path,
+        "teacher": "auto" if config.teacher is None else config.teacher.path,
+        "critic": config.critic.path,
+    }
+    path = config.model.path if paths[where] == "auto" else paths[where]
+    return Source(where=where, path=Path(path), trust_remote_code=config.model.trust_remote_code)
+
+
+def _make_critic(config: RunConfig, settings: FSDP, algorithm: ActorCritic, ranks: Ranks) -> Critic:
+    model = build_value_model(
+        settings, source(config, "critic"), device=ranks.device, shard=ranks.shard, seed=config.run.seed
+    )
+    updater = Updater(
+        settings.critic,
+        list(model.parameters()),
+        total_steps=config.run.batches * config.run.steps_per_batch,
+        device=ranks.device,
+        all_reduce=ranks.all_reduce,
+    )
+    return Critic(model=model, updater=updater, algorithm=algorithm, ranks=ranks)
+
+
+def _load_others(config: RunConfig, settings: FSDP, policy: Policy, ranks: Ranks) -> dict[Role, Frozen]:
+    needs = config.algorithm.needs()
+    wanted = {Role.REFERENCE: needs.reference, Role.TEACHER: needs.teacher}
+    return {
+        role: load_frozen(
+            source(config, role.value),
+            policy,
+            policy_path=Path(config.model.path),
+            settings=settings,
+            device=ranks.device,
+            shard=ranks.shard,
+        )
+        for role, needed in wanted.items()
+        if needed
+    }

@@ -1,0 +1,130 @@
+"""Teachers and references, of the policy's architecture and of others, score what transformers alone scores."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from fsdp_cases import fit, largest_difference, make_batch, plain_logprobs, weights_of, whole_rows
+from plasmid.errors import ModelError
+from plasmid.testing.tiny import make_tiny_model
+from plasmid.types import Role
+from transformers import AutoModelForCausalLM
+
+OTHERS = [
+    {"seed": 7},
+    {"seed": 7, "hidden_size": 32, "num_layers": 3},
+    {"seed": 7, "family": "qwen3", "tied": True, "hidden_size": 96},
+    {"seed": 7, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    {"seed": 7, "vocab_size": 64},
+]
+IDS = ["same", "smaller", "qwen3", "rope", "padded"]
+OPD = {"kind": "opd", "old_policy": "trainer"}
+
+
+def plain_difference(ours, theirs, batch):
+    """Mean over the loss tokens of log p(ours) - log p(theirs), by transformers alone."""
+    rows = whole_rows(batch)
+    with torch.no_grad():
+        first, second = (
+            torch.cat(plain_logprobs(AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32), rows))
+            for p in (ours, theirs)
+        )
+    return float((first - second)[torch.from_numpy(rows.loss_mask)].double().mean())
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=IDS)
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_a_teachers_logprobs_equal_transformers(kind, options, request, tiny_model, tmp_path):
+    teacher, batch = make_tiny_model(tmp_path / "teacher", **options), make_batch(temperature=0.7)
+
+    async def run():
+        trainer, config = await request.getfixturevalue(kind).start(
+            algorithm=OPD, teacher={"path": str(teacher)}, rewards=[], trainer={"optimizer": "sgd", "lr": 0.1}
+        )
+        before = await weights_of(trainer, tmp_path / "before")
+        await trainer.score(batch, (Role.TEACHER,))
+        after = await weights_of(trainer, tmp_path / "after")
+        first = await fit(trainer, config, batch)
+        await weights_of(trainer, tmp_path / "moved")
+        return before, after, first + await fit(trainer, config, make_batch(temperature=0.7, index=1))
+
+    before, after, reports = asyncio.run(run())
+    assert largest_difference(before, after) == 0
+    expected = plain_difference(teacher, tiny_model, batch)
+    assert reports[0]["train/advantage_mean"] == pytest.approx(expected, abs=1e-5)
+    expected = plain_difference(teacher, tmp_path / "moved", batch)  # the teacher has not moved with the policy
+    assert reports[1]["train/advantage_mean"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("options", OTHERS[1:3], ids=IDS[1:3])
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_a_reference_may_have_another_architecture(kind, options, request, tiny_model, tmp_path):
+    other, batch = make_tiny_model(tmp_path / "other", **options), make_batch()
+
+    async def run():
+        trainer, config = await request.getfixturevalue(kind).start(
+            algorithm={"monitor_kl": True, "kl_estimator": "k1"}, reference=other
+        )
+        return await fit(trainer, config, batch)
+
+    expected = plain_difference(tiny_model, other, batch)
+    assert asyncio.run(run())[0]["train/kl"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_reference_and_teacher_are_held_at_once(one_rank, tiny_model, tmp_path):
+    teacher, batch = make_tiny_model(tmp_path / "teacher", hidden_size=32), make_batch()
+
+    async def run():
+        trainer, config = await one_rank.start(
+            algorithm=OPD | {"monitor_kl": True}, teacher={"path": str(teacher)}, rewards=[]
+        )
+        return await fit(trainer, config, batch, make_batch(index=1))
+
+    first, second = asyncio.run(run())
+    assert first["train/kl"] == 0 and second["train/kl"] > 0
+    assert first["train/advantage_mean"] == pytest.approx(plain_difference(teacher, tiny_model, batch), abs=1e-5)
+
+
+def start_error(ranks, path, **options):
+    with pytest.raises(ModelError) as error:
+        asyncio.run(ranks.start(algorithm=OPD, teacher={"path": str(path)}, rewards=[], **options))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_teachers_that_cannot_be_used(one_rank, tmp_path):
+    assert start_error(one_rank, tmp_path / "none") == f"teacher.path: no such folder: {tmp_path / 'none'}"
+    small = make_tiny_model(tmp_path / "small", vocab_size=50)
+    assert start_error(one_rank, small) == (
+        f"teacher.path: {small} has a vocabulary of 50 tokens, the policy one of 57; the two must have the same tokens"
+    )
+    other = make_tiny_model(tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert start_error(one_rank, other) == (
+        f"teacher.path: {other} has another vocabulary than the policy: '0' is 8 there and 7 here"
+    )
+    del vocabulary["0"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert start_error(one_rank, other).endswith("'0' is no token there and 7 here")
+    (other / "tokenizer.json").write_text("{")
+    assert start_error(one_rank, other).startswith(f"teacher.path: {other / 'tokenizer.json'} cannot be read: ")
+    damaged = make_tiny_model(tmp_path / "damaged", num_layers=1)
+    (damaged / "model.safetensors").write_bytes(b"garbage")
+    assert start_error(one_rank, damaged).startswith(f"teacher.path: {damaged / 'model.safetensors'} cannot be read: ")
+    capped = make_tiny_model(tmp_path / "capped", num_layers=1)
+    config = json.loads((capped / "config.json").read_text())
+    (capped / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
+    assert start_error(one_rank, capped) == (
+        f"teacher.path: {capped} sets final_logit_softcapping = 30.0, which trainer 'fsdp' does not compute"
+    )
+
+
+def test_a_teacher_without_a_tokenizer_is_told_by_its_size(one_rank, tmp_path):
+    path = make_tiny_model(tmp_path / "teacher", num_layers=1)
+    (path / "tokenizer.json").unlink()
+    trainer, _ = asyncio.run(one_rank.start(algorithm=OPD, teacher={"path": str(path)}, rewards=[]))
+    assert trainer.step == 0
