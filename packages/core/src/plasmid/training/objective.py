@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.inputs import AdvantageInputs, LossInputs, TokenLoss, ValueInputs
+from ..algorithms.inputs import AdvantageInputs, LossInputs
 from ..batch import Rows
-from ..components import ActorCritic, Algorithm
+from ..components import Algorithm
 from ..types import Role
 from .collate import Microbatch
 from .metrics import AllReduce
@@ -120,7 +120,10 @@ def microbatch_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -
     engine are apart before the first step (without old log-probabilities: now). Nothing of that without an engine.
     """
     result = algorithm.loss(inputs)
-    _check_shape(result, inputs.logprobs, "loss")
+    if result.loss.shape != inputs.logprobs.shape:
+        raise ValueError(
+            f"the loss must be one per token ({inputs.logprobs.numel()}), got shape {tuple(result.loss.shape)}"
+        )
     loss, num_tokens = (result.loss.double() * weights).sum(), inputs.logprobs.numel()
     if not algorithm.needs().engine:
         return MicrobatchLoss(loss=loss, values=result.metrics, maxima={}, num_tokens=num_tokens)
@@ -133,20 +136,3 @@ def microbatch_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -
         num_tokens=num_tokens,
         mismatch=log_ratio_counts(difference),
     )
-
-
-def value_microbatch_loss(algorithm: ActorCritic, inputs: ValueInputs, weights: Tensor) -> MicrobatchLoss:
-    """The same for the critic; its metrics are those of `ActorCritic.value_loss`."""
-    result = algorithm.value_loss(inputs)
-    _check_shape(result, inputs.values, "value loss")
-    return MicrobatchLoss(
-        loss=(result.loss.double() * weights).sum(),
-        values=result.metrics,
-        maxima={},
-        num_tokens=inputs.values.numel(),
-    )
-
-
-def _check_shape(result: TokenLoss, like: Tensor, what: str) -> None:
-    if result.loss.shape != like.shape:
-        raise ValueError(f"the {what} must be one per token ({like.numel()}), got shape {tuple(result.loss.shape)}")

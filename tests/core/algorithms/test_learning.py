@@ -1,0 +1,188 @@
+"""Every algorithm learns a small task: three tokens for each of four prompts, each of which has one right value.
+
+The policy is a table of logits, so a run of 25 batches takes a fraction of a second; whole runs with real models are in
+tests/end_to_end.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from plasmid.algorithms.cispo import CISPO
+from plasmid.algorithms.correction import Correction
+from plasmid.algorithms.dapo import DAPO
+from plasmid.algorithms.dr_grpo import DrGRPO
+from plasmid.algorithms.grpo import GRPO
+from plasmid.algorithms.gspo import GSPO
+from plasmid.algorithms.opd import OPD
+from plasmid.algorithms.ppo import PPO
+from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from plasmid.algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
+from plasmid.algorithms.remax import ReMax
+from plasmid.algorithms.rloo import RLOO
+from plasmid.algorithms.sft import SFT
+from plasmid.batch import BatchRef
+from plasmid.testing.batches import make_group, make_sample
+from plasmid.training.collate import collate
+from plasmid.training.critic import compute_returns, value_microbatch_loss
+from plasmid.training.metrics import alone
+from plasmid.training.objective import (
+    compute_advantages,
+    loss_inputs,
+    microbatch_loss,
+    step_weights,
+)
+from plasmid.training.rank_batch import split
+from plasmid.training.schedule import Microbatching
+from plasmid.types import Prompt, Role
+
+PROMPTS, LENGTH, VOCAB = 4, 3, 5
+RIGHT = torch.tensor([[(p + t) % VOCAB for t in range(LENGTH)] for p in range(PROMPTS)])
+BATCHES = 25
+REWARDED = {
+    "grpo": GRPO(),
+    "grpo with a kl": GRPO(kl_coef=0.01, monitor_kl=True, entropy_coef=0.001),
+    "grpo, decoupled": GRPO(old_policy="decoupled", correction=Correction(mode="truncate")),
+    "dapo": DAPO(),
+    "dr-grpo": DrGRPO(constant_length=LENGTH),
+    "rloo": RLOO(reward_kl_coef=0.01),
+    "remax": ReMax(),
+    "reinforce-plus-plus": ReinforcePlusPlus(),
+    "reinforce-plus-plus-baseline": ReinforcePlusPlusBaseline(),
+    "gspo": GSPO(clip_low=0.1, clip_high=0.2),
+    "cispo": CISPO(opsm=0.5),
+    "ppo": PPO(lam=0.9, value_clip=1.0),
+}
+
+
+class Run:
+    """A policy, a critic, a reference and a teacher, all of them tables."""
+
+    def __init__(self, algorithm, seed, steps=2):
+        self.algorithm, self.steps = algorithm, steps
+        self.random = torch.Generator().manual_seed(seed)
+        self.policy = (0.1 * torch.randn(PROMPTS, LENGTH, VOCAB, generator=self.random)).requires_grad_()
+        self.reference = self.policy.detach().clone()
+        self.teacher = 2.0 * torch.randn(PROMPTS, LENGTH, VOCAB, generator=self.random)
+        self.critic = torch.zeros(PROMPTS, LENGTH, requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.policy, self.critic], lr=0.15)
+
+    def expected_reward(self):
+        """Mean probability of the right tokens."""
+        return self.policy.softmax(-1).gather(-1, RIGHT[..., None]).mean().item()
+
+    def kl_to_teacher(self):
+        p, q = self.policy.log_softmax(-1), self.teacher.log_softmax(-1)
+        return (p.exp() * (p - q)).sum(-1).mean().item()
+
+    def batch(self):
+        return BatchRef(index=0, groups=tuple(map(self.group, range(PROMPTS))), steps=self.steps)
+
+    def group(self, p):
+        prompt = Prompt(id=f"p{p}", token_ids=torch.tensor([p], dtype=torch.int32).numpy())
+        logprobs = self.policy[p].detach().log_softmax(-1)
+        samples = []
+        for i in range(4):
+            tokens = torch.multinomial(logprobs.exp(), 1, generator=self.random)[:, 0]
+            if isinstance(self.algorithm, SFT):
+                tokens = RIGHT[p]
+            by_engine = logprobs.gather(-1, tokens[:, None])[:, 0] + 0.02 * torch.randn(LENGTH, generator=self.random)
+            reward = (tokens == RIGHT[p]).float().mean().item()
+            samples.append(
+                make_sample(
+                    prompt,
+                    tokens.int().numpy(),
+                    id=f"{p}/{i}",
+                    rollout_id=f"{p}/{i}",
+                    group_id=p,
+                    logprobs=by_engine.numpy(),
+                    reward=reward,
+                )
+            )
+        greedy = (logprobs.argmax(-1) == RIGHT[p]).float().mean().item()
+        return replace(make_group(prompt, samples, id=p), baseline=greedy)
+
+    def at(self, table, m):
+        """[P, ...] what a table says about each predicted token: its row, and how many tokens came before it."""
+        row, column = m.source // m.input_ids.shape[1], m.source % m.input_ids.shape[1]
+        return table[m.input_ids[row, 0], column]
+
+    def logprobs(self, table, m):
+        return self.at(table, m).log_softmax(-1).gather(-1, m.targets[:, None])[:, 0]
+
+    def train(self):
+        algorithm, steps = self.algorithm, self.steps
+        (rank,) = split(self.batch(), num_ranks=1, microbatching=Microbatching(unit="samples", size=5))
+        rows = rank.fetch()
+        whole = collate(rows, range(rows.num_samples), table_index=rank.samples)
+        tables = {Role.POLICY: self.policy, Role.REFERENCE: self.reference, Role.TEACHER: self.teacher}
+        scores = {}
+        for role in algorithm.roles(steps=steps):
+            scores[role] = torch.zeros(len(rows.token_ids))
+            found = self.at(self.critic, whole) if role is Role.CRITIC else self.logprobs(tables[role], whole)
+            scores[role][whole.token_index] = found.detach()
+        advantages = compute_advantages(algorithm, rank, rows, scores, all_reduce=alone)
+        if algorithm.needs().critic:
+            returns = compute_returns(algorithm, rank, rows, scores, all_reduce=alone)
+        for index, step in enumerate(rank.steps):
+            self.optimizer.zero_grad()
+            weights = step_weights(algorithm, rank, index)
+            for part in step.microbatches:
+                m = collate(rows, part, table_index=rank.samples)
+                inputs = loss_inputs(
+                    m, self.logprobs(self.policy, m), self.entropy(m), scores=scores, advantages=advantages
+                )
+                microbatch_loss(algorithm, inputs, weights[m.table_index]).loss.backward()
+                if algorithm.needs().critic:
+                    value_microbatch_loss(
+                        algorithm,
+                        m,
+                        self.at(self.critic, m),
+                        old_values=scores[Role.CRITIC],
+                        returns=returns,
+                        weights=weights[m.table_index],
+                    ).loss.backward()
+            self.optimizer.step()
+
+    def entropy(self, m):
+        logprobs = self.at(self.policy, m).log_softmax(-1)
+        return -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("name", REWARDED)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_reward_rises_within_25_batches_of_16_rollouts(name, seed):
+    run = Run(REWARDED[name], seed)
+    assert run.expected_reward() < 0.25
+    for _ in range(BATCHES):
+        run.train()
+    assert run.expected_reward() > 0.85
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_distillation_moves_the_policy_to_the_teacher(seed):
+    run = Run(OPD(), seed)
+    before = run.kl_to_teacher()
+    for _ in range(4 * BATCHES):
+        run.train()
+    assert before > 0.8
+    assert run.kl_to_teacher() < 0.05 * before
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_demonstrations_are_learned(seed):
+    run = Run(SFT(), seed)
+    for _ in range(BATCHES):
+        run.train()
+    assert -torch.log_softmax(run.policy, -1).gather(-1, RIGHT[..., None]).mean().item() < 0.05
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_critic_learns_what_rewards_to_expect(seed):
+    run = Run(PPO(lam=1.0, whiten=False, value_clip="off"), seed)
+    run.optimizer = torch.optim.Adam([run.critic], lr=0.02)
+    for _ in range(6 * BATCHES):
+        run.train()
+    expected = run.policy.softmax(-1).gather(-1, RIGHT[..., None]).mean(1)  # [PROMPTS, 1]: the mean over the tokens
+    first = run.critic[:, 0].detach()
+    torch.testing.assert_close(first, expected[:, 0].detach(), rtol=0, atol=0.1)
