@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from plasmid.errors import ModelError
 from plasmid.training.collate import Microbatch
+from plasmid.training.linear_head import ChunkSize
 from plasmid.training.logprobs import TokenScores, token_logprobs
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ CHANGES_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_s
 class Policy(nn.Module):
     """Log-probabilities of chosen tokens; the logits of a whole microbatch never exist."""
 
-    def __init__(self, lm: PreTrainedModel, *, chunk_size: int) -> None:
+    def __init__(self, lm: PreTrainedModel, *, chunk_size: ChunkSize) -> None:
         super().__init__()
         self.lm = lm
         self._chunk_size = chunk_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from plasmid.components import Algorithm, BuildContext, TrainerConfig
 from plasmid.protocols import Trainer
@@ -31,8 +31,8 @@ class FSDP(OptimizerSettings, TrainerConfig):
     """Fixed number of samples in a microbatch; ``auto`` fills microbatches up to `microbatch_tokens`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Implementation of attention."""
-    logprob_chunk: int = Field(512, ge=1)
-    """Tokens whose logits exist at one time, when log-probabilities are computed from hidden states."""
+    logprob_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Tokens whose logits exist at one time; ``auto`` lets them take 1.25 GiB on a GPU and 128 MiB on a CPU."""
     critic: CriticSettings = CriticSettings()
     """Optimizer and first weights of the critic, for algorithms that have one."""
 
