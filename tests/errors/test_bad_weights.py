@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+from plasmid.errors import ModelError
 from plasmid.testing.tiny import make_tiny_model
 
 SMALL = [
@@ -19,6 +21,28 @@ def real(folder, tiny_model):
     shutil.rmtree(folder / "model")
     shutil.copytree(tiny_model, folder / "model")
     return folder
+
+
+def engine_error(path: Path) -> str:
+    import torch
+    from plasmid_hf.model import load_model
+
+    with pytest.raises(ModelError) as caught:
+        load_model(path, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=False)
+    return str(caught.value).replace(str(path), "M")
+
+
+def test_the_engine_names_a_tensor_of_another_size_and_a_torn_file(real):
+    config = json.loads((real / "model" / "config.json").read_text())
+    (real / "model" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    assert engine_error(real / "model") == (
+        "model.path: M: model.layers.0.mlp.down_proj.weight is [64, 128], its config.json wants [64, 96]"
+    )
+    weights = real / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    said = engine_error(real / "model")
+    assert said.startswith("model.path: M cannot be loaded: SafetensorError: ")
+    assert "\n" not in said
 
 
 @pytest.mark.long
@@ -37,7 +61,8 @@ def test_a_config_that_is_no_model_is_named(rl, real):
     (real / "model" / "config.json").write_text("{}")
     said = rl("train", "recipe.toml", *SMALL)
     assert len(said) == 1
-    assert said[0].startswith("model.path: model is no causal language model that loads: ")
+    assert said[0].startswith("model.path: model ")  # trainer or engine, whichever looks first
+    assert "model_type" in said[0]
 
 
 @pytest.mark.long

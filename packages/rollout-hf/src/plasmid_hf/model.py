@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plasmid.errors import ModelError
+from plasmid.errors import ModelError, one_line
 from plasmid.types import Ints
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -133,17 +134,22 @@ def _stop_ids(hf: PreTrainedModel) -> frozenset[int]:
 def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> LanguageModel:
     """Read a Hugging Face folder. Raises `ModelError` if it is incomplete or its attention is not supported."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
+    options |= {"output_loading_info": True, "local_files_only": True}
+    options["ignore_mismatched_sizes"] = True  # they are named below; transformers raises without a name
     loaded: Any
     if not path.is_dir():
         raise ModelError(f"model.path: no such folder: {path}")
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        loaded = AutoModelForCausalLM.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"model.path: {path} cannot be loaded: {one_line(error)}") from error
     hf, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"model.path: {path} lacks {len(missing)} tensors, the first is {missing[0]}")
+    if info["mismatched_keys"]:
+        name, saved, wanted = min(info["mismatched_keys"])
+        raise ModelError(f"model.path: {path}: {name} is {list(saved)}, its config.json wants {list(wanted)}")
     _check_windows(hf, path)
     hf.eval().requires_grad_(False)
     hf.to(device)
