@@ -1,0 +1,142 @@
+"""What algorithms need of a run: greedy rollouts, demonstrations, unrestricted sampling."""
+
+import json
+
+import pytest
+from plasmid.errors import ConfigError
+from plasmid.hookspecs import hookimpl
+from plasmid.observe.sample_store import read_samples
+from plasmid.recipe import merge
+
+RESTRICTED = (
+    "restricts what is drawn, and the engine's log-probabilities do not say so; ratios to them, which this algorithm "
+    'corrects with, would be wrong; remove it, or set algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
+)
+
+
+class Groups:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def group_scored(self, group):
+        self.seen.append(group)
+
+
+def test_one_greedy_rollout_of_each_prompt_is_compared_with_and_not_trained_on(runner):
+    groups = Groups()
+    runner.run({"algorithm": {"kind": "remax"}, "run": {"batches": 2}}, observers=[groups])
+    assert [g.num_samples for g in groups.seen] == [3] * 8
+    for group in groups.seen:
+        *sampled, greedy = group.whole.get().samples
+        assert greedy.id == f"{group.id}/greedy" and greedy.is_baseline and greedy.sampling.temperature == 0
+        assert group.baseline == greedy.reward
+        assert not any(sample.is_baseline for sample in sampled)
+        assert group.rows.get().sample_ids == group.sample_ids == tuple(s.id for s in sampled)
+
+
+def test_greedy_rollouts_are_stored_and_replayed(runner):
+    runner.run({"algorithm": {"kind": "remax"}, "run": {"batches": 2}})
+    stored = read_samples(runner.folder / "run" / "samples" / "batch-000001.parquet")
+    assert [sum(s.is_baseline for s in group.samples) for group in stored] == [1] * 4
+    result = runner.run(
+        {"algorithm": {"kind": "remax"}, "run": {"dir": str(runner.folder / "again")}}, replay=runner.folder / "run"
+    )
+    assert result.steps == 2
+
+
+def test_filters_do_not_see_greedy_rollouts_and_a_failed_one_drops_its_group(runner):
+    groups = Groups()
+    changes = {"algorithm": {"kind": "remax"}, "rollout": {"fail": ["1/greedy"]}, "run": {"batches": 2}}
+    runner.run(changes | {"filters": [{"kind": "even-group"}]}, observers=[groups])
+    failed = {group.id: group.dropped_by for group in groups.seen}
+    assert failed[1] == "failed"
+    assert set(failed.values()) <= {"", "even-group", "failed"} and list(failed.values()).count("failed") == 1
+
+
+@pytest.fixture
+def sft(runner):
+    """Changes that make the run one of supervised fine-tuning."""
+    rows = [{"q": f"say {i}", "a": "x" * (1 + i % 3)} for i in range(40)]
+    path = runner.folder / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "algorithm": {"kind": "sft"},
+        "data": {"kind": "demonstrations", "path": str(path), "prompt_key": "q", "completion_key": "a"},
+        "rollout": None,
+        "rewards": [],
+        "run": {"samples_per_prompt": 1},
+    }
+
+
+def test_demonstrations_are_trained_on_without_an_engine(runner, sft):
+    result = runner.run(merge(sft, {"run": {"batches": 3}}))
+    assert result.steps == 3
+    first = runner.metrics()[0]
+    assert 2 <= first["rollout/length_mean"] <= 4  # one to three letters and the end
+    assert not any(name.startswith(("reward/", "sync/")) for name in first)
+
+
+def test_a_resumed_run_goes_on_with_the_rows_that_come_next(make_runner, sft):
+    whole, cut = make_runner("whole"), make_runner("cut")
+    whole.run(merge(sft, {"run": {"batches": 6}, "checkpoint": {"every": 3}}))
+    cut.run(merge(sft, {"run": {"batches": 3}}))
+    cut.run(merge(sft, {"run": {"batches": 6}}), resume=True)
+    assert [m["rollout/tokens"] for m in cut.metrics()] == [m["rollout/tokens"] for m in whole.metrics()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rewards": [{"kind": "digits"}]},
+            "rewards: algorithm 'sft' samples nothing that could be scored; remove the tables",
+        ),
+        (
+            {"filters": [{"kind": "nothing"}]},
+            "filters: algorithm 'sft' samples nothing that could be scored; remove the tables",
+        ),
+        ({"rollout": {"kind": "fake"}}, "rollout: algorithm 'sft' never samples; remove the [rollout] table"),
+        ({"sampling": {"top_p": 0.9}}, "sampling: algorithm 'sft' never samples; remove the table"),
+        (
+            {"run": {"max_staleness": 1}},
+            "run.max_staleness: 1 is never read, because algorithm 'sft' never samples; remove it",
+        ),
+        (
+            {"run": {"samples_per_prompt": 5}},
+            "run.samples_per_prompt: 5 is never read, because algorithm 'sft' never samples; remove it",
+        ),
+        (
+            {"algorithm": {"kind": "grpo"}, "rollout": {"kind": "fake"}, "rewards": [{"kind": "digits"}]},
+            "data.kind: demonstrations hold the answers, and algorithm 'grpo' samples its own; "
+            'set it to "files", or algorithm.kind to "sft"',
+        ),
+    ],
+)
+def test_what_supervised_fine_tuning_never_reads_is_an_error(runner, sft, changes, message):
+    with pytest.raises(ConfigError) as error:
+        runner.config(merge(sft, changes))
+    assert str(error.value) == message
+
+
+def test_supervised_fine_tuning_needs_demonstrations(runner, sft):
+    with pytest.raises(ConfigError) as error:
+        runner.config({**sft, "data": {}})
+    assert str(error.value) == "data.kind: algorithm 'sft' learns from demonstrations; set it to \"demonstrations\""
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kind": "grpo", "old_policy": "rollout"},
+        {"kind": "rloo", "old_policy": "decoupled"},
+        {"kind": "cispo", "opsm": 0.1},
+    ],
+    ids=["rollout", "decoupled", "opsm"],
+)
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1)])
+def test_restricted_sampling_is_refused_where_ratios_to_the_engine_would_be_wrong(runner, algorithm, name, value):
+    with pytest.raises(ConfigError) as error:
+        runner.config({"algorithm": algorithm, "sampling": {name: value}})
+    assert str(error.value) == f"sampling.{name}: {value} {RESTRICTED}"
+    runner.config({"algorithm": {"kind": algorithm["kind"]}, "sampling": {name: value}})
