@@ -9,7 +9,7 @@ import numpy as np
 
 from ..batch import GroupRef
 
-LAST = frozenset({"train/lr", "train/step"})
+LAST = frozenset({"train/lr", "train/critic_lr", "train/step"})
 """Gauges: of several optimizer steps the last one's value counts, not their mean."""
 
 
