@@ -1,0 +1,64 @@
+"""Critics and models of other architectures on a GPU do what they do on the CPU."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = str(Path(__file__).parents[1] / "backend_fsdp")
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+
+from critic_cases import CRITIC, PPO, SGD, make_critic, trained  # noqa: E402
+from fsdp_cases import OneRank, fit, largest_difference, make_batch  # noqa: E402
+from plasmid.testing.tiny import make_tiny_model  # noqa: E402
+from plasmid.types import Role  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"activation_checkpointing": True}], ids=str)
+def test_a_critic_on_a_gpu_equals_one_on_the_cpu(tiny_model, tmp_path, options):
+    critic = make_critic(tmp_path / "critic", tiny_model)
+    batches = [make_batch(), make_batch(seed=1, steps=2, index=1)]
+
+    async def run(name, *, gpus, **trainer):
+        ranks = OneRank(tiny_model, tmp_path, gpus=gpus)
+        try:
+            return await trained(ranks, tmp_path / name, batches, critic=critic, trainer=trainer)
+        finally:
+            await ranks.close()
+
+    cpu, gpu = asyncio.run(run("cpu", gpus=False)), asyncio.run(run("gpu", gpus=True, **options))
+    for ours, theirs in zip(gpu[0], cpu[0], strict=True):
+        for name in ("value_loss", "explained_variance", "critic_grad_norm", "grad_norm"):
+            assert ours[f"train/{name}"] == pytest.approx(theirs[f"train/{name}"], rel=1e-3, abs=1e-4), name
+    assert largest_difference(gpu[1], cpu[1]) < 1e-4
+    assert largest_difference(gpu[2], cpu[2]) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloading_takes_critic_and_teacher_along(tiny_model, tmp_path, dtype):
+    other, batch = make_tiny_model(tmp_path / "other", hidden_size=128, num_layers=4), make_batch()
+
+    async def run(offloads):
+        ranks = OneRank(tiny_model, tmp_path, gpus=True)
+        trainer = SGD | {"critic": CRITIC | {"head_std": 0.1}, "dtype": dtype}
+        handle, config = await ranks.start(trainer=trainer, algorithm=PPO | {"reward_kl_coef": 0.1}, reference=other)
+        reports = await fit(handle, config, batch)
+        if offloads:
+            before = torch.cuda.memory_allocated()
+            await handle.offload()
+            assert torch.cuda.memory_allocated() < 0.2 * before
+            await handle.onload()
+        await handle.score(make_batch(seed=5, index=7), (Role.REFERENCE,))
+        reports += await fit(handle, config, make_batch(seed=1, index=1))
+        await ranks.close()
+        return reports
+
+    plain, moved = asyncio.run(run(False)), asyncio.run(run(True))
+    for ours, theirs in zip(moved, plain, strict=True):
+        for name in ("value_loss", "critic_grad_norm", "grad_norm"):
+            assert ours[f"train/{name}"] == pytest.approx(theirs[f"train/{name}"], rel=1e-5), name
