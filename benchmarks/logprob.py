@@ -200,8 +200,8 @@ def liger_variants(case, args):
         return
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as function
-    except ImportError as error:
-        print(f"Liger left out: {error}", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001, a peer may be missing or not fit what is installed
+        print(f"Liger left out: {type(error).__name__}: {error}", file=sys.stderr)
         return
     accum, three = torch.float32, "three products"
     ours = {"accum_dtype": accum, "chunk_mem_const": 32}
