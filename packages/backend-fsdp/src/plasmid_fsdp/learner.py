@@ -77,7 +77,13 @@ class Learner:
             inputs = loss_inputs(microbatch, output.logprobs, output.entropy, scores=scores, advantages=advantages)
             result = microbatch_loss(self.algorithm, inputs, weights[microbatch.table_index])
             result.loss.backward()  # type: ignore[no-untyped-call]
-            metrics.add(loss=result.loss, values=result.values, maxima=result.maxima, num_tokens=result.num_tokens)
+            metrics.add(
+                loss=result.loss,
+                values=result.values,
+                maxima=result.maxima,
+                num_tokens=result.num_tokens,
+                mismatch=result.mismatch,
+            )
         update = self.updater.update()
         return {
             "train/grad_norm": update.norm,
