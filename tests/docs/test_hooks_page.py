@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs/plugins/hooks.md").read_text()
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    (found,) = re.findall(rf"^```{language} \S+\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     return found
 
 

@@ -27,15 +27,6 @@ run(config, mode=Mode(rollouts_only=True), make_cluster=lambda _: LocalCluster()
 SMALL = ("run.prompts_per_batch=2", "trainer.dtype=float32", "rollout.dtype=float32", "trackers=[]")
 
 
-@pytest.fixture
-def checkout(tmp_path, tiny_model) -> Path:
-    """A folder that looks like the repository to the commands of the page, with a tiny model for the real one."""
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(tiny_model)
-    return tmp_path
-
-
 def call(command: list[str], folder: Path) -> str:
     """Run one command of the page; pip installs into a folder of its own instead of the environment."""
     site = folder / "site-packages"

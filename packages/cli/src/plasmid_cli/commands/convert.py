@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..recipe_arguments import PluginFiles
+
 if TYPE_CHECKING:
     from plasmid import Converter
 
@@ -22,7 +24,7 @@ Settings = Annotated[
 From = Annotated[
     str | None, typer.Option("--from", metavar="KIND", help="Layout of SOURCE; found out where it can be.")
 ]
-To = Annotated[str | None, typer.Option("--to", metavar="KIND", help="Layout of TARGET.; hf unless given")]
+To = Annotated[str | None, typer.Option("--to", metavar="KIND", help="Layout of TARGET; hf unless given.")]
 Check = Annotated[bool, typer.Option("--check", help="Compare the two tensor by tensor instead of writing.")]
 Sha256 = Annotated[
     str | None, typer.Option("--sha256", metavar="HEX", help="First verify the digest of the file SOURCE.")
@@ -37,13 +39,14 @@ def convert(
     to: To = None,
     check: Check = False,
     sha256: Sha256 = None,
+    plugin: PluginFiles = None,
 ) -> None:
     """Convert a checkpoint: rl convert model.gguf models/mine --from gguf --to hf"""
     from plasmid.convert import convert as write
     from plasmid.convert import verify_sha256
     from plasmid.plugins import converters, load_plugins
 
-    layouts: Layouts = converters(load_plugins())
+    layouts: Layouts = converters(load_plugins(files=plugin or ()))
     given = _settings(settings or ())
     reader = _make("from", from_ or _detect(source, layouts), given, layouts)
     to_kind = to or (_detect(target, layouts) if check else "hf")

@@ -1,0 +1,137 @@
+"""Every block of every page works, in the order of the page, and transcripts show what is really printed."""
+
+import re
+
+import pytest
+from plasmid import load_config
+from plasmid.config import RunConfig
+from plasmid.observe.journal import read_journal
+from plasmid.observe.sample_columns import SCHEMA
+from plasmid.run.checkpoint import CHANGEABLE
+
+from tests.docs.pages import LANGUAGES, MAKE, PAGES, ROOT, Reader, blocks, matches
+
+READ = ["README.md", "docs/quickstart.md", "docs/observability.md", "docs/checkpoints.md", "docs/plugins/index.md"]
+READ_ELSEWHERE = {"docs/plugins/rewards.md", "docs/plugins/hooks.md"}
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_page_works_from_top_to_bottom(name, checkout):
+    reader = Reader(checkout, in_one_process=True)
+    reader.read(ROOT / name)
+    assert reader.printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", READ)
+def test_a_page_works_exactly_as_written(name, checkout):
+    Reader(checkout, in_one_process=False).read(ROOT / name)
+
+
+def test_the_page_about_configuration_works(checkout):
+    Reader(checkout, in_one_process=True).read(ROOT / "docs/configuration.md")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_block_is_of_a_kind_that_is_run(name):
+    page = ROOT / name
+    found = blocks(page)
+    assert len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) == 2 * len(found)
+    assert all(block.name or block.language in LANGUAGES for block in found)
+    runs = [block for block in found if block.language != "text"]
+    assert not runs or name in {*READ, *READ_ELSEWHERE, "docs/configuration.md"}, "add the page to READ"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_somewhere(name):
+    page = ROOT / name
+    for link in LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def anchors(text):
+    """What GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_picture_is_there_and_is_svg_that_says_what_it_shows(name):
+    for link in re.findall(r"!\[([^\]]+)\]\((\S+)\)", (ROOT / name).read_text()):
+        text = ((ROOT / name).parent / link[1]).read_text()
+        assert "<title" in text and "<desc" in text and "font-family" in text
+
+
+def test_every_recipe_on_the_first_page_resolves(checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    found = {block.name: block.text for block in blocks(ROOT / "README.md") if block.language == "toml"}
+    for name, text in found.items():
+        (checkout / name).write_text(text)
+    for name in ("one-gpu.toml", "eight-gpus.toml"):
+        config = load_config(["capitals.toml", name])
+        assert config.placement.device == "cuda"
+    assert config.placement.trainer_ranks + config.placement.engine_ranks == 8
+    assert config.run.max_staleness == 1
+
+
+def test_make_does_what_the_tests_take_it_for():
+    text = (ROOT / "Makefile").read_text()
+    assert "@$(BIN)/rl train $(RECIPE) $(ARGS)" in text
+    assert f"RECIPE ?= {MAKE['make train'].split()[-1]}\n" in text
+
+
+def test_the_page_about_configuration_is_what_the_code_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import generate
+
+    assert generate.PAGE.read_text() == generate.page(), "run python docs/generate.py"
+    assert all(
+        f"\n## {table}\n" in generate.page() for table in RunConfig.model_fields if table not in ("plugins", "recipe")
+    )
+
+
+def test_every_column_of_the_sample_store_is_explained_and_no_other():
+    text = (ROOT / "docs/observability.md").read_text().partition("\n## Samples\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \|", text, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(SCHEMA.names)
+
+
+def test_every_metric_of_a_run_is_explained(checkout):
+    reader = Reader(checkout, in_one_process=True)
+    reader.read(ROOT / "docs/observability.md", until="## Trackers")
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", (ROOT / "docs/observability.md").read_text(), re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`([\w/@<>.-]+)`", " ".join(row))} - {"train/<name>"}
+    patterns = [re.sub(r"<\w+>", r"[\\w.@-]+", name) for name in names]
+    folder = checkout / "runs/look"
+    entries = [*read_journal(folder / "metrics.jsonl"), *read_journal(folder / "evaluations.jsonl")]
+    unexplained = {
+        name for e in entries for name in e.metrics if not any(re.fullmatch(pattern, name) for pattern in patterns)
+    }
+    assert not unexplained
+
+
+def test_the_page_about_checkpoints_lists_what_may_change():
+    text = (ROOT / "docs/checkpoints.md").read_text().partition("<!-- changeable -->")[2].partition("Any other")[0]
+    assert sorted(re.findall(r"`([\w.]+)`", text)) == sorted(CHANGEABLE)
+
+
+@pytest.mark.parametrize(
+    ("shown", "alike"),
+    [
+        (["batch 1/3  reward 0.5"], True),
+        (["batch 1/3  reward 0.5", "...", "done in 4:51"], True),
+        (["...", "done in 1:00"], True),
+        (["batch 1/3  reward 0.5", "done in 4:51"], False),
+        (["batch 1/3  rewards 0.5"], False),
+        (["done in 4:51", "...", "batch 1/3  reward 0.5"], False),
+    ],
+)
+def test_a_transcript_is_compared_without_its_numbers(shown, alike):
+    assert matches(shown, "batch 1/2 reward -0.25\n\nsaved x\ndone in 0:07\n") is alike
