@@ -1,0 +1,143 @@
+"""Writes docs/algorithms.md out of the algorithms' docstrings: python scripts/algorithms_page.py"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from plasmid.algorithms.policy_gradient import PolicyGradient
+from plasmid.components import Algorithm
+from plasmid.plugin import register_algorithms
+
+PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
+SECTIONS = ("Formula", "Paper", "Use")
+HEAD = """\
+# Algorithms
+
+<!-- Written by `python scripts/algorithms_page.py`; the table comes from the docstrings in the code, edit those. -->
+
+`[algorithm] kind = "..."` chooses the advantage and the loss. Both are pure functions of tensors, computed on the
+trainer's ranks from what each of them holds, and the same for every split over ranks and microbatches. `rl options grpo`
+prints every setting of one; [configuration](configuration.md#algorithm) has those of all. A method of your own is
+[a plugin](plugins/hooks.md).
+
+| kind | formula | paper | when to use | options of its own, with their defaults |
+|---|---|---|---|---|
+"""
+SHARED = """
+All of them have `reduction`. All but `sft` also have, with the same meaning:
+
+| option | what it does |
+|---|---|
+"""
+TAIL = """
+## Choices that implementations make differently
+
+- **Standard deviation of GRPO**: divisor n - 1, `std_eps` 1e-6 added to it (TRL adds 1e-4, OpenRLHF 1e-9: set
+  `std_eps`). A group whose rewards are all equal has advantage 0; a group of one rollout, too.
+- **Several samples of one rollout** (fan-out) count once in a group's statistics, with their mean reward, and once in
+  `reduction = "per-rollout"`.
+- **KL in the reward** is taken off before anything else is computed: in group methods off the sample's reward (the sum over
+  its tokens), in `ppo` and `reinforce-plus-plus` off each token's. It is measured with the policy before the first step.
+- **KL in the loss** is not clamped, except `low_var_kl` (k3 within -10..10). `unbiased_kl` multiplies it with the ratio.
+- **Whitening** is over all loss tokens of the batch on all ranks, in two passes in fp64, with the divisor n - 1. `ppo`
+  whitens advantages, never the returns that its critic learns.
+- **The critic's loss** has no factor 1/2. Its returns include the KL in the reward, as the policy's advantages do.
+- **Tool replies** and other tokens that the loss does not see are no steps for discounts.
+- **`opsm`** compares with the engine's log-probabilities, as the paper does.
+
+## Old policy and correction
+
+`train/mismatch_...` reports in every run how far trainer and engine are apart on the drawn tokens, before the first step:
+`kl`, `chi2`, `ess` (effective sample size, 1 is best), and percentiles of the ratio.
+
+| `old_policy` | the ratio divides by | the loss is weighted by |
+|---|---|---|
+| `trainer` | the trainer's probability before the first step | nothing: the mismatch is ignored |
+| `rollout` | the engine's probability | nothing: the ratio itself corrects, and the clip bounds it |
+| `decoupled` | the trainer's probability before the first step | trainer over engine, as `correction` says |
+
+| `correction` | known as |
+|---|---|
+| `mode = "none"` | decoupled PPO |
+| `mode = "truncate"` | truncated importance sampling (TIS) |
+| `mode = "mask", low = 0.5, high = 5.0` | IcePop |
+| `mode = "mask", level = "sequence"` or `"geometric"` | masked importance sampling |
+| `mode = "reject", level = "geometric"` | rejection of sequences |
+
+`veto` drops a sample with one catastrophic token; `renormalize` keeps the mean weight of a batch at 1.
+
+An engine's log-probabilities are taken before top-p, top-k and min-p. Ratios to them are wrong where these restrict what is
+drawn, so `rollout`, `decoupled` and `opsm` refuse such sampling settings.
+
+## Supervised fine-tuning
+
+```toml
+algorithm.kind = "sft"
+data = { kind = "demonstrations", path = "chats.jsonl" }
+```
+
+needs no `[rollout]` and no rewards. What the assistant wrote is told from what the chat template makes of the messages before
+and after each of its turns, and both are tokenised apart, as an engine gets its prompt and answers with tokens of its
+own. A template that renders earlier turns otherwise once there are later ones is an error that names the row;
+`data.train_on = "last"` then learns the last turn.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    kinds = sorted(register_algorithms(), key=_kind)
+    lines = [f"| {' | '.join(map(_cell, _row(cls)))} |\n" for cls in kinds]
+    shared = [
+        f"| `{n}` | {_cell(f.description or '')} |\n" for n, f in PolicyGradient.model_fields.items() if n not in BASE
+    ]
+    return HEAD + "".join(lines) + SHARED + "".join(shared) + TAIL
+
+
+BASE = set(Algorithm.model_fields)
+
+
+def _kind(cls: type[Algorithm]) -> str:
+    return str(cls.model_fields["kind"].default)
+
+
+def _row(cls: type[Algorithm]) -> Iterator[str]:
+    """Kind, formula, paper, use, options. Raises ValueError if the docstring lacks one."""
+    told = sections(cls)
+    missing = [name for name in SECTIONS if name not in told]
+    if missing:
+        raise ValueError(f"the docstring of {cls.__name__} has no section {missing[0]}:")
+    yield f"`{_kind(cls)}`"
+    yield from (told[name] for name in SECTIONS)
+    yield ", ".join(_options(cls))
+
+
+def sections(cls: type[Algorithm]) -> dict[str, str]:
+    """``Formula: ...`` and so on of a docstring; each ends where the next one begins."""
+    parts = re.split(rf"^({'|'.join(SECTIONS)}): ", inspect.cleandoc(cls.__doc__ or ""), flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _options(cls: type[Algorithm]) -> Iterator[str]:
+    """Settings that not all others have, or whose default is another."""
+    shared = PolicyGradient.model_fields if issubclass(cls, PolicyGradient) else Algorithm.model_fields
+    for name, field in cls.model_fields.items():
+        if name != "kind" and (name not in shared or shared[name].default != field.default):
+            yield f"`{name}`" if field.is_required() else f"`{name} = {_toml(field.default)}`"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8", newline="\n")
