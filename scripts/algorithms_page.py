@@ -20,9 +20,9 @@ HEAD = """\
 <!-- Written by `python scripts/algorithms_page.py`; the table comes from the docstrings in the code, edit those. -->
 
 `[algorithm] kind = "..."` chooses the advantage and the loss. Both are pure functions of tensors, computed on the
-trainer's ranks from what each of them holds, and the same for every split over ranks and microbatches. `rl options grpo`
-prints every setting of one; [configuration](configuration.md#algorithm) has those of all. A method of your own is
-[a plugin](plugins/hooks.md).
+trainer's ranks from what each of them holds, and the same for every split over ranks and microbatches.
+`rl options grpo` prints every setting of one; [configuration](configuration.md#algorithm) has those of all. A method
+of your own is [a plugin](plugins/hooks.md).
 
 | kind | formula | paper | when to use | options of its own, with their defaults |
 |---|---|---|---|---|
@@ -40,9 +40,10 @@ TAIL = """
   `std_eps`). A group whose rewards are all equal has advantage 0; a group of one rollout, too.
 - **Several samples of one rollout** (fan-out) count once in a group's statistics, with their mean reward, and once in
   `reduction = "per-rollout"`.
-- **KL in the reward** is taken off before anything else is computed: in group methods off the sample's reward (the sum over
-  its tokens), in `ppo` and `reinforce-plus-plus` off each token's. It is measured with the policy before the first step.
-- **KL in the loss** is not clamped, except `low_var_kl` (k3 within -10..10). `unbiased_kl` multiplies it with the ratio.
+- **KL in the reward** is taken off before anything else is computed: in group methods off the sample's reward (the sum
+  over its tokens), in `ppo` and `reinforce-plus-plus` off each token's. It is that of the policy before the first step.
+- **KL in the loss** is not clamped, except `low_var_kl` (k3 within -10..10). `unbiased_kl` multiplies it with the
+  ratio.
 - **Whitening** is over all loss tokens of the batch on all ranks, in two passes in fp64, with the divisor n - 1. `ppo`
   whitens advantages, never the returns that its critic learns.
 - **The critic's loss** has no factor 1/2. Its returns include the KL in the reward, as the policy's advantages do.
@@ -51,8 +52,8 @@ TAIL = """
 
 ## Old policy and correction
 
-`train/mismatch_...` reports in every run how far trainer and engine are apart on the drawn tokens, before the first step:
-`kl`, `chi2`, `ess` (effective sample size, 1 is best), and percentiles of the ratio.
+`train/mismatch_...` reports in every run how far trainer and engine are apart on the drawn tokens, before the first
+step: `kl`, `chi2`, `ess` (effective sample size, 1 is best), and percentiles of the ratio.
 
 | `old_policy` | the ratio divides by | the loss is weighted by |
 |---|---|---|
@@ -70,8 +71,8 @@ TAIL = """
 
 `veto` drops a sample with one catastrophic token; `renormalize` keeps the mean weight of a batch at 1.
 
-An engine's log-probabilities are taken before top-p, top-k and min-p. Ratios to them are wrong where these restrict what is
-drawn, so `rollout`, `decoupled` and `opsm` refuse such sampling settings.
+An engine's log-probabilities are taken before top-p, top-k and min-p. Ratios to them are wrong where these restrict
+what is drawn, so `rollout`, `decoupled` and `opsm` refuse such sampling settings.
 
 ## Supervised fine-tuning
 
@@ -80,9 +81,9 @@ algorithm.kind = "sft"
 data = { kind = "demonstrations", path = "chats.jsonl" }
 ```
 
-needs no `[rollout]` and no rewards. What the assistant wrote is told from what the chat template makes of the messages before
-and after each of its turns, and both are tokenised apart, as an engine gets its prompt and answers with tokens of its
-own. A template that renders earlier turns otherwise once there are later ones is an error that names the row;
+needs no `[rollout]` and no rewards. What the assistant wrote is told from what the chat template makes of the messages
+before and after each of its turns, and both are tokenised apart, as an engine gets its prompt and answers with tokens
+of its own. A template that renders earlier turns otherwise once there are later ones is an error that names the row;
 `data.train_on = "last"` then learns the last turn.
 """
 
