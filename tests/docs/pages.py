@@ -79,7 +79,8 @@ class Reader:
 
     folder: Path
     in_one_process: bool
-    """Run `rl` here and without Ray, and leave out Python code that trains."""
+    """Run `rl` here and without Ray, and leave out Python code that trains. Until pip is called: what it installs lies
+    in a folder of its own, which this process does not know."""
     printed: dict[str, str] = field(default_factory=dict)
 
     def read(self, page: Path, *, until: str = "") -> None:
@@ -95,6 +96,7 @@ class Reader:
             elif block.language in ("bash", "console"):
                 for line, shown in block.commands():
                     self._command(line, shown)
+                    self.in_one_process &= not line.startswith("pip ")
 
     def _python(self, code: str) -> None:
         if not self.in_one_process:
@@ -119,7 +121,10 @@ class Reader:
 
     def _subprocess(self, command: Sequence[str]) -> tuple[int, str]:
         here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": here, "COLUMNS": "200"}
+        site = str(self.folder / "site-packages")
+        pip = {"PIP_TARGET": site, "PIP_NO_INDEX": "1"}
+        python = os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **pip, "PATH": here, "PYTHONPATH": python, "COLUMNS": "200"}
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
         assert command[0] == "rl" or done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
         return done.returncode, done.stdout + done.stderr
