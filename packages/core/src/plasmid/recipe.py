@@ -13,7 +13,8 @@ import pluggy
 from .components import Component
 from .config import EvalConfig, RunConfig
 from .errors import ConfigError
-from .plugins import Classes, installed, load_plugins
+from .expected_types import element, model_in
+from .plugins import BASES, Classes, installed, load_plugins
 from .validation import Checked, check, validate
 
 DEFAULT_KINDS = {"data": "files", "workflow": "single-turn"}
@@ -57,7 +58,7 @@ def resolve_with(plugins: pluggy.PluginManager, data: Mapping[str, Any]) -> RunC
     mistakes: dict[str, list[str]] = {}
     for slot in SINGLES:
         if picked.get(slot) is not None:
-            checked = _pick(slot, picked[slot], slots[slot], DEFAULT_KINDS.get(slot))
+            checked = _pick(slot, picked[slot], slots, slot, DEFAULT_KINDS.get(slot))
             picked[slot] = checked.model
             mistakes[slot] = list(checked.mistakes)
     for slot in (*LISTS, "eval"):
@@ -141,7 +142,7 @@ def _items(slot: str, value: Any, slots: Mapping[str, Classes]) -> tuple[list[An
     if not isinstance(value, list | tuple):
         return [], [f"{slot}: must be a list of tables ([[{slot}]]), got {value!r}"]
     checked: list[Checked[Any]] = [
-        _eval(f"{slot}.{i}", item, slots) if slot == "eval" else _pick(f"{slot}.{i}", item, slots[slot])
+        _eval(f"{slot}.{i}", item, slots) if slot == "eval" else _pick(f"{slot}.{i}", item, slots, slot)
         for i, item in enumerate(value)
     ]
     return [c.model for c in checked], [line for c in checked for line in c.mistakes]
@@ -150,16 +151,19 @@ def _items(slot: str, value: Any, slots: Mapping[str, Classes]) -> tuple[list[An
 def _eval(where: str, item: Any, slots: Mapping[str, Classes]) -> Checked[EvalConfig]:
     if not isinstance(item, Mapping):
         return Checked(None, (f"{where}: must be a table, got {item!r}",))
-    data = _pick(f"{where}.data", item.get("data", {}), slots["data"], DEFAULT_KINDS["data"])
+    data = _pick(f"{where}.data", item.get("data", {}), slots, "data", DEFAULT_KINDS["data"])
     checked = check(EvalConfig, {**item, "data": data.model}, where, without=[] if data.model else ["data"])
     return Checked(checked.model, (*data.mistakes, *checked.mistakes))
 
 
-def _pick(where: str, item: Any, classes: Classes, default: str | None = None) -> Checked[Component]:
+def _pick(
+    where: str, item: Any, slots: Mapping[str, Classes], slot: str, default: str | None = None
+) -> Checked[Component]:
     if isinstance(item, Component):
         return Checked(item)
     if not isinstance(item, Mapping):
         return Checked(None, (f"{where}: must be a table with a kind, got {item!r}",))
+    classes = slots[slot]
     kind = item.get("kind", default)
     names = ", ".join(sorted(classes)) or "none"
     if kind is None:
@@ -170,4 +174,36 @@ def _pick(where: str, item: Any, classes: Classes, default: str | None = None) -
         close = difflib.get_close_matches(kind, classes, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"installed are {names}"
         return Checked(None, (f"{where}.kind: {kind!r} is not installed; {hint}",))
-    return check(classes[kind], {**item, "kind": kind}, where)
+    within, mistakes = _pick_within(where, classes[kind], item, slots)
+    checked = check(classes[kind], {**item, **within, "kind": kind}, where, without=mistakes)
+    lines = (*(line for wrong in mistakes.values() for line in wrong), *checked.mistakes)
+    return Checked(None if lines else checked.model, lines)
+
+
+def _pick_within(
+    where: str, cls: type[Component], item: Mapping[str, Any], slots: Mapping[str, Classes]
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The components that are settings of a component, as a reward may hold rewards, and what is wrong with them."""
+    within: dict[str, Any] = {}
+    mistakes: dict[str, list[str]] = {}
+    for name, field in cls.model_fields.items():
+        value, path = item.get(name), f"{where}.{name}"
+        annotation = field.rebuild_annotation()
+        single, many = _slot_of(annotation), _slot_of(element(annotation, 0))
+        checked: list[Checked[Component]] = []
+        if single is not None and isinstance(value, Mapping):
+            checked = [_pick(path, value, slots, single)]
+            within[name] = checked[0].model
+        elif many is not None and isinstance(value, list | tuple):
+            checked = [_pick(f"{path}.{i}", v, slots, many) for i, v in enumerate(value)]
+            within[name] = [c.model for c in checked]
+        lines = [line for c in checked for line in c.mistakes]
+        if lines:
+            mistakes[name] = lines
+    return within, mistakes
+
+
+def _slot_of(annotation: Any) -> str | None:
+    """The slot whose components a setting takes; None for settings of other types."""
+    model = model_in(annotation)
+    return next((slot for slot, base in BASES.items() if base is model), None)

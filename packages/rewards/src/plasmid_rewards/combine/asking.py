@@ -1,0 +1,107 @@
+"""How a reward asks the rewards that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plasmid import Prompt, Reward, RunContext, Sample, Score
+from plasmid.errors import RewardError
+from pydantic import Field
+
+
+class Combined(Reward):
+    """Opens, closes and saves the rewards that it holds; scores all samples of a prompt at once, so that they may."""
+
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest time for one sample; past it the run ends with an error. The rewards within keep their own limits."""
+
+    @abstractmethod
+    def children(self) -> tuple[Reward, ...]:
+        """The rewards that it holds, in their order."""
+
+    @abstractmethod
+    async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Score]:
+        """Scores of all samples of one prompt."""
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | Score:
+        return (await self.score_group(prompt, [sample]))[0]
+
+    async def open(self, context: RunContext) -> None:
+        for child in self.children():
+            await child.open(context)
+
+    async def close(self) -> None:
+        for child in self.children():
+            await child.close()
+
+    def state(self) -> Mapping[str, Any]:
+        return {str(index): dict(child.state()) for index, child in enumerate(self.children())}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for index, child in enumerate(self.children()):
+            child.restore(state[str(index)])
+
+
+def unweighted(reward: Reward) -> Reward:
+    """The reward, after checking that it has no weight, which nothing would read."""
+    if reward.weight != 1.0:
+        raise ValueError(f"weight = {reward.weight:g} of {kind_of(reward)!r} has no effect in here; remove it")
+    return reward
+
+
+def kind_of(reward: Reward) -> str:
+    """The name of a reward in recipes."""
+    return str(type(reward).model_fields["kind"].default)
+
+
+def names(rewards: Sequence[Reward]) -> list[str]:
+    """Kinds, numbered where one occurs twice."""
+    kinds = [kind_of(reward) for reward in rewards]
+    return [kind if kinds.count(kind) == 1 else f"{kind}-{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
+
+
+def is_for_groups(reward: Reward) -> bool:
+    """True if its scores depend on the other samples of the prompt."""
+    return type(reward).score_group is not Reward.score_group
+
+
+async def ask(reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
+    """What a reward says of each sample. Raises `RewardError` if it is late, or says something else than a score."""
+    if not samples:
+        return []
+    if is_for_groups(reward):
+        call: Any = reward.score_group(prompt, samples)
+    else:
+        call = asyncio.gather(*(reward(prompt, sample) for sample in samples))
+    limit = reward.timeout_s * len(samples)
+    try:
+        values = await asyncio.wait_for(call, limit)
+    except TimeoutError:
+        who = f"samples {samples[0].id} to {samples[-1].id}"
+        raise RewardError(f"{kind_of(reward)}: no score for {who} within timeout_s = {limit:g}") from None
+    if len(values) != len(samples):
+        raise RewardError(f"{kind_of(reward)}: score_group returned {len(values)} scores for {len(samples)} samples")
+    return [_score(reward, value, sample) for value, sample in zip(values, samples, strict=True)]
+
+
+def _score(reward: Reward, value: object, sample: Sample) -> Score:
+    score = value if isinstance(value, Score) else Score(value=float(value)) if isinstance(value, int | float) else None
+    if score is None or not math.isfinite(score.value):
+        raise RewardError(
+            f"{kind_of(reward)}: must return a finite number or a Score, got {value!r} for sample {sample.id}"
+        )
+    return score
+
+
+def components(name: str, score: Score) -> dict[str, float]:
+    """A score as parts of another one."""
+    return {name: score.value, **{f"{name}.{part}": value for part, value in score.components.items()}}
+
+
+def errors(scores: Sequence[Score]) -> str | None:
+    """The reasons of several scores as one."""
+    return "; ".join(score.error for score in scores if score.error) or None

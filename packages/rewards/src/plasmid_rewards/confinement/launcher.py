@@ -1,0 +1,176 @@
+"""Runs one program in a sandbox. Started as a program of its own, because namespaces want a process with one thread.
+
+This process moves into new namespaces; its child is their first process, builds the root, and starts the program as a
+child of its own. When the first process of a process namespace ends, the kernel kills every other one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from . import root, seccomp
+from .linux import PR_SET_DUMPABLE, die_with_parent, drop_capabilities, prctl, set_limits, unshare
+
+NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
+"""User, mount, process, network, IPC and host name."""
+INSIDE = 1000
+"""User id within the sandbox: not 0, so that starting a program gives no capabilities."""
+NOBODY = 65534
+Spec = Mapping[str, Any]
+
+
+def main() -> None:
+    """Read what to run from standard input, run it, write the outcome to the status pipe."""
+    os.umask(0o022)
+    spec: Spec = json.load(sys.stdin.buffer)
+    status = spec["status_fd"]
+    os.set_inheritable(status, False)
+    try:
+        die_with_parent()
+        report = _isolated(spec, status) if spec["namespaces"] else _confined(spec)
+    except OSError as error:
+        report = {"refused": f"{error.strerror or error}"}
+    if report is not None:
+        _tell(status, report)
+
+
+def _tell(status: int, report: Mapping[str, Any]) -> None:
+    os.write(status, json.dumps(report).encode())
+
+
+def _isolated(spec: Spec, status: int) -> None:
+    as_nobody = _new_namespaces()
+    first = os.fork()
+    if first == 0:
+        _first_process(spec, status, as_nobody)
+    os.waitpid(first, 0)
+
+
+def _new_namespaces() -> bool:
+    """Enter them. True if the sandboxed program can be nobody, which root may arrange."""
+    asking, answer = os.pipe(), os.pipe()
+    me, uid, gid = os.getpid(), os.geteuid(), os.getegid()
+    helper = os.fork()
+    if helper == 0:
+        os.close(asking[1])
+        os.read(asking[0], 1)  # until the namespaces are there
+        os.write(answer[1], b"n" if _write_maps(me, uid, gid) else b"u")
+        os._exit(0)
+    unshare(NAMESPACES)
+    die_with_parent()
+    os.close(answer[1])
+    os.write(asking[1], b"x")
+    told = os.read(answer[0], 1)
+    os.waitpid(helper, 0)
+    if not told:
+        raise OSError("user ids could not be mapped into a user namespace")
+    return told == b"n"
+
+
+def _write_maps(pid: int, uid: int, gid: int) -> bool:
+    folder = f"/proc/{pid}"
+    if uid == 0:
+        try:
+            _write(f"{folder}/uid_map", f"0 0 1\n{INSIDE} {NOBODY} 1\n")
+            _write(f"{folder}/gid_map", f"0 {gid} 1\n{INSIDE} {NOBODY} 1\n")
+            return True
+        except OSError:
+            pass  # a root that may not map others, as in some containers
+    try:
+        _write(f"{folder}/setgroups", "deny")
+        _write(f"{folder}/uid_map", f"{INSIDE} {uid} 1\n")
+        _write(f"{folder}/gid_map", f"{INSIDE} {gid} 1\n")
+    except OSError:
+        os._exit(1)
+    return False
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _first_process(spec: Spec, status: int, as_nobody: bool) -> None:
+    """The first process of the namespaces: never returns."""
+    try:
+        die_with_parent()
+        root.enter(spec["readable"], disk_bytes=spec["disk_bytes"], num_files=spec["num_files"], uid=INSIDE)
+        if as_nobody:
+            os.setgroups([])
+            os.setresgid(INSIDE, INSIDE, INSIDE)
+            os.setresuid(INSIDE, INSIDE, INSIDE)
+        die_with_parent()  # the change of ids had undone it
+        drop_capabilities()
+        prctl(PR_SET_DUMPABLE, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # with a handler, programs inside could send it
+        os.chdir(root.WORK)
+        _tell(status, _run(spec, seccomp.sandbox_rules()))
+    except OSError as error:
+        _tell(status, {"refused": f"{error.strerror or error}"})
+    finally:
+        os._exit(0)
+
+
+def _confined(spec: Spec) -> dict[str, Any]:
+    """Without namespaces: one process, no network; but it reads what this user may read."""
+    os.chdir(spec["work"])
+    return _run(spec, None)
+
+
+def _run(spec: Spec, rules: list[seccomp.Rule] | None) -> dict[str, Any]:
+    """Start the program in the current folder and wait for it."""
+    for name, text in spec["files"].items():
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+    given = os.memfd_create("stdin")
+    os.write(given, base64.b64decode(spec["stdin"]))
+    os.lseek(given, 0, os.SEEK_SET)
+    child = os.fork()
+    if child == 0:
+        _program(spec, rules, given)
+    return _wait(child, spec["wall_s"])
+
+
+def _program(spec: Spec, rules: list[seccomp.Rule] | None, given: int) -> None:
+    """Becomes the program: never returns."""
+    try:
+        os.setsid()
+        os.dup2(given, 0)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        die_with_parent()
+        set_limits(spec["limits"])
+        if seccomp.supported():
+            seccomp.install(seccomp.compute_rules(os.getpid()) if rules is None else rules)
+        os.execve(spec["argv"][0], spec["argv"], spec["env"])
+    except OSError as error:
+        os.write(2, f"cannot start: {error}".encode())
+    finally:
+        os._exit(127)
+
+
+def _wait(child: int, wall_s: float) -> dict[str, Any]:
+    """Reap whatever ends until the program does, or kill it when its time is up."""
+    started = time.monotonic()
+    descriptor = os.pidfd_open(child)
+    late = not select.select([descriptor], [], [], wall_s)[0]
+    if late:
+        os.killpg(child, signal.SIGKILL)
+    _, code, usage = os.wait4(child, 0)
+    return {
+        "late": late,
+        "signal": os.WTERMSIG(code) if os.WIFSIGNALED(code) else 0,
+        "exit": os.WEXITSTATUS(code) if os.WIFEXITED(code) else 0,
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "wall_s": time.monotonic() - started,
+    }

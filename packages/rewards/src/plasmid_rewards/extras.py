@@ -1,0 +1,18 @@
+"""Packages that only some rewards need."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from plasmid.errors import RewardError
+
+
+def needed(module: str, *, extra: str, kind: str) -> Any:
+    """Import an optional package. Raises `RewardError` that names the extra if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RewardError(
+            f"{kind}: needs the package {error.name}; pip install 'plasmid-rewards[{extra}]'"
+        ) from None

@@ -1,0 +1,86 @@
+"""What pool and worker say to each other: pickles go in, JSON comes out, because what ran in the worker is not trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plasmid.types import Score
+
+HEAD = struct.Struct(">Q")
+LONGEST = 64 << 20
+"""Bytes of one answer."""
+
+
+class Late(Exception):
+    """No whole message came in time."""
+
+
+class Closed(Exception):
+    """The other side is gone."""
+
+
+def send(descriptor: int, data: bytes) -> None:
+    """Write one message. Raises `Closed`."""
+    view = memoryview(HEAD.pack(len(data)) + data)
+    try:
+        while view:
+            view = view[os.write(descriptor, view) :]
+    except BrokenPipeError:
+        raise Closed from None
+
+
+def receive(descriptor: int, timeout_s: float | None = None) -> bytes:
+    """Read one message. Raises `Closed` or `Late`."""
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    (length,) = HEAD.unpack(_read(descriptor, HEAD.size, until))
+    if length > LONGEST:
+        raise Closed
+    return _read(descriptor, length, until)
+
+
+def _read(descriptor: int, count: int, until: float | None) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        if until is not None and not select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]:
+            raise Late
+        part = os.read(descriptor, min(count - len(data), 1 << 20))
+        if not part:
+            raise Closed
+        data += part
+    return bytes(data)
+
+
+def pack_scores(scores: Sequence[float | Score]) -> list[Any]:
+    """Scores as JSON has them."""
+    return [
+        [s.value, dict(s.components), s.error] if isinstance(s, Score) else [float(s), {}, None] for s in scores
+    ]
+
+
+def unpack_scores(answer: bytes, count: int) -> list[Score] | str:
+    """The scores in an answer, or why it has none. Raises nothing, whatever was answered."""
+    try:
+        data = json.loads(answer)
+        if isinstance(data, Mapping) and isinstance(data.get("failed"), str):
+            return str(data["failed"])
+        scores = [
+            Score(
+                value=float(value),
+                components={str(k): float(v) for k, v in parts.items()},
+                error=error if error is None else str(error),
+            )
+            for value, parts, error in data["scores"]
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return "the answer cannot be read"
+    if len(scores) != count:
+        return f"{len(scores)} scores came for {count} samples"
+    finite = all(math.isfinite(v) for score in scores for v in (score.value, *score.components.values()))
+    return scores if finite else "a score is not finite"

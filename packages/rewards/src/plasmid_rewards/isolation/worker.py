@@ -1,0 +1,165 @@
+"""The worker process: holds a reward, warm, and answers each call in a fork of itself.
+
+The fork is killed when its time is up, and whatever it did to its memory is gone with it. It cannot start processes or
+reach a network unless the settings say so, and imports cannot either, so that none of them downloads anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from plasmid.errors import PlasmidError, one_line
+from plasmid.plugins import load_file
+from plasmid.types import Prompt, Sample, Score
+
+from ..confinement import seccomp
+from ..confinement.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl, set_limits
+from .messages import Closed, Late, pack_scores, receive, send
+
+
+class Judge(Protocol):
+    """What a worker holds."""
+
+    def warm(self) -> None:
+        """Import and open what calls need."""
+        ...
+
+    def prepare(self, prompt: Prompt) -> None:
+        """Make what depends on the prompt alone and may be kept for other calls. Trusted: it runs in the worker."""
+        ...
+
+    def judge_all(self, prompt: Prompt, samples: list[Sample]) -> list[float | Score]:
+        """Score samples of one prompt."""
+        ...
+
+
+def main() -> None:
+    """Serve the pool that started this process, until it closes the pipe."""
+    answers = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    die_with_parent()
+    setup: dict[str, Any] = pickle.loads(receive(0))
+    try:
+        judge = _open(setup)
+    except PlasmidError as error:
+        send(answers, json.dumps({"raised": str(error)}).encode())
+        return
+    except Exception as error:  # boundary: imports and plugins of others
+        send(answers, json.dumps({"raised": f"cannot be loaded: {one_line(error)}"}).encode())
+        return
+    send(answers, b"{}")
+    with suppress(Closed):
+        while True:
+            call = receive(0)
+            send(answers, json.dumps(_serve(judge, call, setup)).encode())
+
+
+def _open(setup: dict[str, Any]) -> Judge:
+    if sys.platform == "linux":
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if seccomp.supported():
+        seccomp.install(seccomp.compute_rules(os.getpid(), network=setup["network"], processes=True))
+    for file in setup["plugins"]:
+        load_file(Path(file))
+    judge: Judge = pickle.loads(setup["judge"])
+    judge.warm()
+    return judge
+
+
+def _serve(judge: Judge, call: bytes, setup: dict[str, Any]) -> dict[str, Any]:
+    prompt, samples = pickle.loads(call)
+    try:
+        judge.prepare(prompt)
+    except Exception as error:  # boundary: rewards are users' code
+        return {"raised": _told(error)}
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _answer(judge, prompt, samples, writing, setup)
+    os.close(writing)
+    try:
+        answer = json.loads(receive(reading, setup["timeout_s"]))
+        return answer if isinstance(answer, dict) else {"failed": "the answer cannot be read"}
+    except Late:
+        return {"failed": f"no score within call_timeout_s = {setup['timeout_s']:g}"}
+    except Closed:
+        return {"failed": _why(child)}
+    except (ValueError, RecursionError):
+        return {"failed": "the answer cannot be read"}
+    finally:
+        os.close(reading)
+        _end(child)
+
+
+def _answer(judge: Judge, prompt: Prompt, samples: list[Sample], pipe: int, setup: dict[str, Any]) -> None:
+    """Runs in the fork: never returns."""
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        die_with_parent()
+        set_limits({"AS": _address_space() + setup["memory_bytes"], "CPU": setup["cpu_s"], "CORE": 0})
+        if seccomp.supported():
+            rules = seccomp.compute_rules(os.getpid(), network=setup["network"], processes=setup["processes"])
+            seccomp.install(rules)
+        result: dict[str, Any] = {"scores": pack_scores(judge.judge_all(prompt, samples))}
+    except MemoryError:
+        result = {"failed": f"more memory than memory_mb = {setup['memory_bytes'] >> 20}"}
+    except RecursionError:
+        result = {"failed": "too deeply nested"}
+    except Exception as error:  # boundary: rewards are users' code
+        result = {"raised": _told(error)}
+    try:
+        send(pipe, json.dumps(result).encode())
+    finally:
+        os._exit(0)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, PlasmidError) else f"raised {one_line(error)}"
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped already."""
+    if sys.platform != "linux":
+        return 1 << 30
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _why(child: int) -> str:
+    """Why a fork ended without an answer; it has closed its pipe, so it is ending."""
+    info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    if info is None or info.si_code == os.CLD_EXITED:
+        return "its process ended without an answer"
+    if info.si_status == signal.SIGSYS:
+        return "tried to start a process, which it may not"
+    return f"its process was killed by {signal.Signals(info.si_status).name}"
+
+
+def _end(child: int) -> None:
+    """Kill the fork, its process group, and all that has come to be a child of this process."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(child, 0)
+        while True:
+            for orphan in _children():
+                os.kill(orphan, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    file = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(number) for number in file.read_text().split()] if file.is_file() else []

@@ -1,0 +1,57 @@
+"""What rewards that ask a server have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from plasmid import Reward, RunContext, Score
+from plasmid.errors import RewardError
+from pydantic import AfterValidator, Field, PrivateAttr
+
+from .client import Client, ServerFailure, ServerSettings, authorization, web_address
+
+
+class WebReward(Reward):
+    """Asks a server."""
+
+    url: Annotated[str, AfterValidator(web_address)]
+    """Address of the server."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest time for one sample, all attempts included; past it the run ends with an error."""
+    server: ServerSettings = ServerSettings()
+    """How it is asked."""
+    on_failure: Literal["value", "error"] = "error"
+    """What to do about a server that gives no usable answer: end the run with an ``error``, or give the failure ``value``."""
+    failure_value: float = Field(0.0, allow_inf_nan=False)
+    """Value of a sample that the server could not judge, with ``on_failure = "value"``."""
+    _client: Client | None = PrivateAttr(None)
+
+    async def open(self, context: RunContext) -> None:
+        authorization(self.server.api_key_env, self._kind)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    def address(self) -> str:
+        """Where requests go."""
+        return self.url
+
+    @property
+    def _kind(self) -> str:
+        return str(type(self).model_fields["kind"].default)
+
+    def client(self) -> Client:
+        """The server, opened at first use."""
+        if self._client is None:
+            self._client = Client(self.address(), self.server, kind=self._kind)
+        return self._client
+
+    def failed(self, reason: ServerFailure | str) -> Score:
+        """The failure value, or `RewardError`, as `on_failure` says."""
+        if self.on_failure == "error":
+            raise RewardError(
+                f'{self._kind}: {reason}; see that the server is up, or set on_failure = "value" to go on without it'
+            )
+        return Score(value=self.failure_value, components={"failed": 1.0}, error=str(reason))
