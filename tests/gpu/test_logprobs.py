@@ -63,7 +63,8 @@ def loss_of(scores, chunk):
     return (weight * scores.logprobs.exp()).sum() + 0.01 * scores.entropy.sum()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float32, 2e-5)])
+# bf16 logits cost this much: the plain computation of this loss is 2.2% off in the gradient of the weight
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2.5e-2), (torch.float32, 2e-5)])
 def test_gradients_of_both_functions_are_those_of_fp64(dtype, tolerance):
     hidden, weight, *rest = head(dtype)
     wide = [part.detach().double().requires_grad_() for part in (hidden, weight)]
