@@ -92,13 +92,9 @@ def page() -> str:
     """The text of the page."""
     kinds = sorted(register_algorithms(), key=_kind)
     lines = [f"| {' | '.join(map(_cell, _row(cls)))} |\n" for cls in kinds]
-    shared = [
-        f"| `{n}` | {_cell(f.description or '')} |\n" for n, f in PolicyGradient.model_fields.items() if n not in BASE
-    ]
+    names = [name for name in PolicyGradient.model_fields if name not in Algorithm.model_fields]
+    shared = [f"| `{name}` | {_cell(PolicyGradient.model_fields[name].description or '')} |\n" for name in names]
     return HEAD + "".join(lines) + SHARED + "".join(shared) + TAIL
-
-
-BASE = set(Algorithm.model_fields)
 
 
 def _kind(cls: type[Algorithm]) -> str:

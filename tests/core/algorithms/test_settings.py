@@ -66,11 +66,11 @@ def test_settings_survive_a_dump(kind):
 @pytest.mark.parametrize(
     ("algorithm", "steps", "needs", "roles"),
     [
-        (GRPO(reward_kl_coef=0.1), 1, Needs(reference=True), (Role.POLICY, Role.REFERENCE)),
-        (RLOO(reward_kl_coef=0.1, old_policy="rollout"), 2, Needs(reference=True), (Role.REFERENCE,)),
-        (GRPO(old_policy="decoupled"), 1, Needs(), ()),
-        (GRPO(old_policy="decoupled"), 2, Needs(), (Role.POLICY,)),
-        (GRPO(old_policy="decoupled", correction={"renormalize": True}), 1, Needs(), (Role.POLICY,)),
+        (GRPO(reward_kl_coef=0.1), 1, Needs(groups=True, reference=True), (Role.POLICY, Role.REFERENCE)),
+        (RLOO(reward_kl_coef=0.1, old_policy="rollout"), 2, Needs(groups=True, reference=True), (Role.REFERENCE,)),
+        (GRPO(old_policy="decoupled"), 1, Needs(groups=True), ()),
+        (GRPO(old_policy="decoupled"), 2, Needs(groups=True), (Role.POLICY,)),
+        (GRPO(old_policy="decoupled", correction={"renormalize": True}), 1, Needs(groups=True), (Role.POLICY,)),
         (ReMax(), 1, Needs(greedy_baseline=True), ()),
         (PPO(), 1, Needs(critic=True), (Role.CRITIC,)),
         (PPO(kl_coef=0.1), 2, Needs(critic=True, reference=True), (Role.POLICY, Role.REFERENCE, Role.CRITIC)),

@@ -107,8 +107,8 @@ def test_a_resumed_run_goes_on_with_the_rows_that_come_next(make_runner, sft):
             "run.samples_per_prompt: 5 is never read, because algorithm 'sft' never samples; remove it",
         ),
         (
-            {"algorithm": {"kind": "grpo"}, "rollout": {"kind": "fake"}, "rewards": [{"kind": "digits"}]},
-            "data.kind: demonstrations hold the answers, and algorithm 'grpo' samples its own; "
+            {"algorithm": {"kind": "ppo"}, "rollout": {"kind": "fake"}, "rewards": [{"kind": "digits"}]},
+            "data.kind: demonstrations hold the answers, and algorithm 'ppo' samples its own; "
             'set it to "files", or algorithm.kind to "sft"',
         ),
     ],
@@ -140,3 +140,14 @@ def test_restricted_sampling_is_refused_where_ratios_to_the_engine_would_be_wron
         runner.config({"algorithm": algorithm, "sampling": {name: value}})
     assert str(error.value) == f"sampling.{name}: {value} {RESTRICTED}"
     runner.config({"algorithm": {"kind": algorithm["kind"]}, "sampling": {name: value}})
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "gspo", "cispo", "rloo", "reinforce-plus-plus-baseline"])
+def test_a_group_of_one_rollout_is_refused_where_advantages_would_all_be_zero(runner, kind):
+    with pytest.raises(ConfigError) as error:
+        runner.config({"algorithm": {"kind": kind}, "run": {"samples_per_prompt": 1}})
+    assert str(error.value) == (
+        "run.samples_per_prompt: 1 leaves a rollout nothing to be compared with, so all advantages are 0; "
+        f"algorithm {kind!r} needs at least 2"
+    )
+    runner.config({"algorithm": {"kind": "reinforce-plus-plus"}, "run": {"samples_per_prompt": 1}})

@@ -109,6 +109,8 @@ class Needs:
     reference: bool = False
     teacher: bool = False
     critic: bool = False
+    groups: bool = False
+    """Several rollouts of each prompt, because a rollout is compared with the others."""
     greedy_baseline: bool = False
     """One more rollout of each prompt at temperature 0, whose reward is the baseline; it is not trained on."""
     demonstrations: bool = False

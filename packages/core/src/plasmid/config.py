@@ -239,6 +239,11 @@ class RunConfig(Settings):
             yield f"rewards: algorithm {kind!r} needs at least one; add a [[rewards]] table"
         if needs.teacher and self.teacher is None:
             yield f"teacher: algorithm {kind!r} needs one; add a [teacher] table with its path"
+        if needs.groups and self.run.samples_per_prompt == 1:
+            yield (
+                f"run.samples_per_prompt: 1 leaves a rollout nothing to be compared with, so all advantages are 0; "
+                f"algorithm {kind!r} needs at least 2"
+            )
         if needs.demonstrations and not self.data.demonstrations:
             yield f'data.kind: algorithm {kind!r} learns from demonstrations; set it to "demonstrations"'
         if not needs.demonstrations and self.data.demonstrations:

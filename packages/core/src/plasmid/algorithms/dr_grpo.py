@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from ..components import Needs
 from .clipped import Clipped
 from .rewarded import Rewarded
 
@@ -29,6 +31,9 @@ class DrGRPO(Rewarded, Clipped):
     """How token losses of a step are averaged: their sum is divided by constant_length times the rollouts."""
     constant_length: int = Field(ge=1)
     """Tokens that the loss of a rollout is divided by, for example the longest completion."""
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
         import torch

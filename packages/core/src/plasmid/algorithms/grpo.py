@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ..components import Needs
 from .clipped import Clipped
 from .rewarded import Rewarded
 
@@ -28,6 +30,9 @@ class GroupRelative(Rewarded):
         if not self.normalize_std and self._is_set("std_eps"):
             raise ValueError(f"std_eps = {self.std_eps:g} is never read with normalize_std = false; remove it")
         return self
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
         import torch

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from ..components import Reduction
+from ..components import Needs, Reduction
 from .clipped import Clipped
 from .rewarded import Rewarded
 
@@ -26,6 +27,9 @@ class ReinforcePlusPlusBaseline(Rewarded, Clipped):
     kind: Literal["reinforce-plus-plus-baseline"] = "reinforce-plus-plus-baseline"
     reduction: Reduction = "per-token"
     """How token losses of a step are averaged: all tokens alike in REINFORCE++."""
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
         import torch
