@@ -51,10 +51,13 @@ def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
         ),
         ("rollouts per step", f"{per_step:,}", f"{rollouts} / {run.steps_per_batch} steps"),
         ("samples per rank and step", _spread(per_step, ranks), f"{per_step} over {ranks} trainer ranks"),
-        ("publishes of the weights", f"{run.batches // run.sync_every:,}", f"every {run.sync_every} batches"),
-        ("staleness", f"at most {run.max_staleness}", "on-policy" if run.max_staleness == 0 else "asynchronous"),
-        ("tokens drawn per rollout", f"at most {config.sampling.max_new_tokens:,}", "sampling.max_new_tokens"),
     ]
+    if config.rollout is not None:
+        rows += [
+            ("publishes of the weights", f"{run.batches // run.sync_every:,}", f"every {run.sync_every} batches"),
+            ("staleness", f"at most {run.max_staleness}", "on-policy" if run.max_staleness == 0 else "asynchronous"),
+            ("tokens drawn per rollout", f"at most {config.sampling.max_new_tokens:,}", "sampling.max_new_tokens"),
+        ]
     if config.checkpoint.every:
         rows.append(
             ("checkpoints", f"{run.batches // config.checkpoint.every:,}", f"every {config.checkpoint.every} batches")

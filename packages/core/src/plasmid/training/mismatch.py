@@ -6,6 +6,7 @@ With r the ratio of the trainer's probability of a drawn token (before the first
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def mismatch_values(difference: Tensor) -> dict[str, Tensor]:
 
 def log_ratio_counts(difference: Tensor) -> Tensor:
     """[2 * BINS_PER_SIDE + 1] float64: how many tokens' log r fall into each bin."""
-    edges = _edges().to(difference.device)
+    edges = _edges(difference.device)
     index = torch.bucketize(difference.double(), edges)
     return torch.zeros(len(edges) + 1, dtype=torch.float64, device=difference.device).index_add_(
         0, index, torch.ones_like(difference, dtype=torch.float64)
@@ -51,19 +52,20 @@ def mismatch_summary(means: Mapping[str, float], counts: Tensor) -> dict[str, fl
     return dict(zip(names, [first * first / second, second - 1, *ratios], strict=True))
 
 
-def _edges() -> Tensor:
+@cache
+def _edges(device: torch.device) -> Tensor:
     side = torch.logspace(
         torch.log10(torch.tensor(SMALLEST)).item(),
         torch.log10(torch.tensor(LIMIT)).item(),
         BINS_PER_SIDE,
         dtype=torch.float64,
     )
-    return torch.cat([-side.flip(0), side])
+    return torch.cat([-side.flip(0), side]).to(device)
 
 
 def _middles() -> Tensor:
     """Log-ratio that stands for each bin: 0 for the one in the middle, the geometric mean of its edges for others."""
-    edges = _edges()
+    edges = _edges(torch.device("cpu"))
     side = (edges[BINS_PER_SIDE:-1] * edges[BINS_PER_SIDE + 1 :]).sqrt()
     side = torch.cat([side, edges[-1:]])
     return torch.cat([-side.flip(0), edges.new_zeros(1), side])
