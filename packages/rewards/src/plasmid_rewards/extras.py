@@ -13,6 +13,4 @@ def needed(module: str, *, extra: str, kind: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise RewardError(
-            f"{kind}: needs the package {error.name}; pip install 'plasmid-rewards[{extra}]'"
-        ) from None
+        raise RewardError(f"{kind}: needs the package {error.name}; pip install 'plasmid-rewards[{extra}]'") from None

@@ -25,8 +25,8 @@ ALONE = re.compile(r"(?<![A-Za-z'])(?![AI]\s+[a-z])([A-Z])(?![A-Za-z'])")
 class GPQA(Reward):
     """1.0 if the chosen letter is the right one, else 0.0, also if no letter can be made out.
 
-    The last ``\\boxed{C}`` or statement (``the answer is C``, ``C is correct``) counts, else the last capital letter that
-    stands alone. The target is a letter, the index of a choice, or the text of one; choices come from the row's
+    The last ``\\boxed{C}`` or statement (``the answer is C``, ``C is correct``) counts, else the last capital letter
+    that stands alone. The target is a letter, the index of a choice, or the text of one; choices come from the row's
     ``choices``. For multiple choice as in GPQA (Rein et al. 2023, https://arxiv.org/abs/2311.12022).
     """
 

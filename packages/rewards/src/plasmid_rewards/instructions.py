@@ -16,8 +16,8 @@ from .isolation import PooledReward
 class Instructions(PooledReward):
     """Asks the checkers of the package if-verifiable about each instruction of the row.
 
-    The row has ``instruction_id_list`` and ``kwargs``, one table for each instruction, as in the data sets. Checkers run
-    in workers without network, so that nothing is downloaded: NLTK data that some of them need must be there.
+    The row has ``instruction_id_list`` and ``kwargs``, one table for each instruction, as in the data sets. Checkers
+    run in workers without network, so that nothing is downloaded: NLTK data that some of them need must be there.
     """
 
     strict: bool = True

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -92,8 +93,8 @@ class Sandbox:
         if outcome.refused or outcome.stdout != b"4\n":
             why = outcome.error or outcome.stderr.decode(errors="replace")[-200:]
             raise RewardError(
-                f"sandbox: this host does not permit isolation = {self.settings.isolation!r}: {why}; allow unprivileged "
-                'user namespaces, or set isolation = "limits", which protects no files that this user can read'
+                f"sandbox: this host does not permit isolation = {self.settings.isolation!r}: {why}; allow "
+                'unprivileged user namespaces, or set isolation = "limits", which hides no files of this user'
             )
 
     @cached_property
@@ -218,18 +219,14 @@ class _Streams:
 
 
 def _send(pipe: IO[bytes], data: bytes) -> None:
-    try:
+    with suppress(BrokenPipeError):  # the launcher ended at once; its status or standard error says why
         pipe.write(data)
         pipe.close()
-    except BrokenPipeError:
-        pass  # the launcher ended at once; its status or standard error says why
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .cases import CallCase
 
-SOURCE = '''
+SOURCE = """
 import io, json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -26,7 +26,7 @@ for index, (name, arguments) in enumerate(calls):
     except Exception as error:
         text = json.dumps({"index": index, "error": f"{type(error).__name__}: {error}"[:200]})
     print(text, file=answers, flush=True)
-'''
+"""
 """Runs in the sandbox as main.py, beside the program under test."""
 
 

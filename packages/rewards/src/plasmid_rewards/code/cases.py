@@ -42,7 +42,9 @@ def cases_of(prompt: Prompt) -> list[Case]:
     try:
         cases = list(_cases(prompt.target))
     except (ValueError, SyntaxError, KeyError, TypeError) as error:
-        raise RewardError(f"code: prompt {prompt.id}: its target holds a test of another form ({error}): {FORMS}") from None
+        raise RewardError(
+            f"code: prompt {prompt.id}: its target holds a test of another form ({error}): {FORMS}"
+        ) from None
     if not cases:
         raise RewardError(f"code: prompt {prompt.id} has no tests; its target must be {FORMS}")
     return cases

@@ -96,9 +96,7 @@ class Code(Reward):
 
     def _call(self, source: str, cases: Sequence[CallCase]) -> tuple[int, str | None]:
         """How many calls return what they must, and why the first of the others does not."""
-        outcome = self._run(
-            Program(source=calls.SOURCE, stdin=calls.request(cases), files={"solution.py": source})
-        )
+        outcome = self._run(Program(source=calls.SOURCE, stdin=calls.request(cases), files={"solution.py": source}))
         found = calls.answers(outcome.stdout)
         passed, first = 0, None
         for index, case in enumerate(cases):

@@ -35,11 +35,12 @@ def main() -> None:
     os.set_inheritable(status, False)
     try:
         die_with_parent()
-        report = _isolated(spec, status) if spec["namespaces"] else _confined(spec)
+        if spec["namespaces"]:
+            _isolated(spec, status)
+        else:
+            _tell(status, _confined(spec))
     except OSError as error:
-        report = {"refused": f"{error.strerror or error}"}
-    if report is not None:
-        _tell(status, report)
+        _tell(status, {"refused": f"{error.strerror or error}"})
 
 
 def _tell(status: int, report: Mapping[str, Any]) -> None:

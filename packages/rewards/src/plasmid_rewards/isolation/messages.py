@@ -1,4 +1,4 @@
-"""What pool and worker say to each other: pickles go in, JSON comes out, because what ran in the worker is not trusted."""
+"""What pool and worker say to each other: pickles go in, JSON comes out, because what a worker ran is not trusted."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def _read(descriptor: int, count: int, until: float | None) -> bytes:
 
 def pack_scores(scores: Sequence[float | Score]) -> list[Any]:
     """Scores as JSON has them."""
-    return [
-        [s.value, dict(s.components), s.error] if isinstance(s, Score) else [float(s), {}, None] for s in scores
-    ]
+    return [[s.value, dict(s.components), s.error] if isinstance(s, Score) else [float(s), {}, None] for s in scores]
 
 
 def unpack_scores(answer: bytes, count: int) -> list[Score] | str:

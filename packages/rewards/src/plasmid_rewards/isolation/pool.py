@@ -20,7 +20,17 @@ from plasmid.types import Prompt, Sample, Score
 from .messages import Closed, Late, receive, send, unpack_scores
 from .worker import Judge
 
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from plasmid_rewards.isolation.worker import main; main()"
+BOOT = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from plasmid_rewards.isolation.worker import main
+main()
+"""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONHASHSEED": "0",  # what goes through sets is then the same in all workers
+}
 START_S = 120.0
 """Time that a worker has to import what its reward needs."""
 GRACE_S = 30.0
@@ -102,7 +112,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, **ENVIRONMENT},
             start_new_session=True,
         )
         try:

@@ -92,5 +92,11 @@ def light(prompt: Prompt) -> Prompt:
 
 def light_sample(sample: Sample) -> Sample:
     """The sample without its arrays."""
-    none = {"token_ids": EMPTY, "loss_mask": np.zeros(0, np.bool_), "rollout_logprobs": np.zeros(0, np.float32)}
-    return replace(sample, **none, versions=(), kept=None)
+    return replace(
+        sample,
+        token_ids=EMPTY,
+        loss_mask=np.zeros(0, np.bool_),
+        rollout_logprobs=np.zeros(0, np.float32),
+        versions=(),
+        kept=None,
+    )

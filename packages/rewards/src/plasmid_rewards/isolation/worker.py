@@ -54,7 +54,7 @@ def main() -> None:
     except PlasmidError as error:
         send(answers, json.dumps({"raised": str(error)}).encode())
         return
-    except Exception as error:  # boundary: imports and plugins of others
+    except Exception as error:  # noqa: BLE001  boundary: imports and plugins of others
         send(answers, json.dumps({"raised": f"cannot be loaded: {one_line(error)}"}).encode())
         return
     send(answers, b"{}")
@@ -80,7 +80,7 @@ def _serve(judge: Judge, call: bytes, setup: dict[str, Any]) -> dict[str, Any]:
     prompt, samples = pickle.loads(call)
     try:
         judge.prepare(prompt)
-    except Exception as error:  # boundary: rewards are users' code
+    except Exception as error:  # noqa: BLE001  boundary: rewards are users' code
         return {"raised": _told(error)}
     reading, writing = os.pipe()
     child = os.fork()
@@ -117,7 +117,7 @@ def _answer(judge: Judge, prompt: Prompt, samples: list[Sample], pipe: int, setu
         result = {"failed": f"more memory than memory_mb = {setup['memory_bytes'] >> 20}"}
     except RecursionError:
         result = {"failed": "too deeply nested"}
-    except Exception as error:  # boundary: rewards are users' code
+    except Exception as error:  # noqa: BLE001  boundary: rewards are users' code
         result = {"raised": _told(error)}
     try:
         send(pipe, json.dumps(result).encode())

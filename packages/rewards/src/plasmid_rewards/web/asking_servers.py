@@ -21,7 +21,7 @@ class WebReward(Reward):
     server: ServerSettings = ServerSettings()
     """How it is asked."""
     on_failure: Literal["value", "error"] = "error"
-    """What to do about a server that gives no usable answer: end the run with an ``error``, or give the failure ``value``."""
+    """What to do when the server gives no usable answer: end the run (``error``), or give the failure ``value``."""
     failure_value: float = Field(0.0, allow_inf_nan=False)
     """Value of a sample that the server could not judge, with ``on_failure = "value"``."""
     _client: Client | None = PrivateAttr(None)

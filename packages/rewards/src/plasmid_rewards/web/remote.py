@@ -21,8 +21,8 @@ class Remote(WebReward):
     """What an HTTP server answers: a number, or an object with one under `key`.
 
     One sample is posted as ``{"prompt", "messages", "response", "target", "metadata", "sample_id"}``; with
-    ``batch_size`` above 1 the server gets ``{"items": [...]}`` and answers with a list, or ``{"scores": [...]}``, in the
-    same order. The other numbers of an object become components.
+    ``batch_size`` above 1 the server gets ``{"items": [...]}`` and answers with a list, or ``{"scores": [...]}``, in
+    the same order. The other numbers of an object become components.
     """
 
     kind: Literal["remote"] = "remote"
@@ -77,7 +77,9 @@ class Remote(WebReward):
             answer = await self.client().post({"items": [item for item, _ in batch]})
             scores = answer.get("scores") if isinstance(answer, Mapping) else answer
             if not isinstance(scores, list) or len(scores) != len(batch):
-                raise ServerFailure(f"{self.url}: must answer with a list of {len(batch)} scores, got {str(answer)[:100]}")
+                raise ServerFailure(
+                    f"{self.url}: must answer with a list of {len(batch)} scores, got {str(answer)[:100]}"
+                )
         except (ServerFailure, RewardError) as error:
             for _, future in batch:
                 if not future.done():
@@ -98,7 +100,9 @@ class Remote(WebReward):
         elif self.key:
             raise ServerFailure(f"{self.url}: answered {str(answer)[:100]}, an object with {self.key!r} was expected")
         if not _is_number(value):
-            raise ServerFailure(f"{self.url}: {self.key or 'the answer'} must be a finite number, got {str(value)[:100]}")
+            raise ServerFailure(
+                f"{self.url}: {self.key or 'the answer'} must be a finite number, got {str(value)[:100]}"
+            )
         return Score(value=float(value), components=parts)
 
 

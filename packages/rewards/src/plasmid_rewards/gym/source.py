@@ -1,0 +1,147 @@
+"""Prompts of reasoning-gym, made as they are drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from plasmid import DataSource, Prompt
+from plasmid.components import PromptEncoder
+from plasmid.errors import CheckpointError, DataError
+from pydantic import Field, field_validator, model_validator
+
+from .entries import BROKEN, KEY
+from .generator import Generator
+
+Positive = Annotated[int, Field(ge=1)]
+TRAINING, EVALUATION = 0, 1
+"""Which of two streams of seeds is used, so that training and evaluation draw other tasks."""
+LONG_IN_A_ROW = 200
+"""Prompts in a row that may be too long before the run ends with an error."""
+
+
+class ReasoningGymSource(DataSource):
+    """Tasks of reasoning-gym without end: each draw is a new one. The reward ``reasoning-gym`` verifies them."""
+
+    kind: Literal["reasoning-gym"] = "reasoning-gym"
+    families: Literal["all"] | tuple[str, ...] = "all"
+    """Names of the families, drawn alike often; ``all`` is every one whose verifier works."""
+    options: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
+    """Settings of families: ``options.chain_sum.max_terms = 3``."""
+    seed: int = Field(0, ge=0)
+    """Another seed gives other tasks; the run's seed counts, too, but not for evaluation sets."""
+    size: Literal["endless"] | Positive = "endless"
+    """Tasks before the data end. Evaluation sets need a number."""
+    instruction: str = "Give your final answer between <answer> and </answer>."
+    """Text after the question; empty for none."""
+    prompt_as: Literal["text", "chat"] = "chat"
+    """What a question becomes: the user's message of a ``chat``, or ``text`` as it is."""
+    system: str = ""
+    """System message of chats; empty for none."""
+    template: Mapping[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template."""
+    max_prompt_tokens: Literal["none"] | Positive = "none"
+    """Leave out tasks whose prompt is longer, in tokens."""
+
+    @field_validator("families")
+    @classmethod
+    def _families_can_be_rewards(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
+        if not value:
+            raise ValueError("name at least one family")
+        for family in () if value == "all" else value:
+            if family in BROKEN:
+                raise ValueError(f"{family!r} is no reward: {BROKEN[family]}")
+        return value
+
+    @model_validator(mode="after")
+    def _options_are_used(self) -> Self:
+        for family in self.options:
+            if family in BROKEN or (self.families != "all" and family not in self.families):
+                raise ValueError(f"options.{family} has no effect, {family!r} is not among families; remove it")
+        if self.prompt_as == "text" and (self.system or self.template):
+            name = "system" if self.system else "template"
+            raise ValueError(f'{name} has no effect, no prompt is a chat; set prompt_as = "chat" or remove it')
+        return self
+
+    def stream(self, encode: PromptEncoder, *, seed: int) -> GymStream:
+        """Open the source. Raises `DataError` for families and options that do not exist."""
+        return GymStream(self, encode, (TRAINING, seed, self.seed))
+
+    def prompts(self, encode: PromptEncoder) -> Iterator[Prompt]:
+        """The first `size` tasks of the evaluation stream."""
+        if self.size == "endless":
+            raise DataError("data.size: an evaluation set ends; set the number of tasks")
+        stream = GymStream(self, encode, (EVALUATION, 0, self.seed))
+        return iter(stream.draw, None)
+
+
+class GymStream:
+    """Draw number k depends on the settings, the seeds and k alone. Implements `components.PromptStream`."""
+
+    def __init__(self, source: ReasoningGymSource, encode: PromptEncoder, key: tuple[int, ...]) -> None:
+        self._source, self._encode, self._key = source, encode, key
+        self._generator = Generator()
+        known = self._generator.families()
+        self._families = known if source.families == "all" else list(source.families)
+        for family in dict.fromkeys([*source.options, *(() if source.families == "all" else self._families)]):
+            self._generator.make(family, 0, source.options.get(family, {}))
+        self._drawn = 0
+        self._next = 0
+
+    def draw(self) -> Prompt | None:
+        """The next prompt; None after `size` of them."""
+        if self._source.size != "endless" and self._drawn >= self._source.size:
+            return None
+        for _ in range(LONG_IN_A_ROW):
+            prompt = self._prompt(self._next)
+            self._next += 1
+            if self._source.max_prompt_tokens == "none" or len(prompt.token_ids) <= self._source.max_prompt_tokens:
+                self._drawn += 1
+                return prompt
+        raise DataError(
+            f"data.max_prompt_tokens: {LONG_IN_A_ROW} prompts in a row were longer than "
+            f"{self._source.max_prompt_tokens} tokens; raise it, or leave out families"
+        )
+
+    def _prompt(self, number: int) -> Prompt:
+        random = np.random.default_rng([*self._key, number])
+        family = self._families[int(random.integers(len(self._families)))]
+        seed = int(random.integers(2**31))
+        options = dict(self._source.options.get(family, {}))
+        entry = self._generator.make(family, seed, options)
+        question = "\n\n".join(filter(None, (entry.question, self._source.instruction)))
+        messages: tuple[dict[str, str], ...] = ()
+        if self._source.prompt_as == "chat":
+            system = [{"role": "system", "content": self._source.system}] if self._source.system else []
+            messages = (*system, {"role": "user", "content": question})
+        token_ids, text = self._encode(messages or question, self._source.template if messages else {})
+        return Prompt(
+            id=f"{family}:{'eval-' if self._key[0] == EVALUATION else ''}{number}",
+            token_ids=token_ids,
+            text=text,
+            messages=messages,
+            target=entry.answer,
+            metadata={KEY: {"family": family, "seed": seed, "options": options}},
+        )
+
+    def state(self) -> Mapping[str, Any]:
+        """Where the stream stands, and the settings that it depends on."""
+        return {"next": self._next, "drawn": self._drawn, "made_of": self._made_of()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position. Raises `CheckpointError` if settings differ that change what is drawn."""
+        then, now = state["made_of"], self._made_of()
+        changed = [name for name in now if then.get(name) != now[name]]
+        if changed:
+            raise CheckpointError(
+                f"data.{changed[0]}: was {then.get(changed[0])!r} when the checkpoint was saved, now it is "
+                f"{now[changed[0]]!r}; set it as it was, or start a new run"
+            )
+        self._next, self._drawn = int(state["next"]), int(state["drawn"])
+
+    def _made_of(self) -> dict[str, Any]:
+        source = self._source
+        made_of: dict[str, Any] = json.loads(source.model_dump_json(exclude={"kind", "size"}))
+        return {**made_of, "families": self._families, "seed": list(self._key)}
