@@ -52,7 +52,7 @@ def reordered(case, order):
 
 
 @given(shapes, seeds, st.sampled_from(list(ALL)), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_order_of_samples_does_not_matter(shape, seed, name, random):
     case = make_case(shape, seed)
     order = list(range(case.table.num_samples))
@@ -67,7 +67,7 @@ def test_the_order_of_samples_does_not_matter(shape, seed, name, random):
 
 
 @given(shapes, seeds, st.sampled_from(list(GROUPWISE)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_group_twice_is_the_same_step(shape, seed, name):
     case = make_case(shape, seed)
     n, table = case.table.num_samples, case.table
@@ -86,7 +86,7 @@ def test_every_group_twice_is_the_same_step(shape, seed, name):
 
 
 @given(st.integers(1, 4), st.integers(1, 3), seeds, st.sampled_from(["per-rollout", "constant"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_steps_of_equally_many_rollouts_average_to_the_whole_batch(steps, per_step, seed, reduction):
     table = make_case([[1] * (steps * per_step)], seed).table
     length = 5 if reduction == "constant" else None

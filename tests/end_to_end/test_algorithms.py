@@ -1,0 +1,77 @@
+"""Algorithms besides GRPO with the real trainer and engine: rewards rise, demonstrations are learned."""
+
+import json
+
+import pytest
+from plasmid.recipe import resolve
+from plasmid.run.local import LocalCluster
+from plasmid.run.session import evaluate, run
+
+ALGORITHMS = {
+    "dapo": {},
+    "dr-grpo": {"constant_length": 4},
+    "rloo": {"reward_kl_coef": 0.01},
+    "remax": {},
+    "reinforce-plus-plus": {},
+    "reinforce-plus-plus-baseline": {},
+    "gspo": {},
+    "cispo": {"old_policy": "decoupled", "correction": {"mode": "truncate"}, "opsm": 1.0},
+}
+FAST = {"remax": 0, "cispo": 1}
+"""Which of them `make test` runs, and with which seed."""
+CASES = [
+    pytest.param(kind, seed, marks=() if FAST.get(kind) == seed else pytest.mark.long)
+    for kind in ALGORITHMS
+    for seed in (0, 1, 2)
+]
+
+
+@pytest.mark.parametrize(("kind", "seed"), CASES)
+def test_the_held_out_reward_rises(job, kind, seed):
+    loop = {"seed": seed, "batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
+    result = job.run({"run": loop, "algorithm": {"kind": kind, **ALGORITHMS[kind]}})
+    (_, before), (_, after) = result.evaluations["held-out"]
+    assert before < 0.45
+    assert after > 0.9
+
+
+def test_the_mismatch_between_trainer_and_engine_is_reported(job):
+    job.run({"run": {"batches": 2}})
+    for metrics in job.metrics():
+        assert 0 <= metrics["train/mismatch_kl"] < 1e-9
+        assert metrics["train/mismatch_ess"] == pytest.approx(1, abs=1e-6)
+        assert metrics["train/mismatch_chi2"] == pytest.approx(0, abs=1e-5)
+        quantiles = [metrics[f"train/mismatch_ratio_{p}"] for p in ("p1", "p50", "p99")]
+        assert quantiles == sorted(quantiles) == pytest.approx([1, 1, 1], abs=1e-4)
+
+
+def demonstrations(job, seed):
+    """A recipe of supervised fine-tuning: every question is answered with 777."""
+    recipe = job.plain()
+    ask = [{"role": "user", "content": ""}, {"role": "assistant", "content": "777"}]
+    rows = [{"messages": [{**ask[0], "content": f"say {i}: "}, ask[1]]} for i in range(40)]
+    path = job.folder / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loop = {"batches": 40, "prompts_per_batch": 8, "samples_per_prompt": 1, "seed": seed}
+    kept = {name: recipe[name] for name in ("recipe", "model", "plugins")}
+    return kept | {
+        "algorithm": {"kind": "sft"},
+        "data": {"kind": "demonstrations", "path": str(path)},
+        "trainer": {"kind": "fsdp", "lr": 3e-3},
+        "run": {"dir": str(job.folder / "run"), **loop},
+    }
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_demonstrations_are_learned_and_then_written(job, seed):
+    result = run(resolve(demonstrations(job, seed)), make_cluster=lambda _: LocalCluster())
+    losses = [metrics["train/loss"] for metrics in job.metrics()]
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.05
+    assert all(metrics["rollout/length_mean"] == 4 for metrics in job.metrics())  # 777 and the end of the turn
+    asked = {"path": str(job.folder / "test.jsonl"), "prompt_as": "chat"}
+    greedy = [{"name": "asked", "data": asked, "sampling": {"temperature": 0.0, "max_new_tokens": 8}}]
+    settings = {"model": {"path": str(result.final)}, "run": {"dir": str(job.folder / "e")}, "eval": greedy}
+    metrics = evaluate(job.config(settings), make_cluster=lambda _: LocalCluster())
+    assert metrics["asked"]["eval/asked/reward"] == 0.75  # three digits, then the end
+    assert metrics["asked"]["eval/asked/length_mean"] == 4
