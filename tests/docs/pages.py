@@ -7,6 +7,7 @@ What stands behind the three backquotes says what becomes of a block:
 - ``console``: a transcript. Lines after ``$`` are run; what follows is compared with what they print, without regard to
   numbers and spacing; ``...`` stands for any lines. A transcript that shows an ``error:`` must exit with code 2;
 - ``python`` without a name: the code is run;
+- ``toml`` without a name: part of a recipe, not run;
 - ``text``: not run.
 """
 

@@ -1,17 +1,22 @@
 """Every block of every page works, in the order of the page, and transcripts show what is really printed."""
 
 import re
+import tomllib
 
 import pytest
 from plasmid import load_config
 from plasmid.config import RunConfig
 from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_columns import SCHEMA
+from plasmid.plugins import installed, load_plugins
+from plasmid.recipe import validate
 from plasmid.run.checkpoint import CHANGEABLE
 
 from tests.docs.pages import LANGUAGES, MAKE, PAGES, ROOT, Reader, blocks, matches
 
 READ = ["README.md", "docs/quickstart.md", "docs/observability.md", "docs/checkpoints.md", "docs/plugins/index.md"]
+FRAGMENT = "toml"
+"""Without a name: part of a recipe, whose settings are checked."""
 READ_ELSEWHERE = {"docs/plugins/rewards.md", "docs/plugins/hooks.md"}
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -25,6 +30,7 @@ def test_a_page_works_from_top_to_bottom(name, checkout):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", READ)
 def test_a_page_works_exactly_as_written(name, checkout):
     Reader(checkout, in_one_process=False).read(ROOT / name)
@@ -39,9 +45,19 @@ def test_every_block_is_of_a_kind_that_is_run(name):
     page = ROOT / name
     found = blocks(page)
     assert len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) == 2 * len(found)
-    assert all(block.name or block.language in LANGUAGES for block in found)
-    runs = [block for block in found if block.language != "text"]
+    assert all(block.name or block.language in {*LANGUAGES, FRAGMENT} for block in found)
+    runs = [block for block in found if block.language not in ("text", FRAGMENT)]
     assert not runs or name in {*READ, *READ_ELSEWHERE, "docs/configuration.md"}, "add the page to READ"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_of_a_recipe_names_settings_that_there_are(name):
+    slots = installed(load_plugins())
+    for block in blocks(ROOT / name):
+        if block.language == FRAGMENT and not block.name:
+            for table, settings in tomllib.loads(block.text).items():
+                for item in settings if isinstance(settings, list) else [settings]:
+                    validate(slots[table][item["kind"]], item, table)
 
 
 @pytest.mark.parametrize("name", NAMES)
