@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ..batch import GroupRef
 from ..errors import EngineError, PlasmidError
+from ..waiting import together
 from .draws import Draw, Draws
 
-RollOut = Callable[[Draw], Awaitable[GroupRef]]
+RollOut = Callable[[Draw], Coroutine[Any, Any, GroupRef]]
 Expect = Callable[[Sequence[Draw]], Awaitable[None]]
 
 
@@ -42,11 +43,11 @@ class Producer(Protocol):
         ...
 
     def finished(self) -> tuple[GroupRef, ...]:
-        """Groups that are ready but not taken."""
+        """Groups that are ready but not taken, and those that were dropped since the last take."""
         ...
 
     def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
-        """Continue from a saved state; call it before the first take."""
+        """Continue from what `state` and `finished` gave at one moment; call it before the first take."""
         ...
 
     async def close(self) -> None:
@@ -95,7 +96,6 @@ class Waves:
         self._draws, self._roll_out, self._expect = draws, roll_out, expect
         self._limit = limit
         self._boundary = draws.state([])
-        self._tasks: list[asyncio.Task[GroupRef]] = []
 
     async def take(self, count: int, *, version: int) -> Taken:
         kept: list[GroupRef] = []
@@ -119,9 +119,7 @@ class Waves:
 
     async def _run(self, wave: list[Draw]) -> list[GroupRef]:
         await self._expect(wave)
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = [tasks.create_task(_as_coroutine(self._roll_out(draw))) for draw in wave]
-        return [task.result() for task in self._tasks]
+        return await together(self._roll_out(draw) for draw in wave)
 
     def release(self, count: int) -> None:
         self._boundary = self._draws.state([])
@@ -138,12 +136,7 @@ class Waves:
         self._boundary = self._draws.state([])
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-
-async def _as_coroutine(work: Awaitable[GroupRef]) -> GroupRef:
-    return await work
+        """Nothing is in flight outside `take`, which ends what it began."""
 
 
 class Stream:
@@ -163,7 +156,7 @@ class Stream:
         self._running: dict[asyncio.Task[GroupRef], Draw] = {}
         self._ready: list[GroupRef] = []
         self._dropped: list[GroupRef] = []
-        self._ended = False
+        self._ended = self._closed = False
         self._changed = asyncio.Event()
         self._error: Exception | None = None
 
@@ -174,12 +167,14 @@ class Stream:
                 self._ended = True
                 return
             self._free -= 1
-            task = asyncio.create_task(_as_coroutine(self._roll_out(draw)))
+            task = asyncio.create_task(self._roll_out(draw))
             self._running[task] = draw
             task.add_done_callback(self._pump)
 
     def _pump(self, _: asyncio.Task[GroupRef]) -> None:
         """A rollout ended: refill its slot if it was dropped, also while the loop is busy training."""
+        if self._closed:
+            return
         try:
             self._collect()
             self._admit()
@@ -191,9 +186,9 @@ class Stream:
     def _collect(self) -> None:
         """Move what has finished out of the running set; raise what a rollout raised."""
         for task in [task for task in self._running if task.done()]:
-            del self._running[task]
-            if task.cancelled():
-                continue
+            draw = self._running.pop(task)
+            if task.cancelled():  # by the worker: `close` ends collecting first
+                raise EngineError(f"rollouts: prompt group {draw.id} was abandoned by its worker")
             group = task.result()
             if group.dropped_by:
                 self._drop(group)
@@ -242,15 +237,16 @@ class Stream:
         return self._draws.state(list(self._running.values()))
 
     def finished(self) -> tuple[GroupRef, ...]:
-        return tuple(self._ready)
+        return (*self._ready, *self._dropped)
 
     def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
         self._draws.restore(state)
-        self._ready = list(finished)
+        self._ready = [group for group in finished if not group.dropped_by]
+        self._dropped = [group for group in finished if group.dropped_by]
         self._free -= len(self._ready)
 
     async def close(self) -> None:
-        self._ended = True
+        self._ended = self._closed = True
         running = list(self._running)
         for task in running:
             task.cancel()

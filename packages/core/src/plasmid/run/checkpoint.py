@@ -14,6 +14,8 @@ from ..config import CheckpointConfig
 from ..errors import CheckpointError
 
 PREFIX = "batch-"
+STATE = "state.json"
+"""Written last and removed first: a folder with it is a complete checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,22 +54,22 @@ class CheckpointFolder:
     def commit(self, temporary: Path, state: RunState) -> Path:
         """Write the state, make everything durable, give the folder its name, remove what retention does not keep."""
         text = json.dumps({name: getattr(state, name) for name in RunState.__slots__}, indent=1)
-        (temporary / "state.json").write_text(text)
+        (temporary / STATE).write_text(text)
         _sync_to_disk(temporary)
-        final = self.path / f"{PREFIX}{state.batch:06d}"
-        if final.exists():
-            old = self.path / f".tmp-old-{state.batch:06d}"
-            final.rename(old)
-            temporary.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            temporary.rename(final)
+        final = self.of(state.batch)
+        _remove(final)  # what is there is not complete: nobody writes a complete one again
+        temporary.rename(final)
+        _sync(self.path)
         self._retain()
         return final
 
+    def of(self, batch: int) -> Path:
+        """Where the checkpoint of a batch is or will be."""
+        return self.path / f"{PREFIX}{batch:06d}"
+
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        found = [path for path in self.path.glob(f"{PREFIX}*") if (path / "state.json").is_file()]
+        found = [path for path in self.path.glob(f"{PREFIX}*") if (path / STATE).is_file()]
         return sorted(found)
 
     def newest(self) -> Path:
@@ -84,16 +86,16 @@ class CheckpointFolder:
         every = self._settings.keep_every
         for path in self.all()[: -self._settings.keep_last]:
             if not (every and int(path.name.removeprefix(PREFIX)) % every == 0):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
 
 def read_state(path: Path) -> RunState:
     """The state of one checkpoint. Raises `CheckpointError` if it cannot be read."""
-    file = path / "state.json"
+    file = path / STATE
     try:
         return RunState(**json.loads(file.read_text()))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: is no checkpoint (it has no state.json)") from None
+        raise CheckpointError(f"{path}: is no checkpoint (it has no {STATE})") from None
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
@@ -136,10 +138,20 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; it is none any more from the first moment on."""
+    (checkpoint / STATE).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
 def _sync_to_disk(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

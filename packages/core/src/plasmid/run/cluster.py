@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +17,14 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from ..errors import ActorDiedError, DeadlineError, PlasmidError
+from ..errors import ActorDiedError, DeadlineError, PlasmidError, one_line
 from ..protocols import Actor, Resources
 from .host import Host, Outcome, last_lines, redirect_output, unwrap
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+GET_S = 600.0
+"""Longest time to fetch a shared value, from another machine at worst."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,12 @@ class RayRef(Generic[T]):
     ref: Any
 
     def get(self) -> T:
-        value: T = ray.get(self.ref)
+        try:
+            value: T = ray.get(self.ref, timeout=GET_S)
+        except GetTimeoutError:
+            raise DeadlineError(f"the object store did not give a value within {GET_S:g} s") from None
+        except RayError as error:
+            raise ActorDiedError(f"a value is lost with the process that made it: {one_line(error)}") from error
         return value
 
 
@@ -85,8 +94,10 @@ class RayActor:
                 f"{self.name}.{what}: no answer within {timeout_s:g} s; where it stands is in {self.log_file}"
             ) from None
         except RayActorError as error:
-            words = last_lines(Path(self.log_file)) or str(error).splitlines()[0]
+            words = last_lines(Path(self.log_file)) or one_line(error)
             raise ActorDiedError(f"{self.name} died during {what}: {words} (its log: {self.log_file})") from None
+        except RayError as error:
+            raise PlasmidError(f"{self.name}.{what}: {one_line(error)} (its log: {self.log_file})") from error
         return unwrap(outcome, self.name)
 
     async def _note_stacks(self, what: str) -> None:
@@ -97,9 +108,11 @@ class RayActor:
                 file.write(f"no answer to {what}; stacks:\n{stacks}\n")
 
     async def stop(self, *, grace_s: float = 10.0) -> None:
-        with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(_result(self.handle.close.remote()), grace_s)
-        ray.kill(self.handle)
+        try:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(_result(self.handle.close.remote()), grace_s)
+        finally:
+            ray.kill(self.handle)
 
 
 async def _result(ref: Any) -> Any:
@@ -109,7 +122,7 @@ async def _result(ref: Any) -> Any:
 class RayCluster:
     """Implements `protocols.Cluster`. Starts a local Ray unless this process is connected to one already."""
 
-    def __init__(self, *, log_dir: Path, num_gpus: int = 0) -> None:
+    def __init__(self, *, log_dir: Path) -> None:
         self._log_dir = log_dir.absolute()
         self._actors: list[RayActor] = []
         self._started = not ray.is_initialized()
@@ -145,10 +158,12 @@ class RayCluster:
         return actor
 
     async def close(self) -> None:
-        await asyncio.gather(*(actor.stop() for actor in reversed(self._actors)))
-        self._actors.clear()
-        if self._started:
-            ray.shutdown()
+        try:
+            await asyncio.gather(*(actor.stop() for actor in reversed(self._actors)))
+        finally:  # also when somebody is in a hurry: a second Ctrl-C ends the waiting, not the cleaning up
+            self._actors.clear()
+            if self._started:
+                ray.shutdown()
 
 
 def _num_gpus() -> int:
@@ -159,6 +174,8 @@ def _start_ray() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster on this machine's loopback
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    in_main = threading.current_thread() is threading.main_thread()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             num_cpus=1,  # actors ask for none: on a laptop parts take turns on the cores
@@ -168,7 +185,10 @@ def _start_ray() -> None:
             log_to_driver=False,
         )
     except (RayError, RuntimeError, OSError, ValueError) as error:
-        raise PlasmidError(f"ray did not start: {str(error).splitlines()[0]}") from error
+        raise PlasmidError(f"ray did not start: {one_line(error)}") from error
+    finally:
+        if in_main:  # Ray installs a handler that leaves at once
+            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _object_store_bytes() -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..protocols import RolloutEngine
 from ..rollout.seeds import seed_of
 from ..rollout.worker import Job
 from ..types import Prompt
+from ..waiting import together
 from .parts import Workers
 
 
@@ -65,34 +65,31 @@ class Evaluator:
         workers: Workers,
         engine: RolloutEngine,
         samples_dir: Path,
-        report: Callable[[int, str, Mapping[str, float]], Awaitable[None]],
+        report: Callable[[int, str, Mapping[str, float]], None],
+        done: Iterable[tuple[str, int]] = (),
     ) -> None:
+        """``report`` is told batch, set and metrics; ``done`` are sets and batches before a resume."""
         self._config, self._sets = config, tuple(sets)
         self._workers, self._engine = workers, engine
         self._samples_dir, self._report = samples_dir, report
-        self._done: set[tuple[str, int]] = set()
+        self._done = set(done)
 
     async def run_due(self, batch: int, *, last: bool) -> None:
         """Evaluate the sets that are due after this many batches, and have not been evaluated there."""
         for set_ in self._sets:
             if set_.is_due(batch, last=last) and (set_.settings.name, batch) not in self._done:
-                self._done.add((set_.settings.name, batch))
                 await self.run(set_, batch)
+                self._done.add((set_.settings.name, batch))
 
     async def run(self, set_: EvaluationSet, batch: int) -> dict[str, float]:
         """Evaluate one set, report its metrics, store its samples."""
         jobs = [self._job(set_, batch, index) for index in range(len(set_.prompts))]
         await self._engine.expect([session for job in jobs for session in job.sessions()])
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                made = [tasks.create_task(self._workers.roll_out(job)) for job in jobs]
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from group
-        groups = [task.result() for task in made]
+        groups = await together(self._workers.roll_out(job) for job in jobs)
         metrics = summarize(set_.settings, groups)
         path = self._samples_dir / f"eval-{set_.settings.name}-{batch:06d}.parquet"
         await self._workers.write(path, tuple(groups), batch)
-        await self._report(batch, set_.settings.name, metrics)
+        self._report(batch, set_.settings.name, metrics)
         return metrics
 
     def _job(self, set_: EvaluationSet, batch: int, index: int) -> Job:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..errors import DeadlineError
+from ..errors import ActorDiedError, DeadlineError
 from ..protocols import Actor, Resources
 from .host import Host, unwrap
 
@@ -41,17 +41,30 @@ class LocalActor:
         self.name = name
         self._host = Host(name)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
         self._stopped = False
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        """Run the loop until `stop`, then end what still runs on it and give its descriptors back."""
+        self._loop.run_forever()
+        self._loop.run_until_complete(_end_others())
+        self._loop.close()
 
     async def run(self, coroutine: Any, what: str, timeout_s: float) -> Any:
         """Run a coroutine of the host on the actor's loop."""
+        if self._loop.is_closed():
+            coroutine.close()
+            raise ActorDiedError(f"{self.name} was stopped before {what}")
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
         try:
             return unwrap(await asyncio.wait_for(future, timeout_s), self.name)
         except TimeoutError:
             raise DeadlineError(f"{self.name}.{what}: no answer within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._stopped or (task is not None and task.cancelling()):
+                raise
+            raise ActorDiedError(f"{self.name} was stopped during {what}") from None
 
     async def make(self, factory: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> None:
         await self.run(self._host.make(factory, args, kwargs), "start", timeout_s)
@@ -68,6 +81,13 @@ class LocalActor:
                 log.warning("%s did not close within %g s and is left to itself", self.name, grace_s)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class LocalCluster:
@@ -94,6 +114,8 @@ class LocalCluster:
         return actor
 
     async def close(self) -> None:
-        for actor in reversed(self._actors):
-            await actor.stop()
+        errors = await asyncio.gather(*(actor.stop() for actor in reversed(self._actors)), return_exceptions=True)
         self._actors.clear()
+        for error in errors:
+            if isinstance(error, BaseException):
+                raise error

@@ -11,17 +11,21 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..batch import BatchRef, GroupRef
 from ..config import RunConfig
-from ..errors import EngineError
+from ..errors import DataError, EngineError
 from ..observe.metrics import rollout_metrics, step_metrics
 from ..protocols import RolloutEngine, Trainer
 from ..rollout.producer import Producer, Taken
-from .publish import publish
+from ..waiting import within
+from .turns import GRACE_S, Turns
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+PHASES = ("sample", "score", "train", "sync")
+"""What the time of a batch is reported by."""
 
 
 class Telling(Protocol):
@@ -69,28 +73,46 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     seconds: dict[str, float] = field(default_factory=dict)
+    """Of the present batch, by what it was spent on."""
+    begun: float = 0.0
+    """When the present batch began."""
+    turns: Turns | None = field(init=False, default=None)
+    """Moves trainer and engine; None unless there are both."""
+
+    def __post_init__(self) -> None:
+        trainer, engine = self.parts.trainer, self.parts.engine
+        if trainer is not None and engine is not None:
+            self.turns = Turns(config=self.config, trainer=trainer, engine=engine)
 
     async def run(self) -> bool:
         """Train until the configured number of batches, the end of the data, or `stop`. True if it was stopped."""
-        if self.parts.engine is not None and self.parts.trainer is not None:
+        if self.turns is not None:
             self._tell("sync")
-            await self._publish(self.progress.version)
+            await self.turns.begin(self.progress.version)
         if self.progress.batch == 0:
             await self._evaluate()
-        while self.progress.batch < self.config.run.batches and not self._may_stop():
-            taken = await self._take()
-            if taken is None:
-                break
-            if not taken.groups:
-                await self._end_of_data()
-                break
-            await self._batch(taken)
+        while self.progress.batch < self.config.run.batches and not self._may_stop() and await self._next():
+            pass
         await self._finish()
         return self.stopping.is_set() and self.progress.batch < self.config.run.batches
 
     def stop(self) -> None:
         """Ask for a clean end."""
         self.stopping.set()
+
+    async def _next(self) -> bool:
+        """Take and train one batch; False if there is none, or the run is to stop first.
+
+        Nothing of a batch is held here while the next one is sampled: its tokens are freed with the last reference.
+        """
+        taken = await self._take()
+        if taken is None:
+            return False
+        if not taken.groups:
+            await self._end_of_data(taken)
+            return False
+        await self._batch(taken)
+        return True
 
     def _may_stop(self) -> bool:
         """Only between publishes is the engine's policy the one that a checkpoint holds."""
@@ -99,8 +121,7 @@ class Loop:
     async def _take(self) -> Taken | None:
         """Groups for the next batch; None if the run is to stop first."""
         self._tell("sample")
-        self.seconds = {}
-        started = time.monotonic()
+        self.seconds, self.begun = {}, time.monotonic()
         count = self.config.run.prompts_per_batch
         take = asyncio.ensure_future(self.parts.producer.take(count, version=self.progress.version))
         stop = asyncio.ensure_future(self.stopping.wait())
@@ -110,10 +131,8 @@ class Loop:
             await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not take.done():
                 return None
-            self.seconds["sample"] = time.monotonic() - started
+            self.seconds["sample"] = time.monotonic() - self.begun
             return take.result()
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from group
         finally:
             stop.cancel()
             if not take.done():
@@ -130,7 +149,7 @@ class Loop:
         self.progress.unpublished += len(taken.groups)
         if self._publish_is_due():
             metrics |= await self._publish_next()
-        elif self.parts.trainer is None or self.parts.engine is None:
+        elif self.turns is None:
             self._release()
         await self.parts.write_samples(tuple([*taken.groups, *taken.dropped]), step)
         metrics |= self._timings(taken)
@@ -149,71 +168,56 @@ class Loop:
 
     async def _train(self, trainer: Trainer, taken: Taken) -> dict[str, float]:
         """Score and train one batch, with the engine out of the way if it shares the GPU."""
-        place, engine = self.config.placement, self.parts.engine
         batch = BatchRef(
             index=self.progress.batch, groups=taken.groups, steps=min(self.config.run.steps_per_batch, _rollouts(taken))
         )
-        if place.colocated and engine is not None:
-            await engine.pause(engine.pause_mode)
-            if place.offload_engine:
-                await engine.sleep()
-        if place.offload_trainer:
-            await trainer.onload()
+        if self.turns is not None:
+            await self.turns.to_trainer()
         roles = self.config.algorithm.roles(steps=batch.steps)
         self._tell("score")
         scores = await self._timed("score", trainer.score(batch, roles))
         self._tell("train")
         report = await self._timed("train", trainer.train(batch, scores))
-        if place.colocated and engine is not None:
-            if place.offload_engine:
-                await engine.wake(kv_cache=not self._publish_is_due(after=1))
-            if not self._publish_is_due(after=1):
-                await self._offload(trainer)
-                await engine.resume()
-        gauges = {"train/step": float(trainer.step), **await trainer.metrics()}
+        gauges = {"train/step": float(trainer.step), **await self._timed("metrics", trainer.metrics())}
+        if self.turns is not None and not self._publish_is_due(after=1):
+            await self.turns.to_engine()
         return {**scores.metrics, **step_metrics(report.steps), **gauges}
-
-    async def _offload(self, trainer: Trainer) -> None:
-        if self.config.placement.offload_trainer:
-            await trainer.offload()
 
     def _publish_is_due(self, *, after: int = 0) -> bool:
         done = self.progress.batch + after
-        if self.parts.trainer is None or self.parts.engine is None:
+        if self.turns is None:
             return False
         return done % self.config.run.sync_every == 0 or done >= self.config.run.batches
 
     async def _publish_next(self) -> dict[str, float]:
+        assert self.turns is not None
         self._tell("sync")
-        num_bytes = await self._timed("sync", self._publish(self.progress.version + 1))
+        started = time.monotonic()
+        receipt = await self.turns.publish(self.progress.version + 1)
+        self.seconds["sync"] = time.monotonic() - started
         self.progress.version += 1
         self._release()
-        return {"sync/bytes": float(num_bytes)}
+        return {"sync/bytes": float(receipt.num_bytes)}
 
     def _release(self) -> None:
         self.parts.producer.release(self.progress.unpublished)
         self.progress.unpublished = 0
-
-    async def _publish(self, version: int) -> int:
-        trainer, engine = self.parts.trainer, self.parts.engine
-        assert trainer is not None and engine is not None
-        receipt = await publish(trainer, engine, version=version, timeout_s=self.config.run.sync_timeout_s)
-        if self.config.placement.offload_trainer:
-            await trainer.offload()
-        if self.config.placement.offload_engine:
-            await engine.wake(kv_cache=True)
-        return receipt.num_bytes
 
     async def _evaluate(self, *, last: bool = False) -> None:
         if self.config.eval and self.parts.engine is not None:
             self._tell("evaluate")
             await self.parts.evaluate(self.progress.batch, last or self.progress.batch >= self.config.run.batches)
 
-    async def _end_of_data(self) -> None:
+    async def _end_of_data(self, taken: Taken) -> None:
         """The data ended before the last batch: the policy trained so far is the final one."""
+        if self.progress.batch == 0:
+            why = ", ".join(sorted({group.dropped_by for group in taken.dropped})) or "there are no prompts"
+            raise DataError(f"data: ended before anything was trained on: {why}; add prompts or loosen the filters")
         log.info("the data ended after %d batches", self.progress.batch)
-        if self.progress.unpublished and self.parts.trainer is not None and self.parts.engine is not None:
+        if self.progress.unpublished and self.turns is not None:
             await self._publish_next()
+        if taken.dropped:
+            await self.parts.write_samples(taken.dropped, self.progress.batch + 1)
         await self._evaluate(last=True)
 
     async def _save(self) -> None:
@@ -235,16 +239,17 @@ class Loop:
             )
 
     def _timings(self, taken: Taken) -> dict[str, float]:
-        total = sum(self.seconds.values())
+        total = time.monotonic() - self.begun
         tokens = float(sum(group.lengths.sum() for group in taken.groups))
-        named = {f"perf/{name}_s": seconds for name, seconds in self.seconds.items()}
+        named = {f"perf/{name}_s": self.seconds[name] for name in PHASES if name in self.seconds}
         rate = {"perf/tokens_per_s": tokens / total} if total > 0 else {}
         return {**named, "perf/batch_s": total, **rate, "version": float(self.progress.version)}
 
-    async def _timed(self, name: str, work: Awaitable[Any]) -> Any:
+    async def _timed(self, name: str, work: Awaitable[T]) -> T:
+        """Await an operation of the trainer, with its deadline."""
         started = time.monotonic()
-        result = await work
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+        result = await within(self.config.run.train_timeout_s + GRACE_S, f"trainer.{name} (run.train_timeout_s)", work)
+        self.seconds[name] = time.monotonic() - started
         return result
 
     def _tell(self, phase: str) -> None:

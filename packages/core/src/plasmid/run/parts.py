@@ -14,8 +14,13 @@ from ..config import RunConfig
 from ..errors import ConfigError
 from ..protocols import Actor, Cluster, Resources, RolloutEngine, Trainer
 from ..rollout.worker import Job, RolloutWorker
+from ..waiting import together
 
 log = logging.getLogger(__name__)
+GRACE_S = 60.0
+"""Added to the deadline of a group: rollouts and rewards keep theirs themselves, and their errors say more."""
+WRITE_S = 600.0
+"""Longest time to write the samples of one batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,19 +28,23 @@ class Workers:
     """The rollout worker processes; jobs are dealt out to them by group."""
 
     actors: tuple[Actor, ...]
-    timeout_s: float
+    rollout_s: float
+    """Longest time for the rollouts of a group, which run at once."""
+    reward_s: float
+    """Longest time for all rewards of one sample."""
 
     async def roll_out(self, job: Job) -> GroupRef:
-        """Make one prompt group."""
+        """Make one prompt group. Raises what its rewards raise, `ActorDiedError`, `DeadlineError`."""
         actor = self.actors[job.group_id % len(self.actors)]
-        group: GroupRef = await actor.call("roll_out", job, timeout_s=self.timeout_s)
+        limit_s = self.rollout_s + self.reward_s * len(job.sessions()) + GRACE_S
+        group: GroupRef = await actor.call("roll_out", job, timeout_s=limit_s)
         return group
 
     async def write(self, path: Path, groups: tuple[GroupRef, ...], step: int) -> None:
         """Write whole groups into the sample store."""
         dropped = {group.id: group.dropped_by for group in groups if group.dropped_by}
         refs = [group.whole for group in groups]
-        await self.actors[0].call("write", path, refs, step, dropped, timeout_s=600.0)
+        await self.actors[0].call("write", path, refs, step, dropped, timeout_s=WRITE_S)
 
     async def close(self) -> None:
         """Stop the processes."""
@@ -59,7 +68,10 @@ class Parts:
                     await part.close()
                 except Exception:  # boundary: the others must be stopped too, and why the run ends is said elsewhere
                     log.exception("%s did not close", type(part).__name__)
-        await self.cluster.close()
+        try:
+            await self.cluster.close()
+        except Exception:  # boundary: as above
+            log.exception("the cluster did not close")
 
 
 async def start_parts(
@@ -69,20 +81,18 @@ async def start_parts(
     parts = Parts(cluster=cluster)
     try:
         layout = Layout.of(config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine)
-        async with asyncio.TaskGroup() as tasks:
-            if with_trainer:
-                context = layout.context(config, cluster, run_dir, layout.trainer)
-                trainer = tasks.create_task(config.trainer.build(context))
-            if with_engine and config.rollout is not None:
-                context = layout.context(config, cluster, run_dir, layout.engine)
-                engine = tasks.create_task(config.rollout.build(context))
-        parts.trainer = trainer.result() if with_trainer else None
-        if with_engine and config.rollout is not None:
-            parts.engine = engine.result()
+
+        async def start_trainer() -> None:
+            parts.trainer = await config.trainer.build(layout.context(config, cluster, run_dir, layout.trainer))
+
+        async def start_engine() -> None:
+            assert config.rollout is not None
+            parts.engine = await config.rollout.build(layout.context(config, cluster, run_dir, layout.engine))
+
+        wanted = [*([start_trainer()] if with_trainer else []), *([start_engine()] if with_engine else [])]
+        await together(wanted)
+        if parts.engine is not None:
             parts.workers = await _start_workers(config, cluster, run_dir, parts.engine)
-    except ExceptionGroup as group:
-        await cluster.close()
-        raise group.exceptions[0] from group
     except BaseException:
         await parts.close()
         raise
@@ -108,9 +118,12 @@ async def _start_workers(config: RunConfig, cluster: Cluster, run_dir: Path, eng
         await actor.call("open", timeout_s=limit)
         return actor
 
-    actors = await asyncio.gather(*(start(i) for i in range(config.placement.rollout_workers)))
-    longest_reward = sum(reward.timeout_s for reward in config.rewards) * config.run.samples_per_prompt
-    return Workers(actors=tuple(actors), timeout_s=config.run.rollout_timeout_s + longest_reward + 60.0)
+    actors = await together(start(i) for i in range(config.placement.rollout_workers))
+    return Workers(
+        actors=tuple(actors),
+        rollout_s=config.run.rollout_timeout_s,
+        reward_s=sum(reward.timeout_s for reward in config.rewards),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
+from ..components import PromptStream
 from ..config import RunConfig
 from ..data.tokenizer import prompt_encoder
 from ..observe.dispatch import ObserverQueues, TrackerObserver
-from ..observe.journal import Journal, read_journal
+from ..observe.journal import read_journal
 from ..plugins import load_plugins
 from ..protocols import Cluster, RunContext
 from .checkpoint import CheckpointFolder
-from .evaluation import EvaluationSet, Evaluator, open_sets
+from .closing import Closing
+from .evaluation import EvaluationSet, open_sets
 from .folder import RunFolder, new_folder, newest_folder
+from .interrupts import Interrupts
 from .loop import Loop
 from .parts import Parts, start_parts
 from .preflight import check
 from .replay import stored_batches
-from .setup import build_loop, restore
+from .setup import Restored, build_loop, open_evaluator, restore
 
-log = logging.getLogger(__name__)
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+T = TypeVar("T")
 MakeCluster = Callable[[RunFolder], Cluster]
 
 
@@ -67,14 +67,38 @@ def run(
     observers: Sequence[object] = (),
     make_cluster: MakeCluster | None = None,
 ) -> RunResult:
-    """Run the whole job. Raises `PlasmidError` for everything that a user can mend."""
-    return asyncio.run(_Session(config, mode or Mode(), observers, make_cluster or _ray).run())
+    """Run the whole job. Raises `PlasmidError` for everything that a user can mend.
+
+    Ctrl-C (or SIGTERM) ends a run after the current batch, all saved; a second one, or one before there is anything to
+    save, ends it at once with `KeyboardInterrupt`. Either way no process is left behind.
+    """
+    session = _Session(config, mode or Mode(), observers, make_cluster or _ray)
+    start = session.prepare()  # reads files only: Ctrl-C needs no cleaning up yet
+    return _interruptible(session.run(start))
+
+
+def _interruptible(main: Coroutine[Any, Any, T]) -> T:
+    try:
+        return asyncio.run(main)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _ray(folder: RunFolder) -> Cluster:
     from .cluster import RayCluster  # imports ray: only a run needs it
 
     return RayCluster(log_dir=folder.logs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Start:
+    """What a run begins with, after everything that needs no process has been checked."""
+
+    folder: RunFolder
+    stream: PromptStream
+    sets: tuple[EvaluationSet, ...]
+    state: Restored | None
+    """None for a new run."""
 
 
 @dataclass(slots=True)
@@ -85,7 +109,8 @@ class _Session:
     make_cluster: MakeCluster
     started: float = field(default_factory=time.time)
 
-    async def run(self) -> RunResult:
+    def prepare(self) -> _Start:
+        """Find every mistake that can be found without starting anything."""
         check(self.config)
         encode = prompt_encoder(self.config.model)
         stream = self.config.data.stream(encode, seed=self.config.run.seed)
@@ -94,75 +119,54 @@ class _Session:
             stored_batches(self.mode.replay)
         folder = newest_folder(self.config) if self.mode.resume else new_folder(self.config)
         state = restore(folder, self.config) if self.mode.resume else None
-        folder.create(self.config)
-        async with contextlib.AsyncExitStack() as stack:
-            queues = await self._open_observers(folder, stack)
-            queues.emit("phase_started", batch=0, phase="start", version=0)
-            parts = await self._start(folder)
-            stack.push_async_callback(parts.close)
-            evaluator = self._evaluator(folder, parts, sets, queues, stack)
-            loop = await build_loop(
-                self.config, parts, folder, stream, queues, evaluator, state=state, replay=self.mode.replay, stack=stack
-            )
-            with _stop_on_signals(loop):
-                interrupted = await loop.run()
-            final = await self._export(folder, parts, interrupted)
-        return self._result(folder, loop, interrupted, final)
+        return _Start(folder=folder, stream=stream, sets=sets, state=state)
 
-    async def _start(self, folder: RunFolder) -> Parts:
-        """Start the parts. A new run that could not start has not taken its folder."""
-        try:
-            return await start_parts(
-                self.config,
-                self.make_cluster(folder),
-                folder.path,
-                with_trainer=not self.mode.rollouts_only,
-                with_engine=self._with_engine,
-            )
-        except BaseException:
-            if not self.mode.resume:
-                folder.vacate()
-            raise
+    async def run(self, start: _Start) -> RunResult:
+        folder = start.folder
+        with Interrupts() as interrupts:
+            folder.create(self.config)
+            async with Closing() as stack:
+                queues = await self._open_observers(folder, stack)
+                queues.emit("phase_started", batch=0, phase="start", version=0)
+                parts = await _start_parts(
+                    self.config,
+                    folder,
+                    self.make_cluster,
+                    with_trainer=not self.mode.rollouts_only,
+                    with_engine=self._with_engine,
+                    is_new=start.state is None,
+                )
+                stack.later("the run", parts.close)
+                loop = await build_loop(
+                    self.config,
+                    parts,
+                    folder,
+                    start.stream,
+                    queues,
+                    open_evaluator(self.config, parts, folder, start.sets, queues, stack, state=start.state),
+                    state=start.state,
+                    replay=self.mode.replay,
+                    stack=stack,
+                )
+                interrupts.save_with(loop.stop)
+                interrupted = await loop.run()
+                interrupts.save_with(None)
+                final = await self._export(folder, parts, interrupted)
+        return self._result(folder, loop, interrupted, final)
 
     @property
     def _with_engine(self) -> bool:
         return self.mode.replay is None and self.config.rollout is not None
 
-    async def _open_observers(self, folder: RunFolder, stack: contextlib.AsyncExitStack) -> ObserverQueues:
+    async def _open_observers(self, folder: RunFolder, stack: Closing) -> ObserverQueues:
         context = RunContext(seed=self.config.run.seed, run_dir=folder.path)
         for tracker in self.config.trackers:
             await tracker.open(context)
-            stack.push_async_callback(tracker.close)
+            stack.later(f"tracker {type(tracker).__name__}", tracker.close)
         plugins = load_plugins(files=map(Path, self.config.plugins))
         queues = ObserverQueues.of(plugins, *map(TrackerObserver, self.config.trackers), *self.observers)
-        stack.callback(queues.close)
+        stack.later("observers", queues.close)
         return queues
-
-    def _evaluator(
-        self,
-        folder: RunFolder,
-        parts: Parts,
-        sets: Sequence[EvaluationSet],
-        queues: ObserverQueues,
-        stack: contextlib.AsyncExitStack,
-    ) -> Evaluator | None:
-        if parts.workers is None or parts.engine is None:
-            return None
-        journal = Journal(folder.evaluations)
-        stack.callback(journal.close)
-
-        async def report(batch: int, name: str, metrics: Mapping[str, float]) -> None:
-            journal.append(batch, metrics=metrics, name=name)
-            queues.emit("evaluation_finished", step=batch, name=name, metrics=metrics)
-
-        return Evaluator(
-            self.config,
-            sets,
-            workers=parts.workers,
-            engine=parts.engine,
-            samples_dir=folder.samples,
-            report=report,
-        )
 
     async def _export(self, folder: RunFolder, parts: Parts, interrupted: bool) -> Path | None:
         if parts.trainer is None or interrupted or not self.config.checkpoint.export:
@@ -186,60 +190,41 @@ class _Session:
         )
 
 
-@contextlib.contextmanager
-def _stop_on_signals(loop: Loop) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) ends the run after the current batch, all saved; the second ends it at once."""
-    events = asyncio.get_running_loop()
-
-    def first() -> None:
-        log.warning("stopping: saving the run; press Ctrl-C again to quit without")
-        loop.stop()
-        remove()
-
-    def remove() -> None:
-        for number in SIGNALS:
-            events.remove_signal_handler(number)
-
+async def _start_parts(
+    config: RunConfig,
+    folder: RunFolder,
+    make_cluster: MakeCluster,
+    *,
+    with_trainer: bool,
+    with_engine: bool,
+    is_new: bool,
+) -> Parts:
+    """Start the parts. A new run that could not start has not taken its folder."""
     try:
-        for number in SIGNALS:
-            events.add_signal_handler(number, first)
-    except (ValueError, RuntimeError):  # not the main thread: somebody else handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        remove()
+        cluster = make_cluster(folder)
+        return await start_parts(config, cluster, folder.path, with_trainer=with_trainer, with_engine=with_engine)
+    except BaseException:
+        if is_new:
+            folder.vacate()
+        raise
 
 
 def evaluate(config: RunConfig, *, make_cluster: MakeCluster | None = None) -> Mapping[str, Mapping[str, float]]:
     """Evaluate ``model.path`` on every ``[[eval]]`` set of the recipe; no trainer is started."""
+    check(config)
+    sets = open_sets(config, prompt_encoder(config.model))
+    folder = new_folder(config)
 
     async def main() -> dict[str, dict[str, float]]:
-        check(config)
-        sets = open_sets(config, prompt_encoder(config.model))
-        folder = new_folder(config)
-        folder.create(config)
-        parts = await start_parts(
-            config, (make_cluster or _ray)(folder), folder.path, with_trainer=False, with_engine=True
-        )
-        try:
-            assert parts.workers is not None and parts.engine is not None
-            journal = Journal(folder.evaluations)
+        with Interrupts():
+            folder.create(config)
+            async with Closing() as stack:
+                parts = await _start_parts(
+                    config, folder, make_cluster or _ray, with_trainer=False, with_engine=True, is_new=True
+                )
+                stack.later("the run", parts.close)
+                evaluator = open_evaluator(config, parts, folder, sets, ObserverQueues([]), stack)
+                assert evaluator is not None
+                return {set_.settings.name: await evaluator.run(set_, 0) for set_ in sets}
 
-            async def report(batch: int, name: str, metrics: Mapping[str, float]) -> None:
-                journal.append(batch, metrics=metrics, name=name)
-
-            evaluator = Evaluator(
-                config,
-                sets,
-                workers=parts.workers,
-                engine=parts.engine,
-                samples_dir=folder.samples,
-                report=report,
-            )
-            return {set_.settings.name: await evaluator.run(set_, 0) for set_ in sets}
-        finally:
-            await parts.close()
-
-    return asyncio.run(main())
+    return _interruptible(main())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,17 @@ from ..components import Component, PromptStream
 from ..config import RunConfig
 from ..errors import CheckpointError
 from ..observe.dispatch import ObserverQueues
-from ..observe.journal import Journal
-from ..observe.sample_store import read_samples
+from ..observe.journal import Journal, read_journal
+from ..observe.sample_store import read_dropped, read_samples
 from ..observe.system import SystemMonitor
-from ..protocols import RunContext
 from ..rollout.demonstrated import Demonstrated
 from ..rollout.draws import Draw, Draws
 from ..rollout.producer import DropLimit, Producer, Stream, Waves
 from ..rollout.seeds import seed_of
 from ..rollout.worker import Job, share
 from .checkpoint import CheckpointFolder, RunState, check_same_config, read_state
-from .evaluation import Evaluator
+from .closing import Closing
+from .evaluation import EvaluationSet, Evaluator
 from .folder import RunFolder
 from .loop import Loop, LoopParts, Progress
 from .parts import Parts
@@ -62,7 +61,7 @@ async def build_loop(
     *,
     state: Restored | None,
     replay: Path | None,
-    stack: contextlib.AsyncExitStack,
+    stack: Closing,
 ) -> Loop:
     """The loop, ready to run."""
     producer: Producer
@@ -70,19 +69,17 @@ async def build_loop(
         producer = Replay(replay, parts.cluster.store)
     else:
         producer = make_producer(config, parts, Draws(stream), queues)
-    stack.push_async_callback(producer.close)
+    stack.later("rollouts", producer.close)
     monitor = SystemMonitor()
-    stack.callback(monitor.close)
+    stack.later("the system monitor", monitor.close)
     recorder = Recorder(folder=folder, queues=queues, monitor=monitor)
-    stack.callback(recorder.journal.close)
+    stack.later("the journal", recorder.journal.close)
     progress = Progress()
-    for _, component in _components(config):
-        await component.open(RunContext(seed=config.run.seed, run_dir=folder.path))
-        stack.push_async_callback(component.close)
     if state is not None:
         progress = await _take_up(state, parts, producer, folder, recorder)
-        for place, component in _components(config):
-            component.restore(state.state.components.get(place, {}))
+        for place, tracker in _stateful(config).items():
+            if place in state.state.components:
+                tracker.restore(state.state.components[place])
     elif config.checkpoint.start_from != "none" and parts.trainer is not None:
         await parts.trainer.load(Path(config.checkpoint.start_from) / "trainer")
     saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues)
@@ -169,6 +166,8 @@ class Saver:
     async def save(self, progress: Progress) -> None:
         """One atomic checkpoint of everything. Raises `CheckpointError`; what was saved before stays."""
         folder = CheckpointFolder(self.folder.checkpoints, self.config.checkpoint)
+        if folder.of(progress.batch) in folder.all():
+            return  # of the same policy: after a resume, or right after a save, nothing was trained
         state, finished = self._state(progress), self.producer.finished()  # at one moment: rollouts go on meanwhile
         try:
             temporary = folder.begin(progress.batch)
@@ -192,14 +191,52 @@ class Saver:
             batch=progress.batch,
             version=progress.version,
             producer=self.producer.state(),
-            components={place: dict(c.state()) for place, c in _components(self.config) if c.state()},
+            components={place: dict(state) for place, c in _stateful(self.config).items() if (state := c.state())},
             config=self.config.model_dump(mode="json"),
         )
 
 
-def _components(config: RunConfig) -> list[tuple[str, Component]]:
-    """Light components that live on the driver and may have state."""
-    return [("data", config.data), ("algorithm", config.algorithm)]
+def _stateful(config: RunConfig) -> dict[str, Component]:
+    """Components whose state a checkpoint holds, by a name that does not depend on their order in the recipe."""
+    return {f"trackers/{type(tracker).model_fields['kind'].default}": tracker for tracker in config.trackers}
+
+
+def open_evaluator(
+    config: RunConfig,
+    parts: Parts,
+    folder: RunFolder,
+    sets: Sequence[EvaluationSet],
+    queues: ObserverQueues,
+    stack: Closing,
+    *,
+    state: Restored | None = None,
+) -> Evaluator | None:
+    """What evaluates the sets and writes their journal; None where nothing can be sampled."""
+    if parts.workers is None or parts.engine is None:
+        return None
+    journal = Journal(folder.evaluations)
+    stack.later("the journal of evaluations", journal.close)
+
+    def report(batch: int, name: str, metrics: Mapping[str, float]) -> None:
+        journal.append(batch, metrics=metrics, name=name)
+        queues.emit("evaluation_finished", step=batch, name=name, metrics=metrics)
+
+    return Evaluator(
+        config,
+        sets,
+        workers=parts.workers,
+        engine=parts.engine,
+        samples_dir=folder.samples,
+        report=report,
+        done=_evaluated(folder, state) if state is not None else (),
+    )
+
+
+def _evaluated(folder: RunFolder, restored: Restored) -> Iterator[tuple[str, int]]:
+    """Evaluations that were made up to the checkpoint: a run stopped before its first batch has made those of 0."""
+    for entry in read_journal(folder.evaluations):
+        if entry.step <= restored.state.batch:
+            yield entry.name, entry.step
 
 
 async def _take_up(
@@ -209,11 +246,12 @@ async def _take_up(
     if parts.trainer is not None:
         await parts.trainer.load(restored.path / "trainer")
     buffered = restored.path / BUFFER
-    groups = read_samples(buffered) if buffered.exists() else []
-    producer.restore(state.producer, [share(group, parts.cluster.store) for group in groups])
+    groups, dropped = (read_samples(buffered), read_dropped(buffered)) if buffered.exists() else ([], {})
+    shared = [share(group, parts.cluster.store, dropped.get(group.id, "")) for group in groups]
+    producer.restore(state.producer, shared)
     recorder.journal.truncate_after(state.batch)
     Journal(folder.evaluations).truncate_after(state.batch)
-    for path in folder.samples.glob("batch-*.parquet"):
-        if int(path.stem.removeprefix("batch-")) > state.batch:
+    for path in folder.samples.glob("*.parquet"):  # batch-000012 and eval-<set>-000012
+        if int(path.stem.rpartition("-")[2]) > state.batch:
             path.unlink()
     return Progress(batch=state.batch, version=state.version)

@@ -1,0 +1,83 @@
+"""Who is awake when: trainer and engine side by side, or taking turns on the GPUs that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..config import RunConfig
+from ..protocols import RolloutEngine, Trainer
+from ..types import SyncReceipt
+from ..waiting import within
+from .publish import transfer
+
+T = TypeVar("T")
+GRACE_S = 60.0
+"""Added to deadlines that trainers and engines keep themselves: their own errors say more, and come first."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Turns:
+    """Moves trainer and engine, in an order in which they never both need the memory of a GPU that they share.
+
+    The engine draws no token between `to_trainer` and `to_engine` or `publish`: it may be without memory, and what it
+    would sample is neither on-policy nor wanted while the trainer computes on the same GPU.
+    """
+
+    config: RunConfig
+    trainer: Trainer
+    engine: RolloutEngine
+
+    async def begin(self, version: int) -> None:
+        """Publish the first version of this process. Trainer and engine are both up and have all their memory."""
+        await self._clear()
+        await self.publish(version)
+
+    async def to_trainer(self) -> None:
+        """Before a batch is scored and trained."""
+        await self._clear()
+        if self.config.placement.offload_trainer:
+            await self._trainer("onload", self.trainer.onload())
+
+    async def to_engine(self) -> None:
+        """After a batch was trained whose weights are not published yet."""
+        if self.config.placement.colocated:
+            await self._make_room()
+            await self._engine("resume", self.engine.resume())
+
+    async def publish(self, version: int) -> SyncReceipt:
+        """Send the trainer's weights as this version; afterwards it is the engine's turn.
+
+        The engine stays paused if anything fails: it may hold half of the new weights. Raises `SyncError`,
+        `DeadlineError`.
+        """
+        place = self.config.placement
+        if not place.colocated:
+            await self._engine("pause", self.engine.pause(self.engine.pause_mode))
+        if place.offload_engine:
+            await self._engine("wake", self.engine.wake(kv_cache=False))
+        receipt = await transfer(self.trainer, self.engine, version=version, timeout_s=self.config.run.sync_timeout_s)
+        await self._make_room()
+        await self._engine("resume", self.engine.resume())
+        return receipt
+
+    async def _clear(self) -> None:
+        """A colocated engine stops; its memory is the trainer's."""
+        if self.config.placement.colocated:
+            await self._engine("pause", self.engine.pause(self.engine.pause_mode))
+        if self.config.placement.offload_engine:
+            await self._engine("sleep", self.engine.sleep())
+
+    async def _make_room(self) -> None:
+        """The trainer leaves before the engine takes memory for its KV cache."""
+        if self.config.placement.offload_trainer:
+            await self._trainer("offload", self.trainer.offload())
+        if self.config.placement.offload_engine:
+            await self._engine("wake", self.engine.wake(kv_cache=True))
+
+    async def _trainer(self, what: str, work: Awaitable[T]) -> T:
+        return await within(self.config.run.train_timeout_s + GRACE_S, f"trainer.{what} (run.train_timeout_s)", work)
+
+    async def _engine(self, what: str, work: Awaitable[T]) -> T:
+        return await within(self.config.run.sync_timeout_s + GRACE_S, f"engine.{what} (run.sync_timeout_s)", work)

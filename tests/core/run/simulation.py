@@ -1,0 +1,183 @@
+"""The real loop, producers and checkpoints in virtual time, around parts whose delays and failures are random."""
+
+import asyncio
+import random
+import shutil
+from dataclasses import dataclass, field
+
+from plasmid.errors import DataError
+from plasmid.observe.dispatch import ObserverQueues
+from plasmid.observe.sample_store import write_samples
+from plasmid.rollout.worker import share
+from plasmid.run.checkpoint import CheckpointFolder
+from plasmid.run.closing import Closing
+from plasmid.run.folder import RunFolder
+from plasmid.run.parts import Parts
+from plasmid.run.setup import build_loop, restore
+from plasmid.testing.batches import HeldStore
+from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
+from plasmid.testing.rewards import make_prompt, make_sample
+from plasmid.testing.virtual_time import run_virtual
+from plasmid.types import PromptGroup, Score, VersionSpan
+
+
+@dataclass(frozen=True)
+class Chances:
+    """How the parts behave; everything random follows from the seed."""
+
+    seed: int
+    dropped: float
+    """Share of draws that a filter drops."""
+    rollout_s: float
+    train_s: float
+    save_s: float
+
+    def fate(self, draw_id: int) -> str:
+        """What becomes of a draw; the same however often it is rolled out."""
+        at = random.Random(f"{self.seed} {draw_id}").random()
+        return "filter" if at < self.dropped else ""
+
+
+class Numbers:
+    """A prompt stream that counts up to a limit."""
+
+    def __init__(self, limit):
+        self.next, self.limit = 0, limit
+
+    def draw(self):
+        if self.next == self.limit:
+            return None
+        self.next += 1
+        return make_prompt(id=f"row:{self.next - 1}")
+
+    def state(self):
+        return {"next": self.next}
+
+    def restore(self, state):
+        self.next = state["next"]
+
+
+@dataclass
+class Workers:
+    """Makes groups after a random delay. New weights may arrive in the middle, as with in-place updates."""
+
+    chances: Chances
+    engine: FakeEngine
+    store: HeldStore
+    delays: random.Random
+
+    async def roll_out(self, job):
+        begun = self.engine.version
+        await asyncio.sleep(self.delays.expovariate(1 / self.chances.rollout_s))
+        fate = self.chances.fate(job.group_id)
+        versions = (
+            VersionSpan(version=begun, start=0, end=1),
+            VersionSpan(version=self.engine.version, start=1, end=2),
+        )
+        sample = make_sample(
+            id=f"{job.group_id}/0",
+            group_id=job.group_id,
+            prompt_id=job.prompt.id,
+            num_generated=2,
+            versions=versions,
+            score=Score(value=1.0),
+        )
+        return share(PromptGroup(id=job.group_id, prompt=job.prompt, samples=(sample,)), self.store, fate)
+
+    async def write(self, path, groups, step):
+        dropped = {group.id: group.dropped_by for group in groups if group.dropped_by}
+        write_samples(path, [group.whole.get() for group in groups], step=step, dropped_by=dropped)
+
+
+class Trainer(FakeTrainer):
+    """Trains for a random time and checks what it is given."""
+
+    def __init__(self, simulation, engine, delays):
+        super().__init__()
+        self.simulation, self.engine, self.delays = simulation, engine, delays
+
+    async def pass_time(self, mean_s):
+        await asyncio.sleep(self.delays.expovariate(1 / mean_s))
+
+    async def train(self, batch, scores):
+        bound = self.simulation.config.run.max_staleness
+        for group in batch.groups:
+            assert self.engine.version - group.oldest_version <= bound
+            assert not group.dropped_by
+        self.simulation.trained[batch.index + 1] = [group.id for group in batch.groups]
+        await self.pass_time(self.simulation.chances.train_s)
+        return await super().train(batch, scores)
+
+    async def send(self, plan, version):
+        await self.pass_time(self.simulation.chances.train_s / 4)
+        return await super().send(plan, version)
+
+    async def save(self, path):
+        await self.pass_time(self.simulation.chances.save_s)
+        await super().save(path)
+
+
+@dataclass
+class Simulation:
+    """One run in a folder: begun, stopped or killed at some time, resumed."""
+
+    config: object
+    chances: Chances
+    limit: int
+    """Rows of data; -1 for no end."""
+    folder: RunFolder
+    trained: dict[int, list[int]] = field(default_factory=dict)
+    """Draws by batch, as far as the run's present checkpoint or end counts them."""
+    attempts: int = 0
+    empty: bool = False
+    """The data ended before anything was trained on."""
+
+    def run(self, *, stop_s=None, kill_s=None):
+        """Begin, or continue from the newest checkpoint if there is one. True if it came to its own end."""
+        return run_virtual(self._run(stop_s, kill_s))
+
+    async def _run(self, stop_s, kill_s):
+        self.attempts += 1
+        delays = random.Random(f"{self.chances.seed} {self.attempts}")
+        engine, store = FakeEngine(FakeEngineConfig()), HeldStore()
+        trainer = Trainer(self, engine, delays)
+        workers = Workers(self.chances, engine, store, delays)
+        parts = Parts(cluster=Cluster(store), trainer=trainer, engine=engine, workers=workers)
+        state = restore(self.folder, self.config) if self.checkpoints() else None
+        begun = state.state.batch if state else 0
+        if state is None:  # as a user must who begins anew
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+        self.trained = {step: ids for step, ids in self.trained.items() if step <= begun}
+        self.folder.create(self.config)
+        async with Closing() as stack:
+            loop = await build_loop(
+                self.config,
+                parts,
+                self.folder,
+                Numbers(self.limit),
+                ObserverQueues([]),
+                None,
+                state=state,
+                replay=None,
+                stack=stack,
+            )
+            if stop_s is not None:
+                asyncio.get_running_loop().call_later(stop_s, loop.stop)
+            try:
+                async with asyncio.timeout(kill_s):
+                    return not await loop.run()
+            except TimeoutError:
+                return False
+            except DataError:
+                self.empty = True
+                return True
+
+    def checkpoints(self):
+        return CheckpointFolder(self.folder.checkpoints, self.config.checkpoint).all()
+
+
+@dataclass
+class Cluster:
+    """As much of a cluster as the loop needs."""
+
+    store: HeldStore

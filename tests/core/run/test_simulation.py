@@ -1,0 +1,158 @@
+"""Whatever the delays, filters, failures and interruptions: the bound holds, nothing is lost, nothing is done twice."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import plasmid.testing.fakes
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plasmid.observe.journal import read_journal
+from plasmid.observe.sample_store import read_dropped, read_samples
+from plasmid.recipe import resolve
+from plasmid.run.checkpoint import read_state
+from plasmid.run.folder import RunFolder
+from plasmid.run.setup import BUFFER
+
+sys.path.insert(0, str(Path(__file__).parent))
+from simulation import Chances, Simulation
+
+PLUGIN = '''
+from typing import Literal
+from plasmid import Reward, hookimpl
+
+class One(Reward):
+    """Always 1."""
+    kind: Literal["one"] = "one"
+    async def __call__(self, prompt, sample):
+        return 1.0
+
+@hookimpl
+def register_rewards():
+    return [One]
+'''
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "one.py").write_text(PLUGIN)
+    return resolve(
+        {
+            "model": {"path": "none"},
+            "plugins": [str(folder / "one.py"), plasmid.testing.fakes.__file__],
+            "data": {"path": "none.jsonl"},
+            "trainer": {"kind": "fake"},
+            "rollout": {"kind": "fake"},
+            "algorithm": {"kind": "fake"},
+            "rewards": [{"kind": "one"}],
+        }
+    )
+
+
+CHANCES = st.builds(
+    Chances,
+    seed=st.integers(0, 10**6),
+    dropped=st.sampled_from([0.0, 0.3, 0.7]),
+    rollout_s=st.sampled_from([0.1, 1.0, 10.0]),
+    train_s=st.sampled_from([0.1, 1.0, 10.0]),
+    save_s=st.sampled_from([0.1, 10.0]),
+)
+RUNS = st.fixed_dictionaries(
+    {
+        "max_staleness": st.integers(0, 3),
+        "sync_every": st.integers(1, 3),
+        "prompts_per_batch": st.integers(1, 4),
+        "batches": st.integers(1, 10),
+        "over_sampling": st.sampled_from([1.0, 1.5, 3.0]),
+    }
+)
+MOMENTS = st.floats(0.0, 100.0)
+
+
+def drawn(simulation):
+    """Draws so far, as the last checkpoint tells."""
+    return read_state(simulation.checkpoints()[-1]).producer["next"]
+
+
+def waiting(simulation):
+    """Draws that the last checkpoint keeps: running, finished, or dropped since the last take."""
+    checkpoint = simulation.checkpoints()[-1]
+    pending = [item["id"] for item in read_state(checkpoint).producer["pending"]]
+    buffer = checkpoint / BUFFER
+    return [*pending, *(group.id for group in read_samples(buffer))] if buffer.exists() else pending
+
+
+def recorded(simulation):
+    """Trained and dropped draws, as the run's sample files tell."""
+    trained, dropped = [], []
+    for path in sorted(simulation.folder.samples.glob("batch-*.parquet")):
+        why = read_dropped(path)
+        ids = [group.id for group in read_samples(path)]
+        trained += [id_ for id_ in ids if id_ not in why]
+        dropped += [(id_, why[id_]) for id_ in ids if id_ in why]
+    return trained, dropped
+
+
+EVERYTHING = {
+    "chances": CHANCES,
+    "run": RUNS,
+    "rows": st.sampled_from([-1, 3, 20]),
+    "every": st.integers(0, 2),
+    "breaks": st.lists(st.tuples(st.sampled_from(["stop", "kill"]), MOMENTS), max_size=3),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(**EVERYTHING)
+def test_nothing_is_lost_or_done_twice(plain, chances, run, rows, every, breaks):
+    simulate(plain, chances, run, rows, every, breaks)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None)
+@given(**EVERYTHING)
+def test_nothing_is_lost_or_done_twice_in_many_runs(plain, chances, run, rows, every, breaks):
+    simulate(plain, chances, run, rows, every, breaks)
+
+
+def simulate(plain, chances, run, rows, every, breaks):
+    """One run with its breaks; then what it left is checked."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = plain.model_copy(
+            update={
+                "run": plain.run.model_copy(update={**run, "max_dropped": 10**6}),
+                "checkpoint": plain.checkpoint.model_copy(update={"every": every * run["sync_every"]}),
+            }
+        )
+        simulation = Simulation(config, chances, rows, RunFolder(Path(folder) / "run"))
+        finished = False
+        for how, moment in breaks:
+            if not finished:
+                finished = simulation.run(**{f"{how}_s": moment})
+        if not finished:
+            assert simulation.run()
+        check(simulation, run, rows)
+
+
+def check(simulation, run, rows):
+    by_batch = simulation.trained
+    if simulation.empty:
+        assert not by_batch and all(simulation.chances.fate(id_) for id_ in range(rows))
+        return
+    ids = [id_ for batch in by_batch.values() for id_ in batch]
+    assert len(ids) == len(set(ids)), "a draw was trained twice"
+    trained, dropped = recorded(simulation)
+    assert trained == ids
+    gone = [id_ for id_, _ in dropped]
+    assert len(gone) == len(set(gone)) and not set(gone) & set(ids)
+    assert all(why in ("stale", simulation.chances.fate(id_)) for id_, why in dropped)
+    assert [entry.step for entry in read_journal(simulation.folder.metrics)] == sorted(by_batch)
+    if rows < 0:
+        assert sorted(by_batch) == list(range(1, run["batches"] + 1))
+    assert sorted(ids + gone + waiting(simulation)) == list(range(drawn(simulation))), "a draw was lost"
+    if len(by_batch) < run["batches"]:
+        assert sorted(ids + gone) == list(range(rows)), "the data ended, but not every row was trained or dropped"
+    if run["max_staleness"] == 0:
+        assert sorted(ids + gone) == list(range(len(ids + gone))), "draws were skipped"
