@@ -14,7 +14,9 @@ def test_every_reward_and_filter_is_registered_and_has_help_for_every_setting():
     slots = installed(load_plugins())
     ours = [c for s in ("rewards", "filters") for c in slots[s].values() if c.__module__.startswith("plasmid_rewards")]
     assert {cls.model_fields["kind"].default for cls in ours} == {
-        *("exact-match", "format", "length", "number", "random", "regex"),
+        *("exact-match", "format", "length", "number", "random", "regex", "dapo", "distinct", "f1", "gpqa"),
+        *("code", "deepscaler", "ifbench", "ifeval", "math", "reasoning-gym", "judge", "remote"),
+        *("boxed", "gate", "isolated", "part", "product", "sum"),
         *("max-truncated", "nonzero-spread", "reward-range"),
     }
     for cls in ours:

@@ -42,7 +42,8 @@ def enter(readable: Sequence[str], *, disk_bytes: int, num_files: int, uid: int)
     os.mkdir(BASE + WORK)
     options = f"size={disk_bytes},nr_inodes={num_files},mode=700,uid={uid},gid={uid}"
     mount("work", BASE + WORK, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    os.symlink(WORK, BASE + "/tmp")
+    if not os.path.lexists(BASE + "/tmp"):  # a readable folder may lie in it
+        os.symlink(WORK, BASE + "/tmp")
     os.chdir(BASE)
     syscall("pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
     check(libc().umount2(ctypes.c_char_p(b"."), MNT_DETACH), "umount of the host's root")

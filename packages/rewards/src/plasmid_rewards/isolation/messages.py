@@ -14,12 +14,16 @@ from typing import Any
 from plasmid.types import Score
 
 HEAD = struct.Struct(">Q")
-LONGEST = 64 << 20
+LONGEST = 8 << 20
 """Bytes of one answer."""
 
 
 class Late(Exception):
     """No whole message came in time."""
+
+
+class TooLong(Exception):
+    """The message is longer than any answer needs to be."""
 
 
 class Closed(Exception):
@@ -36,12 +40,12 @@ def send(descriptor: int, data: bytes) -> None:
         raise Closed from None
 
 
-def receive(descriptor: int, timeout_s: float | None = None) -> bytes:
-    """Read one message. Raises `Closed` or `Late`."""
+def receive(descriptor: int, timeout_s: float | None = None, *, longest: int = 1 << 40) -> bytes:
+    """Read one message. Raises `Closed`, `Late` or `TooLong`."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     (length,) = HEAD.unpack(_read(descriptor, HEAD.size, until))
-    if length > LONGEST:
-        raise Closed
+    if length > longest:
+        raise TooLong
     return _read(descriptor, length, until)
 
 

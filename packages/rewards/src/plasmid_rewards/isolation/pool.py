@@ -17,7 +17,7 @@ from typing import Any
 from plasmid.errors import RewardError
 from plasmid.types import Prompt, Sample, Score
 
-from .messages import Closed, Late, receive, send, unpack_scores
+from .messages import Closed, Late, TooLong, receive, send, unpack_scores
 from .worker import Judge
 
 BOOT = """import json, sys
@@ -95,7 +95,7 @@ class WorkerPool:
         worker = self._worker()
         try:
             answer = worker.call(pickle.dumps((prompt, samples)), self._limits.timeout_s + GRACE_S)
-        except (Late, Closed):
+        except (Late, Closed, TooLong):
             self._workers.discard(worker)
             worker.stop()
             self._local.worker = None

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import resource
+import select
 import signal
 import sys
 from contextlib import suppress
@@ -22,7 +23,10 @@ from plasmid.types import Prompt, Sample, Score
 
 from ..confinement import seccomp
 from ..confinement.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl, set_limits
-from .messages import Closed, Late, pack_scores, receive, send
+from .messages import LONGEST, Closed, Late, TooLong, pack_scores, receive, send
+
+ENDING_S = 2.0
+"""Time that a fork which has closed its pipe has to end."""
 
 
 class Judge(Protocol):
@@ -89,10 +93,12 @@ def _serve(judge: Judge, call: bytes, setup: dict[str, Any]) -> dict[str, Any]:
         _answer(judge, prompt, samples, writing, setup)
     os.close(writing)
     try:
-        answer = json.loads(receive(reading, setup["timeout_s"]))
+        answer = json.loads(receive(reading, setup["timeout_s"], longest=LONGEST))
         return answer if isinstance(answer, dict) else {"failed": "the answer cannot be read"}
     except Late:
         return {"failed": f"no score within call_timeout_s = {setup['timeout_s']:g}"}
+    except TooLong:
+        return {"failed": "its answer is too long"}
     except Closed:
         return {"failed": _why(child)}
     except (ValueError, RecursionError):
@@ -137,8 +143,11 @@ def _address_space() -> int:
 
 
 def _why(child: int) -> str:
-    """Why a fork ended without an answer; it has closed its pipe, so it is ending."""
-    info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    """Why a fork gave no answer before its pipe was closed."""
+    descriptor = os.pidfd_open(child)
+    select.select([descriptor], [], [], ENDING_S)
+    os.close(descriptor)
+    info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if info is None or info.si_code == os.CLD_EXITED:
         return "its process ended without an answer"
     if info.si_status == signal.SIGSYS:

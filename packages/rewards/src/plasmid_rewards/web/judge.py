@@ -83,10 +83,8 @@ class Judge(WebReward):
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
         question = self.question(prompt, sample.text)
-        key = hashlib.blake2b(
-            json.dumps([self.model, question, self.temperature, self.max_tokens, dict(self.request)]).encode(),
-            digest_size=16,
-        ).hexdigest()
+        asked = json.dumps([self.model, question, self.temperature, self.max_tokens, dict(self.request)])
+        key = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._graded(self._cache[key], cached=True)

@@ -1,0 +1,167 @@
+"""Rewards in worker processes: whatever a call does, the others get their scores, and the loop stays free."""
+
+import asyncio
+import os
+import socket
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from plasmid import RunContext
+from plasmid.errors import RewardError
+from plasmid.plugins import load_file
+from plasmid.rollout.scoring import Scorer
+from plasmid.testing.rewards import make_prompt, make_sample
+from plasmid_rewards import Isolated, PooledReward
+
+plugin = load_file(Path(__file__).with_name("untrusted_plugin.py"))
+Rank, Untrusted = plugin.Rank, plugin.Untrusted
+
+
+@asynccontextmanager
+async def opened(reward, tmp_path):
+    await reward.open(RunContext(seed=0, run_dir=tmp_path))
+    try:
+        yield reward
+    finally:
+        await reward.close()
+
+
+def ask(tmp_path, *texts, **settings):
+    """Scores of texts, asked one after another of one worker."""
+
+    async def work():
+        settings_ = {"workers": 1, "call_timeout_s": 0.5, "memory_mb": 512, **settings}
+        async with opened(Isolated(reward=Untrusted(), failure_value=-2.0, **settings_), tmp_path) as reward:
+            return [await reward(make_prompt(), make_sample(text)) for text in texts]
+
+    return asyncio.run(work())
+
+
+REASONS = {
+    "hang": "no score within call_timeout_s = 0.5",
+    "sleep": "no score within call_timeout_s = 0.5",
+    "block-signals": "no score within call_timeout_s = 0.5",
+    "crash": "its process was killed by SIGSEGV",
+    "exit": "its process ended without an answer",
+    "abort": "its process was killed by SIGABRT",
+    "eat": "more memory than memory_mb = 512",
+    "fork": "tried to start a process, which it may not",
+    "start": "tried to start a process, which it may not",
+    "deep more": "too deeply nested",
+    "nan": "a score is not finite",
+    "long": "its answer is too long",
+}
+
+
+def test_every_way_to_misbehave_gets_the_failure_value_and_its_reason(tmp_path):
+    texts = [text for misbehaviour in REASONS for text in (misbehaviour, "well")]
+    scores = ask(tmp_path, *texts)
+    assert {text: score.error for text, score in zip(texts, scores, strict=True) if text != "well"} == REASONS
+    assert [s.value for s in scores] == [-2.0, 1.0] * len(REASONS), "calls after a bad one are not touched by it"
+
+
+def test_a_call_can_neither_kill_its_worker_nor_leave_threads_behind(tmp_path):
+    started = time.monotonic()
+    scores = ask(tmp_path, "threads", "well", call_timeout_s=20)
+    assert [s.value for s in scores] == [1.0, 1.0] and time.monotonic() - started < 15
+    with pytest.raises(RewardError, match="raised PermissionError"):
+        ask(tmp_path, "kill-worker")
+
+
+def test_a_reward_that_raises_ends_the_run_with_what_it_said(tmp_path):
+    with pytest.raises(RewardError, match="raised KeyError: 'nope'"):
+        ask(tmp_path, "raise nope")
+
+
+def test_calls_remember_nothing_of_each_other(tmp_path):
+    assert [s.value for s in ask(tmp_path, "remember a", "remember b", "remember c")] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.long
+def test_the_network_is_closed_unless_it_is_opened(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RewardError, match="raised PermissionError"):
+            ask(tmp_path, f"network {port}")
+        assert ask(tmp_path, f"network {port}", network=True)[0].value == 1.0
+
+
+@pytest.mark.long
+def test_processes_that_a_reward_may_start_end_with_its_call(tmp_path):
+    mark = f"600.{os.getpid()}"
+    assert ask(tmp_path, f"daemon {mark}", "well", processes=True)[1].value == 1.0
+    running = [f.read_bytes() for f in Path("/proc").glob("[0-9]*/cmdline") if f.exists()]
+    assert not [line for line in running if mark.encode() in line]
+
+
+def test_a_reward_of_groups_sees_the_whole_group(tmp_path):
+    async def work():
+        async with opened(Isolated(reward=Rank(), workers=1), tmp_path) as reward:
+            return await reward.score_group(make_prompt(), [make_sample(t) for t in ("a", "abc", "ab")])
+
+    assert [s.value for s in asyncio.run(work())] == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.long
+def test_a_worker_that_is_killed_is_replaced(tmp_path):
+    async def work():
+        async with opened(Isolated(reward=Untrusted(), workers=1), tmp_path) as reward:
+            before = await reward(make_prompt(), make_sample("well"))
+            (worker,) = reward._pool._workers
+            worker._process.kill()
+            lost = await reward(make_prompt(), make_sample("well"))
+            after = await reward(make_prompt(), make_sample("well"))
+            return [before, lost, after]
+
+    scores = asyncio.run(work())
+    assert [s.value for s in scores] == [1.0, 0.0, 1.0]
+    assert scores[1].error == "the worker process ended or did not answer"
+
+
+def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
+    texts = ["hang" if i % 20 == 7 else "well" for i in range(1000)]
+
+    async def work():
+        lags = []
+
+        async def tick():
+            while True:
+                before = time.monotonic()
+                await asyncio.sleep(0.01)
+                lags.append(time.monotonic() - before - 0.01)
+
+        ticking = asyncio.create_task(tick())
+        scorer = Scorer([Isolated(reward=Untrusted(), workers=4, call_timeout_s=0.4, failure_value=-1.0)])
+        await scorer.open(RunContext(seed=0, run_dir=tmp_path))
+        groups = [
+            scorer.score(make_prompt(), [make_sample(t, id=f"{g}/{i}") for i, t in enumerate(texts[g : g + 8])])
+            for g in range(0, 1000, 8)
+        ]
+        scored = [sample for group in await asyncio.gather(*groups) for sample in group]
+        await scorer.close()
+        ticking.cancel()
+        return scored, lags
+
+    scored, lags = asyncio.run(work())
+    assert [s.reward for s in scored] == [-1.0 if text == "hang" else 1.0 for text in texts]
+    assert {s.score.error for s in scored if s.reward < 0} == {"no score within call_timeout_s = 0.4"}
+    assert max(lags) < 1.0 and sorted(lags)[len(lags) // 2] < 0.05
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path):
+    class NeedsMore(PooledReward):
+        kind: str = "needs-more"
+
+        def judge(self, prompt, text):
+            return 0.0
+
+        def warm(self):
+            from plasmid_rewards.extras import needed
+
+            needed("no_such_package.inner", extra="more", kind="needs-more")
+
+    with pytest.raises(RewardError) as error:
+        NeedsMore().warm()
+    assert str(error.value) == "needs-more: needs the package no_such_package; pip install 'plasmid-rewards[more]'"
