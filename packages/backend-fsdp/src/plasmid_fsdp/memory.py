@@ -1,8 +1,9 @@
-"""Gauges of a rank's process: memory of the host and the GPU, utilisation and power."""
+"""Memory of a rank's process and its GPU: gauges, and giving back what is free."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 
 import psutil
 import torch
@@ -20,3 +21,14 @@ def memory_metrics(name: str, device: torch.device) -> dict[str, float]:
             metrics[f"gpu/{name}/utilization"] = torch.cuda.utilization(device) / 100
             metrics[f"gpu/{name}/power_w"] = torch.cuda.power_draw(device) / 1000
     return metrics
+
+
+def give_back_memory() -> None:
+    """Return freed heap pages to the system.
+
+    On a CPU every gathered weight and gradient passes through the heap, and the C library keeps what is freed: without
+    this a trainer of a 135M model was seen to hold 5.4 GB instead of 4. Does nothing where the C library is not GNU's.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -20,7 +20,7 @@ from .export import export_folder, whole_tensors
 from .folder import dtype_of
 from .handover import Handover
 from .launch import RankSetup
-from .memory import memory_metrics
+from .memory import give_back_memory, memory_metrics
 from .models import make_models, source
 from .ranks import Ranks
 from .settings import FSDP
@@ -72,7 +72,10 @@ class RankProcess:
     def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
         """Train on a batch with the scores that were kept, if any; then forget it."""
         rows, scores = self._handover.take(batch)
-        return self._models.train(batch, rows, scores)
+        metrics = self._models.train(batch, rows, scores)
+        if self._device.type == "cpu":
+            give_back_memory()
+        return metrics
 
     def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
         """[L] log-probabilities of each of this rank's samples."""
