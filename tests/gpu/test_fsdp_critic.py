@@ -15,6 +15,7 @@ from critic_cases import CRITIC, PPO, SGD, make_critic, trained  # noqa: E402
 from fsdp_cases import OneRank, fit, largest_difference, make_batch  # noqa: E402
 from plasmid.testing.tiny import make_tiny_model  # noqa: E402
 from plasmid.types import Role  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -42,21 +43,24 @@ def test_a_critic_on_a_gpu_equals_one_on_the_cpu(tiny_model, tmp_path, options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloading_takes_critic_and_teacher_along(tiny_model, tmp_path, dtype):
     other, batch = make_tiny_model(tmp_path / "other", hidden_size=128, num_layers=4), make_batch()
+    model_bytes = sum(tensor.nbytes for tensor in load_file(tiny_model / "model.safetensors").values())
 
     async def run(offloads):
         ranks = OneRank(tiny_model, tmp_path, gpus=True)
-        trainer = SGD | {"critic": CRITIC | {"head_std": 0.1}, "dtype": dtype}
-        handle, config = await ranks.start(trainer=trainer, algorithm=PPO | {"reward_kl_coef": 0.1}, reference=other)
-        reports = await fit(handle, config, batch)
-        if offloads:
-            before = torch.cuda.memory_allocated()
-            await handle.offload()
-            assert torch.cuda.memory_allocated() < 0.2 * before
-            await handle.onload()
-        await handle.score(make_batch(seed=5, index=7), (Role.REFERENCE,))
-        reports += await fit(handle, config, make_batch(seed=1, index=1))
-        await ranks.close()
-        return reports
+        try:
+            trainer = SGD | {"critic": CRITIC | {"head_std": 0.1}, "dtype": dtype}
+            algorithm = PPO | {"reward_kl_coef": 0.1}
+            handle, config = await ranks.start(trainer=trainer, algorithm=algorithm, reference=other)
+            reports = await fit(handle, config, batch)
+            if offloads:
+                held = torch.cuda.memory_allocated()
+                await handle.offload()
+                assert held - torch.cuda.memory_allocated() > 1.5 * model_bytes  # the policy's and the critic's weights
+                await handle.onload()
+            await handle.score(make_batch(seed=5, index=7), (Role.REFERENCE,))
+            return reports + await fit(handle, config, make_batch(seed=1, index=1))
+        finally:
+            await ranks.close()
 
     plain, moved = asyncio.run(run(False)), asyncio.run(run(True))
     for ours, theirs in zip(moved, plain, strict=True):
