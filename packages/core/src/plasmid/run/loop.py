@@ -20,7 +20,7 @@ from ..observe.metrics import rollout_metrics, step_metrics
 from ..protocols import RolloutEngine, Trainer
 from ..rollout.producer import Producer, Taken
 from ..waiting import within
-from .turns import GRACE_S, Turns
+from .turns import GRACE, Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -248,7 +248,7 @@ class Loop:
     async def _timed(self, name: str, work: Awaitable[T]) -> T:
         """Await an operation of the trainer, with its deadline."""
         started = time.monotonic()
-        result = await within(self.config.run.train_timeout_s + GRACE_S, f"trainer.{name} (run.train_timeout_s)", work)
+        result = await within(self.config.run.train_timeout_s * GRACE, f"trainer.{name} (run.train_timeout_s)", work)
         self.seconds[name] = time.monotonic() - started
         return result
 

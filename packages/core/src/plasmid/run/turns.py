@@ -13,8 +13,8 @@ from ..waiting import within
 from .publish import transfer
 
 T = TypeVar("T")
-GRACE_S = 60.0
-"""Added to deadlines that trainers and engines keep themselves: their own errors say more, and come first."""
+GRACE = 1.25
+"""Factor on deadlines that trainers and engines keep themselves: their own errors say more, and come first."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,7 +77,7 @@ class Turns:
             await self._engine("wake", self.engine.wake(kv_cache=True))
 
     async def _trainer(self, what: str, work: Awaitable[T]) -> T:
-        return await within(self.config.run.train_timeout_s + GRACE_S, f"trainer.{what} (run.train_timeout_s)", work)
+        return await within(self.config.run.train_timeout_s * GRACE, f"trainer.{what} (run.train_timeout_s)", work)
 
     async def _engine(self, what: str, work: Awaitable[T]) -> T:
-        return await within(self.config.run.sync_timeout_s + GRACE_S, f"engine.{what} (run.sync_timeout_s)", work)
+        return await within(self.config.run.sync_timeout_s * GRACE, f"engine.{what} (run.sync_timeout_s)", work)

@@ -1,0 +1,187 @@
+"""Trainer and engine on shared GPUs: who holds memory when, for every combination of switches."""
+
+import asyncio
+import itertools
+
+import pytest
+from plasmid.errors import DeadlineError
+from plasmid.run.local import LocalCluster
+from plasmid.run.session import run
+from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
+from pydantic import PrivateAttr
+
+SWITCHES = list(itertools.product([False, True], [False, True]))
+
+
+class Gpu:
+    """What lies in the memory that both share, and everything that was asked of them, in order."""
+
+    def __init__(self, *, trainer_leaves, engine_leaves):
+        self.trainer_leaves, self.engine_leaves = trainer_leaves, engine_leaves
+        self.trainer = self.weights = self.cache = True
+        self.serving = True
+        self.calls = []
+
+    def note(self, call):
+        self.calls.append(call)
+        assert not self.serving or self.cache, f"the engine serves without memory after {self.calls}"
+        started = "send" in self.calls
+        if started and self.trainer_leaves:
+            assert not (self.serving and self.trainer), f"the engine serves beside the trainer after {self.calls}"
+        if started and self.trainer_leaves and self.engine_leaves:
+            assert not (self.trainer and self.cache), f"both need the GPU after {self.calls}"
+
+
+class Trainer(FakeTrainer):
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    async def onload(self):
+        self.gpu.trainer = True
+        self.gpu.note("onload")
+
+    async def offload(self):
+        self.gpu.trainer = False
+        self.gpu.note("offload")
+
+    async def train(self, batch, scores):
+        assert self.gpu.trainer and not self.gpu.serving
+        self.gpu.note("train")
+        return await super().train(batch, scores)
+
+    async def send(self, plan, version):
+        assert self.gpu.trainer and not self.gpu.serving and self.gpu.weights
+        self.gpu.note("send")
+        return await super().send(plan, version)
+
+
+class Engine(FakeEngine):
+    def __init__(self, gpu):
+        super().__init__(FakeEngineConfig(max_delay_s=0.0))
+        self.gpu = gpu
+
+    async def generate(self, request):
+        assert self.gpu.serving and self.gpu.cache
+        return await super().generate(request)
+
+    async def pause(self, mode):
+        self.gpu.serving = False
+        self.gpu.note("pause")
+
+    async def resume(self):
+        self.gpu.serving = True
+        self.gpu.note("resume")
+
+    async def sleep(self):
+        assert not self.gpu.serving
+        self.gpu.weights = self.gpu.cache = False
+        self.gpu.note("sleep")
+
+    async def wake(self, *, kv_cache=True):
+        self.gpu.weights = True
+        self.gpu.cache = self.gpu.cache or kv_cache
+        self.gpu.note("wake" if kv_cache else "wake weights")
+
+
+class TrainerConfig(FakeTrainerConfig):
+    _gpu: Gpu = PrivateAttr()
+
+    async def build(self, context):
+        return Trainer(self._gpu)
+
+
+class EngineConfig(FakeEngineConfig):
+    _gpu: Gpu = PrivateAttr()
+
+    async def build(self, context):
+        return Engine(self._gpu)
+
+
+def run_on(gpu, runner, changes):
+    """Run with parts that note what is asked of them; rollout workers see the plain fakes' settings."""
+    config = runner.config(changes)
+    trainer, engine = TrainerConfig(), EngineConfig()
+    trainer._gpu = engine._gpu = gpu
+    run(config.model_copy(update={"trainer": trainer, "rollout": engine}), make_cluster=lambda _: LocalCluster())
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize(("trainer_leaves", "engine_leaves"), SWITCHES)
+def test_parts_that_share_gpus_never_both_need_their_memory(runner, trainer_leaves, engine_leaves, sync_every, bound):
+    gpu = Gpu(trainer_leaves=trainer_leaves, engine_leaves=engine_leaves)
+    place = {"colocated": True, "offload_trainer": trainer_leaves, "offload_engine": engine_leaves}
+    changes = {"placement": place, "run": {"batches": 4, "sync_every": sync_every, "max_staleness": bound}}
+    run_on(gpu, runner, changes)
+    assert gpu.calls.count("train") == 4
+    assert gpu.calls.count("send") == 1 + 4 // sync_every
+    assert gpu.serving and gpu.cache
+    assert gpu.trainer != trainer_leaves
+    assert ("sleep" in gpu.calls) == engine_leaves
+    assert ("offload" in gpu.calls) == trainer_leaves
+
+
+def test_the_order_of_turns_on_shared_gpus(runner):
+    gpu = Gpu(trainer_leaves=True, engine_leaves=True)
+    place = {"colocated": True, "offload_trainer": True, "offload_engine": True}
+    run_on(gpu, runner, {"placement": place, "run": {"batches": 2, "sync_every": 2}})
+    first = ["pause", "sleep", "wake weights", "send", "offload", "wake", "resume"]
+    unpublished = ["pause", "sleep", "onload", "train", "offload", "wake", "resume"]
+    published = ["pause", "sleep", "onload", "train", "wake weights", "send", "offload", "wake", "resume"]
+    assert gpu.calls == first + unpublished + published
+
+
+def test_parts_with_gpus_of_their_own_train_while_the_engine_serves(runner):
+    gpu = Gpu(trainer_leaves=False, engine_leaves=False)
+
+    class Beside(Trainer):
+        async def train(self, batch, scores):
+            assert gpu.serving
+            return await FakeTrainer.train(self, batch, scores)
+
+    class BesideConfig(TrainerConfig):
+        async def build(self, context):
+            return Beside(gpu)
+
+    trainer, engine = BesideConfig(), EngineConfig()
+    engine._gpu = gpu
+    config = runner.config({"run": {"batches": 2, "max_staleness": 1}})
+    run(config.model_copy(update={"trainer": trainer, "rollout": engine}), make_cluster=lambda _: LocalCluster())
+    assert gpu.calls == ["pause", "send", "resume"] * 3
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        ("pause", r"engine.pause \(run.sync_timeout_s\): no end within 0.25 s"),
+        ("resume", r"engine.resume \(run.sync_timeout_s\): no end within 0.25 s"),
+        ("plan_sync", r"weight sync of version 0 \(run.sync_timeout_s\): no end within 0.2 s"),
+        ("receive", r"weight sync of version 0 \(run.sync_timeout_s\): no end within 0.2 s"),
+    ],
+)
+def test_an_engine_that_does_not_answer_ends_the_run(runner, operation, message):
+    async def never(self, *args, **kwargs):
+        await asyncio.sleep(3600)
+
+    class SilentConfig(FakeEngineConfig):
+        async def build(self, context):
+            return type("Silent", (FakeEngine,), {operation: never})(self)
+
+    config = runner.config({"run": {"sync_timeout_s": 0.2}})
+    with pytest.raises(DeadlineError, match=message):
+        run(config.model_copy(update={"rollout": SilentConfig()}), make_cluster=lambda _: LocalCluster())
+
+
+@pytest.mark.parametrize("operation", ["score", "train", "metrics"])
+def test_a_trainer_that_does_not_answer_ends_the_run(runner, operation):
+    async def never(self, *args):
+        await asyncio.sleep(3600)
+
+    class SilentConfig(FakeTrainerConfig):
+        async def build(self, context):
+            return type("Silent", (FakeTrainer,), {operation: never})()
+
+    config = runner.config({"run": {"train_timeout_s": 0.2}})
+    with pytest.raises(DeadlineError, match=rf"trainer.{operation} \(run.train_timeout_s\): no end within 0.25 s"):
+        run(config.model_copy(update={"trainer": SilentConfig()}), make_cluster=lambda _: LocalCluster())
