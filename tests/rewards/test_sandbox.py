@@ -1,6 +1,7 @@
 """Attempts to get out of the sandbox, each with what it must come to."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
