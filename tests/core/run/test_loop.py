@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from plasmid.errors import EngineError, PlasmidError, RewardError, SyncError
+from plasmid.errors import DataError, EngineError, PlasmidError, RewardError, SyncError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.sample_store import read_samples
 
@@ -212,3 +212,47 @@ def test_replay_trains_on_stored_samples_without_an_engine(runner):
     first = [m["train/loss"] for m in runner.metrics()]
     runner.run({"run": {"dir": str(runner.folder / "again")}}, replay=runner.folder / "run")
     assert [m["train/loss"] for m in runner.metrics("again")] == first
+
+
+CLUMSY = '''
+from typing import Literal
+from plasmid import Tracker, hookimpl
+
+class Clumsy(Tracker):
+    """Cannot be closed."""
+    kind: Literal["clumsy"] = "clumsy"
+    def log(self, step, metrics):
+        pass
+    async def close(self):
+        raise RuntimeError("tracker is stuck")
+
+@hookimpl
+def register_trackers():
+    return [Clumsy]
+'''
+
+
+def test_what_fails_to_close_does_not_hide_why_a_run_ends(runner):
+    (runner.folder / "clumsy.py").write_text(CLUMSY)
+    plugins = [*runner.config().plugins, str(runner.folder / "clumsy.py")]
+    changes = {"plugins": plugins, "trackers": [{"kind": "clumsy"}]}
+    assert runner.run({**changes, "run": {"batches": 1}}).steps == 1
+    failing = {"run": {"dir": str(runner.folder / "other")}, "rollout": {"corrupt_version": 1}}
+    with pytest.raises(SyncError, match="checksum"):
+        runner.run({**changes, **failing})
+
+
+def test_data_that_end_before_anything_is_trained_on_say_so(runner):
+    data = {"epochs": 1, "path": str(runner.folder / "prompts.jsonl") + "@[0:3]"}
+    with pytest.raises(DataError, match="data: ended before anything was trained on: nothing; add prompts or loosen"):
+        runner.run({"filters": [{"kind": "nothing"}], "data": data})
+
+
+def test_batch_seconds_are_the_time_that_a_batch_took(runner):
+    started = time.monotonic()
+    runner.run({"run": {"batches": 5}, "trainer": {"seconds": 0.05}})
+    seconds = [m["perf/batch_s"] for m in runner.metrics()]
+    assert sum(seconds) < time.monotonic() - started
+    for m in runner.metrics():
+        parts = [m[f"perf/{name}_s"] for name in ("sample", "score", "train", "sync")]
+        assert m["perf/batch_s"] > sum(parts) > 0.05

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import shutil
+import sys
 
 import pytest
+from plasmid.config import CheckpointConfig
 from plasmid.errors import CheckpointError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.sample_store import read_samples
 from plasmid.rollout.draws import Draws
 from plasmid.rollout.producer import DropLimit, Stream
+from plasmid.run.checkpoint import CheckpointFolder, RunState
 
 SETTINGS = {"filters": [{"kind": "even-group"}], "checkpoint": {"every": 2, "keep_last": 10}}
 TIMES = ("perf/", "memory/", "gpu/")
@@ -169,3 +172,54 @@ def test_draws_whose_rollouts_still_run_are_drawn_again_after_a_resume():
     again = Draws(Numbers())
     again.restore(state)
     assert [(draw.id, draw.prompt) for draw in (again.draw() for _ in range(5))] == [(i, i + 1) for i in range(5)]
+
+
+def test_an_evaluation_before_the_first_batch_is_not_repeated_on_a_resume(runner):
+    slow = {
+        "rollout": {"max_delay_s": 0.2},
+        "eval": [{"name": "few", "data": {"path": str(runner.folder / "prompts.jsonl") + "@[0:3]"}, "every": 4}],
+    }
+    stopped = runner.run(slow, observers=(StopAt(0, "evaluate"),))
+    assert stopped.interrupted and stopped.steps == 0
+    result = runner.run(slow, resume=True)
+    assert [step for step, _ in result.evaluations["few"]] == [0, 4, 8]
+
+
+def test_evaluations_past_the_checkpoint_are_made_again(runner):
+    changes = {
+        "checkpoint": {"every": 2, "keep_last": 10},
+        "eval": [{"name": "few", "data": {"path": str(runner.folder / "prompts.jsonl") + "@[0:3]"}, "every": 3}],
+    }
+    whole = runner.run(changes)
+    for step in (4, 6, 8):
+        shutil.rmtree(runner.folder / "run" / "checkpoints" / f"batch-{step:06d}")
+    result = runner.run(changes, resume=True)
+    assert result.evaluations == whole.evaluations
+    assert [step for step, _ in result.evaluations["few"]] == [0, 3, 6, 8]
+
+
+def test_a_checkpoint_that_is_being_removed_is_none(tmp_path):
+    folder = CheckpointFolder(tmp_path, CheckpointConfig(keep_last=1))
+    state = {"version": 1, "producer": {}, "components": {}, "config": {}}
+    first = folder.commit(folder.begin(1), RunState(batch=1, **state))
+    (first / "trainer").mkdir()
+    seen = []
+
+    def watch(*args):
+        seen.append(first in folder.all())
+
+    sys.addaudithook(lambda event, args: watch() if event == "shutil.rmtree" and str(args[0]) == str(first) else None)
+    folder.commit(folder.begin(2), RunState(batch=2, **state))
+    assert seen == [False]
+    assert not first.exists()
+
+
+def test_a_save_of_the_same_batch_leaves_the_complete_checkpoint_alone(runner):
+    runner.run({"run": {"batches": 4}})
+    file = runner.folder / "run/checkpoints/batch-000004/state.json"
+    before = file.stat()
+    slow = {"run": {"batches": 8}, "rollout": {"max_delay_s": 0.3}}
+    plain = runner.config().model_dump(mode="json")
+    assert runner.run({**slow, "rollout": plain["rollout"]}, observers=(StopAt(4, "sync"),), resume=True).interrupted
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
+    assert file.stat().st_ino == before.st_ino

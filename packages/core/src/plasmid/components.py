@@ -45,7 +45,11 @@ class Component(Settings, ABC):
         """Called once after last use."""
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep so that `restore` continues exactly; JSON types only."""
+        """What a checkpoint must keep so that `restore` continues exactly; JSON types only.
+
+        Asked of trackers, which live in the driver. Rewards, filters and workflows live in several processes, and
+        algorithms on every rank: what they remember is lost on a resume. Data keep their place in a `PromptStream`.
+        """
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -231,7 +235,7 @@ class PromptStream(Protocol):
 
 
 class DataSource(Component):
-    """Where prompts come from, chosen by ``[data] kind = ...``."""
+    """Where prompts come from, chosen by ``[data] kind = ...``. Opened by `stream` and `prompts`, not by `open`."""
 
     demonstrations: ClassVar[bool] = False
     """True if prompts hold what the policy should write (`Prompt.trained`)."""

@@ -303,6 +303,12 @@ class RunConfig(Settings):
                 f"checkpoint.every: {self.checkpoint.every} is no multiple of run.sync_every = {run.sync_every}; "
                 "between two publishes trainer and engine hold different policies, which a checkpoint cannot restore"
             )
+        for index, set_ in enumerate(self.eval):
+            if set_.every % run.sync_every:
+                yield (
+                    f"eval.{index}.every: {set_.every} is no multiple of run.sync_every = {run.sync_every}; "
+                    "between two publishes the engine holds an older policy than the one that has been trained"
+                )
         if run.over_sampling > 1 and run.max_staleness == 0:
             yield "run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept"
 

@@ -32,6 +32,8 @@ def check(config: RunConfig) -> None:
     start = config.checkpoint.start_from
     if start != "none" and not (Path(start) / "trainer").is_dir():
         problems.append(f"checkpoint.start_from: {start} is no checkpoint (it has no folder 'trainer')")
+    if config.placement.nodes > 1:
+        problems.append(f"placement.nodes: is {config.placement.nodes}, but runs use one machine so far; set it to 1")
     if config.placement.device == "cuda" and config.placement.nodes == 1 and not _has_gpu():
         problems.append('placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"')
     if problems:
