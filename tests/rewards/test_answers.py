@@ -65,7 +65,7 @@ THINKING = [
 
 def test_mathematics_is_compared_as_quantities_and_after_thinking():
     async def work():
-        plain, after = Math(workers=1, call_timeout_s=3), DeepScaler(workers=1)
+        plain, after = Math(workers=1, call_timeout_s=2), DeepScaler(workers=1)
         try:
             texts = [await plain(make_prompt(target=target), make_sample(text)) for target, text, _ in MATH]
             thought = [await after(make_prompt(target="4"), make_sample(text)) for text, _ in THINKING]
@@ -79,7 +79,7 @@ def test_mathematics_is_compared_as_quantities_and_after_thinking():
     texts, thought = asyncio.run(work())
     assert [(case, s.value) for case, s in zip(MATH, texts, strict=True)] == [(case, case[2]) for case in MATH]
     assert [s.value for s in thought] == [value for _, value in THINKING]
-    assert texts[13].error == "no score within call_timeout_s = 3"
+    assert texts[13].error == "no score within call_timeout_s = 2"
     assert texts[3].components == {"found": 1.0} and texts[4].components == {"found": 0.0}
 
 
@@ -177,32 +177,8 @@ def test_distinct_rewards_texts_that_others_do_not_have():
 
 
 REWARDS = [Dapo(), F1(), GPQA()]
-PIECES = st.sampled_from(
-    [
-        *[
-            r"\boxed{",
-            r"}",
-            r"Answer:",
-            r"answer",
-            r"is",
-            r"(",
-            r")",
-            r"$",
-            r"=",
-            r"\frac",
-            r"1",
-            r",",
-            r".",
-            r"/",
-            r"A",
-            r"B",
-            r"yes",
-        ],
-        " ",
-        "\n",
-        "\ud800",
-    ]
-)
+WORDS = r"\boxed{ } Answer: answer is ( ) $ = \frac 1 , . / A B yes"
+PIECES = st.sampled_from([*WORDS.split(), " ", "\n", "\ud800"])
 HUGE = [r"\boxed{" * 100_000, "Answer: " * 100_000, "the " * 200_000, "A " * 400_000, "answer is " * 100_000]
 HUGE += [" " * 10**6, "{" * 10**6, "\\" * 10**6, "\n" * 10**6, r"\text{" * 100_000]
 

@@ -295,6 +295,7 @@ WITHOUT_NAMESPACES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "reason"), WITHOUT_NAMESPACES.values(), ids=WITHOUT_NAMESPACES)
 def test_limits_alone_still_hold_one_process_without_network(source, reason, monkeypatch):
     monkeypatch.setenv("PLASMID_TEST_HUSH", "hush")

@@ -1,0 +1,73 @@
+"""Checkers of IFEval and IFBench, run where they can download nothing."""
+
+import asyncio
+
+import pytest
+from plasmid.errors import RewardError
+from plasmid.testing.rewards import make_prompt, make_sample
+from plasmid_rewards import IFBench, IFEval
+
+
+def rows(ids, kwargs, text, value, followed):
+    return {"instruction_id_list": ids, "kwargs": kwargs}, text, value, followed
+
+
+WORDS = {"num_words": 3, "relation": "at least", "unused": None}
+IFEVAL = [
+    rows(["punctuation:no_comma"], [{}], "a b", 1, 1.0),
+    rows(["punctuation:no_comma"], [{}], "a, b", 0, 0.0),
+    rows(["length_constraints:number_words", "punctuation:no_comma"], [WORDS, None], "one two three", 1, 1.0),
+    rows(["length_constraints:number_words", "punctuation:no_comma"], [WORDS, {}], "one two", 0, 0.5),
+    rows(["keywords:existence"], [{"keywords": ["cell"]}], "<think>cell</think> no", 0, 0.0),
+    rows(["language:response_language"], [{"language": "de"}], "Das ist ein ganz gewoehnlicher Satz.", 1, 1.0),
+    rows(["detectable_format:json_format"], [{}], "```json\n{}\n```", 1, 1.0),
+]
+MISTAKES = [
+    ({}, "has no list 'instruction_id_list', which says what to check"),
+    ({"instruction_id_list": ["a"], "kwargs": []}, "has no list 'kwargs'"),
+    ({"instruction_id_list": ["a"], "kwargs": [{}, {}]}, "has 1 instructions, but 2 tables in 'kwargs'"),
+    ({"instruction_id_list": ["nope"], "kwargs": [{}]}, "has an instruction without a checker: 'nope'"),
+]
+
+
+def test_ifeval_counts_all_instructions_or_their_fraction_and_refuses_rows_that_say_none():
+    async def work():
+        reward = IFEval(workers=1)
+        try:
+            scores = [await reward(make_prompt(metadata=row), make_sample(text)) for row, text, _, _ in IFEVAL]
+            empty = await reward(make_prompt(metadata=IFEVAL[0][0]), make_sample(""))
+            for row, message in MISTAKES:
+                with pytest.raises(RewardError, match=f"ifeval: prompt test:1 {message}"):
+                    await reward(make_prompt(metadata=row), make_sample("x"))
+            return scores, empty
+        finally:
+            await reward.close()
+
+    scores, empty = asyncio.run(work())
+    assert [(s.value, s.components["followed"]) for s in scores] == [(value, part) for _, _, value, part in IFEVAL]
+    assert (empty.value, empty.error) == (0.0, "an empty text")
+
+
+def test_ifbench_runs_its_checkers_and_names_data_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))  # nowhere; nothing is downloaded into it either
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    async def work():
+        reward = IFBench(workers=1, score="fraction")
+        try:
+            row = {"instruction_id_list": ["count:numbers", "format:emoji"], "kwargs": [{"N": 3}, {}]}
+            given = await reward(make_prompt(metadata=row), make_sample("1 2 3"))
+            needs = {"instruction_id_list": ["format:title_case"], "kwargs": [{}]}
+            with pytest.raises(RewardError) as error:
+                await reward(make_prompt(metadata=needs), make_sample("This Is A Title"))
+            return given, str(error.value)
+        finally:
+            await reward.close()
+
+    given, message = asyncio.run(work())
+    assert given.value == 0.5
+    assert message == (
+        "ifbench: prompt test:1 needs the NLTK data 'punkt_tab', which are not on this machine; "
+        "python -m nltk.downloader punkt_tab, or leave the row out"
+    )
+    assert not list(tmp_path.rglob("*.zip"))

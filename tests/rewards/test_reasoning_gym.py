@@ -1,0 +1,155 @@
+"""The tasks of reasoning-gym as prompts and as a verifier."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from plasmid.errors import CheckpointError, DataError, RewardError
+from plasmid.testing.rewards import make_prompt, make_sample
+from plasmid_rewards import ReasoningGym, ReasoningGymSource
+from plasmid_rewards.gym.entries import BROKEN
+from plasmid_rewards.gym.generator import Generator
+from pydantic import ValidationError
+
+UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
+"""Families that make other entries of one seed where strings have other hashes."""
+
+
+def encode(prompt, template):
+    text = prompt if isinstance(prompt, str) else "|".join(m["content"] for m in prompt)
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32), text
+
+
+def draw(stream, count):
+    return [stream.draw() for _ in range(count)]
+
+
+def ask(reward, *pairs):
+    async def work():
+        try:
+            return [await reward(prompt, make_sample(text)) for prompt, text in pairs]
+        finally:
+            await reward.close()
+
+    return asyncio.run(work())
+
+
+def test_prompts_are_resumed_exactly_and_verified_in_another_process():
+    source = ReasoningGymSource(families=("chain_sum", *UNSTEADY), options={"chain_sum": {"max_terms": 3}})
+    stream = source.stream(encode, seed=5)
+    first = draw(stream, 12)
+    state = json.loads(json.dumps(stream.state()))
+    then = draw(stream, 12)
+    resumed = source.stream(encode, seed=5)
+    resumed.restore(state)
+    again = draw(resumed, 12)
+    assert [(p.id, p.text, p.target, p.metadata) for p in again] == [(p.id, p.text, p.target, p.metadata) for p in then]
+    assert len({p.id for p in first + then}) == 24
+    assert {p.metadata["reasoning_gym"]["family"] for p in first + then} == {"chain_sum", *UNSTEADY}
+    with pytest.raises(CheckpointError, match=r"data.instruction: was 'Give .* now it is 'x'; set it as it was"):
+        source.model_copy(update={"instruction": "x"}).stream(encode, seed=5).restore(state)
+    pairs = [(prompt, f"So.</think> <answer> {prompt.target} </answer>") for prompt in first + then]
+    wrong = [(first[0], "<answer>no</answer>"), (first[0], f"{first[0].target}"), (first[0], "<answer>")]
+    scores = ask(ReasoningGym(workers=1), *pairs, *wrong)
+    assert [s.value for s in scores] == [1.0] * 24 + [0.0] * 3
+    assert scores[-1].error == "no answer found (answer_in = 'tags')"
+
+
+@pytest.mark.long
+def test_evaluation_sets_end_and_draw_other_tasks_than_training():
+    source = ReasoningGymSource(families=("chain_sum",), size=5, system="Be brief.", max_prompt_tokens=200)
+    prompts = list(source.prompts(encode))
+    assert [p.id for p in prompts] == [f"chain_sum:eval-{i}" for i in range(5)]
+    assert prompts[0].messages[0] == {"role": "system", "content": "Be brief."}
+    assert prompts[0].text.endswith("Give your final answer between <answer> and </answer>.")
+    stream = source.stream(encode, seed=0)
+    trained = draw(stream, 5)
+    assert stream.draw() is None
+    assert not {p.metadata["reasoning_gym"]["seed"] for p in prompts} & {
+        p.metadata["reasoning_gym"]["seed"] for p in trained
+    }
+    with pytest.raises(DataError, match=r"data.size: an evaluation set ends"):
+        source.model_copy(update={"size": "endless"}).prompts(encode)
+    with pytest.raises(DataError, match=r"data.max_prompt_tokens: 200 prompts in a row were longer than 9 tokens"):
+        source.model_copy(update={"max_prompt_tokens": 9}).stream(encode, seed=0).draw()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"families": ("chain_som",)}, "there is no family 'chain_som'; did you mean 'chain_sum'"),
+        ({"families": ("gcd",), "options": {"gcd": {"nope": 1}}}, "gcd with .*nope.*unexpected keyword argument"),
+        ({"families": ("gcd",), "options": {"gcd": {"min_numbers": 1}}}, "gcd with .*AssertionError"),
+    ],
+)
+def test_families_and_options_that_do_not_exist_are_refused_when_the_source_is_opened(settings, message):
+    with pytest.raises(DataError, match=message):
+        ReasoningGymSource(**settings).stream(encode, seed=0)
+
+
+@pytest.mark.parametrize("family", BROKEN)
+def test_broken_verifiers_are_refused_with_the_reason(family):
+    with pytest.raises(ValidationError, match=f"{family}' is no reward: its verifier accepts any"):
+        ReasoningGymSource(families=(family,))
+    prompt = make_prompt(metadata={"reasoning_gym": {"family": family, "seed": 1}})
+    with pytest.raises(RewardError, match=f"{family}' is no reward: its verifier accepts any"):
+        ReasoningGym().prepare(prompt)
+
+
+def test_settings_without_effect_are_refused():
+    with pytest.raises(ValidationError, match=r"options.gcd has no effect, 'gcd' is not among families"):
+        ReasoningGymSource(families=("lcm",), options={"gcd": {}})
+    with pytest.raises(ValidationError, match='system has no effect, no prompt is a chat; set prompt_as = "chat"'):
+        ReasoningGymSource(prompt_as="text", system="x")
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "answer"),
+    [
+        ("tags", "<answer>1</answer><answer>2</answer>", "2"),
+        ("tags", "<answer>1", None),
+        ("box", r"\boxed{3}", "3"),
+        ("last-line", "a\nb \n", "b"),
+        ("last-number", "it is 1,234.5 m", "1234.5"),
+        ("last-number", "none", None),
+        ("whole", " a ", "a"),
+    ],
+)
+def test_where_the_answer_stands(where, text, answer):
+    assert ReasoningGym(answer_in=where).answer(text) == answer
+
+
+def test_a_prompt_that_is_no_task_is_the_users_mistake():
+    with pytest.raises(RewardError, match="reasoning-gym: prompt test:1 has no 'reasoning_gym'"):
+        ReasoningGym().prepare(make_prompt())
+
+
+@pytest.mark.long
+def test_all_families_that_can_be_rewards_accept_their_answer_and_no_constant(tmp_path):
+    generator = Generator()
+    families = generator.families()
+    generator.close()
+    assert len(families) == 103
+    source = ReasoningGymSource(families="all", instruction="")
+    stream = source.stream(encode, seed=1)
+    seen = {}
+    while len(seen) < 60:  # a good half of them, all drawn alike often
+        prompt = stream.draw()
+        seen.setdefault(prompt.metadata["reasoning_gym"]["family"], prompt)
+    known = [prompt for prompt in seen.values() if prompt.target is not None]
+    pairs = [(prompt, str(prompt.target)) for prompt in known]
+    scores = ask(ReasoningGym(answer_in="whole", workers=1, call_timeout_s=60), *pairs)
+    assert [(p.id, s.error) for p, s in zip(known, scores, strict=True) if s.value < 1] == []
+    constants = ask(
+        ReasoningGym(answer_in="whole", workers=1), *((p, text) for p in seen.values() for text in ("the answer", "[]"))
+    )
+    assert sum(s.value for s in constants) == 0
+
+
+def test_importing_the_package_does_not_import_reasoning_gym():
+    code = "import plasmid_rewards, sys; assert not {'reasoning_gym', 'sympy', 'httpx', 'nltk'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
