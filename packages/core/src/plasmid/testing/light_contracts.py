@@ -1,0 +1,110 @@
+"""What the loop relies on in rewards, filters and workflows, as checks that plugin authors run on their own.
+
+    check_reward(MyReward(needle="yes"), make_prompt("is it?", target="yes"))
+    check_filter(MyFilter())
+    asyncio.run(check_workflow(MyWorkflow()))
+
+A promise that is not kept is an `AssertionError` that says which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+
+from ..components import Component, Filter, Reward, Workflow
+from ..rollout.execution import Codec, Execution
+from ..types import Ints, Prompt, Sample, SamplingParams, Score, StopReason
+from .fakes import FakeEngine, FakeEngineConfig
+from .rewards import make_group, make_prompt, make_sample
+
+TEXTS = (
+    "",
+    " \n\t",
+    "\x00\x1b[31m",
+    "\ud7ff\U0001f600\u202e",
+    "(" * 2000,
+    "9" * 5000,
+    "\\boxed{" * 200,
+    "1e999999 / 0 - inf nan None",
+    "<answer></answer></think>",
+    '{"a": [1, {"b":',
+)
+"""What a policy may write: a reward must have a number for all of it."""
+
+
+def check_reward(reward: Reward, prompt: Prompt, *, texts: tuple[str, ...] = TEXTS) -> None:
+    """Check that every text has one finite score. The prompt has what the reward needs: a target, metadata, ..."""
+    _check_settings(reward)
+    for text in texts:
+        first, second = (_score(reward, prompt, text) for _ in range(2))
+        assert math.isfinite(first.value), f"the score of {text[:40]!r} is {first.value}"
+        assert first.value == second.value, f"the score of {text[:40]!r} depends on calls before"
+        wrong = {name: value for name, value in first.components.items() if not math.isfinite(value)}
+        assert not wrong, f"components of {text[:40]!r} are no numbers: {wrong}"
+
+
+def _score(reward: Reward, prompt: Prompt, text: str) -> Score:
+    given = asyncio.run(reward.score_group(prompt, [make_sample(text)]))
+    assert len(given) == 1, "score_group gives one score for each sample"
+    return given[0] if isinstance(given[0], Score) else Score(value=float(given[0]))
+
+
+def check_filter(filter_: Filter) -> None:
+    """Check that groups of equal, different, single and partly failed samples are each kept or dropped."""
+    _check_settings(filter_)
+    for rewards in ((1.0, 1.0), (0.0, 1.0), (0.5,), (None, 1.0), (0.0, None, 0.0)):
+        kept = filter_(make_group(*rewards))
+        assert isinstance(kept, bool | np.bool_), f"a filter returns True or False, got {kept!r} for {rewards}"
+
+
+async def check_workflow(workflow: Workflow, *, prompt: Prompt | None = None, codec: Codec | None = None) -> None:
+    """Check the samples of one rollout against an engine that answers digits."""
+    _check_settings(workflow)
+    prompt = prompt or make_prompt("say a number: ", token_ids=np.array([5, 6], np.int32))
+    rollout = Execution(
+        id="3/1",
+        group_id=3,
+        sampling=SamplingParams(max_new_tokens=4),
+        client=FakeEngine(FakeEngineConfig(max_delay_s=0.0)),
+        codec=codec or Digits(),
+        seed=1,
+        deadline_s=10.0,
+    )
+    samples = await workflow.run(rollout, prompt)
+    assert samples, "a rollout makes at least one sample"
+    assert len({sample.id for sample in samples}) == len(samples), "samples of one rollout have ids of their own"
+    for sample in samples:
+        _check_sample(sample, rollout)
+
+
+def _check_sample(sample: Sample, rollout: Execution) -> None:
+    assert sample.rollout_id == rollout.id, "samples name their rollout"
+    assert sample.group_id == rollout.group_id, "samples name their group"
+    assert sample.stop_reason is not StopReason.ABORT, "an aborted request goes on; no sample ends with it"
+    drawn = np.zeros(len(sample.token_ids), np.bool_)
+    for span in sample.versions:
+        assert 0 <= span.start <= span.end <= len(drawn), "version spans lie within the sample"
+        drawn[span.start : span.end] = True
+    assert not (sample.loss_mask & ~drawn).any(), "only tokens that the policy drew are trained on"
+    assert (sample.rollout_logprobs[drawn] < 0).all(), "drawn tokens have the engine's log-probabilities"
+
+
+def _check_settings(component: Component) -> None:
+    """Other processes get a component as plain data."""
+    copy = type(component).model_validate(component.model_dump(mode="json"))
+    assert copy.model_dump() == component.model_dump(), "settings survive JSON"
+
+
+class Digits:
+    """Implements `execution.Codec`: token 7 is ``0``, token 16 is ``9``, the rest is ``?``."""
+
+    def encode(self, text: str) -> Ints:
+        """One token for each character."""
+        return np.array([7 + int(c) if c.isdecimal() else 6 for c in text], np.int32)
+
+    def decode(self, token_ids: Ints) -> str:
+        """One character for each token."""
+        return "".join(str(t - 7) if 7 <= t <= 16 else "?" for t in token_ids.tolist())

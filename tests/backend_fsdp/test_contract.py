@@ -1,0 +1,18 @@
+"""The FSDP trainer keeps what every trainer promises."""
+
+import asyncio
+
+import pytest
+from plasmid.testing.contracts import check_trainer
+from plasmid.types import Role
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_the_trainer_keeps_its_promises(request, ranks, tmp_path):
+    starts = request.getfixturevalue(ranks)
+
+    async def check():
+        trainer, _ = await starts.start()
+        await check_trainer(trainer, folder=tmp_path, roles=(Role.POLICY,))
+
+    asyncio.run(check())

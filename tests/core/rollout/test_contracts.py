@@ -1,0 +1,92 @@
+"""The checks for plugin authors: our own parts pass them, and parts that break a promise do not."""
+
+import asyncio
+from typing import Literal
+
+import numpy as np
+import pytest
+from plasmid import Filter, Reward, Workflow
+from plasmid.plugins import installed, load_plugins
+from plasmid.rollout.single_turn import SingleTurn
+from plasmid.testing.contracts import check_engine, check_trainer
+from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
+from plasmid.testing.light_contracts import check_filter, check_reward, check_workflow
+from plasmid.testing.rewards import make_prompt
+
+SLOTS = installed(load_plugins())
+
+
+@pytest.mark.parametrize("kind", ["max-truncated", "nonzero-spread"])
+def test_installed_filters_keep_their_promises(kind):
+    check_filter(SLOTS["filters"][kind]())
+
+
+@pytest.mark.parametrize("kind", ["deepscaler", "exact-match", "f1", "gpqa", "math", "number", "random"])
+def test_installed_rewards_keep_their_promises(kind):
+    check_reward(SLOTS["rewards"][kind](), make_prompt(target="B" if kind == "gpqa" else "12"))
+
+
+def test_the_plain_workflow_keeps_its_promises():
+    asyncio.run(check_workflow(SingleTurn()))
+
+
+class Counting(Reward):
+    kind: Literal["counting"] = "counting"
+    how: str = "count"
+    _calls: int = 0
+
+    async def __call__(self, prompt, sample):
+        self._calls += 1
+        return float(self._calls) if self.how == "count" else float("nan")
+
+
+@pytest.mark.parametrize(("how", "message"), [("count", "depends on calls before"), ("nan", "is nan")])
+def test_a_reward_without_one_finite_score_is_found(how, message):
+    with pytest.raises(AssertionError, match=message):
+        check_reward(Counting(how=how), make_prompt())
+
+
+class Vague(Filter):
+    kind: Literal["vague"] = "vague"
+
+    def __call__(self, group):
+        return None
+
+
+def test_a_filter_that_says_neither_is_found():
+    with pytest.raises(AssertionError, match="returns True or False, got None"):
+        check_filter(Vague())
+
+
+class Careless(Workflow):
+    kind: Literal["careless"] = "careless"
+
+    async def run(self, rollout, prompt):
+        completion = await rollout.generate(prompt.token_ids)
+        sample = rollout.sample(prompt, [completion])
+        return [rollout.sample(prompt, [completion], loss_mask=np.ones(len(sample.token_ids), np.bool_))]
+
+
+def test_a_workflow_that_trains_on_the_prompt_is_found():
+    with pytest.raises(AssertionError, match="only tokens that the policy drew are trained on"):
+        asyncio.run(check_workflow(Careless()))
+
+
+def test_an_engine_that_answers_while_it_is_paused_is_found():
+    engine = FakeEngine(FakeEngineConfig(num_tokens=4))
+    with pytest.raises(AssertionError, match="a paused engine draws no tokens"):
+        asyncio.run(check_engine(engine, token_ids=[5, 6]))
+
+
+class Forgetful(FakeTrainer):
+    async def load(self, path):
+        return None
+
+
+def test_a_trainer_that_does_not_load_is_found(tmp_path):
+    with pytest.raises(AssertionError, match="load takes up the number of steps"):
+        asyncio.run(check_trainer(Forgetful(), folder=tmp_path))
+
+
+def test_the_fake_trainer_keeps_its_promises(tmp_path):
+    asyncio.run(check_trainer(FakeTrainer(), folder=tmp_path))
