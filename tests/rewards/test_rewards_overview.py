@@ -1,0 +1,34 @@
+"""docs/rewards.md tells every reward there is, and its recipes resolve."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from plasmid.plugins import installed, load_plugins
+from plasmid.recipe import resolve
+
+PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+BASE = {
+    "model": {"path": "model"},
+    "trainer": {"kind": "fsdp"},
+    "rollout": {"kind": "hf"},
+    "algorithm": {"kind": "grpo"},
+    "data": {"path": "x.jsonl"},
+}
+
+
+def test_the_table_has_every_reward_with_its_extra():
+    rewards = installed(load_plugins())["rewards"]
+    ours = sorted(kind for kind, cls in rewards.items() if cls.__module__.startswith("plasmid_rewards"))
+    rows = dict(re.findall(r"^\| \[`([\w-]+)`\].*\| (?:`([\w-]+)` )?\|$", PAGE, re.MULTILINE))
+    assert list(rows) == ours
+    project = tomllib.loads((Path(__file__).parents[2] / "packages/rewards/pyproject.toml").read_text())["project"]
+    assert {extra for extra in rows.values() if extra} | {"all"} == set(project["optional-dependencies"])
+
+
+def test_every_recipe_on_the_page_resolves():
+    blocks = re.findall(r"^```toml.*?\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        config = resolve({"rewards": [{"kind": "number"}], **BASE, **tomllib.loads(block)})
+        assert config.rewards
