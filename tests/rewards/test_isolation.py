@@ -147,7 +147,8 @@ def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
     scored, lags = asyncio.run(work())
     assert [s.reward for s in scored] == [-1.0 if text == "hang" else 1.0 for text in texts]
     assert {s.score.error for s in scored if s.reward < 0} == {"no score within call_timeout_s = 0.4"}
-    assert max(lags) < 1.0 and sorted(lags)[len(lags) // 2] < 0.05
+    # a loop that waits for what hangs would be late fifty times; other programs of the machine may make it late, too
+    assert sum(lag > 0.3 for lag in lags) < 10 and sorted(lags)[len(lags) // 2] < 0.05
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path):

@@ -307,6 +307,7 @@ def test_limits_alone_still_hold_one_process_without_network(source, reason, mon
 def test_a_host_without_user_namespaces_is_told_what_to_do():
     """In a process that may not make namespaces, as some hosts and containers have it."""
     code = """
+from plasmid.errors import RewardError
 from plasmid_rewards import Program, Sandbox, SandboxSettings
 from plasmid_rewards.confinement.seccomp import Rule, install
 install([Rule("unshare")])
