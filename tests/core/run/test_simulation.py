@@ -68,7 +68,8 @@ RUNS = st.fixed_dictionaries(
         "over_sampling": st.sampled_from([1.0, 1.5, 3.0]),
     }
 )
-MOMENTS = st.floats(0.0, 100.0)
+MOMENTS = st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.1])
+"""When a break comes, as a fraction of about what the whole run takes."""
 
 
 def waiting(simulation):
@@ -97,8 +98,17 @@ EVERYTHING = {
     "run": RUNS,
     "rows": st.sampled_from([-1, 3, 20]),
     "every": st.integers(0, 2),
-    "breaks": st.lists(st.tuples(st.sampled_from(["stop", "kill"]), MOMENTS), max_size=3),
+    "breaks": st.lists(st.tuples(st.sampled_from(["stop", "kill"]), MOMENTS), min_size=1, max_size=3),
 }
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_run_that_is_broken_twice_loses_nothing(plain, bound, sync_every, how):
+    run = {"max_staleness": bound, "sync_every": sync_every, "prompts_per_batch": 3, "batches": 6, "over_sampling": 1.0}
+    chances = Chances(seed=1, dropped=0.3, rollout_s=1.0, train_s=0.5, save_s=0.5)
+    simulate(plain, chances, run, -1, 1, [(how, 0.3), (how, 0.3)])
 
 
 @settings(max_examples=25, deadline=None)
@@ -124,10 +134,11 @@ def simulate(plain, chances, run, rows, every, breaks):
             }
         )
         simulation = Simulation(config, chances, rows, RunFolder(Path(folder) / "run"))
+        about_s = run["batches"] * (2 * chances.rollout_s + 1.3 * chances.train_s)
         finished = False
         for how, moment in breaks:
             if not finished:
-                finished = simulation.run(**{f"{how}_s": moment})
+                finished = simulation.run(**{f"{how}_s": moment * about_s})
         if not finished:
             assert simulation.run()
         check(simulation, run, rows)
@@ -151,7 +162,9 @@ def check(simulation, run, rows):
     saved = read_state(simulation.checkpoints()[-1])
     kept, parted = recorded(simulation, until=saved.batch)  # what a run that continues does not sample again
     known = [*kept, *(id_ for id_, _ in parted), *waiting(simulation)]
-    assert sorted(known) == list(range(saved.producer["next"])), "a draw was lost"
+    assert len(known) == len(set(known)), "a draw would be trained twice"
+    # `gone` besides: what the filters dropped after the last batch, when the data ended
+    assert {*known, *gone} >= set(range(saved.producer["next"])), "a draw was lost"
     if len(by_batch) < run["batches"]:
         assert sorted(ids + gone) == list(range(rows)), "the data ended, but not every row was trained or dropped"
     if run["max_staleness"] == 0:
