@@ -20,7 +20,8 @@ PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
 MODULES  := plasmid plasmid_fsdp plasmid_hf plasmid_rewards plasmid_cli
 PINS := $(VENV)/pins.txt
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
-TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest
+# two processes: the suite is mostly one thread of work at a time
+TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -37,7 +38,7 @@ test: $(VENV)/.dev  ## Run the tests, without the long ones (ARGS="-k name")
 	@$(TEST) $(ARGS)
 
 test-full: $(VENV)/.dev  ## Run all tests that need no GPU
-	@$(TEST) -m "not gpu" $(ARGS)
+	@$(TEST) -n 0 -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.dev  ## Check style and formatting
 	@$(BIN)/ruff check .
