@@ -156,6 +156,7 @@ def test_parts_with_gpus_of_their_own_train_while_the_engine_serves(runner):
     [
         ("pause", r"engine.pause \(run.sync_timeout_s\): no end within 0.25 s"),
         ("resume", r"engine.resume \(run.sync_timeout_s\): no end within 0.25 s"),
+        ("expect", r"engine.expect \(run.sync_timeout_s\): no end within 0.25 s"),
         ("plan_sync", r"weight sync of version 0 \(run.sync_timeout_s\): no end within 0.2 s"),
         ("receive", r"weight sync of version 0 \(run.sync_timeout_s\): no end within 0.2 s"),
     ],
@@ -173,7 +174,7 @@ def test_an_engine_that_does_not_answer_ends_the_run(runner, operation, message)
         run(config.model_copy(update={"rollout": SilentConfig()}), make_cluster=lambda _: LocalCluster())
 
 
-@pytest.mark.parametrize("operation", ["score", "train", "metrics"])
+@pytest.mark.parametrize("operation", ["score", "train", "metrics", "save", "export"])
 def test_a_trainer_that_does_not_answer_ends_the_run(runner, operation):
     async def never(self, *args):
         await asyncio.sleep(3600)
@@ -182,6 +183,6 @@ def test_a_trainer_that_does_not_answer_ends_the_run(runner, operation):
         async def build(self, context):
             return type("Silent", (FakeTrainer,), {operation: never})()
 
-    config = runner.config({"run": {"train_timeout_s": 0.2}})
+    config = runner.config({"run": {"train_timeout_s": 0.2, "batches": 1}, "checkpoint": {"export": True}})
     with pytest.raises(DeadlineError, match=rf"trainer.{operation} \(run.train_timeout_s\): no end within 0.25 s"):
         run(config.model_copy(update={"trainer": SilentConfig()}), make_cluster=lambda _: LocalCluster())

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from .errors import DeadlineError
 
 T = TypeVar("T")
+GRACE = 1.25
+"""Factor on deadlines that trainers and engines keep themselves: their own errors say more, and come first."""
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -19,7 +19,7 @@ from ..protocols import RolloutEngine
 from ..rollout.seeds import seed_of
 from ..rollout.worker import Job
 from ..types import Prompt
-from ..waiting import together
+from ..waiting import GRACE, together, within
 from .parts import Workers
 
 
@@ -84,7 +84,9 @@ class Evaluator:
     async def run(self, set_: EvaluationSet, batch: int) -> dict[str, float]:
         """Evaluate one set, report its metrics, store its samples."""
         jobs = [self._job(set_, batch, index) for index in range(len(set_.prompts))]
-        await self._engine.expect([session for job in jobs for session in job.sessions()])
+        sessions = [session for job in jobs for session in job.sessions()]
+        limit_s = self._config.run.sync_timeout_s * GRACE
+        await within(limit_s, "engine.expect (run.sync_timeout_s)", self._engine.expect(sessions))
         groups = await together(self._workers.roll_out(job) for job in jobs)
         metrics = summarize(set_.settings, groups)
         path = self._samples_dir / f"eval-{set_.settings.name}-{batch:06d}.parquet"

@@ -19,8 +19,8 @@ from ..errors import DataError, EngineError
 from ..observe.metrics import rollout_metrics, step_metrics
 from ..protocols import RolloutEngine, Trainer
 from ..rollout.producer import Producer, Taken
-from ..waiting import within
-from .turns import GRACE, Turns
+from ..waiting import GRACE, within
+from .turns import Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from ..observe.dispatch import ObserverQueues, TrackerObserver
 from ..observe.journal import read_journal
 from ..plugins import load_plugins
 from ..protocols import Cluster, RunContext
+from ..waiting import GRACE, within
 from .checkpoint import CheckpointFolder
 from .closing import Closing
 from .evaluation import EvaluationSet, open_sets
@@ -171,7 +172,8 @@ class _Session:
     async def _export(self, folder: RunFolder, parts: Parts, interrupted: bool) -> Path | None:
         if parts.trainer is None or interrupted or not self.config.checkpoint.export:
             return None
-        await parts.trainer.export(folder.final)
+        limit_s = self.config.run.train_timeout_s * GRACE
+        await within(limit_s, "trainer.export (run.train_timeout_s)", parts.trainer.export(folder.final))
         return folder.final
 
     def _result(self, folder: RunFolder, loop: Loop, interrupted: bool, final: Path | None) -> RunResult:

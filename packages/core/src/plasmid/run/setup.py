@@ -15,11 +15,13 @@ from ..observe.dispatch import ObserverQueues
 from ..observe.journal import Journal, read_journal
 from ..observe.sample_store import read_dropped, read_samples
 from ..observe.system import SystemMonitor
+from ..protocols import Trainer
 from ..rollout.demonstrated import Demonstrated
 from ..rollout.draws import Draw, Draws
 from ..rollout.producer import DropLimit, Producer, Stream, Waves
 from ..rollout.seeds import seed_of
 from ..rollout.worker import Job, share
+from ..waiting import GRACE, within
 from .checkpoint import CheckpointFolder, RunState, check_same_config, read_state
 from .closing import Closing
 from .evaluation import EvaluationSet, Evaluator
@@ -76,12 +78,12 @@ async def build_loop(
     stack.later("the journal", recorder.journal.close)
     progress = Progress()
     if state is not None:
-        progress = await _take_up(state, parts, producer, folder, recorder)
+        progress = await _take_up(config, state, parts, producer, folder, recorder)
         for place, tracker in _stateful(config).items():
             if place in state.state.components:
                 tracker.restore(state.state.components[place])
     elif config.checkpoint.start_from != "none" and parts.trainer is not None:
-        await parts.trainer.load(Path(config.checkpoint.start_from) / "trainer")
+        await _load(config, parts.trainer, Path(config.checkpoint.start_from))
     saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues)
 
     async def write_samples(groups: tuple[GroupRef, ...], step: int) -> None:
@@ -129,7 +131,8 @@ def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: Observe
         return group
 
     async def expect(wave: Sequence[Draw]) -> None:
-        await engine.expect([session for draw in wave for session in job(draw).sessions()])
+        sessions = [session for draw in wave for session in job(draw).sessions()]
+        await within(run.sync_timeout_s * GRACE, "engine.expect (run.sync_timeout_s)", engine.expect(sessions))
 
     limit = DropLimit(limit=run.max_dropped, failed_limit=run.prompts_per_batch)
     if run.max_staleness == 0:
@@ -172,7 +175,9 @@ class Saver:
         try:
             temporary = folder.begin(progress.batch)
             if self.parts.trainer is not None:
-                await self.parts.trainer.save(temporary / "trainer")
+                limit_s = self.config.run.train_timeout_s * GRACE
+                saving = self.parts.trainer.save(temporary / "trainer")
+                await within(limit_s, "trainer.save (run.train_timeout_s)", saving)
             if self.parts.workers is not None and finished:
                 await self.parts.workers.write(temporary / BUFFER, finished, progress.batch)
             path = folder.commit(temporary, state)
@@ -239,12 +244,17 @@ def _evaluated(folder: RunFolder, restored: Restored) -> Iterator[tuple[str, int
             yield entry.name, entry.step
 
 
+async def _load(config: RunConfig, trainer: Trainer, checkpoint: Path) -> None:
+    limit_s = config.run.train_timeout_s * GRACE
+    await within(limit_s, "trainer.load (run.train_timeout_s)", trainer.load(checkpoint / "trainer"))
+
+
 async def _take_up(
-    restored: Restored, parts: Parts, producer: Producer, folder: RunFolder, recorder: Recorder
+    config: RunConfig, restored: Restored, parts: Parts, producer: Producer, folder: RunFolder, recorder: Recorder
 ) -> Progress:
     state = restored.state
     if parts.trainer is not None:
-        await parts.trainer.load(restored.path / "trainer")
+        await _load(config, parts.trainer, restored.path)
     buffered = restored.path / BUFFER
     groups, dropped = (read_samples(buffered), read_dropped(buffered)) if buffered.exists() else ([], {})
     shared = [share(group, parts.cluster.store, dropped.get(group.id, "")) for group in groups]

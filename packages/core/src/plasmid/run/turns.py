@@ -9,12 +9,10 @@ from typing import TypeVar
 from ..config import RunConfig
 from ..protocols import RolloutEngine, Trainer
 from ..types import SyncReceipt
-from ..waiting import within
+from ..waiting import GRACE, within
 from .publish import transfer
 
 T = TypeVar("T")
-GRACE = 1.25
-"""Factor on deadlines that trainers and engines keep themselves: their own errors say more, and come first."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
