@@ -83,9 +83,10 @@ def waiting(simulation):
 def recorded(simulation, *, until=10**6):
     """Trained and dropped draws, as the run's sample files tell up to a batch."""
     trained, dropped = [], []
-    for path in sorted(simulation.folder.samples.glob("batch-*.parquet")):
-        if int(path.stem.removeprefix("batch-")) > until:
-            break
+    for path in sorted(simulation.folder.samples.glob("*.parquet")):  # batch-000001, ..., then end-000012
+        name, number = path.stem.split("-")
+        if int(number) > until or (name == "end" and until < 10**6):
+            continue  # what the end of the data dropped may come after the checkpoint
         why = read_dropped(path)
         ids = [group.id for group in read_samples(path)]
         trained += [id_ for id_ in ids if id_ not in why]

@@ -47,9 +47,9 @@ class RunFolder:
         for file in (self.config, self.info):
             file.unlink(missing_ok=True)
 
-    def batch_samples(self, step: int) -> Path:
-        """Sample file of one batch."""
-        return self.samples / f"batch-{step:06d}.parquet"
+    def samples_of(self, name: str, step: int) -> Path:
+        """Sample file of a batch (``batch``), or of what was dropped after the last one (``end``)."""
+        return self.samples / f"{name}-{step:06d}.parquet"
 
 
 def new_folder(config: RunConfig) -> RunFolder:

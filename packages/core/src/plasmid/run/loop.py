@@ -58,7 +58,8 @@ class LoopParts:
     """None: groups come from an earlier run, or from data alone."""
     producer: Producer
     observers: Telling
-    write_samples: Callable[[tuple[GroupRef, ...], int], Awaitable[None]]
+    write_samples: Callable[[tuple[GroupRef, ...], int, str], Awaitable[None]]
+    """Store groups under a step and a name: ``batch``, or ``end`` for what was dropped after the last batch."""
     evaluate: Callable[[int, bool], Awaitable[None]]
     """Evaluate the sets that are due after this batch (0: before the first), which may be the last."""
     save: Callable[[Progress], Awaitable[None]]
@@ -151,7 +152,7 @@ class Loop:
             metrics |= await self._publish_next()
         elif self.turns is None:
             self._release()
-        await self.parts.write_samples(tuple([*taken.groups, *taken.dropped]), step)
+        await self.parts.write_samples(tuple([*taken.groups, *taken.dropped]), step, "batch")
         metrics |= self._timings(taken)
         self.parts.observers.emit("step_finished", step=step, metrics=metrics)
         await self._evaluate()
@@ -217,7 +218,7 @@ class Loop:
         if self.progress.unpublished and self.turns is not None:
             await self._publish_next()
         if taken.dropped:
-            await self.parts.write_samples(taken.dropped, self.progress.batch + 1)
+            await self.parts.write_samples(taken.dropped, self.progress.batch, "end")
         await self._evaluate(last=True)
 
     async def _save(self) -> None:

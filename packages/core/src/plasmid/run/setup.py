@@ -86,9 +86,9 @@ async def build_loop(
         await _load(config, parts.trainer, Path(config.checkpoint.start_from))
     saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues)
 
-    async def write_samples(groups: tuple[GroupRef, ...], step: int) -> None:
+    async def write_samples(groups: tuple[GroupRef, ...], step: int, name: str) -> None:
         if parts.workers is not None:
-            await parts.workers.write(folder.batch_samples(step), groups, step)
+            await parts.workers.write(folder.samples_of(name, step), groups, step)
 
     async def evaluate(batch: int, last: bool) -> None:
         if evaluator is not None:
@@ -244,6 +244,17 @@ def _evaluated(folder: RunFolder, restored: Restored) -> Iterator[tuple[str, int
             yield entry.name, entry.step
 
 
+def _forget_samples(folder: RunFolder, state: RunState, *, buffered: Sequence[int]) -> None:
+    """Remove the sample files of what the continued run does again."""
+    again = {*buffered, *(item["id"] for item in state.producer.get("pending", ()))}
+    for path in folder.samples.glob("*.parquet"):  # batch-000012, end-000012 and eval-<set>-000012
+        late = int(path.stem.rpartition("-")[2]) > state.batch
+        if not late and path.stem.startswith("end-"):
+            late = any(id_ in again or id_ >= state.producer["next"] for id_ in read_dropped(path))
+        if late:
+            path.unlink()
+
+
 async def _load(config: RunConfig, trainer: Trainer, checkpoint: Path) -> None:
     limit_s = config.run.train_timeout_s * GRACE
     await within(limit_s, "trainer.load (run.train_timeout_s)", trainer.load(checkpoint / "trainer"))
@@ -261,7 +272,5 @@ async def _take_up(
     producer.restore(state.producer, shared)
     recorder.journal.truncate_after(state.batch)
     Journal(folder.evaluations).truncate_after(state.batch)
-    for path in folder.samples.glob("*.parquet"):  # batch-000012 and eval-<set>-000012
-        if int(path.stem.rpartition("-")[2]) > state.batch:
-            path.unlink()
+    _forget_samples(folder, state, buffered=[group.id for group in groups])
     return Progress(batch=state.batch, version=state.version)
