@@ -212,6 +212,7 @@ def test_the_batch_algebra_is_worked_out(tiny_model):
             f'model.path="{tiny_model}"',
             "run={batches=10, prompts_per_batch=6, samples_per_prompt=5, steps_per_batch=3, sync_every=2}",
             "placement.trainer_ranks=4",
+            "eval.0.every=2",
         ],
     )
     rows = {what: (number, how) for what, number, how in batch_algebra(config)}

@@ -120,6 +120,7 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path):
     assert scores[1].error == "the worker process ended or did not answer"
 
 
+@pytest.mark.long
 def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
     texts = ["hang" if i % 20 == 7 else "well" for i in range(1000)]
 
@@ -133,7 +134,7 @@ def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
                 lags.append(time.monotonic() - before - 0.01)
 
         ticking = asyncio.create_task(tick())
-        scorer = Scorer([Isolated(reward=Untrusted(), workers=4, call_timeout_s=0.4, failure_value=-1.0)])
+        scorer = Scorer([Isolated(reward=Untrusted(), workers=4, call_timeout_s=1.5, failure_value=-1.0)])
         await scorer.open(RunContext(seed=0, run_dir=tmp_path))
         groups = [
             scorer.score(make_prompt(), [make_sample(t, id=f"{g}/{i}") for i, t in enumerate(texts[g : g + 8])])
@@ -146,7 +147,7 @@ def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
 
     scored, lags = asyncio.run(work())
     assert [s.reward for s in scored] == [-1.0 if text == "hang" else 1.0 for text in texts]
-    assert {s.score.error for s in scored if s.reward < 0} == {"no score within call_timeout_s = 0.4"}
+    assert {s.score.error for s in scored if s.reward < 0} == {"no score within call_timeout_s = 1.5"}
     # a loop that waits for what hangs would be late fifty times; other programs of the machine may make it late, too
     assert sum(lag > 0.3 for lag in lags) < 10 and sorted(lags)[len(lags) // 2] < 0.05
 
