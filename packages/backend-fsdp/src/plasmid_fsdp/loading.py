@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from plasmid.errors import ModelError
+from plasmid.model_building import BUILDING
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -33,7 +34,7 @@ def on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float3
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
         _without_dropout(config)
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=trust
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from plasmid.errors import ModelError, one_line
+from plasmid.model_building import BUILDING
 from plasmid.types import Ints
 from safetensors import SafetensorError
 from torch import Tensor
@@ -140,7 +141,8 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
     if not path.is_dir():
         raise ModelError(f"model.path: no such folder: {path}")
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(path, **options)
+        with BUILDING:
+            loaded = AutoModelForCausalLM.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model.path: {path} cannot be loaded: {one_line(error)}") from error
     hf, info = loaded
