@@ -18,6 +18,7 @@ from .components import (
     TrainerConfig,
     Workflow,
 )
+from .evaluation_config import EvalConfig
 from .types import SamplingParams
 
 Positive = Annotated[int, Field(ge=1)]
@@ -67,6 +68,8 @@ class PlacementConfig(Settings):
     """Move the trainer to host memory while the engine samples."""
     offload_engine: bool = False
     """Let the engine give up its GPU memory while the trainer trains."""
+    eval_ranks: int = Field(0, ge=0)
+    """GPUs (on the CPU: processes) of an engine of their own for evaluation sets with mode = "engine"."""
     rollout_workers: int = Field(1, ge=1)
     """Processes that run workflows, rewards and filters."""
     threads: Literal["auto"] | Positive = "auto"
@@ -136,38 +139,6 @@ class CheckpointConfig(Settings):
     """Write a Hugging Face folder of the final policy."""
 
 
-class EvalConfig(Settings):
-    """``[[eval]]``: one evaluation set."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    """Name in metrics: ``eval/<name>/reward``."""
-    data: SerializeAsAny[DataSource]
-    """Its prompts, read once from the beginning."""
-    sampling: SamplingParams | None = None
-    """Sampling settings; by default the run's ``[sampling]``."""
-    samples_per_prompt: int = Field(1, ge=1)
-    """Rollouts of each prompt."""
-    pass_at: tuple[int, ...] = ()
-    """Values of k for pass@k, at most `samples_per_prompt`."""
-    pass_threshold: float = 1.0
-    """A sample passes if its reward reaches this."""
-    limit: Literal["all"] | Positive = "all"
-    """Prompts to use."""
-    every: int = Field(0, ge=0)
-    """Batches between two evaluations; 0 for none during the run."""
-    at_start: bool = True
-    """Evaluate before the first batch."""
-    at_end: bool = True
-    """Evaluate after the last batch."""
-
-    @model_validator(mode="after")
-    def _k_fits(self) -> Self:
-        for k in self.pass_at:
-            if not 1 <= k <= self.samples_per_prompt:
-                raise ValueError(f"pass_at: k must be in 1..{self.samples_per_prompt} (samples_per_prompt), got {k}")
-        return self
-
-
 class RunConfig(Settings):
     """Everything that `rl train` needs to know."""
 
@@ -219,6 +190,7 @@ class RunConfig(Settings):
             *self._restricted_sampling(),
             *self._uneven_batches(),
             *self._names_used_twice(),
+            *self._evaluation_modes(),
         ]
         if mistakes:
             raise ValueError("\n".join(mistakes))
@@ -273,16 +245,25 @@ class RunConfig(Settings):
             if value not in (default, 1 if name == "samples_per_prompt" else default):
                 yield f"run.{name}: {value} is never read, because algorithm {kind!r} never samples; remove it"
 
+    @property
+    def replays_kept_sets(self) -> bool:
+        """True if log-probabilities are taken within what top-p, top-k and min-p left to draw from."""
+        restricted = bool(self.sampling.restrictions) and self.sampling.temperature > 0
+        return restricted and self.rollout is not None and self.rollout.gives_kept_sets
+
     def _restricted_sampling(self) -> Iterator[str]:
-        if not self.algorithm.reads_rollout_logprobs():
+        if self.rollout is None:
             return
-        for name in ("top_p", "top_k", "min_p"):
-            value = getattr(self.sampling, name)
-            if value != SamplingParams.model_fields[name].default:
+        kind = type(self.rollout).model_fields["kind"].default
+        refused = self.algorithm.reads_rollout_logprobs() and not self.replays_kept_sets
+        for name, value in self.sampling.restrictions.items():
+            if self.sampling.temperature == 0:
+                yield f"sampling.{name}: {value} is never read at temperature 0; remove it"
+            elif refused:
                 yield (
-                    f"sampling.{name}: {value} restricts what is drawn, and the engine's log-probabilities do not say "
-                    "so; ratios to them, which this algorithm corrects with, would be wrong; remove it, or set "
-                    'algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
+                    f"sampling.{name}: {value} restricts what is drawn, and rollout engine {kind!r} does not say to "
+                    "what; ratios to its log-probabilities, which this algorithm corrects with, would be wrong; "
+                    'remove it, use another engine, or set algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
                 )
 
     def _uneven_batches(self) -> Iterator[str]:
@@ -317,3 +298,24 @@ class RunConfig(Settings):
         for name in dict.fromkeys(names):
             if names.count(name) > 1:
                 yield f"eval: {names.count(name)} sets are named {name!r}; metrics need distinct names"
+        if "mean" in names:
+            yield f"eval.{names.index('mean')}.name: 'mean' is what the mean over all sets is called; choose another"
+
+    def _evaluation_modes(self) -> Iterator[str]:
+        modes = [set_.mode for set_ in self.eval]
+        for index, mode in enumerate(modes):
+            if mode == "floating" and self.run.max_staleness == 0:
+                yield (
+                    f'eval.{index}.mode: "floating" evaluates while rollouts of training go on, and with '
+                    'run.max_staleness = 0 they stop for every batch; raise it, or set mode to "block" or "engine"'
+                )
+            if mode == "engine" and self.placement.eval_ranks == 0:
+                yield (
+                    f'eval.{index}.mode: "engine" needs processes for that engine; set placement.eval_ranks, for '
+                    "example to 1"
+                )
+        if self.placement.eval_ranks and "engine" not in modes:
+            yield (
+                f"placement.eval_ranks: {self.placement.eval_ranks} is never read, no evaluation set has "
+                'mode = "engine"; remove it'
+            )

@@ -137,12 +137,14 @@ def _plugin_files(data: Mapping[str, Any]) -> list[str]:
     return list(files)
 
 
-def _items(slot: str, value: Any, slots: Mapping[str, Classes]) -> tuple[list[Any], list[str]]:
+def _items(slot: str, value: Any, slots: Mapping[str, Classes], where: str = "") -> tuple[list[Any], list[str]]:
     """The items of a list of tables that are right, and what is wrong with the others."""
+    where = where or slot
     if not isinstance(value, list | tuple):
-        return [], [f"{slot}: must be a list of tables ([[{slot}]]), got {value!r}"]
+        table = ".".join(part for part in where.split(".") if not part.isdigit())
+        return [], [f"{where}: must be a list of tables ([[{table}]]), got {value!r}"]
     checked: list[Checked[Any]] = [
-        _eval(f"{slot}.{i}", item, slots) if slot == "eval" else _pick(f"{slot}.{i}", item, slots, slot)
+        _eval(f"{where}.{i}", item, slots) if slot == "eval" else _pick(f"{where}.{i}", item, slots, slot)
         for i, item in enumerate(value)
     ]
     return [c.model for c in checked], [line for c in checked for line in c.mistakes]
@@ -152,8 +154,14 @@ def _eval(where: str, item: Any, slots: Mapping[str, Classes]) -> Checked[EvalCo
     if not isinstance(item, Mapping):
         return Checked(None, (f"{where}: must be a table, got {item!r}",))
     data = _pick(f"{where}.data", item.get("data", {}), slots, "data", DEFAULT_KINDS["data"])
-    checked = check(EvalConfig, {**item, "data": data.model}, where, without=[] if data.model else ["data"])
-    return Checked(checked.model, (*data.mistakes, *checked.mistakes))
+    picked, mistakes = {**item, "data": data.model}, {"data": list(data.mistakes)}
+    if item.get("workflow") is not None:
+        workflow = _pick(f"{where}.workflow", item["workflow"], slots, "workflow", DEFAULT_KINDS["workflow"])
+        picked["workflow"], mistakes["workflow"] = workflow.model, list(workflow.mistakes)
+    if "rewards" in item:
+        picked["rewards"], mistakes["rewards"] = _items("rewards", item["rewards"], slots, f"{where}.rewards")
+    checked = check(EvalConfig, picked, where, without=[name for name, lines in mistakes.items() if lines])
+    return Checked(checked.model, (*(line for lines in mistakes.values() for line in lines), *checked.mistakes))
 
 
 def _pick(
