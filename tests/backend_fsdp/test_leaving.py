@@ -11,8 +11,8 @@ from plasmid.protocols import SyncPlan
 from plasmid.sync import compare, unpack
 from plasmid.sync.checksum import checksum
 from plasmid.testing.tiny import make_tiny_model
+from plasmid.training.folder_writer import FolderWriter
 from plasmid.types import BucketSum, SyncReceipt
-from plasmid_fsdp import export
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -91,7 +91,7 @@ def test_an_export_has_the_dtype_of_its_config(one_rank, tmp_path):
 def test_a_large_model_is_exported_to_several_files(tmp_path, tiny_model):
     tensors = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(3)}
     sizes = {"t0": 1 << 32, "t1": 1 << 31, "t2": 1 << 31}
-    writer = export.FolderWriter(tmp_path / "out", source=tiny_model, tokenizer=tiny_model)
+    writer = FolderWriter(tmp_path / "out", source=tiny_model, tokenizer=tiny_model)
     writer.write(iter(tensors.items()), sizes=sizes)
     names = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors*"))
     assert names == [

@@ -14,7 +14,7 @@ from plasmid.errors import ConfigError, ModelError
 from plasmid.recipe import validate
 from plasmid.run.local import LocalCluster
 from plasmid.testing.tiny import make_tiny_model
-from plasmid_fsdp.learning_rate import learning_rate
+from plasmid.training.learning_rate import learning_rate
 from plasmid_fsdp.settings import FSDP
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from plasmid.training.model_folder import differences, read_config
 from torch import Tensor
 
-from .folder import differences, read_config
 from .launch import Shard
 from .loading import Source, reshard
 from .model import Policy, build_policy

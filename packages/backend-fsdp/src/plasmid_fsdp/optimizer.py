@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from plasmid.training.learning_rate import learning_rate
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from .learning_rate import learning_rate
 from .optimizer_settings import OptimizerSettings
 from .weights import local
 

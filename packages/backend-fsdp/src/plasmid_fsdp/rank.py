@@ -12,15 +12,16 @@ import torch.distributed as dist
 from plasmid.protocols import SyncPlan
 from plasmid.recipe import resolve
 from plasmid.sync import send_weights
+from plasmid.training.handover import Handover
+from plasmid.training.memory import give_back_memory, memory_metrics
+from plasmid.training.model_folder import dtype_of
 from plasmid.training.rank_batch import RankBatch
+from plasmid.training.ranked_trainer import Seat
 from plasmid.types import Floats, Role, SyncReceipt
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .export import export_folder, whole_tensors
-from .folder import dtype_of
-from .handover import Handover
 from .launch import RankSetup
-from .memory import give_back_memory, memory_metrics
 from .models import make_models, source
 from .ranks import Ranks
 from .settings import FSDP
@@ -48,7 +49,7 @@ class RankProcess:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
-    def join(self, host: str, port: int) -> None:
+    def join(self, host: str, port: int) -> Seat:
         """Meet the other ranks and load the models. Raises `ModelError`."""
         shard, run = self._setup.shard, self._config.run
         store = self._store or TCPStore(host, port, is_master=False)
@@ -63,6 +64,7 @@ class RankProcess:
         )
         ranks = Ranks(shard=shard, device=self._device)
         self._models, self._handover = make_models(self._config, ranks), Handover(ranks)
+        return Seat(part=shard.rank, answers=True)
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
         """Compute and keep the scores of this rank's samples."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from plasmid.errors import ModelError
+from plasmid.training.model_folder import weight_files
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .folder import weight_files
 from .launch import Shard
 
 SHOWN = 3

@@ -18,8 +18,9 @@ Indices = tuple[int, ...]
 class Microbatching:
     """How large a microbatch may be."""
 
-    unit: Literal["samples", "tokens"]
-    """Count samples, or padded tokens: rows are padded on the right, so n rows cost n times the longest."""
+    unit: Literal["samples", "tokens", "packed"]
+    """Count samples, tokens with padding (rows padded on the right: n rows cost n times the longest), or packed tokens
+    (rows one after another: they cost their lengths)."""
     size: int
     """Most of them in one microbatch. A sample of more tokens than that sits alone."""
 
@@ -91,15 +92,17 @@ def pack(samples: Sequence[int], lengths: Sequence[int], microbatching: Microbat
     """Microbatches of one rank, the longest samples first: what needs most memory fails early and pads least."""
     packed: list[list[int]] = []
     for sample in sorted(samples, key=lambda i: (-lengths[i], i)):
-        if packed and _fits(packed[-1], lengths, microbatching):
+        if packed and _fits(packed[-1], sample, lengths, microbatching):
             packed[-1].append(sample)
         else:
             packed.append([sample])
     return tuple(map(tuple, packed))
 
 
-def _fits(microbatch: Sequence[int], lengths: Sequence[int], microbatching: Microbatching) -> bool:
+def _fits(microbatch: Sequence[int], sample: int, lengths: Sequence[int], microbatching: Microbatching) -> bool:
     """True if one more sample, no longer than the first, has room."""
     rows = len(microbatch) + 1
+    if microbatching.unit == "packed":
+        return sum(lengths[i] for i in microbatch) + lengths[sample] <= microbatching.size
     cost = rows if microbatching.unit == "samples" else rows * lengths[microbatch[0]]
     return cost <= microbatching.size

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plasmid.errors import ModelError
+from ..errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from .optimizer_settings import OptimizerSettings
+from .learning_settings import LearningSettings
 
 
-def learning_rate(settings: OptimizerSettings, *, step: int, total_steps: int) -> float:
+def learning_rate(settings: LearningSettings, *, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step ``step``, counted from 0, in a run of ``total_steps``."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     return settings.lr * _decay(settings, step, total_steps)
 
 
-def _decay(settings: OptimizerSettings, step: int, total_steps: int) -> float:
+def _decay(settings: LearningSettings, step: int, total_steps: int) -> float:
     if settings.schedule == "constant":
         return 1.0
     end = total_steps if settings.decay_steps == "auto" else settings.decay_steps

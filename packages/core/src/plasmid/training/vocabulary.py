@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plasmid.errors import ModelError
-
-from .folder import read_config
+from ..errors import ModelError
+from .model_folder import read_config
 
 
 def check_vocabulary(where: str, path: Path, *, policy: Path, tokenizer: Path) -> None:

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from plasmid.batch import Rows
-from plasmid.training.rank_batch import RankBatch
-from plasmid.types import Floats, Role
 from torch import Tensor
 
-from .ranks import Ranks
+from ..batch import Rows
+from ..types import Floats, Role
+from .rank_batch import RankBatch
+
+
+class Peers(Protocol):
+    """The ranks that hold the other parts of a batch, as one of them sees them. All call every method together."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where scores live."""
+        ...
+
+    def any(self, value: bool) -> bool:
+        """True if it is on any rank."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +44,7 @@ class Kept:
 class Handover:
     """What one rank keeps between scoring and training. All ranks call every method together."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Peers) -> None:
         self._ranks = ranks
         self._kept: dict[int, Kept] = {}
 
