@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .protocols import Cluster, RolloutEngine, RunContext, Trainer
-from .types import Completion, Ints, Prompt, PromptGroup, Role, Sample, SamplingParams, Score
+from .types import Completion, Ints, Message, Prompt, PromptGroup, Role, Sample, SamplingParams, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,12 +193,19 @@ class Rollout(Protocol):
     """Rollout id; also the engine's session id."""
     sampling: SamplingParams
 
-    async def generate(self, token_ids: Ints) -> Completion:
-        """Continue the tokens by the current policy; seeds, ids and deadlines are taken care of."""
+    max_length: int | None
+    """Longest sample in tokens, prompt included; None where no limit is known."""
+    async def generate(
+        self, token_ids: Ints, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Continue the tokens by the current policy; seeds, ids and deadlines are taken care of.
+
+        ``max_new_tokens`` may only lower that of `sampling`; the texts ``stop`` end the completion besides its own.
+        """
         ...
 
-    def decode(self, token_ids: Ints) -> str:
-        """Tokens to text, special tokens left out."""
+    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
+        """Tokens to text, special tokens left out unless they are asked for."""
         ...
 
     def encode(self, text: str) -> Ints:
@@ -206,6 +213,13 @@ class Rollout(Protocol):
         ...
 
     def sample(self, prompt: Prompt, completions: Sequence[Completion | Ints], **fields: Any) -> Sample:
+    def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
+        """Text of messages through the chat template with these arguments, the generation prompt included.
+
+        Raises `DataError` if the template refuses them.
+        """
+        ...
+
         """A sample of the prompt, then completions (trained on) and plain tokens (tool replies, not trained on)."""
         ...
 

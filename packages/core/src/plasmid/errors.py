@@ -34,6 +34,10 @@ class EngineError(PlasmidError):
     """A rollout engine cannot serve."""
 
 
+class TemplateError(PlasmidError):
+    """A chat template cannot continue a conversation without rendering its past anew."""
+
+
 class RewardError(PlasmidError):
     """A reward raised or ran out of time. Names the reward and the sample."""
 

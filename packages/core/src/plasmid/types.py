@@ -90,6 +90,8 @@ class Prompt:
     """[P] in a demonstration, whose tokens are the whole text: True on what the policy learns to write."""
 
     @property
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that the chat template rendered them with; later turns use them, too."""
     def num_given(self) -> int:
         """Tokens that the policy sees before it writes the first one."""
         return len(self.token_ids) if self.trained is None else int(np.argmax(self.trained))

@@ -194,3 +194,4 @@ def _labels(parts: Sequence[FileSlice]) -> list[str]:
     names = [part.path.name for part in parts]
     counts = [names[:i].count(name) + 1 for i, name in enumerate(names)]
     return [name if count == 1 else f"{name}#{count}" for name, count in zip(names, counts, strict=True)]
+            template={} if isinstance(row.prompt, str) else self._template,

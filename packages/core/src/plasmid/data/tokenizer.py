@@ -55,20 +55,24 @@ class Tokenizer:
         # verbose would print a line about texts longer than the model takes; what is done about those is said elsewhere
         return np.asarray(self._hf.encode(text, add_special_tokens=False, verbose=False), np.int32)
 
-    def decode(self, token_ids: Ints) -> str:
-        """Tokens to text, special tokens left out."""
+    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
+        """Tokens to text, special tokens left out unless they are asked for."""
         ids = np.asarray(token_ids).tolist()
-        return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._hf.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False))
 
     def encode_prompt(self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> tuple[Ints, str]:
         """Token ids and text of plain text as it is, or of messages through the chat template with its arguments.
 
         Raises `DataError` if there is no chat template, if it does not read an argument, or if it refuses the messages.
         """
-        text = prompt if isinstance(prompt, str) else self._render(prompt, template)
+        text = prompt if isinstance(prompt, str) else self.render(prompt, template)
         return self.encode(text), text
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
+        """Text of messages through the chat template; the generation prompt follows unless an argument says no.
+
+        Raises `DataError` as `encode_prompt` does.
+        """
         self._check_arguments(template)
         ends = not template.get("continue_final_message", False)
         arguments = {"add_generation_prompt": ends, **template}

@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..components import Workflow
+from ..errors import PlasmidError
 from ..protocols import EngineClient
 from ..types import (
     Completion,
     GenerateRequest,
     Ints,
     Prompt,
+    Message,
     Sample,
     SamplingParams,
     StopReason,
@@ -36,8 +38,12 @@ class Codec(Protocol):
         """Text to tokens, no special tokens added."""
         ...
 
-    def decode(self, token_ids: Ints) -> str:
-        """Tokens to text, special tokens left out."""
+    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
+        """Tokens to text, special tokens left out unless they are asked for."""
+        ...
+
+    def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
+        """Text of messages through the chat template. Raises `DataError`."""
         ...
 
 
@@ -53,18 +59,21 @@ class Execution:
     seed: int
     deadline_s: float
     turns: int = 0
+    max_length: int | None = None
     running: set[str] = field(default_factory=set)
     generate_s: float = 0.0
     samples_made: int = 0
 
-    async def generate(self, token_ids: Ints) -> Completion:
+    async def generate(
+        self, token_ids: Ints, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
         """One turn. A request that was aborted for a weight sync goes on where it stopped, under the newer policy."""
         turn, self.turns = self.turns, self.turns + 1
         request = GenerateRequest(
             id=f"{self.id}#{turn}",
             session_id=self.id,
             token_ids=np.asarray(token_ids, np.int32),
-            sampling=self.sampling,
+            sampling=narrowed(self.sampling, max_new_tokens, stop),
             seed=seed_of(self.seed, turn),
             deadline_s=self.deadline_s,
             wants_kept_set=False,
@@ -91,8 +100,11 @@ class Execution:
     def encode(self, text: str) -> Ints:
         return self.codec.encode(text)
 
-    def decode(self, token_ids: Ints) -> str:
-        return self.codec.decode(token_ids)
+    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
+        return self.codec.decode(token_ids, keep_special=keep_special)
+
+    def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
+        return self.codec.render(messages, template)
 
     def sample(self, prompt: Prompt, completions: Sequence[Completion | Ints], **fields: Any) -> Sample:
         """Put completions (trained on) and plain tokens (not trained on) behind the prompt."""
@@ -140,6 +152,16 @@ def join(parts: Sequence[Completion]) -> Completion:
     spans: list[VersionSpan] = []
     position = 0
     for part in parts:
+def narrowed(sampling: SamplingParams, max_new_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
+    """The settings with a lower limit and more texts that end a completion; how tokens are drawn is the same."""
+    changes: dict[str, Any] = {}
+    if max_new_tokens is not None:
+        changes["max_new_tokens"] = max(1, min(max_new_tokens, sampling.max_new_tokens))
+    if stop:
+        changes["stop"] = (*sampling.stop, *(text for text in stop if text not in sampling.stop))
+    return sampling.model_copy(update=changes) if changes else sampling
+
+
         spans += [span.shifted(position) for span in part.versions]
         position += len(part.token_ids)
     timings: dict[str, float] = {}
@@ -164,7 +186,7 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
             raise RolloutFailed(f"workflow {type(workflow).__name__} returned no sample")
     except TimeoutError:
         samples = [_failed(execution, prompt, f"no end within {timeout_s:g} s")]
-    except RolloutFailed as error:
+    except (RolloutFailed, PlasmidError) as error:
         samples = [_failed(execution, prompt, str(error))]
     except Exception as error:  # boundary: workflows are users' code, and one bad rollout is data, not a crash
         log.exception("rollout %s of prompt %s failed", execution.id, prompt.id)

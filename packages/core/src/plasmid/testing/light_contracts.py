@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..components import Component, Filter, Reward, Workflow
 from ..rollout.execution import Codec, Execution
-from ..types import Ints, Prompt, Sample, SamplingParams, Score, StopReason
+from ..types import Ints, Message, Prompt, Sample, SamplingParams, Score, StopReason
 from .fakes import FakeEngine, FakeEngineConfig
 from .rewards import make_group, make_prompt, make_sample
 
@@ -105,6 +107,10 @@ class Digits:
         """One token for each character."""
         return np.array([7 + int(c) if c.isdecimal() else 6 for c in text], np.int32)
 
-    def decode(self, token_ids: Ints) -> str:
+    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
         """One character for each token."""
         return "".join(str(t - 7) if 7 <= t <= 16 else "?" for t in token_ids.tolist())
+
+    def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
+        """Every message on a line of its own."""
+        return "".join(f"{message.get('content', '')}\n" for message in messages)
