@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
@@ -79,6 +80,12 @@ class Transcript:
         """Begin with messages through the chat template. Raises `DataError` if it refuses them."""
         opening = chat.encode(chat.render(messages, template or {}))
         return cls(chat, opening, messages, template=template, keep_past=keep_past)
+
+    def fork(self) -> Self:
+        """A conversation that goes on from here by itself. Both hold the same completions."""
+        other = copy(self)
+        other.parts, other._history, other._turn = self.parts.copy(), self._history.copy(), self._turn.copy()
+        return other
 
     @property
     def token_ids(self) -> Ints:
