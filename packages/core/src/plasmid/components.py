@@ -307,7 +307,17 @@ class TrainerConfig(Component):
 class RolloutEngineConfig(Component):
     """Selects and configures an inference engine."""
 
-    gpus_per_engine: ClassVar[int] = 1
+
+    def mistakes(self, config: RunConfig) -> Iterator[str]:
+        """What these settings say that does not fit the rest of the recipe, one ``<table>.<key>: ...`` each."""
+        yield from ()
+
+    def canary(self) -> float | None:
+        """Largest difference of log-probabilities to the trainer on a canary after each weight sync; None for no canary.
+
+        An engine needs one that loads weights by code which is not the trainer's (see `run/canary.py`).
+        """
+        return None
 
     @abstractmethod
     async def build(self, context: BuildContext) -> RolloutEngine:

@@ -230,6 +230,8 @@ class RunConfig(Settings):
             if not used and getattr(self, name) != type(self).model_fields[name].default:
                 yield f"{name}: algorithm {kind!r} with these settings never reads it; remove the table"
         yield from self.trainer.mistakes(self.algorithm)
+        if self.rollout is not None:
+            yield from self.rollout.mistakes(self)
 
     def _unread_without_engine(self) -> Iterator[str]:
         if self.algorithm.needs().engine:

@@ -55,8 +55,8 @@ class Resources:
     """What one actor needs."""
 
     cpus: float = 1.0
-    gpu: int | None = None
-    """Index of the GPU bundle in the run's placement; None for no GPU. Parts that name one bundle share the GPU."""
+    gpu: int | tuple[int, ...] | None = None
+    """Index of the GPU bundle in the run's placement, or several; None for no GPU. Parts that name one share the GPU."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables, set before anything is imported."""
 

@@ -147,7 +147,8 @@ class RayCluster:
             "MALLOC_ARENA_MAX": "2",
         }
         env |= resources.env
-        env["CUDA_VISIBLE_DEVICES"] = "" if resources.gpu is None else _visible_gpus()[resources.gpu]
+        bundles = (resources.gpu,) if isinstance(resources.gpu, int) else resources.gpu or ()
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus()[bundle] for bundle in bundles)
         log_file = str(self._log_dir / f"{name}.log")
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 4096}
         process: Any = ray.remote(_Process)
