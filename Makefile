@@ -14,10 +14,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # without an NVIDIA driver torch is held at a version that has a CPU build
 GPU := $(wildcard /proc/driver/nvidia/version)
-PACKAGES := core backend-fsdp rollout-hf rewards cli
+PACKAGES := core backend-fsdp rollout-hf rewards agents cli
 EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) '.[all]'
 PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
-MODULES  := plasmid plasmid_fsdp plasmid_hf plasmid_rewards plasmid_cli
+MODULES  := plasmid plasmid_fsdp plasmid_hf plasmid_rewards plasmid_agents plasmid_cli
 PINS := $(VENV)/pins.txt
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
 # two processes: the suite is mostly one thread of work at a time

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROJECTS = ("packages/core", "packages/backend-fsdp", "packages/rollout-hf", "packages/rewards", "packages/cli", ".")
+PROJECTS = (
+    "packages/core",
+    "packages/backend-fsdp",
+    "packages/rollout-hf",
+    "packages/rewards",
+    "packages/agents",
+    "packages/cli",
+    ".",
+)
 RECIPE = """
 model.path = "MODEL"
 run = { batches = 1, prompts_per_batch = 2, samples_per_prompt = 2 }
@@ -61,7 +69,15 @@ def bin_(wheels, tmp_path_factory) -> Path:
 
 def test_there_is_a_wheel_of_every_distribution_with_its_files(wheels):
     names = [wheel.name.split("-")[0] for wheel in wheels]
-    assert names == ["plasmid", "plasmid_cli", "plasmid_core", "plasmid_fsdp", "plasmid_hf", "plasmid_rewards"]
+    assert names == [
+        "plasmid",
+        "plasmid_agents",
+        "plasmid_cli",
+        "plasmid_core",
+        "plasmid_fsdp",
+        "plasmid_hf",
+        "plasmid_rewards",
+    ]
     packed = {n.split("-")[0]: set(zipfile.ZipFile(wheel).namelist()) for n, wheel in zip(names, wheels, strict=True)}
     for project in PROJECTS[:-1]:
         (package,) = (p for p in (ROOT / project / "src").iterdir() if p.name.startswith("plasmid") and p.is_dir())

@@ -1,0 +1,54 @@
+"""Programs as agents: the prompt on standard input, the server in environment variables."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .task import AgentFailed, Result, Task
+
+LONGEST = 1 << 20
+"""Bytes of standard output that count as the answer: the last ones."""
+
+
+async def run_command(command: Sequence[str], task: Task) -> Result:
+    """Run the program once; what it prints is its answer.
+
+    Raises `AgentFailed` if it does not end with code 0. If this is cancelled, the program is killed with all that it
+    started.
+    """
+    with tempfile.TemporaryDirectory(prefix="plasmid-agent-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        for file, text in (("prompt.txt", task.prompt), ("task.json", task.document())):
+            (folder / file).write_text(text, encoding="utf-8")
+        files = {"PLASMID_PROMPT_FILE": str(folder / "prompt.txt"), "PLASMID_TASK_FILE": str(folder / "task.json")}
+        out, err = folder / "out", folder / "err"
+        with (folder / "prompt.txt").open() as given, out.open("wb") as output, err.open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=given,
+                stdout=output,
+                stderr=errors,
+                env={**os.environ, **task.environment(), **files},
+                start_new_session=True,
+            )
+        try:
+            code = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if code != 0:
+            last = _tail(err).strip().splitlines()[-1:] or _tail(out).strip().splitlines()[-1:]
+            raise AgentFailed(f"{command[0]} ended with code {code}: {' '.join(last)[-300:] or 'it printed nothing'}")
+        return Result(answer=_tail(out).strip() or None)
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LONGEST))
+        return file.read().decode("utf-8", errors="replace")

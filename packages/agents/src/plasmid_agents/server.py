@@ -1,0 +1,183 @@
+"""The HTTP server that agents talk to: one for all sessions of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from plasmid.errors import one_line
+from plasmid.types import SamplingParams
+
+from .chat import ChatRequest, Problem, Refused, Reply
+from .session import Prepared, Session
+from .wire import anthropic_messages, openai_chat, openai_text
+
+MAX_BODY = 64 << 20
+"""Bytes of one request."""
+KEEP_ALIVE_S = 5.0
+"""Time between two signs of life in a stream: proxies close silent connections, and clients that left are noticed."""
+ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/messages and /v1/messages/count_tokens"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+log = logging.getLogger(__name__)
+
+
+class Wire(Protocol):
+    """One API's format; the modules in `wire` are such."""
+
+    def parse(self, data: object, sampling: SamplingParams) -> ChatRequest: ...
+
+    def answer(self, request: ChatRequest, reply: Reply) -> dict[str, Any]: ...
+
+    def events(self, request: ChatRequest, reply: Reply) -> Iterator[bytes]: ...
+
+    def refusal(self, error: Refused) -> tuple[int, dict[str, Any]]: ...
+
+    def refusal_event(self, error: Refused) -> bytes: ...
+
+
+class AgentServer:
+    """Serves OpenAI's and Anthropic's APIs. A request names its session by the base URL or by its API key."""
+
+    def __init__(self, *, host: str, advertised: str) -> None:
+        self._host, self._advertised = host, advertised
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    async def start(self) -> None:
+        """Listen on a free port. Raises `OSError` if the host cannot be listened on."""
+        app = web.Application(client_max_size=MAX_BODY)
+        for prefix in ("", "/{session}"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", _turns(self._session, openai_chat))
+            app.router.add_post(f"{prefix}/v1/completions", _turns(self._session, openai_text))
+            app.router.add_post(f"{prefix}/v1/messages", _turns(self._session, anthropic_messages))
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{name}}", self._model)
+        app.router.add_route("*", "/{path:.*}", _nowhere)
+        # a handler ends with its client: what nobody waits for must not be drawn, nor trained on
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        self._port = int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Stop listening; requests that still run are cancelled."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextlib.contextmanager
+    def serving(self, session: Session) -> Iterator[tuple[str, str]]:
+        """Serve a session; gives its URL, to which APIs add ``/v1``, and its API key."""
+        key = secrets.token_hex(16)
+        self._sessions[key] = session
+        try:
+            yield f"http://{self._advertised}:{self._port}/{key}", key
+        finally:
+            del self._sessions[key]
+
+    def _session(self, request: web.Request) -> Session:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        key = request.match_info.get("session") or request.headers.get("x-api-key") or bearer
+        if key not in self._sessions:
+            raise Refused(
+                Problem.UNKNOWN_SESSION,
+                "no rollout has this base URL or API key, or it has ended; use those that the agent was started with",
+            )
+        return self._sessions[key]
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        try:
+            session = self._session(request)
+            asked = anthropic_messages.parse_count(await _json(request), session.sampling)
+            return web.json_response({"input_tokens": session.count(asked)})
+        except Refused as error:
+            return _refuse(anthropic_messages, error)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [_card("policy")], "has_more": False})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(_card(request.match_info["name"]))
+
+
+def _turns(find: Callable[[web.Request], Session], wire: Wire) -> Handler:
+    """Handles requests for turns in one format."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        session = None
+        try:
+            session = find(request)
+            prepared = session.prepare(wire.parse(await _json(request), session.sampling))
+            if prepared.request.stream:
+                return await _stream(request, wire, session, prepared)
+            return web.json_response(wire.answer(prepared.request, await session.generate(prepared)))
+        except Refused as error:
+            return _refuse(wire, error)
+        except (ConnectionError, web.HTTPException):
+            raise
+        except Exception as error:  # boundary: the agent gets an answer, and the rollout an error
+            log.exception("a request failed")
+            if session is not None:
+                session.error = one_line(error)
+            return _refuse(wire, Refused(Problem.ENGINE, one_line(error)))
+
+    return handle
+
+
+async def _stream(request: web.Request, wire: Wire, session: Session, prepared: Prepared) -> web.StreamResponse:
+    """Tell the turn in pieces once it is complete: only its end shows whether it calls tools."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    turn = asyncio.ensure_future(session.generate(prepared))
+    try:
+        while not (await asyncio.wait([turn], timeout=KEEP_ALIVE_S))[0]:
+            await response.write(b": waiting for the policy\n\n")
+        for event in _told(wire, session, prepared, turn):
+            await response.write(event)
+        await response.write_eof()
+    finally:
+        turn.cancel()
+        await asyncio.wait([turn])
+    return response
+
+
+def _told(wire: Wire, session: Session, prepared: Prepared, turn: asyncio.Future[Reply]) -> Iterator[bytes]:
+    try:
+        yield from wire.events(prepared.request, turn.result())
+    except Refused as error:
+        yield wire.refusal_event(error)
+    except Exception as error:  # boundary: as for requests without a stream
+        log.exception("a request failed")
+        session.error = one_line(error)
+        yield wire.refusal_event(Refused(Problem.ENGINE, one_line(error)))
+
+
+async def _nowhere(request: web.Request) -> web.StreamResponse:
+    wire = anthropic_messages if "anthropic-version" in request.headers else openai_chat
+    return _refuse(wire, Refused(Problem.NOT_FOUND, f"{request.path.rpartition('/v1')[2]}: served are {ENDPOINTS}"))
+
+
+async def _json(request: web.Request) -> object:
+    try:
+        return await request.json()
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Refused(Problem.BAD_REQUEST, f"the body is not valid JSON: {error}") from None
+
+
+def _refuse(wire: Wire, error: Refused) -> web.Response:
+    status, body = wire.refusal(error)
+    # clients would try again what cannot be had by trying again
+    return web.json_response(body, status=status, headers={"x-should-retry": "false"})
+
+
+def _card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "plasmid", "display_name": name}

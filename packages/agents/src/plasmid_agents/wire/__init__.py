@@ -1,0 +1,1 @@
+"""The formats of the APIs, one file each."""

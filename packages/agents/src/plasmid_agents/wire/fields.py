@@ -1,0 +1,63 @@
+"""What the request formats have in common: checked bodies, and the fields that a run does not follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from plasmid.types import SamplingParams
+
+from ..chat import Problem, Refused
+
+B = TypeVar("B", bound="Body")
+SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+"""Fields that must be what the run samples with: log-probabilities are trained at one temperature."""
+NEUTRAL: Mapping[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "best_of": 1}
+"""Fields with a value that changes nothing."""
+
+
+class Body(BaseModel):
+    """Base of what clients send. Fields that it does not name are kept, to be followed or refused by name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class TextPart(Body):
+    """A part of a message. Images and the like cannot be shown to the policy."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+Content = str | list[TextPart] | None
+
+
+def content_text(content: Content) -> str:
+    """The text of a message."""
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content or ""
+
+
+def read(cls: type[B], data: object) -> B:
+    """A checked body. Raises `Refused` with the first mistake, at its place."""
+    try:
+        return cls.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise Refused(Problem.BAD_REQUEST, f"{place}: {message}" if place else message) from None
+
+
+def unfollowed(body: Body, sampling: SamplingParams, *, no_effect: frozenset[str]) -> Iterator[str]:
+    """What a body asks for beyond the fields that its class names, and does not get."""
+    for name, value in (body.model_extra or {}).items():
+        if name in SAMPLED:
+            own = getattr(sampling, name)
+            if value is not None and value != own:
+                yield f"{name} = {value!r} (the run samples with {own!r})"
+        elif name not in no_effect and value not in (None, False, NEUTRAL.get(name)) and value not in ({}, []):
+            yield f"{name} = {str(value):.80}"

@@ -1,0 +1,57 @@
+"""OpenAI's older completions: a text to continue. Errors look like those of chat completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from plasmid.types import SamplingParams
+
+from ..chat import ChatRequest, Problem, Refused, Reply
+from .fields import read, unfollowed
+from .openai_chat import NO_EFFECT, Shared, event, refusal, refusal_event, usage
+from .pieces import pieces
+
+__all__ = ["answer", "events", "parse", "refusal", "refusal_event"]
+
+
+class TextBody(Shared):
+    """A text to continue."""
+
+    prompt: str | list[str]
+
+
+def parse(data: object, sampling: SamplingParams) -> ChatRequest:
+    """The request for a turn. Raises `Refused`."""
+    body = read(TextBody, data)
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if len(prompts) != 1 or not prompts[0]:
+        raise Refused(Problem.BAD_REQUEST, f"prompt: must be one text that is not empty, got {len(prompts)} texts")
+    return ChatRequest(
+        **body.shared(),
+        text=prompts[0],
+        max_tokens=body.max_tokens,
+        unfollowed=tuple(unfollowed(body, sampling, no_effect=NO_EFFECT)),
+    )
+
+
+def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
+    """The whole reply."""
+    return {**_chunk(request, reply, reply.text, reply.finish), "usage": usage(reply)}
+
+
+def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
+    """The same reply in pieces."""
+    for piece in pieces(reply.text):
+        yield event(_chunk(request, reply, piece, None))
+    yield event(_chunk(request, reply, "", reply.finish))
+    if request.stream_usage:
+        yield event({**_chunk(request, reply, "", None), "choices": [], "usage": usage(reply)})
+    yield b"data: [DONE]\n\n"
+
+
+def _chunk(request: ChatRequest, reply: Reply, text: str, finish: str | None) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
+    head = {"id": f"cmpl-{reply.id}", "object": "text_completion", "created": int(time.time()), "model": request.model}
+    return {**head, "choices": [choice]}

@@ -1,0 +1,134 @@
+"""The workflow `agent`: a program that knows nothing of training works on each prompt and talks to the policy by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from plasmid.components import Rollout, Workflow
+from plasmid.errors import PluginError
+from plasmid.protocols import RunContext
+from plasmid.rollout.execution import RolloutFailed
+from plasmid.rollout.seeds import seed_of
+from plasmid.rollout.tool_calls import PARSERS
+from plasmid.types import Prompt, Sample
+
+from .launch import AgentFailed, FunctionHost, Result, Target, Task, run_command
+from .session import Rules, Session
+
+if TYPE_CHECKING:
+    from .server import AgentServer
+
+Format = Literal["hermes", "llama3", "mistral", "python", "qwen-xml"]
+
+
+class Agent(Workflow):
+    """An agent per rollout, a function or a program, that reaches the policy through OpenAI's or Anthropic's API."""
+
+    kind: Literal["agent"] = "agent"
+    function: str = ""
+    """The agent as a Python function, sync or async: ``module:function`` or ``file.py:function``."""
+    command: tuple[str, ...] = ()
+    """The agent as a program with its arguments. The prompt comes on standard input."""
+    max_turns: int = Field(50, ge=1)
+    """Turns of the policy in one rollout; then requests are refused, and the samples count as cut off."""
+    max_tokens: Literal["all"] | int = "all"
+    """Tokens that the policy may draw in one rollout, over all turns; then as with max_turns."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Longest time for one agent; past it the agent is killed, and its rollout becomes a sample with an error."""
+    tool_calls: Format = "hermes"
+    """How the policy writes calls of tools."""
+    keep_past: bool = False
+    """Go on from what the policy drew where the chat template would now leave out words of it, such as earlier
+    reasoning. Otherwise what the template shows begins another sample."""
+    unfollowed: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of requests that ask for what the run does not follow (another temperature, a forced tool, a response
+    format, a seed): an error that names it, or nothing."""
+    host: str = "127.0.0.1"
+    """Address to listen on; ``0.0.0.0`` for agents in containers or on other machines."""
+    advertised_host: str = "auto"
+    """Name by which agents reach the server; ``auto`` is the address it listens on, or the loopback for ``0.0.0.0``."""
+
+    _server: AgentServer | None = PrivateAttr(None)
+    _functions: FunctionHost | None = PrivateAttr(None)
+    _seed: int = PrivateAttr(0)
+
+    @model_validator(mode="after")
+    def _can_be_started(self) -> Self:
+        if bool(self.function) == bool(self.command):
+            raise ValueError('needs either function = "file.py:name" or command = ["program", "argument"], one of them')
+        if isinstance(self.max_tokens, int) and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be 'all' or at least 1, got {self.max_tokens}")
+        try:
+            if self.function:
+                Target.parse(self.function).check()
+        except ValueError as error:
+            raise ValueError(f"function: {error}") from None
+        if self.command and shutil.which(self.command[0]) is None:
+            raise ValueError(f"command: no such program: {self.command[0]}")
+        return self
+
+    async def open(self, context: RunContext) -> None:
+        """Start the server, and import the function. Raises `PluginError`."""
+        from .server import AgentServer  # settings are read without the web server
+
+        self._seed = context.seed
+        if self.function:
+            self._functions = FunctionHost(Target.parse(self.function))
+            await self._functions.start()
+        loopback = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
+        advertised = loopback if self.advertised_host == "auto" else self.advertised_host
+        self._server = AgentServer(host=self.host, advertised=advertised)
+        try:
+            await self._server.start()
+        except OSError as error:
+            raise PluginError(f"workflow.host: cannot listen on {self.host}: {error.strerror or error}") from None
+
+    async def close(self) -> None:
+        """Stop the server and all agents."""
+        if self._functions is not None:
+            await asyncio.to_thread(self._functions.close)
+        if self._server is not None:
+            await self._server.close()
+
+    async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
+        assert self._server is not None, "open comes first"
+        session = Session(rollout, self._rules())
+        error: str | None = None
+        result = Result()
+        with self._server.serving(session) as (url, key):
+            task = Task.of(prompt, url=url, key=key, seed=seed_of(self._seed, rollout.id))
+            try:
+                result = await asyncio.wait_for(self._agent(task), self.timeout_s)
+            except TimeoutError:
+                error = f"the agent took longer than workflow.timeout_s = {self.timeout_s:g}"
+            except AgentFailed as failure:
+                # an agent cannot be blamed for what it does without the policy
+                error = None if session.is_spent else f"the agent failed: {failure}"
+            finally:
+                await session.close()
+        if session.error is not None:
+            raise RolloutFailed(session.error)
+        if error is not None:
+            return session.failed(prompt, error)
+        if not session.num_turns:
+            raise RolloutFailed("the agent never asked the policy; check that it uses the base URL it was started with")
+        return session.samples(prompt, answer=result.answer, metadata=result.metadata)
+
+    async def _agent(self, task: Task) -> Result:
+        if self._functions is not None:
+            return await self._functions.run(task)
+        return await run_command(self.command, task)
+
+    def _rules(self) -> Rules:
+        return Rules(
+            max_turns=self.max_turns,
+            max_tokens=None if self.max_tokens == "all" else self.max_tokens,
+            parser=PARSERS[self.tool_calls],
+            keep_past=self.keep_past,
+            unfollowed=self.unfollowed,
+        )
