@@ -79,7 +79,7 @@ def test_mathematics_is_compared_as_quantities_and_after_thinking():
     texts, thought = asyncio.run(work())
     assert [(case, s.value) for case, s in zip(MATH, texts, strict=True)] == [(case, case[2]) for case in MATH]
     assert [s.value for s in thought] == [value for _, value in THINKING]
-    assert texts[13].error == "no score within call_timeout_s = 2"
+    assert texts[13].error == "no answer within call_timeout_s = 2"
     assert texts[3].components == {"found": 1.0} and texts[4].components == {"found": 0.0}
 
 

@@ -40,9 +40,9 @@ def ask(tmp_path, *texts, **settings):
 
 
 REASONS = {
-    "hang": "no score within call_timeout_s = 0.5",
-    "sleep": "no score within call_timeout_s = 0.5",
-    "block-signals": "no score within call_timeout_s = 0.5",
+    "hang": "no answer within call_timeout_s = 0.5",
+    "sleep": "no answer within call_timeout_s = 0.5",
+    "block-signals": "no answer within call_timeout_s = 0.5",
     "crash": "its process was killed by SIGSEGV",
     "exit": "its process ended without an answer",
     "abort": "its process was killed by SIGABRT",
@@ -147,7 +147,7 @@ def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
 
     scored, lags = asyncio.run(work())
     assert [s.reward for s in scored] == [-1.0 if text == "hang" else 1.0 for text in texts]
-    assert {s.score.error for s in scored if s.reward < 0} == {"no score within call_timeout_s = 1.5"}
+    assert {s.score.error for s in scored if s.reward < 0} == {"no answer within call_timeout_s = 1.5"}
     # a loop that waits for what hangs would be late fifty times; other programs of the machine may make it late, too
     assert sum(lag > 0.3 for lag in lags) < 10 and sorted(lags)[len(lags) // 2] < 0.05
 

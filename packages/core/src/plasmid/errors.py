@@ -38,6 +38,10 @@ class TemplateError(PlasmidError):
     """A chat template cannot continue a conversation without rendering its past anew."""
 
 
+class IsolationError(PlasmidError):
+    """Work in a worker process raised, or a process or sandbox for it cannot be made."""
+
+
 class RewardError(PlasmidError):
     """A reward raised or ran out of time. Names the reward and the sample."""
 

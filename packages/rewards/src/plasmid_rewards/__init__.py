@@ -11,16 +11,15 @@ from .format import Format
 from .gpqa import GPQA
 from .gym import ReasoningGym, ReasoningGymSource
 from .instructions import IFBench, IFEval
-from .isolation import PooledReward
 from .length import Length
 from .math_answer import Math
 from .max_truncated import MaxTruncated
 from .nonzero_spread import NonzeroSpread
 from .number import Number, find_number
 from .pattern import Regex
+from .pooled import PooledReward
 from .random_value import Random
 from .reward_range import RewardRange
-from .sandbox import Outcome, Program, Sandbox, SandboxSettings
 from .web import Judge, Remote
 
 __all__ = [
@@ -43,19 +42,15 @@ __all__ = [
     "MaxTruncated",
     "NonzeroSpread",
     "Number",
-    "Outcome",
     "Part",
     "PooledReward",
     "Product",
-    "Program",
     "Random",
     "ReasoningGym",
     "ReasoningGymSource",
     "Regex",
     "Remote",
     "RewardRange",
-    "Sandbox",
-    "SandboxSettings",
     "Sum",
     "find_number",
 ]

@@ -10,7 +10,7 @@ from plasmid import Prompt, Score
 from plasmid.errors import RewardError
 
 from .extras import needed
-from .isolation import PooledReward
+from .pooled import PooledReward
 
 
 class Instructions(PooledReward):

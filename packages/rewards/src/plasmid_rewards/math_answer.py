@@ -11,7 +11,7 @@ from pydantic import Field
 
 from .boxed_text import last_boxed, unboxed
 from .extras import needed
-from .isolation import PooledReward
+from .pooled import PooledReward
 from .targets import accepted
 
 LONGEST = 1000

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
-from plasmid.errors import RewardError
+from plasmid.errors import IsolationError, RewardError
+from plasmid.isolation import Outcome, Program, Sandbox, SandboxSettings
 from pydantic import Field, PrivateAttr
 
 from ..boxed_text import after_thinking
-from ..sandbox import Outcome, Program, Sandbox, SandboxSettings
 from . import calls
 from .cases import CallCase, Case, TextCase, cases_of, same_text, same_value
 
@@ -52,7 +52,10 @@ class Code(Reward):
         super().model_post_init(context)
 
     async def open(self, context: RunContext) -> None:
-        await asyncio.wrap_future(self._pool().submit(Sandbox(self.sandbox).check))
+        try:
+            await asyncio.wrap_future(self._pool().submit(Sandbox(self.sandbox).check))
+        except IsolationError as error:
+            raise RewardError(str(error)) from None
 
     async def close(self) -> None:
         if self._threads is not None:

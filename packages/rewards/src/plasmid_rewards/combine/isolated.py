@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
+from plasmid.isolation import Limits
+from plasmid.isolation.worker import Work
 from pydantic import AfterValidator, Field, SerializeAsAny
 
-from ..isolation import Limits, PooledReward
-from ..isolation.worker import Judge
+from ..pooled import InWorkers
+from ..scores import pack_scores
 from .asking import ask, is_for_groups, unweighted
 
 
-class Isolated(PooledReward):
+class Isolated(InWorkers):
     """Runs another reward in worker processes, for rewards that compute for long, hang or crash.
 
     The reward is opened once in each worker, and each call is made in a copy of that process which is then thrown away:
@@ -33,24 +35,18 @@ class Isolated(PooledReward):
     """Let it start processes; they are killed when the call ends."""
     _context: RunContext | None = None
 
-    def judge(self, prompt: Prompt, text: str) -> float | Score:
-        raise NotImplementedError("the worker holds IsolatedJudge")
-
     def failure(self) -> float:
         return self.failure_value
 
     def limits(self) -> Limits:
         return replace(super().limits(), network=self.network, processes=self.processes)
 
-    def judge_in_worker(self) -> Judge:
-        return IsolatedJudge(self.reward, self._context)
+    def work(self) -> Work:
+        return Asking(self.reward, self._context)
 
     async def open(self, context: RunContext) -> None:
         self._context = replace(context, engine=None)
         await super().open(context)
-
-    async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        return (await self._ask(prompt, [sample]))[0]
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Score]:
         if is_for_groups(self.reward):
@@ -59,7 +55,7 @@ class Isolated(PooledReward):
 
 
 @dataclass(frozen=True, slots=True)
-class IsolatedJudge:
+class Asking:
     """What a worker of `Isolated` holds."""
 
     reward: Reward
@@ -70,9 +66,10 @@ class IsolatedJudge:
         if self.context is not None:
             asyncio.run(self.reward.open(self.context))
 
-    def prepare(self, prompt: Prompt) -> None:
+    def prepare(self, given: tuple[Prompt, list[Sample]]) -> None:
         """Nothing: the reward is not trusted to run outside of a call."""
 
-    def judge_all(self, prompt: Prompt, samples: list[Sample]) -> list[float | Score]:
+    def answer(self, given: tuple[Prompt, list[Sample]]) -> list[Any]:
         """Ask the reward."""
-        return [*asyncio.run(ask(self.reward, prompt, samples))]
+        prompt, samples = given
+        return pack_scores(asyncio.run(ask(self.reward, prompt, samples)))

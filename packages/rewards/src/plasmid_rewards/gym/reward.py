@@ -10,7 +10,7 @@ from plasmid import Prompt, Score
 from plasmid.errors import RewardError
 
 from ..boxed_text import after_thinking, last_boxed
-from ..isolation import PooledReward
+from ..pooled import PooledReward
 from . import entries
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")

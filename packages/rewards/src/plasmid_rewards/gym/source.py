@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from plasmid import DataSource, Prompt
-from plasmid.components import PromptEncoder
+from plasmid.components import PromptEncoder, PromptStream
 from plasmid.errors import CheckpointError, DataError
 from pydantic import Field, field_validator, model_validator
 
@@ -65,6 +65,9 @@ class ReasoningGymSource(DataSource):
             raise ValueError(f'{name} has no effect, no prompt is a chat; set prompt_as = "chat" or remove it')
         return self
 
+    def counts_tokens(self) -> bool:
+        return self.max_prompt_tokens != "none"
+
     def stream(self, encode: PromptEncoder, *, seed: int) -> GymStream:
         """Open the source. Raises `DataError` for families and options that do not exist."""
         return GymStream(self, encode, (TRAINING, seed, self.seed))
@@ -77,8 +80,8 @@ class ReasoningGymSource(DataSource):
         return iter(stream.draw, None)
 
 
-class GymStream:
-    """Draw number k depends on the settings, the seeds and k alone. Implements `components.PromptStream`."""
+class GymStream(PromptStream):
+    """Draw number k depends on the settings, the seeds and k alone."""
 
     def __init__(self, source: ReasoningGymSource, encode: PromptEncoder, key: tuple[int, ...]) -> None:
         self._source, self._encode, self._key = source, encode, key
@@ -104,6 +107,19 @@ class GymStream:
             f"data.max_prompt_tokens: {LONG_IN_A_ROW} prompts in a row were longer than "
             f"{self._source.max_prompt_tokens} tokens; raise it, or leave out families"
         )
+
+    def prompt(self, id: str) -> Prompt:
+        """The task of an id, made anew."""
+        return self._prompt(int(id.rpartition(":")[2].removeprefix("eval-")))
+
+    def metrics(self) -> Mapping[str, float]:
+        """Tasks that were too long."""
+        limited = self._source.max_prompt_tokens != "none"
+        return {"data/left_out": float(self._next - self._drawn)} if limited else {}
+
+    def close(self) -> None:
+        """End the process that makes tasks."""
+        self._generator.close()
 
     def _prompt(self, number: int) -> Prompt:
         random = np.random.default_rng([*self._key, number])

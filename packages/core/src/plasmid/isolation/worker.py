@@ -1,4 +1,4 @@
-"""The worker process: holds a reward, warm, and answers each call in a fork of itself.
+"""The worker process: holds what does the work, warm, and answers each call in a fork of itself.
 
 The fork is killed when its time is up, and whatever it did to its memory is gone with it. It cannot start processes or
 reach a network unless the settings say so, and imports cannot either, so that none of them downloads anything.
@@ -17,31 +17,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from plasmid.errors import PlasmidError, one_line
-from plasmid.plugins import load_file
-from plasmid.types import Prompt, Sample, Score
-
-from ..confinement import seccomp
-from ..confinement.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl, set_limits
-from .messages import LONGEST, Closed, Late, TooLong, pack_scores, receive, send
+from ..errors import PlasmidError, one_line
+from ..plugins import load_file
+from .confinement import seccomp
+from .confinement.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl, set_limits
+from .messages import LONGEST, Closed, Late, TooLong, receive, send
 
 ENDING_S = 2.0
 """Time that a fork which has closed its pipe has to end."""
 
 
-class Judge(Protocol):
-    """What a worker holds."""
+class Work(Protocol):
+    """What a worker holds. It is pickled to get there."""
 
     def warm(self) -> None:
         """Import and open what calls need."""
         ...
 
-    def prepare(self, prompt: Prompt) -> None:
-        """Make what depends on the prompt alone and may be kept for other calls. Trusted: it runs in the worker."""
+    def prepare(self, given: Any) -> None:
+        """Make what other calls can share. Trusted: it runs in the worker."""
         ...
 
-    def judge_all(self, prompt: Prompt, samples: list[Sample]) -> list[float | Score]:
-        """Score samples of one prompt."""
+    def answer(self, given: Any) -> Any:
+        """One call, in a fork of the worker; JSON types."""
         ...
 
 
@@ -54,7 +52,7 @@ def main() -> None:
     die_with_parent()
     setup: dict[str, Any] = pickle.loads(receive(0))
     try:
-        judge = _open(setup)
+        work = _open(setup)
     except PlasmidError as error:
         send(answers, json.dumps({"raised": str(error)}).encode())
         return
@@ -65,38 +63,38 @@ def main() -> None:
     with suppress(Closed):
         while True:
             call = receive(0)
-            send(answers, json.dumps(_serve(judge, call, setup)).encode())
+            send(answers, json.dumps(_serve(work, call, setup)).encode())
 
 
-def _open(setup: dict[str, Any]) -> Judge:
+def _open(setup: dict[str, Any]) -> Work:
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     if seccomp.supported():
         seccomp.install(seccomp.compute_rules(os.getpid(), network=setup["network"], processes=True))
     for file in setup["plugins"]:
         load_file(Path(file))
-    judge: Judge = pickle.loads(setup["judge"])
-    judge.warm()
-    return judge
+    work: Work = pickle.loads(setup["work"])
+    work.warm()
+    return work
 
 
-def _serve(judge: Judge, call: bytes, setup: dict[str, Any]) -> dict[str, Any]:
-    prompt, samples = pickle.loads(call)
+def _serve(work: Work, call: bytes, setup: dict[str, Any]) -> dict[str, Any]:
+    given = pickle.loads(call)
     try:
-        judge.prepare(prompt)
-    except Exception as error:  # noqa: BLE001  boundary: rewards are users' code
+        work.prepare(given)
+    except Exception as error:  # noqa: BLE001  boundary: users' code
         return {"raised": _told(error)}
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _answer(judge, prompt, samples, writing, setup)
+        _answer(work, given, writing, setup)
     os.close(writing)
     try:
         answer = json.loads(receive(reading, setup["timeout_s"], longest=LONGEST))
         return answer if isinstance(answer, dict) else {"failed": "the answer cannot be read"}
     except Late:
-        return {"failed": f"no score within call_timeout_s = {setup['timeout_s']:g}"}
+        return {"failed": f"no answer within call_timeout_s = {setup['timeout_s']:g}"}
     except TooLong:
         return {"failed": "its answer is too long"}
     except Closed:
@@ -108,7 +106,7 @@ def _serve(judge: Judge, call: bytes, setup: dict[str, Any]) -> dict[str, Any]:
         _end(child)
 
 
-def _answer(judge: Judge, prompt: Prompt, samples: list[Sample], pipe: int, setup: dict[str, Any]) -> None:
+def _answer(work: Work, given: Any, pipe: int, setup: dict[str, Any]) -> None:
     """Runs in the fork: never returns."""
     try:
         os.setsid()
@@ -118,17 +116,24 @@ def _answer(judge: Judge, prompt: Prompt, samples: list[Sample], pipe: int, setu
         if seccomp.supported():
             rules = seccomp.compute_rules(os.getpid(), network=setup["network"], processes=setup["processes"])
             seccomp.install(rules)
-        result: dict[str, Any] = {"scores": pack_scores(judge.judge_all(prompt, samples))}
+        result: dict[str, Any] = {"answer": work.answer(given)}
     except MemoryError:
         result = {"failed": f"more memory than memory_mb = {setup['memory_bytes'] >> 20}"}
     except RecursionError:
         result = {"failed": "too deeply nested"}
-    except Exception as error:  # noqa: BLE001  boundary: rewards are users' code
+    except Exception as error:  # noqa: BLE001  boundary: users' code
         result = {"raised": _told(error)}
     try:
-        send(pipe, json.dumps(result).encode())
+        send(pipe, _encoded(result))
     finally:
         os._exit(0)
+
+
+def _encoded(result: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(result).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"failed": f"the answer is no JSON: {one_line(error)}"}).encode()
 
 
 def _told(error: Exception) -> str:

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from plasmid_rewards import Program, Sandbox, SandboxSettings
-from plasmid_rewards.confinement import seccomp
+from plasmid.isolation import Program, Sandbox, SandboxSettings
+from plasmid.isolation.confinement import seccomp
 
 SETTINGS = {"wall_s": 5.0, "cpu_s": 3, "memory_mb": 256, "processes": 8, "disk_mb": 4, "output_kb": 64}
 TRY = """
@@ -245,7 +245,7 @@ def test_a_program_dies_with_the_process_that_runs_it():
     mark = f"602.{os.getpid()}"
     source = f"import os; os.execv('/bin/sleep', ['sleep', '{mark}'])"
     code = f"""
-from plasmid_rewards import Program, Sandbox, SandboxSettings
+from plasmid.isolation import Program, Sandbox, SandboxSettings
 Sandbox(SandboxSettings(wall_s=60)).run(Program(source={source!r}))
 """
     with subprocess.Popen([sys.executable, "-c", code]) as process:
@@ -307,15 +307,15 @@ def test_limits_alone_still_hold_one_process_without_network(source, reason, mon
 def test_a_host_without_user_namespaces_is_told_what_to_do():
     """In a process that may not make namespaces, as some hosts and containers have it."""
     code = """
-from plasmid.errors import RewardError
-from plasmid_rewards import Program, Sandbox, SandboxSettings
-from plasmid_rewards.confinement.seccomp import Rule, install
+from plasmid.errors import IsolationError
+from plasmid.isolation import Program, Sandbox, SandboxSettings
+from plasmid.isolation.confinement.seccomp import Rule, install
 install([Rule("unshare")])
 Sandbox(SandboxSettings(isolation="limits")).check()
 print(Sandbox(SandboxSettings()).run(Program(source="print(1)")).refused)
 try:
     Sandbox(SandboxSettings()).check()
-except RewardError as error:
+except IsolationError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

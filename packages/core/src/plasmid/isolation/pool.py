@@ -14,15 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from plasmid.errors import RewardError
-from plasmid.types import Prompt, Sample, Score
-
-from .messages import Closed, Late, TooLong, receive, send, unpack_scores
-from .worker import Judge
+from ..errors import IsolationError
+from .messages import Closed, Late, TooLong, receive, send
+from .worker import Work
 
 BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from plasmid_rewards.isolation.worker import main
+from plasmid.isolation.worker import main
 main()
 """
 ENVIRONMENT = {
@@ -32,9 +30,9 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # what goes through sets is then the same in all workers
 }
 START_S = 120.0
-"""Time that a worker has to import what its reward needs."""
+"""Time that a worker has to import what its work needs."""
 GRACE_S = 30.0
-"""Time beyond its deadline that a worker has to answer, and to prepare a prompt."""
+"""Time beyond its deadline that a worker has to answer, and to prepare a call."""
 PLUGIN = "plasmid_plugin_"
 """How modules begin that plugin files are loaded as; a worker has to load them, too."""
 
@@ -49,13 +47,26 @@ class Limits:
     processes: bool = False
 
 
-class WorkerPool:
-    """Scores samples in worker processes. Safe to use from any event loop; none of them is blocked."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a call came to."""
 
-    def __init__(self, judge: Judge, limits: Limits, *, workers: int) -> None:
+    value: Any = None
+    """JSON types. What came is not trusted: check it."""
+    failed: str | None = None
+    """Why there is none: it hung, crashed, took too much memory, ..."""
+
+
+class WorkerPool:
+    """Does one kind of work in worker processes, each call in a process of its own with a deadline.
+
+    Safe to use from any event loop; none of them is blocked.
+    """
+
+    def __init__(self, work: Work, limits: Limits, *, workers: int) -> None:
         self._setup = pickle.dumps(
             {
-                "judge": pickle.dumps(judge),
+                "work": pickle.dumps(work),
                 "plugins": _plugin_files(),
                 "timeout_s": limits.timeout_s,
                 "memory_bytes": limits.memory_mb << 20,
@@ -67,16 +78,16 @@ class WorkerPool:
         self._limits = limits
         self._local = threading.local()
         self._workers: set[_Worker] = set()
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward-worker")
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="isolated")
         weakref.finalize(self, _stop_all, self._workers)
 
     async def start(self) -> None:
-        """Start one worker, so that what is wrong with the reward shows at once. Raises `RewardError`."""
+        """Start one worker, so that what is wrong with the work shows at once. Raises `IsolationError`."""
         await asyncio.wrap_future(self._threads.submit(self._worker))
 
-    async def score(self, prompt: Prompt, samples: list[Sample]) -> list[Score] | str:
-        """Scores of samples of one prompt, or why there are none. Raises `RewardError` if the reward raises."""
-        return await asyncio.wrap_future(self._threads.submit(self._score, prompt, samples))
+    async def call(self, given: Any) -> Answer:
+        """One call of the work. Raises `IsolationError` with what it raised."""
+        return await asyncio.wrap_future(self._threads.submit(self._call, given))
 
     def close(self) -> None:
         """Stop all workers; calls that still wait are cancelled."""
@@ -91,16 +102,16 @@ class WorkerPool:
             self._local.worker = worker
         return worker
 
-    def _score(self, prompt: Prompt, samples: list[Sample]) -> list[Score] | str:
+    def _call(self, given: Any) -> Answer:
         worker = self._worker()
         try:
-            answer = worker.call(pickle.dumps((prompt, samples)), self._limits.timeout_s + GRACE_S)
+            answer = worker.call(pickle.dumps(given), self._limits.timeout_s + GRACE_S)
         except (Late, Closed, TooLong):
             self._workers.discard(worker)
             worker.stop()
             self._local.worker = None
-            return "the worker process ended or did not answer"
-        return unpack_scores(_unless_raised(answer), len(samples))
+            return Answer(failed="the worker process ended or did not answer")
+        return _read(answer)
 
 
 class _Worker:
@@ -119,8 +130,8 @@ class _Worker:
             _unless_raised(self.call(setup, START_S))
         except (Late, Closed):
             self.stop()
-            raise RewardError(f"a worker process did not start within {START_S:g} s") from None
-        except RewardError:
+            raise IsolationError(f"a worker process did not start within {START_S:g} s") from None
+        except IsolationError:
             self.stop()
             raise
 
@@ -139,13 +150,26 @@ class _Worker:
         self._process.stdout.close()
 
 
+def _read(answer: bytes) -> Answer:
+    """Raises `IsolationError`, whatever else was answered."""
+    try:
+        data: Any = json.loads(_unless_raised(answer))
+    except (ValueError, RecursionError):
+        data = None
+    if isinstance(data, dict) and isinstance(data.get("failed"), str):
+        return Answer(failed=data["failed"])
+    if isinstance(data, dict) and "answer" in data:
+        return Answer(value=data["answer"])
+    return Answer(failed="the answer cannot be read")
+
+
 def _unless_raised(answer: bytes) -> bytes:
     try:
         data: Any = json.loads(answer)
     except (ValueError, RecursionError):
         return answer
     if isinstance(data, dict) and "raised" in data:
-        raise RewardError(str(data["raised"]))
+        raise IsolationError(str(data["raised"]))
     return answer
 
 

@@ -18,17 +18,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from plasmid.components import Settings
-from plasmid.errors import RewardError
 from pydantic import Field
+
+from ..components import Settings
+from ..errors import IsolationError
 
 GRACE_S = 5.0
 """Time beyond its deadline that a launcher has to end by itself."""
 BOOT = """import sys, types
-package = types.ModuleType("plasmid_rewards")
+package = types.ModuleType("confinement")
 package.__path__ = [sys.argv[1]]
-sys.modules["plasmid_rewards"] = package
-from plasmid_rewards.confinement.launcher import main
+sys.modules["confinement"] = package
+from confinement.launcher import main
 main()
 """
 """Starts the launcher without the package's other imports, which would take longer than most programs run."""
@@ -86,13 +87,13 @@ class Sandbox:
         self.settings = settings
 
     def check(self) -> None:
-        """Run a program that does nothing. Raises `RewardError` if this host does not permit it."""
+        """Run a program that does nothing. Raises `IsolationError` if this host does not permit it."""
         if sys.platform != "linux":
-            raise RewardError(f"sandbox: needs Linux, this is {sys.platform}")
+            raise IsolationError(f"sandbox: needs Linux, this is {sys.platform}")
         outcome = self.run(Program(source="print(2 + 2)"))
         if outcome.refused or outcome.stdout != b"4\n":
             why = outcome.error or outcome.stderr.decode(errors="replace")[-200:]
-            raise RewardError(
+            raise IsolationError(
                 f"sandbox: this host does not permit isolation = {self.settings.isolation!r}: {why}; allow "
                 'unprivileged user namespaces, or set isolation = "limits", which hides no files of this user'
             )
@@ -116,7 +117,7 @@ class Sandbox:
 
     def _launch(self, status: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [self._python, "-I", "-S", "-c", BOOT, str(Path(__file__).parent)],
+            [self._python, "-I", "-S", "-c", BOOT, str(Path(__file__).parent / "confinement")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import select
 import struct
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from plasmid.types import Score
 
 HEAD = struct.Struct(">Q")
 LONGEST = 8 << 20
@@ -59,30 +53,3 @@ def _read(descriptor: int, count: int, until: float | None) -> bytes:
             raise Closed
         data += part
     return bytes(data)
-
-
-def pack_scores(scores: Sequence[float | Score]) -> list[Any]:
-    """Scores as JSON has them."""
-    return [[s.value, dict(s.components), s.error] if isinstance(s, Score) else [float(s), {}, None] for s in scores]
-
-
-def unpack_scores(answer: bytes, count: int) -> list[Score] | str:
-    """The scores in an answer, or why it has none. Raises nothing, whatever was answered."""
-    try:
-        data = json.loads(answer)
-        if isinstance(data, Mapping) and isinstance(data.get("failed"), str):
-            return str(data["failed"])
-        scores = [
-            Score(
-                value=float(value),
-                components={str(k): float(v) for k, v in parts.items()},
-                error=error if error is None else str(error),
-            )
-            for value, parts, error in data["scores"]
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return "the answer cannot be read"
-    if len(scores) != count:
-        return f"{len(scores)} scores came for {count} samples"
-    finite = all(math.isfinite(v) for score in scores for v in (score.value, *score.components.values()))
-    return scores if finite else "a score is not finite"
