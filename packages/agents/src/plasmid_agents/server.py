@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 from aiohttp import web
-
 from plasmid.errors import one_line
 from plasmid.types import SamplingParams
 

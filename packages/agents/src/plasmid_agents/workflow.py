@@ -1,4 +1,4 @@
-"""The workflow `agent`: a program that knows nothing of training works on each prompt and talks to the policy by HTTP."""
+"""The workflow `agent`: each prompt goes to a program that knows nothing of training and asks the policy by HTTP."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
-
 from plasmid.components import Rollout, Workflow
 from plasmid.errors import PluginError
 from plasmid.protocols import RunContext
@@ -16,6 +14,7 @@ from plasmid.rollout.execution import RolloutFailed
 from plasmid.rollout.seeds import seed_of
 from plasmid.rollout.tool_calls import PARSERS
 from plasmid.types import Prompt, Sample
+from pydantic import Field, PrivateAttr, model_validator
 
 from .launch import AgentFailed, FunctionHost, Result, Target, Task, run_command
 from .session import Rules, Session
@@ -46,8 +45,8 @@ class Agent(Workflow):
     """Go on from what the policy drew where the chat template would now leave out words of it, such as earlier
     reasoning. Otherwise what the template shows begins another sample."""
     unfollowed: Literal["refuse", "ignore"] = "refuse"
-    """What becomes of requests that ask for what the run does not follow (another temperature, a forced tool, a response
-    format, a seed): an error that names it, or nothing."""
+    """What becomes of requests that ask for what the run does not follow (another temperature, a forced tool, a
+    response format, a seed): an error that names it, or nothing."""
     host: str = "127.0.0.1"
     """Address to listen on; ``0.0.0.0`` for agents in containers or on other machines."""
     advertised_host: str = "auto"

@@ -2,7 +2,7 @@
 
 from .commands import run_command
 from .functions import FunctionHost
-from .task import AgentFailed, Result, Task
 from .target import Target
+from .task import AgentFailed, Result, Task
 
 __all__ = ["AgentFailed", "FunctionHost", "Result", "Target", "Task", "run_command"]

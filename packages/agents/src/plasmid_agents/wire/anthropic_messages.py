@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from plasmid.types import Message, SamplingParams
+from pydantic import Field
 
 from ..chat import Call, ChatRequest, Problem, Refused, Reply, assistant, named
 from .fields import Body, Content, TextPart, content_text, read, unfollowed
@@ -116,7 +115,7 @@ def _request(body: CountBody, sampling: SamplingParams, **fields: Any) -> ChatRe
     if choice.type in ("any", "tool"):
         lacking.append(f"tool_choice = {choice.type}")
     if body.thinking is not None and body.thinking.get("type") != "disabled":
-        lacking.append(f"thinking = {str(body.thinking):.80}")
+        lacking.append(f"thinking = {body.thinking!s:.80}")
     system: list[Message] = [{"role": "system", "content": content_text(body.system)}] if body.system else []
     return ChatRequest(
         model=body.model,
@@ -168,7 +167,7 @@ def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
 
 def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
     """The same reply in pieces."""
-    empty = {"content": [], "stop_reason": None, "stop_sequence": None}
+    empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
     tokens = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
     yield event("message_start", message={**_head(request, reply), **empty, "usage": tokens})
     for index, block in enumerate(answer(request, reply)["content"]):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from plasmid.types import SamplingParams
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..chat import Problem, Refused
 
@@ -60,4 +59,4 @@ def unfollowed(body: Body, sampling: SamplingParams, *, no_effect: frozenset[str
             if value is not None and value != own:
                 yield f"{name} = {value!r} (the run samples with {own!r})"
         elif name not in no_effect and value not in (None, False, NEUTRAL.get(name)) and value not in ({}, []):
-            yield f"{name} = {str(value):.80}"
+            yield f"{name} = {value!s:.80}"

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field
-
 from plasmid.types import Message, SamplingParams
+from pydantic import Field
 
 from ..chat import Call, ChatRequest, Problem, Refused, Reply, assistant, named
 from .fields import Body, Content, content_text, read, unfollowed
@@ -111,9 +110,9 @@ def parse(data: object, sampling: SamplingParams) -> ChatRequest:
     if body.tool_choice == "none":
         tools = ()
     elif body.tool_choice not in (None, "auto"):
-        lacking.append(f"tool_choice = {str(body.tool_choice):.80}")
+        lacking.append(f"tool_choice = {body.tool_choice!s:.80}")
     if body.response_format is not None and body.response_format.get("type") != "text":
-        lacking.append(f"response_format = {str(body.response_format):.80}")
+        lacking.append(f"response_format = {body.response_format!s:.80}")
     return ChatRequest(
         **body.shared(),
         messages=named([_message(message) for message in body.messages]),
