@@ -180,7 +180,7 @@ def test_an_aborted_request_goes_on_with_the_tokens_it_would_have_drawn(tiny_mod
     np.testing.assert_allclose(rest.logprobs, whole.logprobs[cut:], atol=2e-5)
 
 
-def test_kept_sets_name_the_tokens_that_were_left_to_draw_from(tiny_model):
+def test_kept_sets_name_the_tokens_that_were_left_to_draw_from_and_their_mass(tiny_model):
     settings = [{"top_k": 5}, {"top_p": 0.6}, {"temperature": 0.0}, {}]
     requests = [
         make_request(i, sampling={"max_new_tokens": 9, **s}, wants_kept_set=True) for i, s in enumerate(settings)
@@ -196,9 +196,14 @@ def test_kept_sets_name_the_tokens_that_were_left_to_draw_from(tiny_model):
         offsets = completion.kept.offsets
         assert len(offsets) == len(completion.token_ids) + 1
         for i, token in enumerate(completion.token_ids):
-            assert token in completion.kept.token_ids[offsets[i] : offsets[i + 1]]
+            left = completion.kept.token_ids[offsets[i] : offsets[i + 1]]
+            assert token in left or not len(left)
+            assert completion.logprobs[i] <= completion.kept.log_mass[i] + 1e-6
+    greedy = completions[2]
+    np.testing.assert_allclose(greedy.kept.log_mass, greedy.logprobs)
+    assert completions[0].kept.log_mass.max() < 0
     sizes = [np.diff(completion.kept.offsets) for completion in completions]
-    assert set(sizes[0]) == {5} and set(sizes[2]) == {1} and set(sizes[3]) == {57}
+    assert set(sizes[0]) == {5} and set(sizes[2]) == {1} and set(sizes[3]) == {0}
     assert sizes[1].min() >= 1 and sizes[1].max() < 57
 
 

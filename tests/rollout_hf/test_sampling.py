@@ -79,9 +79,11 @@ def test_truncation_keeps_what_transformers_keeps(size, settings):
         expected = MinPLogitsWarper(settings["min_p"])(None, expected)
     full = torch.log_softmax(logits / 1.3, -1)
     for i, kept in enumerate(drawn.kept):
-        assert kept.tolist() == torch.isfinite(expected[i]).nonzero()[:, 0].tolist()
+        left = torch.isfinite(expected[i])
         token = drawn.token_ids[i]
-        assert token in kept
+        assert left[token]
+        assert kept.token_ids.tolist() == ([] if left.all() else left.nonzero()[:, 0].tolist())
+        assert kept.log_mass == pytest.approx(float(full[i][left].double().logsumexp(0)), abs=1e-6)
         assert drawn.logprobs[i] == pytest.approx(float(full[i, token]), abs=2e-6)
 
 

@@ -2,11 +2,13 @@ import dataclasses
 import os
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from plasmid.errors import CheckpointError
+from plasmid.kept import KeptSet
 from plasmid.observe.sample_store import read_dropped, read_samples, read_table, write_samples
-from plasmid.types import KeptSet, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 
 ODD_LOGPROBS = np.array([0.0, -0.0, -1e-42, np.nan, -np.inf, -1 / 3, np.float32(-0.1)], np.float32)
 
@@ -47,7 +49,8 @@ def group(group_id, samples):
 
 
 def groups():
-    kept = KeptSet(token_ids=np.array([5, 6, 7], np.int32), offsets=np.array([0, 1, 3], np.int64))
+    sets = [np.array(tokens, np.int32) for tokens in ([], [], [5], [], [2000, 6], [], [7])]
+    kept = KeptSet.of(sets, [0, 0, -0.1, 0, -1 / 3, 0, -2])
     failed = dict(stop_reason=StopReason.ERROR, error="timed out", versions=(), score=None, text="", timings={})
     return [
         group(9, [sample(9, 0, ODD_LOGPROBS, kept=kept), sample(9, 1, np.zeros(0), **failed)]),
@@ -161,3 +164,23 @@ def test_files_that_are_no_samples_are_plain_errors(tmp_path):
     pq.write_table(read_table(bad).drop_columns(["reward"]), bad)
     with pytest.raises(CheckpointError, match="it has no column 'reward'"):
         read_samples(bad)
+
+
+def test_a_sample_has_a_kept_set_for_each_of_its_tokens():
+    with pytest.raises(ValueError, match="sample 9/0: kept must have a position for each of 7 tokens, got 6"):
+        sample(9, 0, ODD_LOGPROBS, kept=KeptSet.whole(6))
+
+
+def test_kept_sets_without_their_mass_are_refused_and_files_without_sets_read(tmp_path):
+    write_samples(tmp_path / "a.parquet", groups(), step=1)
+    table = pq.read_table(tmp_path / "a.parquet")
+    place = table.schema.get_field_index("kept")
+    kept = table.column(place).combine_chunks()
+    names = ["token_ids", "offsets"]
+    less = pa.StructArray.from_arrays([kept.field(n) for n in names], names=names, mask=kept.is_null())
+    pq.write_table(table.set_column(place, "kept", less), tmp_path / "b.parquet")
+    with pytest.raises(CheckpointError) as error:
+        read_samples(tmp_path / "b.parquet")
+    assert str(error.value) == f"{tmp_path / 'b.parquet'}: not a file of samples: column 'kept' has no field 'log_mass'"
+    pq.write_table(table.set_column(place, "kept", less).slice(1), tmp_path / "c.parquet")
+    assert_same(read_samples(tmp_path / "c.parquet")[1:], groups()[1:])

@@ -9,8 +9,9 @@ from plasmid.observe.sample_store import read_samples
 from plasmid.recipe import merge
 
 RESTRICTED = (
-    "restricts what is drawn, and the engine's log-probabilities do not say so; ratios to them, which this algorithm "
-    'corrects with, would be wrong; remove it, or set algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
+    "restricts what is drawn, and rollout engine 'fake' does not say to what; ratios to its log-probabilities, which "
+    "this algorithm corrects with, would be wrong; remove it, use another engine, or set "
+    'algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
 )
 
 
@@ -140,6 +141,20 @@ def test_restricted_sampling_is_refused_where_ratios_to_the_engine_would_be_wron
         runner.config({"algorithm": algorithm, "sampling": {name: value}})
     assert str(error.value) == f"sampling.{name}: {value} {RESTRICTED}"
     runner.config({"algorithm": {"kind": algorithm["kind"]}, "sampling": {name: value}})
+
+
+def test_restricted_sampling_is_taken_with_an_engine_that_says_to_what(runner):
+    algorithm = {"kind": "grpo", "old_policy": "decoupled"}
+    config = runner.config({"algorithm": algorithm, "sampling": {"top_p": 0.9}, "rollout": {"kind": "hf"}})
+    assert config.replays_kept_sets
+    assert not runner.config({"rollout": {"kind": "hf"}}).replays_kept_sets
+    assert not runner.config({"sampling": {"top_p": 0.9}}).replays_kept_sets
+
+
+def test_restrictions_that_greedy_sampling_never_reads_are_refused(runner):
+    with pytest.raises(ConfigError) as error:
+        runner.config({"sampling": {"temperature": 0.0, "top_k": 3}})
+    assert str(error.value) == "sampling.top_k: 3 is never read at temperature 0; remove it"
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "gspo", "cispo", "rloo", "reinforce-plus-plus-baseline"])

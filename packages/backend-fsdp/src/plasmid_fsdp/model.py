@@ -28,7 +28,10 @@ class Policy(nn.Module):
         self._chunk_size = chunk_size
 
     def forward(self, batch: Microbatch, *, with_entropy: bool = False, entropy_grad: bool = False) -> TokenScores:
-        """[P] log-probabilities and entropies of the predicted tokens, fp32, at each sample's temperature."""
+        """[P] log-probabilities and entropies of the predicted tokens, fp32, at each sample's temperature.
+
+        Log-probabilities are taken within the kept set of a token that has one.
+        """
         hidden = self.lm.base_model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
@@ -42,6 +45,7 @@ class Policy(nn.Module):
             batch.targets,
             batch.temperatures,
             bias=head.bias,
+            kept=batch.kept,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             chunk_size=self._chunk_size,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from .kept import KeptSet, join_kept
 from .types import Bools, Floats, Ints, PromptGroup, Sample
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Rows:
     """[T] policy version that drew the token; -1 where none did."""
     temperatures: Floats
     """[N] what log-probabilities of each sample are taken at."""
+    kept: KeptSet | None = None
+    """T positions: what each token was drawn from; None if no sample has it."""
 
     @property
     def num_samples(self) -> int:
@@ -44,6 +47,11 @@ class Rows:
     def lengths(self) -> NDArray[np.int64]:
         """[N] tokens of each sample."""
         return np.diff(self.offsets)
+
+    def behaviour_logprobs(self, tokens: NDArray[np.int64]) -> Floats:
+        """Log-probabilities of what drew some of the T tokens: ``rollout_logprobs`` within their kept sets."""
+        logprobs = self.rollout_logprobs[tokens]
+        return logprobs if self.kept is None else logprobs - self.kept.log_mass[tokens]
 
     def select(self, indices: Sequence[int]) -> Rows:
         """The given samples, in the given order."""
@@ -58,6 +66,7 @@ class Rows:
             rollout_logprobs=self.rollout_logprobs[tokens],
             versions=self.versions[tokens],
             temperatures=self.temperatures[list(indices)],
+            kept=None if self.kept is None else self.kept.select(tokens),
         )
 
     @staticmethod
@@ -85,6 +94,7 @@ class Rows:
             rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
             temperatures=np.concatenate([part.temperatures for part in parts]),
+            kept=join_kept([(part.kept, len(part.token_ids)) for part in parts]),
         )
 
     @staticmethod
@@ -105,6 +115,7 @@ def _row(sample: Sample) -> Rows:
         rollout_logprobs=np.asarray(sample.rollout_logprobs, np.float32),
         versions=versions,
         temperatures=np.array([sample.sampling.scoring_temperature], np.float32),
+        kept=sample.kept,
     )
 
 

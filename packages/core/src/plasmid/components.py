@@ -166,7 +166,8 @@ class Algorithm(Component):
     def reads_rollout_logprobs(self) -> bool:
         """True if the engine's log-probabilities count as those of what drew the tokens.
 
-        They are taken before top-p, top-k and min-p, so sampling must then not be restricted by these.
+        They are taken before top-p, top-k and min-p. An engine that cannot tell what these left to draw from must then
+        not be restricted by them.
         """
         return False
 
@@ -307,6 +308,8 @@ class TrainerConfig(Component):
 class RolloutEngineConfig(Component):
     """Selects and configures an inference engine."""
 
+    gives_kept_sets: ClassVar[bool] = False
+    """True if completions say what top-p, top-k and min-p left to draw from (`GenerateRequest.wants_kept_set`)."""
 
     def mistakes(self, config: RunConfig) -> Iterator[str]:
         """What these settings say that does not fit the rest of the recipe, one ``<table>.<key>: ...`` each."""

@@ -250,8 +250,7 @@ class RunConfig(Settings):
     @property
     def replays_kept_sets(self) -> bool:
         """True if log-probabilities are taken within what top-p, top-k and min-p left to draw from."""
-        restricted = bool(self.sampling.restrictions) and self.sampling.temperature > 0
-        return restricted and self.rollout is not None and self.rollout.gives_kept_sets
+        return self.sampling.is_restricted and self.rollout is not None and self.rollout.gives_kept_sets
 
     def _restricted_sampling(self) -> Iterator[str]:
         if self.rollout is None:

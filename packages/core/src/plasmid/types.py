@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from .kept import KeptSet
+
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -50,6 +52,17 @@ class SamplingParams(BaseModel):
     def model_post_init(self, context: object, /) -> None:
         if isinstance(self.top_k, int) and self.top_k < 1:
             raise ValueError(f"top_k must be 'all' or at least 1, got {self.top_k}")
+
+    @property
+    def restrictions(self) -> Mapping[str, object]:
+        """Which of top_p, top_k and min_p leave tokens out, with their values."""
+        values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
+
+    @property
+    def is_restricted(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary."""
+        return self.temperature > 0 and bool(self.restrictions)
 
     @property
     def scoring_temperature(self) -> float:
@@ -98,16 +111,6 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeptSet:
-    """The tokens that top-p, top-k and min-p left at each generated position. C tokens were generated."""
-
-    token_ids: Ints
-    """[sum of set sizes] token ids, position after position."""
-    offsets: NDArray[np.int64]
-    """[C + 1] where each position's set starts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """What an engine is asked for: tokens in, tokens out."""
 
@@ -125,7 +128,7 @@ class GenerateRequest:
     deadline_s: float = 600.0
     """Give up with an error after this long."""
     wants_kept_set: bool = False
-    """Ask for `Completion.kept`."""
+    """Ask for `Completion.kept`; only of engines that give it (`RolloutEngineConfig.gives_kept_sets`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,7 +146,7 @@ class Completion:
     error: str | None = None
     """Set if and only if `stop_reason` is ERROR."""
     kept: KeptSet | None = None
-    """Present if it was asked for."""
+    """C positions; present if it was asked for."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds by name: ``queued_s``, ``prefill_s``, ``decode_s``."""
 
@@ -185,6 +188,7 @@ class Sample:
     error: str | None = None
     """Why the rollout failed, if `stop_reason` is ERROR."""
     kept: KeptSet | None = None
+    """L positions: what each token was drawn from. None if no sampling was restricted, or the engine cannot tell."""
     score: Score | None = None
     """None until scored."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -195,6 +199,11 @@ class Sample:
         if len(set(lengths)) != 1:
             raise ValueError(
                 f"sample {self.id}: token_ids, loss_mask and rollout_logprobs must have one length, got {lengths}"
+            )
+        if self.kept is not None and self.kept.num_positions != lengths[0]:
+            raise ValueError(
+                f"sample {self.id}: kept must have a position for each of {lengths[0]} tokens, "
+                f"got {self.kept.num_positions}"
             )
 
     @property

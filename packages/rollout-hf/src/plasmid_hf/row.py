@@ -8,9 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from plasmid.types import Completion, GenerateRequest, Ints, KeptSet, StopReason, VersionSpan
+from plasmid.kept import KeptSet
+from plasmid.types import Completion, GenerateRequest, Ints, StopReason, VersionSpan
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from .sampler import Kept
 
 SortKey = tuple[str | int, ...]
 
@@ -56,7 +59,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: list[Ints] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     prefilled: float = 0.0
@@ -80,7 +83,7 @@ class Row:
         """[length] everything so far."""
         return np.concatenate([np.asarray(self.request.token_ids, np.int32), np.array(self.tokens, np.int32)])
 
-    def add(self, token_id: int, logprob: float, version: int, kept: Ints | None) -> StopReason | None:
+    def add(self, token_id: int, logprob: float, version: int, kept: Kept | None) -> StopReason | None:
         """Append a token; why the row ends with it, if it does."""
         self.tokens.append(token_id)
         self.logprobs.append(logprob)
@@ -106,10 +109,13 @@ class Row:
                 versions=spans(self.versions),
                 stop_reason=reason,
                 error=error,
-                kept=kept_set(self.kept) if self.request.wants_kept_set else None,
+                kept=self._kept() if self.request.wants_kept_set else None,
                 timings=self._timings(time.monotonic()),
             )
         )
+
+    def _kept(self) -> KeptSet:
+        return KeptSet.of([kept.token_ids for kept in self.kept], [kept.log_mass for kept in self.kept])
 
     def _timings(self, now: float) -> dict[str, float]:
         admitted = self.admitted or now
@@ -126,10 +132,3 @@ def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
     starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
     ends = [*starts[1:], len(versions)]
     return tuple(VersionSpan(version=versions[s], start=s, end=e) for s, e in zip(starts, ends, strict=False))
-
-
-def kept_set(sets: list[Ints]) -> KeptSet:
-    """The sets of all positions, flat."""
-    sizes = [len(tokens) for tokens in sets]
-    token_ids = np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32)
-    return KeptSet(token_ids=token_ids, offsets=np.cumsum([0, *sizes], dtype=np.int64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,15 @@ CANDIDATES = 1024
 _BELOW_ONE = 1.0 - 2.0**-50
 
 
+class Kept(NamedTuple):
+    """What one row was drawn from."""
+
+    token_ids: Ints
+    """Empty for the whole vocabulary."""
+    log_mass: float
+    """Log of their probability before truncation."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
     """One token for each of n rows."""
@@ -24,7 +34,7 @@ class Drawn:
     """[n]"""
     logprobs: Floats
     """[n] log-softmax of logits / temperature at the token, before any truncation; not finite if the logits are not."""
-    kept: tuple[Ints | None, ...]
+    kept: tuple[Kept | None, ...]
     """n sets of tokens that truncation left, where they were asked for."""
 
 
@@ -72,7 +82,7 @@ class Sampler:
         return Drawn(
             token_ids=token_ids.to(torch.int32).cpu().numpy(),
             logprobs=logprobs.cpu().numpy(),
-            kept=self._kept_sets(keep, token_ids, weights.shape[1]),
+            kept=self._kept_sets(keep, weights, token_ids, logprobs),
         )
 
     def _keep(self, weights: Tensor) -> Tensor | None:
@@ -100,15 +110,21 @@ class Sampler:
     def _column(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
 
-    def _kept_sets(self, keep: Tensor | None, token_ids: Tensor, size: int) -> tuple[Ints | None, ...]:
-        sets: list[Ints | None] = [None] * len(self._params)
+    def _kept_sets(
+        self, keep: Tensor | None, weights: Tensor, token_ids: Tensor, logprobs: Tensor
+    ) -> tuple[Kept | None, ...]:
+        """``weights`` [n, V] are the probabilities before truncation, 0 where it left a token out."""
+        if not any(self._wants_kept):
+            return (None,) * len(self._params)
+        log_mass = weights.sum(-1, dtype=torch.float64).log_().tolist()
+        sets: list[Kept | None] = [None] * len(self._params)
         for i in (i for i, wanted in enumerate(self._wants_kept) if wanted):
             if self._params[i].temperature == 0:
-                sets[i] = token_ids[i : i + 1].to(torch.int32).cpu().numpy()
-            elif keep is None:
-                sets[i] = np.arange(size, dtype=np.int32)
+                sets[i] = Kept(token_ids[i : i + 1].to(torch.int32).cpu().numpy(), float(logprobs[i]))
+            elif keep is None or bool(keep[i].all()):
+                sets[i] = Kept(np.zeros(0, np.int32), 0.0)
             else:
-                sets[i] = keep[i].nonzero()[:, 0].to(torch.int32).cpu().numpy()
+                sets[i] = Kept(keep[i].nonzero()[:, 0].to(torch.int32).cpu().numpy(), log_mass[i])
         return tuple(sets)
 
 

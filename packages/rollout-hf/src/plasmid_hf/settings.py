@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from plasmid.components import BuildContext, RolloutEngineConfig
 from plasmid.protocols import PauseMode, RolloutEngine
@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 class HF(RolloutEngineConfig):
     """Hugging Face models in the run's own processes, on CPU or GPU, with continuous batching."""
+
+    gives_kept_sets: ClassVar[bool] = True
 
     kind: Literal["hf"] = "hf"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -23,7 +23,8 @@ class AdvantageInputs:
     sample_index: Tensor
     """[T] int64: row of the table that each of this rank's tokens belongs to."""
     rollout_logprobs: Tensor
-    """[T]"""
+    """[T] of what drew the tokens. Where sampling was restricted and the engine told what it left to draw from, this
+    and all other log-probabilities are those within that set."""
     old_logprobs: Tensor | None
     """[T] the policy's before the first step, if `Role.POLICY` was scored."""
     ref_logprobs: Tensor | None
@@ -60,7 +61,7 @@ class LossInputs:
     old_logprobs: Tensor | None
     """[T] None if they equal ``logprobs`` now (one step per batch): use ``logprobs.detach()``."""
     rollout_logprobs: Tensor
-    """[T]"""
+    """[T] as in `AdvantageInputs`."""
     ref_logprobs: Tensor | None
     """[T] if `Role.REFERENCE` was scored."""
     teacher_logprobs: Tensor | None

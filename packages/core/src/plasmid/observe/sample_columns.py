@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ..kept import KeptSet
 from ..types import SamplingParams
 
 _NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -24,6 +25,10 @@ _SAMPLING = pa.struct(
         "stop": pa.list_(pa.string()),
         "stop_token_ids": pa.list_(pa.int64()),
     }
+)
+_KEPT = pa.struct(
+    # 64 bits of offsets: the sets of a batch may have more than 2^31 tokens
+    {"token_ids": pa.large_list(pa.int32()), "offsets": pa.list_(pa.int64()), "log_mass": pa.list_(pa.float32())}
 )
 SCHEMA = pa.schema(
     [
@@ -49,7 +54,7 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
         ("rollout_logprobs", pa.list_(pa.float32())),
         ("versions", pa.list_(_SPAN)),
-        ("kept", pa.struct({"token_ids": pa.list_(pa.int32()), "offsets": pa.list_(pa.int64())})),
+        ("kept", _KEPT),
         ("sampling", _SAMPLING),
         ("timings", _NAMED_NUMBERS),
     ]
@@ -59,9 +64,33 @@ SCHEMA = pa.schema(
 
 def lists(arrays: Sequence[NDArray[Any]], type_: pa.DataType) -> pa.Array:
     """A list column of numpy arrays, without a Python object per element."""
-    offsets = np.concatenate([[0], np.cumsum([len(a) for a in arrays])]).astype(np.int32)
+    large = pa.types.is_large_list(type_)
+    offsets = np.cumsum([0, *(len(a) for a in arrays)]).astype(np.int64 if large else np.int32)
     empty = np.zeros(0, type_.value_type.to_pandas_dtype())
-    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([empty, *arrays]), type_.value_type), type=type_)
+    values = pa.array(np.concatenate([empty, *arrays]), type_.value_type)
+    return (pa.LargeListArray if large else pa.ListArray).from_arrays(offsets, values, type=type_)
+
+
+def kept_column(sets: Sequence[KeptSet | None]) -> pa.Array:
+    """The ``kept`` column."""
+    known = [KeptSet.whole(0) if kept is None else kept for kept in sets]
+    fields = [lists([getattr(kept, field.name) for kept in known], field.type) for field in _KEPT]
+    return pa.StructArray.from_arrays(
+        fields, fields=list(_KEPT), mask=pa.array([kept is None for kept in sets], pa.bool_())
+    )
+
+
+def kept_sets(column: pa.ChunkedArray) -> list[KeptSet | None]:
+    """What `kept_column` was given. Raises ValueError for sets without their mass."""
+    array = column.combine_chunks()
+    if array.null_count == len(array):
+        return [None] * len(array)
+    missing = [field.name for field in _KEPT if array.type.get_field_index(field.name) < 0]
+    if missing:
+        raise ValueError(f"column 'kept' has no field {missing[0]!r}")
+    fields = {field.name: Lists(pa.chunked_array([array.field(field.name)])) for field in _KEPT}
+    valid = array.is_valid().to_pylist()
+    return [KeptSet(**{name: f[i] for name, f in fields.items()}) if valid[i] else None for i in range(len(array))]
 
 
 class Lists:

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import CheckpointError
-from ..types import KeptSet, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
-from .sample_columns import SCHEMA, Lists, from_json, lists, sampling_row, to_json
+from ..kept import KeptSet
+from ..types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from .sample_columns import SCHEMA, Lists, from_json, kept_column, kept_sets, lists, sampling_row, to_json
 
 
 def write_samples(
@@ -43,7 +44,12 @@ def write_samples(
 
 def read_samples(path: Path) -> list[PromptGroup]:
     """The groups that `write_samples` was given. Raises `CheckpointError`."""
-    rows = zip(_samples(table := read_table(path)), _prompts(table), strict=True)
+    table = read_table(path)
+    try:
+        kept = kept_sets(table.column("kept"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a file of samples: {error}") from None
+    rows = zip(_samples(table, kept), _prompts(table), strict=True)
     return [
         PromptGroup(id=group_id, prompt=(members := list(found))[0][1], samples=tuple(sample for sample, _ in members))
         for group_id, found in groupby(rows, key=lambda row: row[0].group_id)
@@ -123,7 +129,7 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
         "reward": [score and score.value for score in scores],
         "components": [list(score.components.items()) if score else None for score in scores],
         "reward_error": [score.error if score else None for score in scores],
-        "kept": [s.kept and {"token_ids": s.kept.token_ids, "offsets": s.kept.offsets} for s in samples],
+        "kept": kept_column([s.kept for s in samples]),
         "metadata": [to_json(s.metadata) for s in samples],
         "timings": [list(s.timings.items()) for s in samples],
     }
@@ -147,10 +153,8 @@ def _prompts(table: pa.Table) -> Iterator[Prompt]:
         yield last[1]
 
 
-def _samples(table: pa.Table) -> Iterator[Sample]:
+def _samples(table: pa.Table, kept: Sequence[KeptSet | None]) -> Iterator[Sample]:
     arrays = {name: Lists(table.column(name)) for name in ("token_ids", "loss_mask", "rollout_logprobs")}
-    kept = table.column("kept").combine_chunks()
-    kept_arrays = {name: Lists(pa.chunked_array([kept.field(name)])) for name in ("token_ids", "offsets")}
     plain = [name for name in SCHEMA.names if name not in {*arrays, "kept", "prompt_token_ids"}]
     known: dict[str, SamplingParams] = {}
     for i, row in enumerate(_rows(table, plain)):
@@ -165,7 +169,7 @@ def _samples(table: pa.Table) -> Iterator[Sample]:
             text=row["text"],
             stop_reason=StopReason(row["stop_reason"]),
             error=row["error"],
-            kept=KeptSet(**{name: array[i] for name, array in kept_arrays.items()}) if kept[i].is_valid else None,
+            kept=kept[i],
             score=_score(row),
             metadata=from_json(row["metadata"]),
             timings=dict(row["timings"]),

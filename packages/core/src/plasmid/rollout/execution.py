@@ -14,13 +14,14 @@ import numpy as np
 
 from ..components import Workflow
 from ..errors import PlasmidError
+from ..kept import KeptSet, join_kept
 from ..protocols import EngineClient
 from ..types import (
     Completion,
     GenerateRequest,
     Ints,
-    Prompt,
     Message,
+    Prompt,
     Sample,
     SamplingParams,
     StopReason,
@@ -58,8 +59,9 @@ class Execution:
     codec: Codec
     seed: int
     deadline_s: float
-    turns: int = 0
+    wants_kept_sets: bool = False
     max_length: int | None = None
+    turns: int = 0
     running: set[str] = field(default_factory=set)
     generate_s: float = 0.0
     samples_made: int = 0
@@ -76,7 +78,7 @@ class Execution:
             sampling=narrowed(self.sampling, max_new_tokens, stop),
             seed=seed_of(self.seed, turn),
             deadline_s=self.deadline_s,
-            wants_kept_set=False,
+            wants_kept_set=self.wants_kept_sets,
         )
         parts: list[Completion] = []
         started = time.monotonic()
@@ -95,6 +97,8 @@ class Execution:
         joined = join(parts)
         if joined.stop_reason is StopReason.ERROR:
             raise RolloutFailed(joined.error or "the engine gave no reason")
+        if self.wants_kept_sets and joined.kept is None:
+            raise RolloutFailed("the engine was asked for kept sets and gave none")
         return joined
 
     def encode(self, text: str) -> Ints:
@@ -111,6 +115,7 @@ class Execution:
         tokens: list[Ints] = [np.asarray(prompt.token_ids, np.int32)]
         mask = [np.zeros(len(prompt.token_ids), np.bool_)]
         logprobs = [np.zeros(len(prompt.token_ids), np.float32)]
+        kept: list[tuple[KeptSet | None, int]] = [(None, len(prompt.token_ids))]
         spans: list[VersionSpan] = []
         position, stop = len(prompt.token_ids), StopReason.STOP
         for part in completions:
@@ -119,6 +124,7 @@ class Execution:
             tokens.append(ids)
             mask.append(np.full(len(ids), drawn, np.bool_))
             logprobs.append(part.logprobs if isinstance(part, Completion) else np.zeros(len(ids), np.float32))
+            kept.append((part.kept if isinstance(part, Completion) else None, len(ids)))
             if isinstance(part, Completion):
                 spans += [span.shifted(position) for span in part.versions]
                 stop = part.stop_reason
@@ -136,6 +142,7 @@ class Execution:
             "sampling": self.sampling,
             "text": self.decode(np.concatenate([np.zeros(0, np.int32), *tokens[1:]])),
             "stop_reason": stop,
+            "kept": join_kept(kept),
             "timings": {"generate_s": self.generate_s},
         }
         return Sample(**(values | fields))
@@ -145,13 +152,6 @@ class RolloutFailed(Exception):
     """The engine could not serve a request of this rollout; the rollout becomes a sample with an error."""
 
 
-def join(parts: Sequence[Completion]) -> Completion:
-    """One completion from the parts that aborts cut it into."""
-    if len(parts) == 1:
-        return parts[0]
-    spans: list[VersionSpan] = []
-    position = 0
-    for part in parts:
 def narrowed(sampling: SamplingParams, max_new_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
     """The settings with a lower limit and more texts that end a completion; how tokens are drawn is the same."""
     changes: dict[str, Any] = {}
@@ -162,6 +162,13 @@ def narrowed(sampling: SamplingParams, max_new_tokens: int | None, stop: Sequenc
     return sampling.model_copy(update=changes) if changes else sampling
 
 
+def join(parts: Sequence[Completion]) -> Completion:
+    """One completion from the parts that aborts cut it into."""
+    if len(parts) == 1:
+        return parts[0]
+    spans: list[VersionSpan] = []
+    position = 0
+    for part in parts:
         spans += [span.shifted(position) for span in part.versions]
         position += len(part.token_ids)
     timings: dict[str, float] = {}
@@ -173,6 +180,7 @@ def narrowed(sampling: SamplingParams, max_new_tokens: int | None, stop: Sequenc
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
         versions=tuple(spans),
+        kept=join_kept([(part.kept, len(part.token_ids)) for part in parts]),
         timings=timings,
     )
 

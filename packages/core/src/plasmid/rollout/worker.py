@@ -39,6 +39,8 @@ class Job:
     """False for evaluations: filters are not asked."""
     greedy: bool = False
     """Make one more rollout at temperature 0, whose reward is the group's baseline."""
+    wants_kept_sets: bool = False
+    """Ask the engine what restricted sampling left to draw from."""
 
     def sessions(self) -> tuple[str, ...]:
         """Session ids of its rollouts."""
@@ -99,6 +101,7 @@ class RolloutWorker:
             codec=self._tokenizer,
             seed=seed,
             deadline_s=timeout_s,
+            wants_kept_sets=job.wants_kept_sets and sampling.is_restricted,
         )
         workflow: Workflow = self._config.workflow
         return await execute(workflow, execution, job.prompt, timeout_s)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..batch import GroupRef
+from ..config import RunConfig
 from ..errors import CheckpointError
 from ..observe.sample_store import read_dropped, read_samples
 from ..protocols import Store
@@ -22,6 +23,21 @@ def stored_batches(run_dir: Path) -> list[Path]:
             f"--replay: {run_dir} holds no samples (samples/batch-*.parquet); name the folder of a run that has some"
         )
     return files
+
+
+def check_replay(config: RunConfig, run_dir: Path) -> None:
+    """Raises `CheckpointError` if the run's samples are not there, or lack what the algorithm reads of them."""
+    first = stored_batches(run_dir)[0]
+    if not config.algorithm.reads_rollout_logprobs():
+        return
+    for sample in (sample for group in read_samples(first) for sample in group.samples):
+        if sample.sampling.is_restricted and sample.kept is None and sample.num_generated:
+            name, value = next(iter(sample.sampling.restrictions.items()))
+            raise CheckpointError(
+                f"--replay: {first}: sample {sample.id} was drawn with {name} = {value}, and what that left to draw "
+                "from was not stored; ratios to its log-probabilities, which this algorithm corrects with, would be "
+                'wrong; set algorithm.old_policy = "trainer" and algorithm.opsm = "off", or replay another run'
+            )
 
 
 class Replay:

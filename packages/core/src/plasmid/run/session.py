@@ -25,7 +25,7 @@ from .interrupts import Interrupts
 from .loop import Loop
 from .parts import Parts, start_parts
 from .preflight import check
-from .replay import stored_batches
+from .replay import check_replay
 from .setup import Restored, build_loop, open_evaluator, restore
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class _Session:
         stream = self.config.data.stream(encode, seed=self.config.run.seed)
         sets = open_sets(self.config, encode) if self._with_engine else ()
         if self.mode.replay is not None:
-            stored_batches(self.mode.replay)
+            check_replay(self.config, self.mode.replay)
         folder = newest_folder(self.config) if self.mode.resume else new_folder(self.config)
         state = restore(folder, self.config) if self.mode.resume else None
         return _Start(folder=folder, stream=stream, sets=sets, state=state)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batch import Rows
+from .kept_tokens import KeptTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +43,9 @@ class Microbatch:
     temperatures: Tensor
     """[P] float32."""
     rollout_logprobs: Tensor
-    """[P] float32."""
+    """[P] float32: of what drew the token, within its kept set."""
+    kept: KeptTokens | None
+    """P positions: what each token was drawn from; None if no sample of the rank has it."""
     versions: Tensor
     """[P] int64: policy version that drew the token, -1 where none did."""
 
@@ -53,7 +56,8 @@ class Microbatch:
 
     def to(self, device: torch.device | str) -> Microbatch:
         """The same on a device."""
-        return Microbatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Microbatch(**{k: v if v is None else v.to(device, non_blocking=True) for k, v in parts.items()})
 
 
 def collate(
@@ -90,9 +94,29 @@ def collate(
         table_index=_long(np.asarray(table_index, np.int64)[index][row]),
         token_index=_long(token),
         temperatures=torch.from_numpy(rows.temperatures[index][row]),
-        rollout_logprobs=torch.from_numpy(rows.rollout_logprobs[token]),
+        rollout_logprobs=torch.from_numpy(rows.behaviour_logprobs(token)),
+        kept=_kept(rows, token),
         versions=_long(rows.versions[token]),
     )
+
+
+def _kept(rows: Rows, token: NDArray[np.int64]) -> KeptTokens | None:
+    """The sets of the tokens [P]. Raises ValueError for a token outside of its own set, which nothing could draw."""
+    if rows.kept is None:
+        return None
+    kept = rows.kept.select(token)
+    sizes = kept.sizes()
+    found = kept.token_ids == np.repeat(rows.token_ids[token], sizes)
+    owner = np.repeat(np.arange(len(token)), sizes)
+    lost = np.flatnonzero((sizes > 0) & (np.bincount(owner[found], minlength=len(token)) != 1))
+    if len(lost):
+        place = int(token[lost[0]])
+        sample = int(np.searchsorted(rows.offsets, place, side="right")) - 1
+        raise ValueError(
+            f"sample {rows.sample_ids[sample]}: token {place - int(rows.offsets[sample])} is not once in the set that "
+            "it was drawn from"
+        )
+    return KeptTokens.of(kept)
 
 
 def _long(array: NDArray[np.generic]) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .softmax_rows import RowGradients, RowStats, SoftmaxKernels, kernels_for
 from .vocab_shard import VocabShard
 
 GPU_BYTES = 1280 * 2**20
@@ -21,52 +20,6 @@ TILE = 128
 """Chunks of ``auto`` are multiples of this, as matrix products like them."""
 
 ChunkSize = Literal["auto"] | int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HeadOptions:
-    """What does not change from chunk to chunk."""
-
-    with_entropy: bool
-    entropy_grad: bool
-    chunk_size: ChunkSize
-    shard: VocabShard | None
-    kernels: SoftmaxKernels
-
-    @classmethod
-    def of(
-        cls,
-        weight: Tensor,
-        *,
-        with_entropy: bool,
-        entropy_grad: bool,
-        chunk_size: ChunkSize,
-        shard: VocabShard | None,
-        kernels: SoftmaxKernels | None,
-    ) -> HeadOptions:
-        """With the kernels for this weight. Raises `ValueError` for a chunk size that is none."""
-        if chunk_size != "auto" and chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-        return cls(
-            with_entropy=with_entropy or entropy_grad,
-            entropy_grad=entropy_grad,
-            chunk_size=chunk_size,
-            shard=shard,
-            kernels=kernels or kernels_for(weight),
-        )
-
-    @property
-    def first(self) -> int:
-        """Id of the first token that this rank has logits of."""
-        return 0 if self.shard is None else self.shard.first
-
-    def stats(self, logits: Tensor, targets: Tensor, temperatures: Tensor) -> RowStats:
-        """Of this rank's logits of a chunk."""
-        return self.kernels.stats(logits, targets, temperatures, first=self.first, with_entropy=self.with_entropy)
-
-    def gradient(self, logits: Tensor, targets: Tensor, temperatures: Tensor, upstream: RowGradients) -> Tensor:
-        """Gradient of this rank's logits of a chunk, in their place."""
-        return self.kernels.gradient(logits, targets, temperatures, upstream, first=self.first)
 
 
 @dataclass(slots=True, eq=False)

@@ -53,7 +53,7 @@ def advantage_inputs(
     return AdvantageInputs(
         table=batch.table,
         sample_index=torch.from_numpy(owner).to(device),
-        rollout_logprobs=torch.from_numpy(rows.rollout_logprobs[places]).to(device),
+        rollout_logprobs=torch.from_numpy(rows.behaviour_logprobs(places)).to(device),
         old_logprobs=picked.get(Role.POLICY),
         ref_logprobs=picked.get(Role.REFERENCE),
         teacher_logprobs=picked.get(Role.TEACHER),

@@ -6,16 +6,16 @@ P positions, H hidden size, V vocabulary size, C positions of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .linear_head import ChunkSize, HeadGradients, HeadOptions, LinearHead
+from .head_options import HeadOptions, HeadSettings, Targets, Upstream
+from .kept_tokens import KeptTokens
+from .linear_head import HeadGradients, LinearHead
 from .logprobs import TokenScores
-from .softmax_rows import RowGradients, SoftmaxKernels
-from .vocab_shard import VocabShard
 
 ChunkLoss = Callable[[TokenScores, slice], Tensor]
 """Loss of a chunk, a scalar, from its scores [C] and its place among the P positions. It must add up over chunks: what
@@ -39,11 +39,8 @@ def linear_token_loss(
     loss: ChunkLoss,
     *,
     bias: Tensor | None = None,
-    with_entropy: bool = True,
-    entropy_grad: bool = False,
-    chunk_size: ChunkSize = "auto",
-    shard: VocabShard | None = None,
-    kernels: SoftmaxKernels | None = None,
+    kept: KeptTokens | None = None,
+    **settings: Unpack[HeadSettings],
 ) -> LossAndScores:
     """The sum of ``loss`` over chunks of `token_logprobs`, with gradients for hidden, weight and bias.
 
@@ -52,18 +49,12 @@ def linear_token_loss(
     gradients with given old log-probabilities, supervised fine-tuning, a KL or an entropy bonus in the loss. The
     arguments are those of `token_logprobs`; with a ``shard`` the loss must be the same on all ranks of its group.
     """
-    options = HeadOptions.of(
-        weight,
-        with_entropy=with_entropy,
-        entropy_grad=entropy_grad,
-        chunk_size=chunk_size,
-        shard=shard,
-        kernels=kernels,
-    )
+    options = HeadOptions.of(weight, **settings)
+    aims = Targets(ids=targets, temperatures=temperatures, kept=kept)
     total, logprobs, entropy = _LinearTokenLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, loss, options, torch.is_grad_enabled()
+        hidden, weight, bias, aims, loss, options, torch.is_grad_enabled()
     )
-    return LossAndScores(total, TokenScores(logprobs, entropy if with_entropy else None))
+    return LossAndScores(total, TokenScores(logprobs, entropy if options.with_entropy else None))
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -73,8 +64,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        temperatures: Tensor,
+        targets: Targets,
         loss: ChunkLoss,
         options: HeadOptions,
         grad_enabled: bool,
@@ -83,18 +73,15 @@ class _LinearTokenLoss(torch.autograd.Function):
         gradients = HeadGradients(head, ctx.needs_input_grad[:3])
         losses, logprobs, entropies = [], [], []
         for chunk in head.chunks(options.chunk_size):
-            logits = head.logits(chunk)
-            stats = options.stats(logits, targets[chunk], temperatures[chunk])
-            if options.shard is not None:
-                stats = options.shard.combine(stats)
-            scores = TokenScores(stats.logprobs(), stats.entropy)
-            value, up_logprobs, up_entropy = _loss_gradient(loss, scores, chunk, options.entropy_grad)
+            logits, aims = head.logits(chunk), targets.of(chunk)
+            stats = options.combine(options.stats(logits, aims), None if aims.kept is None else aims.kept.restricted)
+            scores = TokenScores(stats.logprobs(), stats.full.entropy)
+            value, up = _loss_gradient(loss, scores, chunk, options.entropy_grad)
             if grad_enabled and any(ctx.needs_input_grad):
-                upstream = RowGradients(stats.tops, stats.sums.log(), up_logprobs, stats.entropy, up_entropy)
-                gradients.add(chunk, options.gradient(logits, targets[chunk], temperatures[chunk], upstream))
+                gradients.add(chunk, options.gradient(logits, aims, stats, up))
             losses.append(value)
             logprobs.append(scores.logprobs)
-            entropies.append(stats.entropy)
+            entropies.append(stats.full.entropy)
         head.release()
         gradients.sum_hidden(options.shard)
         ctx.gradients = gradients
@@ -106,13 +93,12 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *ctx.gradients.finish(grad_loss), None, None, None, None, None
+        return *ctx.gradients.finish(grad_loss), None, None, None, None
 
 
 class _LossGradient(NamedTuple):
     value: Tensor
-    logprobs: Tensor
-    entropy: Tensor | None
+    up: Upstream
 
 
 def _loss_gradient(loss: ChunkLoss, scores: TokenScores, chunk: slice, entropy_grad: bool) -> _LossGradient:
@@ -125,7 +111,7 @@ def _loss_gradient(loss: ChunkLoss, scores: TokenScores, chunk: slice, entropy_g
             raise ValueError(f"the loss of a chunk must be a scalar, got shape {tuple(value.shape)}")
         wanted = [logprobs] if entropy is None or not entropy_grad else [logprobs, entropy]
         if not value.requires_grad:
-            return _LossGradient(value, torch.zeros_like(logprobs), None)
+            return _LossGradient(value, Upstream(torch.zeros_like(logprobs), None))
         grads = torch.autograd.grad(value, wanted, allow_unused=True)
     up_logprobs = torch.zeros_like(logprobs) if grads[0] is None else grads[0]
-    return _LossGradient(value.detach(), up_logprobs, grads[1] if len(grads) > 1 else None)
+    return _LossGradient(value.detach(), Upstream(up_logprobs, grads[1] if len(grads) > 1 else None))
