@@ -5,6 +5,7 @@ import random
 import shutil
 from dataclasses import dataclass, field
 
+from plasmid.components import PromptStream
 from plasmid.errors import DataError
 from plasmid.observe.dispatch import ObserverQueues
 from plasmid.observe.sample_store import write_samples
@@ -38,7 +39,7 @@ class Chances:
         return "filter" if at < self.dropped else ""
 
 
-class Numbers:
+class Numbers(PromptStream):
     """A prompt stream that counts up to a limit."""
 
     def __init__(self, limit):
@@ -48,7 +49,10 @@ class Numbers:
         if self.next == self.limit:
             return None
         self.next += 1
-        return make_prompt(id=f"row:{self.next - 1}")
+        return self.prompt(f"row:{self.next - 1}")
+
+    def prompt(self, id):
+        return make_prompt(id=id)
 
     def state(self):
         return {"next": self.next}

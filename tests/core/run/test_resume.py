@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import pytest
+from plasmid.components import PromptStream
 from plasmid.config import CheckpointConfig
 from plasmid.errors import CheckpointError
 from plasmid.hookspecs import hookimpl
@@ -13,6 +14,7 @@ from plasmid.observe.sample_store import read_samples
 from plasmid.rollout.draws import Draws
 from plasmid.rollout.producer import DropLimit, Stream
 from plasmid.run.checkpoint import CheckpointFolder, RunState
+from plasmid.testing.rewards import make_prompt
 
 SETTINGS = {"filters": [{"kind": "even-group"}], "checkpoint": {"every": 2, "keep_last": 10}}
 TIMES = ("perf/", "memory/", "gpu/")
@@ -136,7 +138,7 @@ def test_the_state_is_plain_json(runner):
     assert state["batch"] == state["version"] == 8
 
 
-class Numbers:
+class Numbers(PromptStream):
     """A prompt stream that counts."""
 
     def __init__(self):
@@ -144,7 +146,10 @@ class Numbers:
 
     def draw(self):
         self.next += 1
-        return self.next
+        return self.prompt(str(self.next))
+
+    def prompt(self, id):
+        return make_prompt(id=id)
 
     def state(self):
         return {"next": self.next}
@@ -171,7 +176,8 @@ def test_draws_whose_rollouts_still_run_are_drawn_again_after_a_resume():
     assert [item["id"] for item in state["pending"]] == [0, 1, 2, 3]
     again = Draws(Numbers())
     again.restore(state)
-    assert [(draw.id, draw.prompt) for draw in (again.draw() for _ in range(5))] == [(i, i + 1) for i in range(5)]
+    drawn = [again.draw() for _ in range(5)]
+    assert [(draw.id, draw.prompt.id) for draw in drawn] == [(i, str(i + 1)) for i in range(5)]
 
 
 def test_an_evaluation_before_the_first_batch_is_not_repeated_on_a_resume(runner):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
@@ -193,9 +193,9 @@ class Rollout(Protocol):
     id: str
     """Rollout id; also the engine's session id."""
     sampling: SamplingParams
-
     max_length: int | None
     """Longest sample in tokens, prompt included; None where no limit is known."""
+
     async def generate(
         self, token_ids: Ints, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Completion:
@@ -213,7 +213,6 @@ class Rollout(Protocol):
         """Text to tokens, no special tokens added."""
         ...
 
-    def sample(self, prompt: Prompt, completions: Sequence[Completion | Ints], **fields: Any) -> Sample:
     def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
         """Text of messages through the chat template with these arguments, the generation prompt included.
 
@@ -221,6 +220,7 @@ class Rollout(Protocol):
         """
         ...
 
+    def sample(self, prompt: Prompt, completions: Sequence[Completion | Ints], **fields: Any) -> Sample:
         """A sample of the prompt, then completions (trained on) and plain tokens (tool replies, not trained on)."""
         ...
 
@@ -233,11 +233,32 @@ class Workflow(Component):
         """One rollout. Usually makes one sample. An exception becomes a sample with an error."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """What is known of data before the first draw. Stands in ``run.json`` and in the plan of a dry run."""
+
+    num_prompts: int | None = None
+    """Prompts of one epoch; None where they are made as they are drawn."""
+    left_out: int = 0
+    """Rows that are never drawn, because they are too long."""
+    profiles: Mapping[str, str] = field(default_factory=dict)
+    """Each of the recipe's profiles that prompts name, and where the first of them stands."""
+    parts: Mapping[str, DataFacts] = field(default_factory=dict)
+    """Facts of the sources that the data are a mixture of, by name."""
+
+
 class PromptStream(Protocol):
-    """An opened data source: prompts without end or until the data ends, resumable exactly."""
+    """An opened data source: prompts without end or until the data ends, resumable exactly.
+
+    Inherit from it: then only `draw`, `prompt`, `state` and `restore` have to be written.
+    """
 
     def draw(self) -> Prompt | None:
         """The next prompt; None when the data has ended."""
+        ...
+
+    def prompt(self, id: str) -> Prompt:
+        """A prompt that was drawn before. A resumed run takes up what was under way with it."""
         ...
 
     def state(self) -> Mapping[str, Any]:
@@ -248,12 +269,41 @@ class PromptStream(Protocol):
         """Continue from a saved position. Raises `CheckpointError` if the data are others than they were."""
         ...
 
+    def learn(self, prompt: Prompt, rewards: Sequence[float]) -> None:
+        """Told once of each draw that has its rewards, also if a filter drops it. Most streams do not care.
+
+        With ``max_staleness = 0`` in the order of the draws, and before the next batch is drawn; else as groups finish,
+        while others of draws made before are under way.
+        """
+        return None
+
+    def metrics(self) -> Mapping[str, float]:
+        """Gauges worth logging with every batch, by names that begin with ``data/``."""
+        return {}
+
+    def facts(self) -> DataFacts:
+        """What is known before the first draw."""
+        return DataFacts()
+
+    def close(self) -> None:
+        """Called once when the run ends."""
+        return None
+
 
 class DataSource(Component):
-    """Where prompts come from, chosen by ``[data] kind = ...``. Opened by `stream` and `prompts`, not by `open`."""
+    """Where prompts come from, chosen by ``[data] kind = ...``.
 
-    demonstrations: ClassVar[bool] = False
-    """True if prompts hold what the policy should write (`Prompt.trained`)."""
+    `stream` and `prompts` open it, and `PromptStream.close` closes it; ``open`` and ``close`` are for components that
+    live in other processes and are never called here.
+    """
+
+    def holds_demonstrations(self) -> bool:
+        """True if prompts hold what the policy should write (`Prompt.trained`)."""
+        return False
+
+    def counts_tokens(self) -> bool:
+        """True if the settings limit the tokens of a prompt, so that opening the source takes a tokenizer."""
+        return False
 
     @abstractmethod
     def stream(self, encode: PromptEncoder, *, seed: int) -> PromptStream:
@@ -291,6 +341,8 @@ class BuildContext:
     """GPU bundle of each rank of this part, in rank order; None where it runs on the CPU."""
     threads: int = 1
     """CPU threads that each rank may use."""
+    engine_name: str = "engine"
+    """What the processes of an engine are called, before their number: a run may have two engines."""
 
 
 class TrainerConfig(Component):

@@ -216,9 +216,9 @@ class RunConfig(Settings):
                 f"run.samples_per_prompt: 1 leaves a rollout nothing to be compared with, so all advantages are 0; "
                 f"algorithm {kind!r} needs at least 2"
             )
-        if needs.demonstrations and not self.data.demonstrations:
+        if needs.demonstrations and not self.data.holds_demonstrations():
             yield f'data.kind: algorithm {kind!r} learns from demonstrations; set it to "demonstrations"'
-        if not needs.demonstrations and self.data.demonstrations:
+        if not needs.demonstrations and self.data.holds_demonstrations():
             yield (
                 f"data.kind: demonstrations hold the answers, and algorithm {kind!r} samples its own; "
                 'set it to "files", or algorithm.kind to "sft"'

@@ -146,6 +146,12 @@ def _kind(cls: Any, base: type[Component], owner: str, hook: str) -> str:
     field = cls.model_fields.get("kind")
     if field is None or not isinstance(field.default, str):
         raise PluginError(f'plugin {owner!r}: {_where(cls)} has no kind; add `kind: Literal["name"] = "name"` to it')
+    for name in ("open", "close"):
+        if base is DataSource and getattr(cls, name) is not getattr(DataSource, name):
+            raise PluginError(
+                f"plugin {owner!r}: {_where(cls)}.{name} is never called; a data source is opened by its `stream`, and "
+                "closed by `PromptStream.close`"
+            )
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise PluginError(f"plugin {owner!r}: {_where(cls)} lacks what plasmid.{base.__name__} needs: {missing}")

@@ -95,16 +95,20 @@ class Prompt:
     """What the tokens say, for rewards, logs and viewers."""
     messages: tuple[Message, ...] = ()
     """The chat that the template rendered; empty for plain text."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that the chat template rendered them with; later turns use them, too."""
     target: Any = None
     """Ground truth for the reward; never shown to the policy."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row."""
+    source: str = ""
+    """Name of the source in a mixture, ``a/b`` in a mixture of mixtures; empty where there is only one."""
+    profile: str = ""
+    """The recipe's profile that says how to sample and judge it; empty for the recipe's own settings."""
     trained: Bools | None = None
     """[P] in a demonstration, whose tokens are the whole text: True on what the policy learns to write."""
 
     @property
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that the chat template rendered them with; later turns use them, too."""
     def num_given(self) -> int:
         """Tokens that the policy sees before it writes the first one."""
         return len(self.token_ids) if self.trained is None else int(np.argmax(self.trained))

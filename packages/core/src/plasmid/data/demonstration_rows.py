@@ -43,6 +43,16 @@ class DemonstrationRows:
         """Label and digest of each file, as JSON keeps them."""
         return self._rows.digests()
 
+    @property
+    def profiles(self) -> Mapping[str, str]:
+        """None: nothing is sampled."""
+        return {}
+
+    @property
+    def left_out(self) -> int:
+        """Rows that `limit` has left out."""
+        return len(self._rows) - len(self._used)
+
     def check(self) -> None:
         """Check every row, and render the first ones. Raises `DataError`."""
         self._rows.check()
@@ -66,7 +76,13 @@ class DemonstrationRows:
 
     def prompt(self, index: int) -> Prompt:
         """One row; its `Prompt.trained` is set. Raises `DataError`."""
-        row = self._rows.prompt(int(self._used[index]))
+        return self._demonstration(self._rows.prompt(int(self._used[index])))
+
+    def find(self, id: str) -> Prompt:
+        """The demonstration of an id, which must be that of a row."""
+        return self._demonstration(self._rows.find(id))
+
+    def _demonstration(self, row: Prompt) -> Prompt:
         try:
             pieces = [piece for piece in self._pieces(row) if piece.text]
             tokens = [self._encode(piece.text, {})[0] for piece in pieces]

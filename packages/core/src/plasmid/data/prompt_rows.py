@@ -14,7 +14,8 @@ import numpy as np
 from ..components import PromptEncoder
 from ..errors import DataError
 from ..types import Message, Prompt
-from .row_files import FileSlice, RowFile, open_rows, type_name
+from .json_lines import type_name
+from .row_files import RowFile
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class Row:
     prompt: str | tuple[Message, ...]
     target: Any
     metadata: Mapping[str, Any]
+    profile: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class RowReader:
     chat: bool
     """Strings are messages of the user."""
     system: str
+    profile_key: str | None = None
 
     def read(self, where: str, row: Mapping[str, Any]) -> Row:
         """Check one row. Raises `DataError` that begins with ``where``."""
@@ -50,7 +53,16 @@ class RowReader:
                     f"{where}: {self.target_key!r} is null; leave the row out, or set data.target_key{way_out}"
                 )
         used = {key if key in row else key.split(".")[0] for key in (self.prompt_key, self.target_key) if key}
-        return Row(prompt=prompt, target=target, metadata={k: v for k, v in row.items() if k not in used})
+        metadata = {k: v for k, v in row.items() if k not in used}
+        return Row(prompt=prompt, target=target, metadata=metadata, profile=self._profile(where, row))
+
+    def _profile(self, where: str, row: Mapping[str, Any]) -> str:
+        if self.profile_key is None:
+            return ""
+        value = _get(where, row, self.profile_key, "profile_key", ' ("none" if no row names a profile)')
+        if not isinstance(value, str | None):
+            raise DataError(f"{where}: {self.profile_key!r} must be the name of a profile, got {type_name(value)}")
+        return value or ""
 
     def _prompt(self, where: str, value: object) -> str | tuple[Message, ...]:
         at = f"{where}: {self.prompt_key!r}"
@@ -112,13 +124,14 @@ class PromptRows:
     """All rows of a data source, addressed by one index."""
 
     def __init__(
-        self, parts: Sequence[FileSlice], reader: RowReader, encode: PromptEncoder, template: Mapping[str, Any]
+        self, files: Sequence[RowFile], reader: RowReader, encode: PromptEncoder, template: Mapping[str, Any]
     ) -> None:
-        self._parts, self._reader, self._encode, self._template = parts, reader, encode, template
-        self._files: list[RowFile] = [open_rows(part) for part in parts]
-        self._ends = list(accumulate(len(file) for file in self._files))
-        self._labels = _labels(parts)
+        self._files, self._reader, self._encode, self._template = files, reader, encode, template
+        self._ends = list(accumulate(len(file) for file in files))
+        self._labels = _labels(files)
         self._used = np.arange(self._ends[-1])
+        self.profiles: dict[str, str] = {}
+        """Each profile that rows name, and where the first of them stands; complete after `check`."""
 
     def __len__(self) -> int:
         return len(self._used)
@@ -127,14 +140,22 @@ class PromptRows:
         """Label and digest of each file, as JSON keeps them."""
         return [[label, file.digest] for label, file in zip(self._labels, self._files, strict=True)]
 
+    @property
+    def left_out(self) -> int:
+        """Rows that `limit` has left out."""
+        return self._ends[-1] - len(self._used)
+
     def check(self) -> None:
         """Check every row, and tokenise the first of each form. Raises `DataError`."""
         first: dict[bool, int] = {}
         index = 0
-        for part, file in zip(self._parts, self._files, strict=True):
-            for i, row in enumerate(file):
-                chat = not isinstance(self._reader.read(f"{part.path}:{file.number(i)}", row).prompt, str)
-                first.setdefault(chat, index)
+        for file in self._files:
+            for i, values in enumerate(file):
+                where = f"{file.path}:{file.number(i)}"
+                row = self._reader.read(where, values)
+                first.setdefault(not isinstance(row.prompt, str), index)
+                if row.profile:
+                    self.profiles.setdefault(row.profile, where)
                 index += 1
         if True not in first and (self._reader.system or self._template):
             name = "system" if self._reader.system else "template"
@@ -166,11 +187,20 @@ class PromptRows:
         at = int(self._used[index])
         number = bisect_right(self._ends, at)
         local = at - (self._ends[number - 1] if number else 0)
-        return number, f"{self._parts[number].path}:{self._files[number].number(local)}", local
+        return number, f"{self._files[number].path}:{self._files[number].number(local)}", local
 
     def prompt(self, index: int) -> Prompt:
         """One row as a prompt. Raises `DataError`."""
-        number, where, local = self._locate(index)
+        return self._prompt(*self._locate(index))
+
+    def find(self, id: str) -> Prompt:
+        """The prompt of an id, which must be that of a row."""
+        label, _, line = id.rpartition(":")
+        number = self._labels.index(label)
+        file = self._files[number]
+        return self._prompt(number, f"{file.path}:{line}", file.index(int(line)))
+
+    def _prompt(self, number: int, where: str, local: int) -> Prompt:
         file = self._files[number]
         row = self._reader.read(where, file.row(local))
         try:
@@ -184,14 +214,15 @@ class PromptRows:
             token_ids=token_ids,
             text=text,
             messages=() if isinstance(row.prompt, str) else row.prompt,
+            template={} if isinstance(row.prompt, str) else self._template,
             target=row.target,
             metadata=row.metadata,
+            profile=row.profile,
         )
 
 
-def _labels(parts: Sequence[FileSlice]) -> list[str]:
+def _labels(files: Sequence[RowFile]) -> list[str]:
     """File names; the second file of one name is ``name#2``, and so on."""
-    names = [part.path.name for part in parts]
+    names = [file.path.name for file in files]
     counts = [names[:i].count(name) + 1 for i, name in enumerate(names)]
     return [name if count == 1 else f"{name}#{count}" for name, count in zip(names, counts, strict=True)]
-            template={} if isinstance(row.prompt, str) else self._template,

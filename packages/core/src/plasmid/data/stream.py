@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..components import DataFacts, PromptStream
 from ..errors import CheckpointError
 from ..types import Prompt
 
@@ -25,9 +26,23 @@ class IndexedPrompts(Protocol):
         """One row. Raises `DataError`."""
         ...
 
+    def find(self, id: str) -> Prompt:
+        """The prompt of an id, which must be that of a row."""
+        ...
 
-class RowStream:
-    """Draws every row once per epoch. Implements `components.PromptStream`."""
+    @property
+    def left_out(self) -> int:
+        """Rows that are too long, so that no index leads to them."""
+        ...
+
+    @property
+    def profiles(self) -> Mapping[str, str]:
+        """Each profile that rows name, and where the first of them stands."""
+        ...
+
+
+class RowStream(PromptStream):
+    """Draws every row once per epoch."""
 
     def __init__(self, rows: IndexedPrompts, *, epochs: int | None, seed: int | None) -> None:
         """Without ``epochs`` there is no end; without a ``seed`` rows keep their order."""
@@ -57,6 +72,10 @@ class RowStream:
         self._position += 1
         return prompt
 
+    def prompt(self, id: str) -> Prompt:
+        """The row of an id."""
+        return self._rows.find(id)
+
     def state(self) -> Mapping[str, Any]:
         """Epoch and position, and digests that prove that the data are still the same."""
         return {"epoch": self._epoch, "position": self._position, "rows": len(self._rows), "files": self._files}
@@ -67,6 +86,14 @@ class RowStream:
         if state["epoch"] != self._epoch:
             self._order = self._order_of(int(state["epoch"]))
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
+
+    def metrics(self) -> Mapping[str, float]:
+        """Epochs drawn so far, as a fraction."""
+        return {"data/epoch": self._epoch + self._position / len(self._rows)}
+
+    def facts(self) -> DataFacts:
+        """Rows of one epoch, those that are too long, and the profiles that rows name."""
+        return DataFacts(num_prompts=len(self), left_out=self._rows.left_out, profiles=self._rows.profiles)
 
     def _check_same(self, files: Sequence[Sequence[str]], num_rows: int) -> None:
         then, now = [label for label, _ in files], [label for label, _ in self._files]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..batch import GroupRef
 from ..components import PromptStream
 from ..types import Prompt
 
@@ -17,8 +18,6 @@ class Draw:
     id: int
     """Serial number over the whole run; the group's id."""
     prompt: Prompt
-    before: Mapping[str, Any]
-    """State of the stream before this draw: restoring it and drawing gives the same prompt again."""
 
 
 class Draws:
@@ -33,13 +32,17 @@ class Draws:
         """The next draw: first those that a resume gave back, then new ones; None when the data has ended."""
         if self._again:
             return self._again.pop(0)
-        before = self._stream.state()
         prompt = self._stream.draw()
         if prompt is None:
             return None
-        draw = Draw(id=self._next, prompt=prompt, before=before)
+        draw = Draw(id=self._next, prompt=prompt)
         self._next += 1
         return draw
+
+    def finished(self, draw: Draw, group: GroupRef) -> None:
+        """Tell the data what became of a draw. Call it once, when its group has been scored."""
+        if group.num_samples:
+            self._stream.learn(draw.prompt, group.rewards.tolist())
 
     def state(self, pending: list[Draw]) -> dict[str, Any]:
         """Where the data stand, and the draws that were taken but whose groups are not finished."""
@@ -47,16 +50,11 @@ class Draws:
         return {
             "next": self._next,
             "stream": dict(self._stream.state()),
-            "pending": [{"id": draw.id, "before": dict(draw.before)} for draw in waiting],
+            "pending": [{"id": draw.id, "prompt": draw.prompt.id} for draw in waiting],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. Raises `CheckpointError` if the data are others than they were."""
-        self._again = []
-        for item in state["pending"]:
-            self._stream.restore(item["before"])
-            prompt = self._stream.draw()
-            if prompt is not None:
-                self._again.append(Draw(id=item["id"], prompt=prompt, before=item["before"]))
         self._stream.restore(state["stream"])
+        self._again = [Draw(id=item["id"], prompt=self._stream.prompt(item["prompt"])) for item in state["pending"]]
         self._next = int(state["next"])

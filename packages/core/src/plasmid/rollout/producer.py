@@ -104,7 +104,8 @@ class Waves:
             wave = self._wave(count - len(kept))
             if not wave:
                 break
-            for group in await self._run(wave):
+            for draw, group in zip(wave, await self._run(wave), strict=True):
+                self._draws.finished(draw, group)
                 if group.dropped_by:
                     dropped.append(group)
                     self._limit.dropped(group)
@@ -190,6 +191,7 @@ class Stream:
             if task.cancelled():  # by the worker: `close` ends collecting first
                 raise EngineError(f"rollouts: prompt group {draw.id} was abandoned by its worker")
             group = task.result()
+            self._draws.finished(draw, group)
             if group.dropped_by:
                 self._drop(group)
             else:
