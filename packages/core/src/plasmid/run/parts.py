@@ -59,10 +59,14 @@ class Parts:
     trainer: Trainer | None = None
     engine: RolloutEngine | None = None
     workers: Workers | None = None
+    eval_engine: RolloutEngine | None = None
+    """An engine for evaluation sets alone (`placement.eval_ranks`)."""
+    eval_workers: Workers | None = None
+    """Who asks it."""
 
     async def close(self) -> None:
         """Stop everything, the cluster last."""
-        for part in (self.workers, self.engine, self.trainer):
+        for part in (self.workers, self.eval_workers, self.engine, self.eval_engine, self.trainer):
             if part is not None:
                 try:
                     await part.close()
@@ -75,12 +79,24 @@ class Parts:
 
 
 async def start_parts(
-    config: RunConfig, cluster: Cluster, run_dir: Path, *, with_trainer: bool, with_engine: bool
+    config: RunConfig,
+    cluster: Cluster,
+    run_dir: Path,
+    *,
+    with_trainer: bool,
+    with_engine: bool,
+    evaluating: bool = False,
 ) -> Parts:
-    """Start what the run needs, all at once. Stops everything again if a part fails."""
+    """Start what the run needs, all at once. Stops everything again if a part fails.
+
+    ``evaluating`` is for runs that do nothing else: their engine is free for evaluations, so none gets one of its own.
+    """
     parts = Parts(cluster=cluster)
+    with_eval = with_trainer and with_engine and not evaluating and config.placement.eval_ranks > 0
     try:
-        layout = Layout.of(config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine)
+        layout = Layout.of(
+            config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine, with_eval=with_eval
+        )
 
         async def start_trainer() -> None:
             parts.trainer = await config.trainer.build(layout.context(config, cluster, run_dir, layout.trainer))
@@ -89,17 +105,30 @@ async def start_parts(
             assert config.rollout is not None
             parts.engine = await config.rollout.build(layout.context(config, cluster, run_dir, layout.engine))
 
-        wanted = [*([start_trainer()] if with_trainer else []), *([start_engine()] if with_engine else [])]
-        await together(wanted)
+        async def start_eval_engine() -> None:
+            assert config.rollout is not None
+            # an engine sees its own number of ranks where it looks for it
+            place = config.placement.model_copy(update={"engine_ranks": config.placement.eval_ranks})
+            own = config.model_copy(update={"placement": place})
+            context = layout.context(own, cluster, run_dir, layout.evaluation, name="eval-engine")
+            parts.eval_engine = await config.rollout.build(context)
+
+        wanted = [(with_trainer, start_trainer), (with_engine, start_engine), (with_eval, start_eval_engine)]
+        await together(start() for needed, start in wanted if needed)
         if parts.engine is not None:
-            parts.workers = await _start_workers(config, cluster, run_dir, parts.engine)
+            count = config.placement.rollout_workers
+            parts.workers = await _start_workers(config, cluster, run_dir, parts.engine, "rollout-worker", count)
+        if parts.eval_engine is not None:
+            parts.eval_workers = await _start_workers(config, cluster, run_dir, parts.eval_engine, "eval-worker", 1)
     except BaseException:
         await parts.close()
         raise
     return parts
 
 
-async def _start_workers(config: RunConfig, cluster: Cluster, run_dir: Path, engine: RolloutEngine) -> Workers:
+async def _start_workers(
+    config: RunConfig, cluster: Cluster, run_dir: Path, engine: RolloutEngine, name: str, count: int
+) -> Workers:
     dump = config.model_dump(mode="json")
     limit = config.placement.start_timeout_s
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -111,18 +140,19 @@ async def _start_workers(config: RunConfig, cluster: Cluster, run_dir: Path, eng
             run_dir,
             engine.client,
             cluster.store,
-            name=f"rollout-worker-{index}",
+            name=f"{name}-{index}",
             resources=Resources(env=env),
             timeout_s=limit,
         )
         await actor.call("open", timeout_s=limit)
         return actor
 
-    actors = await together(start(i) for i in range(config.placement.rollout_workers))
+    rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
+    actors = await together(start(i) for i in range(count))
     return Workers(
         actors=tuple(actors),
         rollout_s=config.run.rollout_timeout_s,
-        reward_s=sum(reward.timeout_s for reward in config.rewards),
+        reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
     )
 
 
@@ -132,42 +162,58 @@ class Layout:
 
     trainer: tuple[int | None, ...]
     engine: tuple[int | None, ...]
+    evaluation: tuple[int | None, ...]
+    """The engine for evaluation sets alone."""
     threads: int
 
     @staticmethod
-    def of(config: RunConfig, num_gpus: int, *, with_trainer: bool, with_engine: bool) -> Layout:
+    def of(
+        config: RunConfig, num_gpus: int, *, with_trainer: bool, with_engine: bool, with_eval: bool = False
+    ) -> Layout:
         """Lay trainer and engine ranks out over the GPUs. Raises `ConfigError` if there are too few."""
         place = config.placement
         trainers = place.trainer_ranks if with_trainer else 0
         engines = place.engine_ranks if with_engine else 0
+        evals = place.eval_ranks if with_eval else 0
+        threads = _threads(config, trainers, engines, evals)
         if place.device == "cpu" or (place.device == "auto" and num_gpus == 0):
             return Layout(
-                trainer=(None,) * trainers, engine=(None,) * engines, threads=_threads(config, trainers, engines)
+                trainer=(None,) * trainers, engine=(None,) * engines, evaluation=(None,) * evals, threads=threads
             )
-        needed = max(trainers, engines) if place.colocated else trainers + engines
-        if needed > num_gpus:
+        used = max(trainers, engines) if place.colocated else trainers + engines
+        if used + evals > num_gpus:
+            besides = f" and eval_ranks = {evals}" if evals else ""
             raise ConfigError(
-                f"placement: trainer_ranks = {trainers} and engine_ranks = {engines} need {needed} GPUs, "
-                f'this cluster has {num_gpus}; set fewer ranks, colocated = true, or device = "cpu"'
+                f"placement: trainer_ranks = {trainers} and engine_ranks = {engines}{besides} need {used + evals} "
+                f'GPUs, this cluster has {num_gpus}; set fewer ranks, colocated = true, or device = "cpu"'
             )
         first = 0 if place.colocated else trainers
         return Layout(
             trainer=tuple(range(trainers)),
             engine=tuple(range(first, first + engines)),
-            threads=_threads(config, trainers, engines),
+            evaluation=tuple(range(used, used + evals)),
+            threads=threads,
         )
 
     def context(
-        self, config: RunConfig, cluster: Cluster, run_dir: Path, bundles: tuple[int | None, ...]
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        run_dir: Path,
+        bundles: tuple[int | None, ...],
+        *,
+        name: str = "engine",
     ) -> BuildContext:
         """What one part is built with."""
-        return BuildContext(cluster=cluster, config=config, run_dir=run_dir, bundles=bundles, threads=self.threads)
+        return BuildContext(
+            cluster=cluster, config=config, run_dir=run_dir, bundles=bundles, threads=self.threads, engine_name=name
+        )
 
 
-def _threads(config: RunConfig, trainers: int, engines: int) -> int:
+def _threads(config: RunConfig, trainers: int, engines: int, evals: int) -> int:
     """Cores for each rank. On-policy, trainer and engine take turns; else they share the cores."""
     if isinstance(config.placement.threads, int):
         return config.placement.threads
     cores = len(os.sched_getaffinity(0))
-    busy = max(trainers, engines) if config.run.max_staleness == 0 else trainers + engines
+    busy = evals + (max(trainers, engines) if config.run.max_staleness == 0 else trainers + engines)
     return max(1, cores // max(1, busy))
