@@ -91,6 +91,10 @@ class Execution:
                 so_far = np.concatenate([request.token_ids, parts[-1].token_ids])
                 done = request.num_generated + len(parts[-1].token_ids)
                 request = replace(request, token_ids=so_far, num_generated=done)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):  # the engine may be what failed
+                await self.client.abort([request.id])  # nobody waits for the rest
+            raise
         finally:
             self.running.discard(request.id)
             self.generate_s += time.monotonic() - started
