@@ -60,9 +60,8 @@ def score(model, rows, rank):
 
 def forward(model, m, **options):
     hidden = model.hidden(m.input_ids).flatten(0, 1)[m.source]
-    return token_logprobs(
-        hidden, model.head.weight, m.targets, m.temperatures, bias=model.head.bias, chunk_size=5, **options
-    )
+    head = {"bias": model.head.bias, "chunk_size": 5}
+    return token_logprobs(hidden, model.head.weight, m.targets, m.temperatures, kept=m.kept, **head, **options)
 
 
 def gradient(algorithm, batch, models, *, num_ranks=1, microbatching=WHOLE, step=0):
@@ -115,8 +114,11 @@ def literal(algorithm, batch, models, step):
         for t in range(1, len(ids)):
             if not s.loss_mask[t]:
                 continue
-            now, before, base = (row[t - 1, ids[t]] for row in rows)
+            kept = literal_kept(s, t)
+            now, before, base = (row[t - 1, ids[t]] - row[t - 1, kept].logsumexp(0) for row in rows)
             engine = torch.tensor(float(s.rollout_logprobs[t]))
+            if s.kept is not None:
+                engine = engine - float(s.kept.log_mass[t])
             pi_old = engine if algorithm.old_policy == "rollout" else before.detach()
             if algorithm.old_policy == "trainer" and batch.steps == 1:
                 pi_old = now.detach()
@@ -132,6 +134,14 @@ def literal(algorithm, batch, models, step):
         loss = sum(tokens) / (algorithm.constant_length * len(in_step))
     grads = torch.autograd.grad(loss, list(models[0].parameters()))
     return loss.item(), torch.cat([g.flatten() for g in grads])
+
+
+def literal_kept(sample, t):
+    """Ids of what token t was drawn from."""
+    if sample.kept is None:
+        return torch.arange(VOCAB)
+    found = sample.kept.token_ids[sample.kept.offsets[t] : sample.kept.offsets[t + 1]]
+    return torch.tensor(found, dtype=torch.int64) if len(found) else torch.arange(VOCAB)
 
 
 def literal_advantage(algorithm, group, sample):
@@ -162,11 +172,11 @@ def literal_token_loss(algorithm, now, old, ref, entropy, advantage):
 
 @pytest.mark.parametrize("reduction", ["per-rollout", "per-token", "per-prompt", "constant"])
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_step_is_what_the_formulas_say(name, reduction, steps):
+@pytest.mark.parametrize(("steps", "restricted"), [(1, 0.0), (3, 0.0), (3, 0.7)])
+def test_a_step_is_what_the_formulas_say(name, reduction, steps, restricted):
     length = 11 if reduction == "constant" else None
     algorithm = GRPO(**SETTINGS[name], reduction=reduction, constant_length=length)
-    batch = dataclasses.replace(random_batch([*SHAPE, [1]], seed=3), steps=steps)
+    batch = dataclasses.replace(random_batch([*SHAPE, [1]], seed=3, restricted=restricted), steps=steps)
     models = three_models(torch.float64)
     clipped = 0.0
     for step in range(steps):
@@ -187,12 +197,13 @@ def test_a_step_is_what_the_formulas_say(name, reduction, steps):
     st.integers(1, 4),
     st.builds(Microbatching, unit=st.sampled_from(["samples", "tokens"]), size=st.integers(1, 80)),
     st.integers(0, 10**6),
+    st.sampled_from([0.0, 0.7]),
 )
 @settings(max_examples=25, deadline=None)
-def test_the_gradient_does_not_depend_on_the_split(name, reduction, num_ranks, microbatching, seed):
+def test_the_gradient_does_not_depend_on_the_split(name, reduction, num_ranks, microbatching, seed, restricted):
     length = 9 if reduction == "constant" else None
     algorithm = GRPO(**SETTINGS[name], reduction=reduction, constant_length=length)
-    batch = dataclasses.replace(random_batch(SHAPE, seed=seed), steps=2)
+    batch = dataclasses.replace(random_batch(SHAPE, seed=seed, restricted=restricted), steps=2)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         models = three_models(dtype)
         whole_metrics, whole = gradient(algorithm, batch, models)
@@ -201,8 +212,9 @@ def test_the_gradient_does_not_depend_on_the_split(name, reduction, num_ranks, m
         assert metrics == pytest.approx(whole_metrics, abs=10 * tolerance)
 
 
-def test_the_gradient_does_not_depend_on_the_order_of_groups():
-    batch = random_batch(SHAPE, seed=5)
+@pytest.mark.parametrize("restricted", [0.0, 0.7])
+def test_the_gradient_does_not_depend_on_the_order_of_groups(restricted):
+    batch = random_batch(SHAPE, seed=5, restricted=restricted)
     turned = BatchRef(index=0, groups=batch.groups[::-1])
     algorithm, models = GRPO(kl_coef=0.1), three_models(torch.float64)
     a, b = gradient(algorithm, batch, models), gradient(algorithm, turned, models)
@@ -210,8 +222,9 @@ def test_the_gradient_does_not_depend_on_the_order_of_groups():
     assert a[0] == pytest.approx(b[0], abs=1e-12)
 
 
-def test_padding_does_not_change_gradient_or_metrics():
-    batch = random_batch(SHAPE, seed=6, silent=0.0)
+@pytest.mark.parametrize("restricted", [0.0, 0.7])
+def test_padding_does_not_change_gradient_or_metrics(restricted):
+    batch = random_batch(SHAPE, seed=6, silent=0.0, restricted=restricted)
     algorithm, models = GRPO(kl_coef=0.1, entropy_coef=0.2), three_models(torch.float64)
     alone_each = gradient(algorithm, batch, models, microbatching=ONE)
     padded = gradient(algorithm, batch, models)

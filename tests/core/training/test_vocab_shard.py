@@ -3,9 +3,12 @@
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from plasmid.kept import KeptSet
+from plasmid.training.kept_tokens import KeptTokens
 from plasmid.training.logprobs import token_logprobs
 from plasmid.training.token_loss import linear_token_loss
 from plasmid.training.vocab_shard import VocabShard
@@ -33,6 +36,13 @@ def case(dtype):
     return hidden, weight, bias, torch.randint(0, VOCAB, (POSITIONS,)), torch.rand(POSITIONS) + 0.5
 
 
+def kept_sets(targets):
+    """Sets on one part, on both and of the whole vocabulary, position after position."""
+    sets = [[], [0, 1, 8], [9, 18], [1, 2, 9, 10]] * 3
+    sets = [sorted({int(t), *s}) if s else [] for t, s in zip(targets, sets)]
+    return KeptTokens.of(KeptSet.of([np.array(s, np.int32) for s in sets], np.zeros(POSITIONS)))
+
+
 UP = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -41,11 +51,12 @@ def loss_of(scores, chunk):
     return (up[0] * scores.logprobs.exp() + up[1] * scores.entropy).sum()
 
 
-def run(inputs, fused, shard=None):
+def run(inputs, fused, shard=None, restricted=False):
     """Log-probabilities, entropies and the gradients of hidden, weight and bias."""
     leaves = [part.clone().requires_grad_() for part in inputs[:3]]
     arguments = (leaves[0], leaves[1], *inputs[3:])
     options = {"bias": leaves[2], "entropy_grad": True, "chunk_size": 4, "shard": shard}
+    options["kept"] = kept_sets(inputs[3]) if restricted else None
     if fused:
         loss, scores = linear_token_loss(*arguments, loss_of, **options)
     else:
@@ -54,13 +65,13 @@ def run(inputs, fused, shard=None):
     return [part.detach() for part in (*scores, *torch.autograd.grad(loss, leaves))]
 
 
-def on_both(groups, split, inputs, fused):
+def on_both(groups, split, inputs, fused, restricted=False):
     hidden, weight, bias, *rest = inputs
 
     def rank(index):
         part = slice(*split[index : index + 2])
         shard = VocabShard(group=groups[index], first=part.start)
-        return run((hidden, weight[part], bias[part], *rest), fused, shard)
+        return run((hidden, weight[part], bias[part], *rest), fused, shard, restricted)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(rank, range(2)))
@@ -68,11 +79,12 @@ def on_both(groups, split, inputs, fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
-def test_two_ranks_give_what_one_gives(groups, split, dtype, tolerance, fused):
+def test_two_ranks_give_what_one_gives(groups, split, dtype, tolerance, restricted, fused):
     inputs = case(dtype)
-    whole = run(inputs, fused)
-    first, second = on_both(groups, split, inputs, fused)
+    whole = run(inputs, fused, restricted=restricted)
+    first, second = on_both(groups, split, inputs, fused, restricted)
     for a, b, expected in zip(first[:3], second[:3], whole[:3], strict=True):
         assert torch.equal(a, b), "what is on all ranks must be the same, bit by bit"
         torch.testing.assert_close(a, expected, rtol=0, atol=tolerance)

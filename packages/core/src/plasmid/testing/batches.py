@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..batch import BatchRef, GroupRef
+from ..kept import KeptSet, join_kept
 from ..rollout.worker import share
 from ..types import Bools, Ints, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 
@@ -43,11 +44,13 @@ def random_batch(
     max_completion: int = 9,
     silent: float = 0.1,
     temperatures: Sequence[float] = (1.0, 0.7),
+    restricted: float = 0.0,
 ) -> BatchRef:
     """A batch in which rollout r of group g made ``shape[g][r]`` samples.
 
     Samples are ragged, the loss does not see about a fifth of their completions, and the fraction ``silent`` of them
-    has no loss tokens at all. Log-probabilities are those of nobody.
+    has no loss tokens at all. Log-probabilities are those of nobody. The fraction ``restricted`` of the drawn tokens
+    has a kept set of 1 to 8 tokens.
     """
     random = np.random.default_rng(seed)
     groups = []
@@ -57,14 +60,16 @@ def random_batch(
         samples = []
         for index, rollout_id in enumerate(rollout_ids):
             completion = _tokens(random, int(random.integers(1, max_completion + 1)), vocab_size)
+            mask, logprobs = _mask(random, len(completion), silent), -random.random(len(completion)) * 3
             sample = make_sample(
                 prompt,
                 completion,
                 id=f"{group_id}/{index}",
                 rollout_id=rollout_id,
                 group_id=group_id,
-                mask=_mask(random, len(completion), silent),
-                logprobs=-random.random(len(completion)) * 3,
+                mask=mask,
+                logprobs=logprobs,
+                kept=_kept(random, completion, mask, logprobs, restricted, vocab_size) if restricted else None,
                 temperature=float(random.choice(temperatures)),
                 reward=float(random.normal()),
             )
@@ -82,12 +87,14 @@ def make_sample(
     group_id: int = 0,
     mask: Sequence[bool] | Bools | None = None,
     logprobs: Sequence[float] | NDArray[np.float64] | None = None,
+    kept: KeptSet | None = None,
     temperature: float = 1.0,
     reward: float = 0.0,
 ) -> Sample:
     """A scored sample: the prompt and C completion tokens. ``mask`` [C] tells which of them the policy drew.
 
-    ``logprobs`` [C] are the engine's; what no policy drew gets 0. Without them: all True, and -1.
+    ``logprobs`` [C] are the engine's; what no policy drew gets 0. Without them: all True, and -1. ``kept`` has C
+    positions.
     """
     generated = np.ones(len(completion), np.bool_) if mask is None else np.asarray(mask, np.bool_)
     by_engine = np.full(len(completion), -1.0) if logprobs is None else np.asarray(logprobs)
@@ -104,6 +111,7 @@ def make_sample(
             VersionSpan(version=0, start=start + int(i), end=start + int(i) + 1) for i in np.flatnonzero(generated)
         ),
         sampling=SamplingParams(temperature=temperature),
+        kept=join_kept([(None, start), (kept, len(completion))]),
         text="",
         stop_reason=StopReason.STOP,
         score=Score(value=reward),
@@ -123,3 +131,18 @@ def _mask(random: np.random.Generator, count: int, silent: float) -> Bools:
     mask = random.random(count) < 0.8
     mask[random.integers(count)] = True
     return mask & (random.random() >= silent)
+
+
+def _kept(
+    random: np.random.Generator, drawn: Ints, mask: Bools, logprobs: NDArray[np.float64], share: float, vocab_size: int
+) -> KeptSet:
+    """Random sets around the drawn tokens, at least as likely as these."""
+    chosen = mask & (random.random(len(drawn)) < share)
+    nothing = np.zeros(0, np.int32)
+    sets = [_around(random, t, vocab_size) if c else nothing for t, c in zip(drawn, chosen, strict=True)]
+    return KeptSet.of(sets, np.where(chosen, logprobs * random.random(len(drawn)), 0.0))
+
+
+def _around(random: np.random.Generator, token: int, vocab_size: int) -> Ints:
+    others = random.permutation(vocab_size)[: random.integers(0, 8)]
+    return np.union1d(others, [token]).astype(np.int32)

@@ -1,0 +1,159 @@
+"""Log-probabilities within kept sets, against log-softmax over the tokens of each set in fp64."""
+
+import numpy as np
+import pytest
+import torch
+from plasmid.batch import Rows
+from plasmid.kept import KeptSet
+from plasmid.testing.batches import make_sample
+from plasmid.training.collate import collate
+from plasmid.training.kept_tokens import KeptTokens
+from plasmid.training.logprobs import token_logprobs
+from plasmid.training.token_loss import linear_token_loss
+from plasmid.types import Prompt
+
+POSITIONS, HIDDEN, VOCAB = 13, 6, 17
+UP = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def case(dtype=torch.float64):
+    """Inputs, and the set of each position as a list; every third is the whole vocabulary."""
+    torch.manual_seed(0)
+    hidden = torch.randn(POSITIONS, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
+    bias = torch.randn(VOCAB, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCAB, (POSITIONS,))
+    sets = []
+    for i, target in enumerate(targets.tolist()):
+        others = torch.randperm(VOCAB)[: int(torch.randint(0, VOCAB, ()))].tolist()
+        sets.append([] if i % 3 == 0 else [*dict.fromkeys([*others, target])])
+    return (hidden, weight, bias), targets, torch.rand(POSITIONS) + 0.5, sets
+
+
+def tokens_of(sets):
+    return KeptTokens.of(KeptSet.of([np.array(s, np.int32) for s in sets], np.zeros(len(sets))))
+
+
+def literally(leaves, targets, temperatures, sets):
+    """Log-probabilities among the tokens of each set, and entropies of the whole vocabulary, position by position."""
+    hidden, weight, bias = (leaf.double() for leaf in leaves)
+    logprobs, entropies = [], []
+    for i, kept in enumerate(sets):
+        z = (weight @ hidden[i] + bias) / temperatures[i].double()
+        among = kept or list(range(VOCAB))
+        logprobs.append(torch.log_softmax(z[among], 0)[among.index(targets[i])])
+        p = torch.softmax(z, 0)
+        entropies.append(-(p * p.log()).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+def loss_of(scores, chunk):
+    up = UP.to(scores[0].dtype)[:, chunk]
+    return (up[0] * scores[0].exp() + up[1] * scores[1]).sum()
+
+
+def ours(leaves, targets, temperatures, sets, *, fused, **options):
+    """Log-probabilities, entropies, and gradients of `loss_of`."""
+    hidden, weight, bias = leaves
+    arguments = {"bias": bias, "kept": tokens_of(sets), "entropy_grad": True, **options}
+    if fused:
+        loss, scores = linear_token_loss(hidden, weight, targets, temperatures, loss_of, **arguments)
+    else:
+        scores = token_logprobs(hidden, weight, targets, temperatures, **arguments)
+        loss = loss_of(scores, slice(None))
+    return [*scores, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 4, 13, "auto"])
+def test_values_and_gradients_are_those_of_log_softmax_over_each_set(chunk_size, fused):
+    leaves, *rest = case()
+    got = ours(leaves, *rest, fused=fused, chunk_size=chunk_size)
+    expected = literally(leaves, *rest)
+    expected = [*expected, *torch.autograd.grad(loss_of(expected, slice(None)), leaves)]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_gradients_pass_gradcheck(entropy_grad):
+    leaves, targets, temperatures, sets = case()
+
+    def differentiable(hidden, weight, bias):
+        options = {"bias": bias, "kept": tokens_of(sets), "entropy_grad": entropy_grad, "chunk_size": 4}
+        scores = token_logprobs(hidden, weight, targets, temperatures, **options)
+        return tuple(part for part in scores if part.requires_grad)
+
+    assert torch.autograd.gradcheck(differentiable, leaves)
+
+
+def test_logits_outside_of_the_set_get_no_gradient_at_all():
+    (hidden, weight, _), targets, temperatures, _ = case()
+    sets = [[int(t), (int(t) + 1) % VOCAB] for t in targets]
+    bias = torch.zeros(VOCAB, dtype=torch.float64, requires_grad=True)
+    kept = tokens_of(sets).chunk(slice(2, 3))
+    one = KeptTokens(token_ids=kept.token_ids.int(), offsets=np.array([0, 2]))
+    token_logprobs(hidden[2:3], weight, targets[2:3], temperatures[2:3], bias=bias, kept=one).logprobs.sum().backward()
+    assert set(bias.grad.nonzero()[:, 0].tolist()) == set(sets[2])
+
+
+def test_a_set_of_one_token_is_certain_and_a_set_of_all_is_no_restriction():
+    leaves, targets, temperatures, _ = case()
+    certain = ours(leaves, targets, temperatures, [[int(t)] for t in targets], fused=False)
+    assert torch.equal(certain[0], torch.zeros_like(certain[0]))
+    everything = ours(leaves, targets, temperatures, [list(range(VOCAB))] * POSITIONS, fused=False)
+    nothing = ours(leaves, targets, temperatures, [[]] * POSITIONS, fused=False)
+    for a, b in zip(everything, nothing, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_low_precision_head_rounds_each_kept_gradient_once():
+    leaves, *rest = case(torch.bfloat16)
+    got = ours(leaves, *rest, fused=False, chunk_size=4)
+    logprobs, entropies = literally(leaves, *rest)
+    grads = torch.autograd.grad(loss_of((logprobs, entropies), slice(None)), leaves)
+    assert got[0].dtype == torch.float32
+    torch.testing.assert_close(got[0].double(), logprobs.detach(), rtol=0, atol=0.05)  # of logits in bf16
+    for a, b in zip(got[2:], grads, strict=True):
+        assert (a.double() - b.double()).norm() < 0.02 * b.double().norm()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_without_any_position_the_gradients_are_zero(fused):
+    (hidden, weight, bias), *_ = case()
+    none = torch.zeros(0, dtype=torch.int64)
+    got = ours((hidden[:0].detach().requires_grad_(), weight, bias), none, torch.zeros(0), [], fused=fused)
+    assert len(got[0]) == 0
+    assert all(not grad.any() for grad in got[2:])
+
+
+def rows(*, kept):
+    prompt = Prompt(id="p", token_ids=np.array([5, 6], np.int32))
+    return Rows.from_samples(
+        [
+            make_sample(prompt, [7, 8, 9], id="a", rollout_id="a", logprobs=[-1.0, -2.0, -3.0]),
+            make_sample(prompt, [7, 8, 9], id="b", rollout_id="b", logprobs=[-1.0, -2.0, -3.0], kept=kept),
+        ]
+    )
+
+
+def kept_of(*sets):
+    return KeptSet.of([np.array(s, np.int32) for s in sets], [-0.25 if s else 0.0 for s in sets])
+
+
+def test_a_microbatch_carries_the_sets_and_log_probabilities_within_them():
+    m = collate(rows(kept=kept_of([1, 7], [], [9])), (1, 0), table_index=(0, 1))
+    assert m.kept.offsets.tolist() == [0, 2, 2, 3, 3, 3, 3]
+    assert m.kept.token_ids.tolist() == [1, 7, 9]
+    assert m.rollout_logprobs.tolist() == [-0.75, -2.0, -2.75, -1.0, -2.0, -3.0]
+    assert m.to("meta").kept.token_ids.device.type == "meta"
+    everywhere = collate(rows(kept=kept_of([1, 7], [], [9])), (1,), table_index=(0, 1), only_masked=False)
+    assert everywhere.kept.offsets.tolist() == [0, 0, 2, 2, 3]
+    assert collate(rows(kept=None), (1, 0), table_index=(0, 1)).kept is None
+
+
+@pytest.mark.parametrize("lost", [[1, 2], [8, 8]])
+def test_a_token_that_is_not_once_in_its_own_set_is_refused(lost):
+    message = "sample b: token 3 is not once in the set that it was drawn from"
+    with pytest.raises(ValueError, match=message):
+        collate(rows(kept=kept_of([1, 7], lost, [9])), (0, 1), table_index=(0, 1))
