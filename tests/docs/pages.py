@@ -27,7 +27,8 @@ from pathlib import Path
 
 from plasmid.errors import PlasmidError
 from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, evaluate, run
+from plasmid.run.evaluate import evaluate
+from plasmid.run.session import Mode, run
 from plasmid_cli.main import app
 from plasmid_cli.output import print_error
 from plasmid_cli.progress import make_progress

@@ -5,7 +5,8 @@ import json
 import pytest
 from plasmid.recipe import resolve
 from plasmid.run.local import LocalCluster
-from plasmid.run.session import evaluate, run
+from plasmid.run.evaluate import evaluate
+from plasmid.run.session import run
 
 ALGORITHMS = {
     "dapo": {},

@@ -2,7 +2,7 @@
 
 import pytest
 from plasmid.run.local import LocalCluster
-from plasmid.run.session import evaluate
+from plasmid.run.evaluate import evaluate
 from plasmid.testing.tiny import make_tiny_model
 
 

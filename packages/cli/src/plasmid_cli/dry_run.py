@@ -9,7 +9,7 @@ from .output import table_console
 
 if TYPE_CHECKING:
     from plasmid import RunConfig
-    from plasmid.config import EvalConfig
+    from plasmid.evaluation_config import EvalConfig
 
 
 def print_plan(config: RunConfig) -> None:

@@ -92,8 +92,16 @@ def step_finished(step: int, metrics: Mapping[str, float]) -> None:
 
 
 @hookspec
+def evaluation_advanced(step: int, name: str, done: int, total: int) -> None:
+    """Called in the driver when ``done`` of a set's ``total`` prompts have their rewards, first with 0."""
+
+
+@hookspec
 def evaluation_finished(step: int, name: str, metrics: Mapping[str, float]) -> None:
-    """Called after every evaluation set; ``step`` is the number of batches trained so far, 0 before the first."""
+    """Called after every evaluation set; ``step`` is the number of batches trained so far, 0 before the first.
+
+    With several sets it is called once more, with their mean, under the name ``mean``.
+    """
 
 
 @hookspec

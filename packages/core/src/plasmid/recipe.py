@@ -11,8 +11,9 @@ from typing import Any
 import pluggy
 
 from .components import Component
-from .config import EvalConfig, RunConfig
+from .config import RunConfig
 from .errors import ConfigError
+from .evaluation_config import EvalConfig
 from .expected_types import element, model_in
 from .plugins import BASES, Classes, installed, load_plugins
 from .validation import Checked, check, validate

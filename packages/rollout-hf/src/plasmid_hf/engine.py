@@ -130,7 +130,7 @@ async def start_engine(settings: HF, context: BuildContext) -> HFEngine:
         return await context.cluster.start(
             EngineWorker,
             options,
-            name=f"engine-{index}",
+            name=f"{context.engine_name}-{index}",
             resources=Resources(
                 cpus=context.threads,
                 gpu=bundle,

@@ -20,7 +20,7 @@ def evaluate(items: Items, model: Model = None, plugin: PluginFiles = None, as_j
     """Evaluate a model on the recipe's evaluation sets: rl eval recipe.toml --model runs/mine/final"""
     from plasmid.errors import ConfigError
     from plasmid.run.preflight import check
-    from plasmid.run.session import evaluate as run
+    from plasmid.run.evaluate import evaluate as run
 
     config = load(items, plugin, more=[] if model is None else [f"model.path={json.dumps(str(model))}"])
     if not config.eval:

@@ -16,7 +16,14 @@ from ..components import Tracker
 from ..hookspecs import hookimpl
 
 log = logging.getLogger(__name__)
-OBSERVER_HOOKS = ("phase_started", "group_scored", "step_finished", "evaluation_finished", "checkpoint_saved")
+OBSERVER_HOOKS = (
+    "phase_started",
+    "group_scored",
+    "step_finished",
+    "evaluation_advanced",
+    "evaluation_finished",
+    "checkpoint_saved",
+)
 
 
 class ObserverQueues:
@@ -37,6 +44,11 @@ class ObserverQueues:
         """Queues for every plugin of the manager that observes, and for the ``extra`` objects."""
         named = [(name, plugin) for name, plugin in plugins.list_name_plugin() if plugin is not None]
         return ObserverQueues([*named, *((_name(o), o) for o in extra)], capacity=capacity)
+
+    @staticmethod
+    def of_objects(observers: Iterable[object]) -> ObserverQueues:
+        """Queues for these objects alone."""
+        return ObserverQueues([(_name(o), o) for o in observers])
 
     def emit(self, hook: str, /, **arguments: Any) -> None:
         """Queue one event for every observer that implements the hook. Returns at once."""

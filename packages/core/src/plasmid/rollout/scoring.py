@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..components import Reward
-from ..errors import RewardError, one_line
+from ..errors import RewardError, line_in, one_line
 from ..protocols import RunContext
 from ..types import Prompt, Sample, Score, StopReason
 
@@ -28,8 +30,10 @@ class Scorer:
     deadline that ends the run with the reward's name.
     """
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
+    def __init__(self, rewards: Sequence[Reward], *, where: str = "rewards") -> None:
+        """``where`` is the table of the recipe that lists them, for messages."""
         self._rewards = tuple(rewards)
+        self._table = where
         self._names = _names(rewards)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
@@ -56,8 +60,13 @@ class Scorer:
         """
         shown = [sample for sample in samples if sample.stop_reason is not StopReason.ERROR]
         started = time.monotonic()
-        parts = [await self._ask(reward, prompt, shown) for reward in self._rewards] if shown else []
-        seconds = time.monotonic() - started
+        parts: list[list[Score]] = []
+        timings: dict[str, float] = {}
+        for name, reward in zip(self._names, self._rewards, strict=True) if shown else ():
+            begun = time.monotonic()
+            parts.append(await self._ask(reward, prompt, shown))
+            timings[f"score_s/{name}"] = time.monotonic() - begun
+        timings["score_s"] = time.monotonic() - started
         scored = iter(range(len(shown)))
         result = []
         for sample in samples:
@@ -66,24 +75,25 @@ class Scorer:
                 continue
             at = next(scored)
             score = self._sum([part[at] for part in parts])
-            result.append(replace(sample, score=score, timings={**sample.timings, "score_s": seconds}))
+            result.append(replace(sample, score=score, timings={**sample.timings, **timings}))
         return result
 
     async def _ask(self, reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
         if type(reward).score_group is not Reward.score_group:
-            who = f"samples {samples[0].id} to {samples[-1].id}"
-            values = await self._guard(reward, reward.score_group(prompt, samples), who, len(samples))
+            values = await self._guard(reward, reward.score_group(prompt, samples), samples)
             if len(values) != len(samples):
                 raise RewardError(
                     f"{self._where(reward)}: score_group returned {len(values)} scores for {len(samples)} samples"
                 )
         else:
-            calls = [self._guard(reward, reward(prompt, sample), f"sample {sample.id}", 1) for sample in samples]
+            calls = [self._guard(reward, reward(prompt, sample), [sample]) for sample in samples]
             values = await asyncio.gather(*calls)
         return [self._checked(reward, value, sample) for value, sample in zip(values, samples, strict=True)]
 
-    async def _guard(self, reward: Reward, call: Coroutine[Any, Any, T], who: str, count: int) -> T:
-        limit = reward.timeout_s * count
+    async def _guard(self, reward: Reward, call: Coroutine[Any, Any, T], samples: Sequence[Sample]) -> T:
+        limit = reward.timeout_s * len(samples)
+        first, last = samples[0], samples[-1]
+        who = f"sample {first.id}" if first is last else f"samples {first.id} to {last.id}"
         try:
             return await asyncio.wait_for(self._elsewhere(call), limit)
         except TimeoutError:
@@ -94,14 +104,15 @@ class Scorer:
         except RewardError:
             raise
         except Exception as error:  # boundary: rewards are users' code
-            raise RewardError(f"{self._where(reward)}: raised on {who}: {one_line(error)}") from error
+            said = f"{self._where(reward)}: raised on {who}: {one_line(error)}{_line_of(reward, error)}"
+            raise RewardError(f"{said}; {_quoted(samples)}") from error
 
     def _elsewhere(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def _where(self, reward: Reward) -> str:
         index = next(i for i, r in enumerate(self._rewards) if r is reward)
-        return f"rewards.{index} ({self._names[index]})"
+        return f"{self._table}.{index} ({self._names[index]})"
 
     def _checked(self, reward: Reward, value: object, sample: Sample) -> Score:
         score = value if isinstance(value, Score) else None
@@ -122,6 +133,20 @@ class Scorer:
             components |= {f"{name}.{part}": value for part, value in score.components.items()}
         errors = [score.error for score in scores if score.error]
         return Score(value=total, components=components, error="; ".join(errors) or None)
+
+
+def _line_of(reward: Reward, error: Exception) -> str:
+    """Where in the reward's own file an error came from."""
+    file = getattr(sys.modules.get(type(reward).__module__), "__file__", None)
+    line = line_in(file, error) if file else None
+    return f" ({Path(file).name}:{line})" if file and line else ""
+
+
+def _quoted(samples: Sequence[Sample], longest: int = 200) -> str:
+    """What was to be scored, for whoever has to find out why it could not be."""
+    text = samples[0].text
+    cut = f" ... ({len(text)} characters)" if len(text) > longest else ""
+    return f"the {'' if len(samples) == 1 else 'first '}text was {text[:longest]!r}{cut}"
 
 
 def _names(rewards: Sequence[Reward]) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..batch import GroupRef, Rows
 from ..components import Workflow
+from ..config import RunConfig
 from ..data.tokenizer import Tokenizer
 from ..errors import RewardError, one_line
 from ..observe.sample_store import write_samples
@@ -33,6 +34,8 @@ class Job:
     prompt: Prompt
     num_samples: int
     sampling: SamplingParams
+    eval_set: str = ""
+    """Name of the evaluation set whose workflow and rewards are used; empty for training's."""
     seed: int
     """Seed of the group; each rollout and turn derives its own."""
     filtered: bool = True
@@ -48,6 +51,24 @@ class Job:
         return tuple(f"{self.name}/{name}" for name in [*names, *(["greedy"] if self.greedy else [])])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Equipment:
+    """What rollouts are made and judged by."""
+
+    workflow: Workflow
+    scorer: Scorer
+
+    @staticmethod
+    def all_of(config: RunConfig) -> dict[str, Equipment]:
+        """Training's under the empty name, and that of each evaluation set, which may have parts of its own."""
+        training = Equipment(workflow=config.workflow, scorer=Scorer(config.rewards))
+        found = {"": training}
+        for index, set_ in enumerate(config.eval):
+            own = Scorer(set_.rewards, where=f"eval.{index}.rewards") if set_.rewards else training.scorer
+            found[set_.name] = Equipment(workflow=set_.workflow or training.workflow, scorer=own)
+        return found
+
+
 class RolloutWorker:
     """Makes prompt groups: runs the workflow, scores, filters, shares the result and returns only references."""
 
@@ -57,15 +78,21 @@ class RolloutWorker:
         self._client = client
         self._store = store
         self._tokenizer = Tokenizer.of(self._config.model)
-        self._scorer = Scorer(self._config.rewards)
+        self._equipment = Equipment.all_of(self._config)
 
     async def open(self) -> None:
         """Open what the recipe's components need."""
         context = RunContext(seed=self._config.run.seed, run_dir=self._run_dir, engine=self._client)
-        await self._config.workflow.open(context)
-        await self._scorer.open(context)
+        for part in self._parts():
+            await part.open(context)
         for filter_ in self._config.filters:
             await filter_.open(context)
+
+    def _parts(self) -> list[Workflow | Scorer]:
+        """Every workflow and scorer once; evaluation sets may share those of training."""
+        every = self._equipment.values()
+        found: list[Workflow | Scorer] = [*(one.workflow for one in every), *(one.scorer for one in every)]
+        return list({id(part): part for part in found}.values())
 
     async def roll_out(self, job: Job) -> GroupRef:
         """Sample, score and filter one prompt group."""
@@ -80,7 +107,7 @@ class RolloutWorker:
         """All rollouts of the job, scored together."""
         runs = [self._run(job, str(index), seed_of(job.seed, index), job.sampling) for index in range(job.num_samples)]
         samples = [sample for made in await asyncio.gather(*runs) for sample in made]
-        return await self._scorer.score(job.prompt, samples)
+        return await self._equipment[job.eval_set].scorer.score(job.prompt, samples)
 
     async def _baseline(self, job: Job) -> list[Sample]:
         """The greedy rollout, scored by itself; nothing if none is wanted."""
@@ -88,7 +115,7 @@ class RolloutWorker:
             return []
         sampling = job.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": "all", "min_p": 0.0})
         samples = await self._run(job, "greedy", seed_of(job.seed, job.num_samples), sampling)
-        scored = await self._scorer.score(job.prompt, samples)
+        scored = await self._equipment[job.eval_set].scorer.score(job.prompt, samples)
         return [replace(sample, metadata={**sample.metadata, "baseline": True}) for sample in scored]
 
     async def _run(self, job: Job, name: str, seed: int, sampling: SamplingParams) -> list[Sample]:
@@ -103,8 +130,7 @@ class RolloutWorker:
             deadline_s=timeout_s,
             wants_kept_sets=job.wants_kept_sets and sampling.is_restricted,
         )
-        workflow: Workflow = self._config.workflow
-        return await execute(workflow, execution, job.prompt, timeout_s)
+        return await execute(self._equipment[job.eval_set].workflow, execution, job.prompt, timeout_s)
 
     def _dropped_by(self, group: PromptGroup) -> str:
         if all(sample.stop_reason is StopReason.ERROR for sample in group.samples):
@@ -136,8 +162,8 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Close what `open` opened."""
-        await self._config.workflow.close()
-        await self._scorer.close()
+        for part in self._parts():
+            await part.close()
         for filter_ in self._config.filters:
             await filter_.close()
 
@@ -154,7 +180,7 @@ def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
         sample_ids=tuple(sample.id for sample in rows),
         rollout_ids=tuple(sample.rollout_id for sample in rows),
         lengths=np.array([len(sample.token_ids) for sample in rows], np.int64),
-        prompt_lengths=np.array([group.prompt.num_given] * len(rows), np.int64),
+        prompt_lengths=np.array([_num_given(sample, group.prompt) for sample in rows], np.int64),
         loss_tokens=np.array([int(sample.loss_mask.sum()) for sample in rows], np.int64),
         rewards=np.array([sample.reward for sample in rows], np.float64),
         components={
@@ -169,3 +195,8 @@ def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
         rows=store.put(Rows.from_samples(rows) if rows else Rows.empty()),
         whole=store.put(group),
     )
+
+
+def _num_given(sample: Sample, prompt: Prompt) -> int:
+    """Tokens before the first one that a policy drew. Workflows may show the policy another text than the prompt."""
+    return min((span.start for span in sample.versions), default=prompt.num_given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class RunState:
     """State of light components, by their place in the recipe."""
     config: Mapping[str, Any]
     """The resolved configuration that wrote it."""
+    evaluations: Sequence[Sequence[Any]] = ()
+    """Name and batch of evaluations that had begun and not ended."""
 
 
 class CheckpointFolder:

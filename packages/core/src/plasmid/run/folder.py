@@ -61,7 +61,11 @@ def new_folder(config: RunConfig) -> RunFolder:
                 f"run.dir: {path} holds a run already; continue it with --resume, choose another folder, or remove it"
             )
         return RunFolder(path)
-    base = Path("runs") / config.recipe
+    return unused_folder(Path("runs") / config.recipe)
+
+
+def unused_folder(base: Path) -> RunFolder:
+    """A folder of this name, with a number where it is taken."""
     number = 1
     while _numbered(base, number).exists():
         number += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +33,30 @@ class Telling(Protocol):
 
     def emit(self, hook: str, **kwargs: Any) -> None:
         """Tell every observer; never blocks."""
+        ...
+
+
+class Evaluations(Protocol):
+    """Evaluates sets when they are due. Nothing that runs in the background outlives `finish`."""
+
+    async def take_up(self, send: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        """Begin again what had begun before a resume. ``send`` gives an engine of its own the present weights."""
+        ...
+
+    async def run_due(self, batch: int, *, last: bool, send: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        """Evaluate the sets that are due after this batch (0: before the first), which may be the last."""
+        ...
+
+    async def before_save(self, batch: int) -> None:
+        """Wait for what a run that resumes after this batch could not do again."""
+        ...
+
+    async def finish(self) -> None:
+        """Wait for all."""
+        ...
+
+    def pending(self) -> Sequence[object]:
+        """What has begun and not ended."""
         ...
 
 
@@ -60,8 +84,8 @@ class LoopParts:
     observers: Telling
     write_samples: Callable[[tuple[GroupRef, ...], int, str], Awaitable[None]]
     """Store groups under a step and a name: ``batch``, or ``end`` for what was dropped after the last batch."""
-    evaluate: Callable[[int, bool], Awaitable[None]]
-    """Evaluate the sets that are due after this batch (0: before the first), which may be the last."""
+    evaluations: Evaluations | None
+    """None where nothing can be sampled."""
     save: Callable[[Progress], Awaitable[None]]
 
 
@@ -90,11 +114,17 @@ class Loop:
         if self.turns is not None:
             self._tell("sync")
             await self.turns.begin(self.progress.version)
+        if self.parts.evaluations is not None:
+            await self.parts.evaluations.take_up(self._send)
         if self.progress.batch == 0:
             await self._evaluate()
         while self.progress.batch < self.config.run.batches and not self._may_stop() and await self._next():
             pass
         await self._finish()
+        return self._is_cut_short()
+
+    def _is_cut_short(self) -> bool:
+        """True if the run was stopped before its last batch."""
         return self.stopping.is_set() and self.progress.batch < self.config.run.batches
 
     def stop(self) -> None:
@@ -205,9 +235,15 @@ class Loop:
         self.progress.unpublished = 0
 
     async def _evaluate(self, *, last: bool = False) -> None:
-        if self.config.eval and self.parts.engine is not None:
+        if self.config.eval and self.parts.evaluations is not None:
             self._tell("evaluate")
-            await self.parts.evaluate(self.progress.batch, last or self.progress.batch >= self.config.run.batches)
+            last = last or self.progress.batch >= self.config.run.batches
+            await self.parts.evaluations.run_due(self.progress.batch, last=last, send=self._send)
+
+    async def _send(self, engine: RolloutEngine) -> None:
+        """Give an engine that evaluates what the other one has; only between publishes do both hold one version."""
+        assert self.turns is not None and self.progress.unpublished == 0
+        await self.turns.send_to(engine, self.progress.version)
 
     async def _end_of_data(self, taken: Taken) -> None:
         """The data ended before the last batch: the policy trained so far is the final one."""
@@ -222,10 +258,16 @@ class Loop:
         await self._evaluate(last=True)
 
     async def _save(self) -> None:
+        if self.parts.evaluations is not None:
+            await self.parts.evaluations.before_save(self.progress.batch)
         self._tell("save")
         await self.parts.save(self.progress)
 
     async def _finish(self) -> None:
+        evaluations = self.parts.evaluations
+        if evaluations is not None and evaluations.pending() and not self._is_cut_short():
+            self._tell("evaluate")
+            await evaluations.finish()
         if self.parts.trainer is not None and (self.stopping.is_set() or self.config.checkpoint.at_end):
             await self._save()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 from ..components import PromptStream
 from ..config import RunConfig
@@ -15,21 +13,20 @@ from ..data.tokenizer import prompt_encoder
 from ..observe.dispatch import ObserverQueues, TrackerObserver
 from ..observe.journal import read_journal
 from ..plugins import load_plugins
-from ..protocols import Cluster, RunContext
+from ..protocols import RunContext
 from ..waiting import GRACE, within
 from .checkpoint import CheckpointFolder
 from .closing import Closing
+from .evaluating import open_evaluator
 from .evaluation import EvaluationSet, open_sets
 from .folder import RunFolder, new_folder, newest_folder
 from .interrupts import Interrupts
 from .loop import Loop
-from .parts import Parts, start_parts
+from .parts import Parts
 from .preflight import check
 from .replay import check_replay
-from .setup import Restored, build_loop, open_evaluator, restore
-
-T = TypeVar("T")
-MakeCluster = Callable[[RunFolder], Cluster]
+from .setup import Restored, build_loop, restore
+from .starting import MakeCluster, interruptible, on_ray, start_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +70,9 @@ def run(
     Ctrl-C (or SIGTERM) ends a run after the current batch, all saved; a second one, or one before there is anything to
     save, ends it at once with `KeyboardInterrupt`. Either way no process is left behind.
     """
-    session = _Session(config, mode or Mode(), observers, make_cluster or _ray)
+    session = _Session(config, mode or Mode(), observers, make_cluster or on_ray)
     start = session.prepare()  # reads files only: Ctrl-C needs no cleaning up yet
-    return _interruptible(session.run(start))
-
-
-def _interruptible(main: Coroutine[Any, Any, T]) -> T:
-    try:
-        return asyncio.run(main)
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-
-
-def _ray(folder: RunFolder) -> Cluster:
-    from .cluster import RayCluster  # imports ray: only a run needs it
-
-    return RayCluster(log_dir=folder.logs)
+    return interruptible(session.run(start))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,7 +113,7 @@ class _Session:
             async with Closing() as stack:
                 queues = await self._open_observers(folder, stack)
                 queues.emit("phase_started", batch=0, phase="start", version=0)
-                parts = await _start_parts(
+                parts = await start_all(
                     self.config,
                     folder,
                     self.make_cluster,
@@ -190,43 +174,3 @@ class _Session:
             evaluations={name: tuple(points) for name, points in curves.items()},
             seconds=time.time() - self.started,
         )
-
-
-async def _start_parts(
-    config: RunConfig,
-    folder: RunFolder,
-    make_cluster: MakeCluster,
-    *,
-    with_trainer: bool,
-    with_engine: bool,
-    is_new: bool,
-) -> Parts:
-    """Start the parts. A new run that could not start has not taken its folder."""
-    try:
-        cluster = make_cluster(folder)
-        return await start_parts(config, cluster, folder.path, with_trainer=with_trainer, with_engine=with_engine)
-    except BaseException:
-        if is_new:
-            folder.vacate()
-        raise
-
-
-def evaluate(config: RunConfig, *, make_cluster: MakeCluster | None = None) -> Mapping[str, Mapping[str, float]]:
-    """Evaluate ``model.path`` on every ``[[eval]]`` set of the recipe; no trainer is started."""
-    check(config)
-    sets = open_sets(config, prompt_encoder(config.model))
-    folder = new_folder(config)
-
-    async def main() -> dict[str, dict[str, float]]:
-        with Interrupts():
-            folder.create(config)
-            async with Closing() as stack:
-                parts = await _start_parts(
-                    config, folder, make_cluster or _ray, with_trainer=False, with_engine=True, is_new=True
-                )
-                stack.later("the run", parts.close)
-                evaluator = open_evaluator(config, parts, folder, sets, ObserverQueues([]), stack)
-                assert evaluator is not None
-                return {set_.settings.name: await evaluator.run(set_, 0) for set_ in sets}
-
-    return _interruptible(main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ..components import Component, PromptStream
 from ..config import RunConfig
 from ..errors import CheckpointError
 from ..observe.dispatch import ObserverQueues
-from ..observe.journal import Journal, read_journal
+from ..observe.journal import Journal
 from ..observe.sample_store import read_dropped, read_samples
 from ..observe.system import SystemMonitor
 from ..protocols import Trainer
@@ -24,7 +24,7 @@ from ..rollout.worker import Job, share
 from ..waiting import GRACE, within
 from .checkpoint import CheckpointFolder, RunState, check_same_config, read_state
 from .closing import Closing
-from .evaluation import EvaluationSet, Evaluator
+from .evaluation import Evaluator
 from .folder import RunFolder
 from .loop import Loop, LoopParts, Progress
 from .parts import Parts
@@ -84,15 +84,11 @@ async def build_loop(
                 tracker.restore(state.state.components[place])
     elif config.checkpoint.start_from != "none" and parts.trainer is not None:
         await _load(config, parts.trainer, Path(config.checkpoint.start_from))
-    saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues)
+    saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues, evaluator=evaluator)
 
     async def write_samples(groups: tuple[GroupRef, ...], step: int, name: str) -> None:
         if parts.workers is not None:
             await parts.workers.write(folder.samples_of(name, step), groups, step)
-
-    async def evaluate(batch: int, last: bool) -> None:
-        if evaluator is not None:
-            await evaluator.run_due(batch, last=last)
 
     loop_parts = LoopParts(
         trainer=parts.trainer,
@@ -100,7 +96,7 @@ async def build_loop(
         producer=producer,
         observers=recorder,
         write_samples=write_samples,
-        evaluate=evaluate,
+        evaluations=evaluator,
         save=saver.save,
     )
     return Loop(config=config, parts=loop_parts, progress=progress)
@@ -166,6 +162,7 @@ class Saver:
     producer: Producer
     folder: RunFolder
     queues: ObserverQueues
+    evaluator: Evaluator | None = None
 
     async def save(self, progress: Progress) -> None:
         """One atomic checkpoint of everything. Raises `CheckpointError`; what was saved before stays."""
@@ -199,50 +196,13 @@ class Saver:
             producer=self.producer.state(),
             components={place: dict(state) for place, c in _stateful(self.config).items() if (state := c.state())},
             config=self.config.model_dump(mode="json"),
+            evaluations=self.evaluator.pending() if self.evaluator is not None else (),
         )
 
 
 def _stateful(config: RunConfig) -> dict[str, Component]:
     """Components whose state a checkpoint holds, by a name that does not depend on their order in the recipe."""
     return {f"trackers/{type(tracker).model_fields['kind'].default}": tracker for tracker in config.trackers}
-
-
-def open_evaluator(
-    config: RunConfig,
-    parts: Parts,
-    folder: RunFolder,
-    sets: Sequence[EvaluationSet],
-    queues: ObserverQueues,
-    stack: Closing,
-    *,
-    state: Restored | None = None,
-) -> Evaluator | None:
-    """What evaluates the sets and writes their journal; None where nothing can be sampled."""
-    if parts.workers is None or parts.engine is None:
-        return None
-    journal = Journal(folder.evaluations)
-    stack.later("the journal of evaluations", journal.close)
-
-    def report(batch: int, name: str, metrics: Mapping[str, float]) -> None:
-        journal.append(batch, metrics=metrics, name=name)
-        queues.emit("evaluation_finished", step=batch, name=name, metrics=metrics)
-
-    return Evaluator(
-        config,
-        sets,
-        workers=parts.workers,
-        engine=parts.engine,
-        samples_dir=folder.samples,
-        report=report,
-        done=_evaluated(folder, state) if state is not None else (),
-    )
-
-
-def _evaluated(folder: RunFolder, restored: Restored) -> Iterator[tuple[str, int]]:
-    """Evaluations that were made up to the checkpoint: a run stopped before its first batch has made those of 0."""
-    for entry in read_journal(folder.evaluations):
-        if entry.step <= restored.state.batch:
-            yield entry.name, entry.step
 
 
 def _forget_samples(folder: RunFolder, state: RunState, *, buffered: Sequence[int]) -> None:

@@ -44,6 +44,17 @@ class Turns:
             await self._make_room()
             await self._engine("resume", self.engine.resume())
 
+    async def send_to(self, engine: RolloutEngine, version: int) -> None:
+        """Give the trainer's weights to another engine, which then serves this version. It must have no requests.
+
+        Raises `SyncError`, `DeadlineError`.
+        """
+        await self.to_trainer()
+        await self._engine("pause", engine.pause(engine.pause_mode))
+        await transfer(self.trainer, engine, version=version, timeout_s=self.config.run.sync_timeout_s)
+        await self._engine("resume", engine.resume())
+        await self.to_engine()
+
     async def publish(self, version: int) -> SyncReceipt:
         """Send the trainer's weights as this version; afterwards it is the engine's turn.
 

@@ -1,0 +1,57 @@
+"""How runs of every kind begin: a cluster, the parts on it, and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from ..config import RunConfig
+from ..protocols import Cluster
+from .folder import RunFolder
+from .parts import Parts, start_parts
+
+T = TypeVar("T")
+MakeCluster = Callable[[RunFolder], Cluster]
+
+
+def interruptible(main: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine on a loop of its own; one that `Interrupts` has cancelled raises `KeyboardInterrupt`."""
+    try:
+        return asyncio.run(main)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def on_ray(folder: RunFolder) -> Cluster:
+    """A cluster whose processes log into the run's folder."""
+    from .cluster import RayCluster  # imports ray: only a run needs it
+
+    return RayCluster(log_dir=folder.logs)
+
+
+async def start_all(
+    config: RunConfig,
+    folder: RunFolder,
+    make_cluster: MakeCluster,
+    *,
+    with_trainer: bool,
+    with_engine: bool,
+    is_new: bool,
+    evaluating: bool = False,
+) -> Parts:
+    """Start the parts. A new run that could not start has not taken its folder."""
+    try:
+        cluster = make_cluster(folder)
+        return await start_parts(
+            config,
+            cluster,
+            folder.path,
+            with_trainer=with_trainer,
+            with_engine=with_engine,
+            evaluating=evaluating,
+        )
+    except BaseException:
+        if is_new:
+            folder.vacate()
+        raise
