@@ -39,7 +39,7 @@ def case(dtype):
 def kept_sets(targets):
     """Sets on one part, on both and of the whole vocabulary, position after position."""
     sets = [[], [0, 1, 8], [9, 18], [1, 2, 9, 10]] * 3
-    sets = [sorted({int(t), *s}) if s else [] for t, s in zip(targets, sets)]
+    sets = [sorted({int(t), *s}) if s else [] for t, s in zip(targets, sets[:POSITIONS], strict=True)]
     return KeptTokens.of(KeptSet.of([np.array(s, np.int32) for s in sets], np.zeros(POSITIONS)))
 
 

@@ -1,0 +1,115 @@
+"""Kept sets on their way from the engine into samples: over turns, tool replies and aborted requests."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plasmid.kept import KeptSet
+from plasmid.rollout.execution import Execution, RolloutFailed
+from plasmid.rollout.single_turn import SingleTurn
+from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
+from plasmid.testing.light_contracts import Digits
+from plasmid.testing.rewards import make_prompt
+from plasmid.types import Completion, SamplingParams, StopReason, VersionSpan
+
+
+class Restricting:
+    """Implements `EngineClient`: draws token t from t and t + 1; asks for a resume after ``stops`` tokens of a turn."""
+
+    def __init__(self, *, length=4, stops=()):
+        self.length, self.stops = length, list(stops)
+        self.requests = []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        first = 10 * int(request.id.rsplit("#", 1)[1]) + request.num_generated
+        left = self.length - request.num_generated
+        count = min(left, self.stops.pop(0)) if self.stops else left
+        tokens = np.arange(first, first + count, dtype=np.int32)
+        kept = KeptSet.of([np.array([t, t + 1], np.int32) for t in tokens], -tokens / 100)
+        return Completion(
+            request_id=request.id,
+            token_ids=tokens,
+            logprobs=np.full(count, -1.0, np.float32),
+            versions=(VersionSpan(version=0, start=0, end=count),) if count else (),
+            stop_reason=StopReason.ABORT if count < left else StopReason.STOP,
+            kept=kept if request.wants_kept_set else None,
+        )
+
+    async def abort(self, request_ids):
+        return None
+
+    async def leave(self, session_ids):
+        return None
+
+
+def execution(client, *, wanted=True):
+    return Execution(
+        id="0/0",
+        group_id=0,
+        sampling=SamplingParams(top_k=2),
+        client=client,
+        codec=Digits(),
+        seed=0,
+        deadline_s=10.0,
+        wants_kept_sets=wanted,
+    )
+
+
+def sets(kept):
+    return [part.tolist() for part in np.split(kept.token_ids, kept.offsets[1:-1])]
+
+
+@pytest.mark.parametrize("stops", [[], [2], [1, 0, 2]])
+def test_an_aborted_request_ends_up_with_the_sets_of_a_whole_one(stops):
+    client = Restricting(stops=stops)
+    completion = asyncio.run(execution(client).generate(np.array([5], np.int32)))
+    assert len(client.requests) == 1 + len(stops)
+    assert completion.token_ids.tolist() == [0, 1, 2, 3]
+    assert sets(completion.kept) == [[0, 1], [1, 2], [2, 3], [3, 4]]
+    np.testing.assert_allclose(completion.kept.log_mass, [0, -0.01, -0.02, -0.03])
+
+
+def test_prompt_and_tool_replies_have_no_sets_and_turns_keep_theirs():
+    prompt = make_prompt(token_ids=np.array([5, 6], np.int32))
+
+    async def rollout():
+        run = execution(Restricting(length=2, stops=[2, 1]))
+        first, second = await run.generate(prompt.token_ids), await run.generate(prompt.token_ids)
+        reply = np.array([7, 8, 9], np.int32)
+        return run.sample(prompt, [first, reply, second])
+
+    sample = asyncio.run(rollout())
+    nothing = [[]] * len(prompt.token_ids)
+    assert sets(sample.kept) == [*nothing, [0, 1], [1, 2], [], [], [], [10, 11], [11, 12]]
+    drawn = sample.kept.sizes() > 0
+    assert drawn.tolist() == sample.loss_mask.tolist()
+    assert not sample.kept.log_mass[~drawn].any()
+
+
+def test_nothing_is_asked_for_and_nothing_is_kept_unless_it_is_wanted():
+    client = Restricting()
+    run = execution(client, wanted=False)
+    (sample,) = asyncio.run(SingleTurn().run(run, make_prompt()))
+    assert sample.kept is None
+    assert not client.requests[0].wants_kept_set
+
+
+def test_an_engine_that_gives_no_sets_though_it_was_asked_fails_the_rollout():
+    run = execution(FakeEngine(FakeEngineConfig()))
+    with pytest.raises(RolloutFailed, match="the engine was asked for kept sets and gave none"):
+        asyncio.run(run.generate(np.array([5], np.int32)))
+
+
+def test_a_workflow_that_cuts_a_completion_must_cut_its_sets():
+    prompt = make_prompt(token_ids=np.array([5, 6], np.int32))
+
+    async def rollout():
+        run = execution(Restricting())
+        whole = await run.generate(prompt.token_ids)
+        cut = replace(whole, token_ids=whole.token_ids[:2], logprobs=whole.logprobs[:2], versions=())
+        return run.sample(prompt, [cut])
+
+    with pytest.raises(ValueError, match="sample 0/0: kept must have a position for each of"):
+        asyncio.run(rollout())
