@@ -17,7 +17,7 @@ GPU := $(wildcard /proc/driver/nvidia/version)
 PACKAGES := core backend-fsdp rollout-hf rewards agents cli
 EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) '.[all]'
 PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
-MODULES  := plasmid plasmid_fsdp plasmid_hf plasmid_rewards plasmid_agents plasmid_cli
+MODULES  := plasmid plasmid_fsdp plasmid_hf plasmid_sglang plasmid_rewards plasmid_agents plasmid_cli
 PINS := $(VENV)/pins.txt
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
 # two processes: the suite is mostly one thread of work at a time
@@ -75,6 +75,8 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'], sep='\n')" \
 		>$(VENV)/dev.txt
 	@$(PIP) --requirement $(VENV)/dev.txt
+	@$(if $(GPU),,$(PIP) --no-deps --requirement requirements/sglang-cpu.txt)
+	@$(PIP) --no-deps --no-build-isolation -e packages/rollout-sglang ./tests/environment/sglang_cpu
 	@touch $@
 
 $(VENV)/.runtime: $(PINS) $(PROJECTS)
