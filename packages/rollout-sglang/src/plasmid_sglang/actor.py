@@ -1,0 +1,127 @@
+"""What lives beside each server, on its machine: starts it, feeds it weights, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from plasmid.errors import EngineError, SyncError
+from plasmid.types import SyncReceipt
+
+from .api import Abilities, Api
+from .process import Server, ServerOptions
+from .receiving import Commands, Order, Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A server that answers."""
+
+    url: str
+    abilities: Abilities
+
+
+class EngineServer:
+    """One server. Methods are called by the driver and by trainer ranks; all may run at once."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._server = Server(options)
+        self._api: Api | None = None
+        self._commands: Commands | None = None
+        self._update: Update | None = None
+
+    async def start(self) -> Started:
+        """Start the server, or start it anew. Raises `EngineError`."""
+        await self._leave()
+        url = await self._server.start()
+        self._api = Api(url)
+        abilities = await self._api.abilities()
+        self._commands = Commands(self._api, abilities, self._options.folder / "receipts")
+        return Started(url=url, abilities=abilities)
+
+    @property
+    def commands(self) -> Commands:
+        """Of the running server. Raises `EngineError` if there is none."""
+        if self._commands is None:
+            raise EngineError(f"{self._options.name}: its server is not running")
+        return self._commands
+
+    async def exit_code(self) -> int | None:
+        """How the server ended; None while it runs."""
+        return self._server.exit_code()
+
+    async def open_update(self, order: Order) -> None:
+        """Get ready for a weight sync; an earlier one that is not complete is over."""
+        if self._update is not None:
+            self._update.fail(SyncError("it was replaced by a later one"))
+        self._update = Update(self.commands, order)
+        await self.commands.begin()
+
+    async def receive(self, token: str, version: int) -> SyncReceipt:
+        """Wait for the end of a weight sync. Raises `SyncError`, also if it takes longer than its limit."""
+        update = self._known(token)
+        update.name(version)
+        try:
+            async with asyncio.timeout(update.order.timeout_s):
+                return await asyncio.shield(update.result)
+        except TimeoutError:
+            update.fail(SyncError(f"not complete within {update.order.timeout_s:g} s"))
+            return await update.result
+
+    async def put_bucket(
+        self,
+        token: str,
+        header: Mapping[str, Any],
+        source: Mapping[str, Any],
+        data: NDArray[np.uint8] | None,
+        rank: int,
+    ) -> None:
+        """Take some weights; returns when they are in the model. Raises `SyncError`."""
+        # arrays out of a shared store are read-only, which torch does not support
+        own = None if data is None else torch.from_numpy(data if data.flags.writeable else data.copy())
+        await self._known(token).put(header, source, own, rank)
+
+    async def finish_update(self, token: str, ok: bool) -> None:
+        """A sender is done, or has given up. Raises `SyncError`."""
+        await self._known(token).finish(ok=ok)
+
+    def _known(self, token: str) -> Update:
+        if self._update is None or self._update.order.token != token:
+            raise SyncError("weight sync: this one was replaced by a later one")
+        return self._update
+
+    async def checksums(self, timeout_s: float) -> Mapping[str, int]:
+        """Of every parameter of every process of the server."""
+        await self.commands.begin()
+        receipts = await self.commands.run("checksums", timeout_s=timeout_s)
+        await self.commands.end()
+        several = len(receipts) > 1
+        return {
+            f"{name}@{rank}" if several else name: value
+            for rank, receipt in enumerate(receipts)
+            for name, value in receipt["checksums"].items()
+        }
+
+    async def kill(self) -> None:
+        """End the server at once."""
+        await self._leave()
+        await asyncio.to_thread(self._server.kill)
+
+    async def close(self) -> None:
+        """End the server."""
+        await self._leave()
+        await self._server.stop()
+
+    async def _leave(self) -> None:
+        if self._update is not None:
+            self._update.fail(SyncError("the server was stopped"))
+        self._update = self._commands = None
+        if self._api is not None:
+            await self._api.close()
+            self._api = None

@@ -1,0 +1,114 @@
+"""The control calls of one SGLang server over HTTP, and what its release knows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import aiohttp
+from plasmid.errors import EngineError, one_line
+
+CONTROL_S = 120.0
+"""Longest time for a control call that moves no weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What one server knows, read from its own description; releases differ."""
+
+    release: str
+    model_path: str
+    context_length: int
+    ranks: int
+    """Processes that hold parts of the model."""
+    has_sessions: bool
+    """Weight updates stand between begin_weight_update and end_weight_update (0.5.23)."""
+    has_selector: bool
+    """Updates name the models that they are for; before that, a flag left out the draft model."""
+
+
+class Api:
+    """Calls to one server. Connections belong to the event loop that makes the first call."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    def session(self) -> aiohttp.ClientSession:
+        """Connections to the server, without a limit on their number or their time."""
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        return self._session
+
+    async def get(self, path: str, *, timeout_s: float = CONTROL_S) -> Any:
+        """The JSON answer of one call. Raises `EngineError`."""
+        return await self._call("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = CONTROL_S) -> Any:
+        """The JSON answer of one call; None for an empty one. Raises `EngineError` with what the server says."""
+        return await self._call("POST", path, body or {}, timeout_s)
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s), self.session().request(method, self.url + path, json=body) as reply:
+                text = await reply.text()
+                if reply.status != 200:
+                    raise EngineError(f"{self.url}{path}: answered {reply.status}: {' '.join(text.split())[:500]}")
+                return await reply.json() if text.strip() else None
+        except TimeoutError:
+            raise EngineError(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{self.url}{path}: {one_line(error)}") from None
+
+    async def info(self, *, timeout_s: float = CONTROL_S) -> Mapping[str, Any]:
+        """Everything that the server says of itself."""
+        return cast(Mapping[str, Any], await self.get("/get_server_info", timeout_s=timeout_s))
+
+    async def abilities(self) -> Abilities:
+        """What the server knows."""
+        info, about = await self.info(), await self.get("/openapi.json")
+        models = await self.get("/v1/models")
+        update = about["components"]["schemas"].get("UpdateWeightsFromTensorReqInput", {}).get("properties", {})
+        return Abilities(
+            release=str(info.get("version", "")),
+            model_path=str(info.get("model_path", "")),
+            context_length=int(models["data"][0]["max_model_len"]),
+            ranks=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)),
+            has_sessions="/begin_weight_update" in about["paths"],
+            has_selector="selector" in update,
+        )
+
+    async def load(self, *, timeout_s: float) -> Mapping[str, float]:
+        """Gauges of the server, asked of the process that computes: it answers only if that one lives."""
+        answer = await self.get("/v1/loads", timeout_s=timeout_s)
+        totals: dict[str, float] = {}
+        for load in answer["loads"]:
+            for name, value in load.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
+    async def pause(self, mode: str, *, timeout_s: float) -> None:
+        """Stop drawing tokens; ``abort``, ``retract`` or ``in_place`` say what happens to running requests."""
+        await self.post("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        await self.post("/continue_generation")
+
+    async def abort(self, prefixes: Sequence[str]) -> None:
+        """End the requests whose ids begin so."""
+        await asyncio.gather(*(self.post("/abort_request", {"rid": prefix}) for prefix in prefixes))
+
+    async def abort_all(self) -> None:
+        """End every request."""
+        await self.post("/abort_request", {"abort_all": True})
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None

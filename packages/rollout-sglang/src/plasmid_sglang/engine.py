@@ -1,0 +1,253 @@
+"""The engine as the loop sees it: servers behind one handle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from plasmid.errors import EngineError, SyncError
+from plasmid.protocols import PauseMode, SyncPlan
+from plasmid.types import SyncReceipt
+
+from .bulletin import Bulletin, BulletinFile
+from .client import ClientOptions, SGLangClient
+from .members import Condition, Member, Members, Watch, each
+from .planning import Planner
+from .settings import SGLang
+from .wire import SGLangWire
+
+log = logging.getLogger(__name__)
+DRAIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What the engine is put together from."""
+
+    settings: SGLang
+    dtype: str
+    folder: Path
+    """Of the run's files that are the engine's."""
+    sync_s: float
+    """Longest time for one weight sync."""
+    can_sleep: bool
+    """Servers give their GPU memory up when told."""
+    watch: Watch
+
+
+class SGLangEngine:
+    """Implements `RolloutEngine` over servers that are looked after while they serve."""
+
+    def __init__(self, members: list[Member], planner: Planner, bulletin: BulletinFile, options: EngineOptions) -> None:
+        self._options = options
+        self._planner, self._bulletin = planner, bulletin
+        self._members = Members(members, options.watch, self._announce)
+        self._paused = False
+        self._draining = False
+        self._asleep: set[str] = set()
+        self._error = ""
+        settings = options.settings
+        self._client = SGLangClient(
+            bulletin,
+            ClientOptions(
+                max_requests=settings.max_requests,
+                seeded=settings.deterministic,
+                has_spans=settings.pause_mode == "in_place",
+                keep_session=settings.router,
+            ),
+        )
+        self._announce()
+        self._members.begin_watching()
+
+    @property
+    def client(self) -> SGLangClient:
+        """What rollout workers talk to."""
+        return self._client
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        """What the loop asks of `pause` before a weight sync."""
+        return self._options.settings.pause_mode
+
+    @property
+    def needs_weights(self) -> bool:
+        """True if a server that was started anew could serve, if it had the current weights."""
+        return any(m.condition is Condition.WAITING for m in self._members.all)
+
+    def _announce(self) -> None:
+        """Tell the workers which servers they may ask."""
+        serving = self._members.serving()
+        try:
+            self._members.check()
+        except EngineError as error:
+            self._error = str(error)
+        self._bulletin.write(
+            Bulletin(
+                urls=tuple(m.api.url for m in serving),
+                servers=tuple(m.api.url for m in self._members.running()),
+                is_open=not self._draining,
+                context_length=min((m.abilities.context_length for m in self._members.all), default=0),
+                error=self._error,
+            )
+        )
+
+    async def expect(self, session_ids: object) -> None:
+        """Ignored: SGLang batches requests as they come."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop drawing tokens on every server. One that does not answer is given up."""
+        if mode == "wait" and not self._paused:
+            self._draining = True
+            self._announce()
+            await self._drain()
+        self._paused = True
+        how = "abort"
+        if mode == "in_place":
+            how = "retract" if self._options.settings.recompute_kv else "in_place"
+
+        async def pause(member: Member) -> None:
+            await member.api.pause(how, timeout_s=self._options.sync_s)
+
+        await self._each_running(pause)
+
+    async def _drain(self) -> None:
+        """Wait until no server has a request, twice in a row: one may have been on its way."""
+        quiet = 0
+        async with asyncio.timeout(self._options.sync_s):
+            while quiet < 2:
+                await asyncio.sleep(DRAIN_S)
+                loads: list[Mapping[str, float]] = []
+
+                async def look(member: Member, into: list[Mapping[str, float]] = loads) -> None:
+                    into.append(await member.api.load(timeout_s=self._options.watch.timeout_s))
+
+                await self._each_running(look)
+                busy = sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+                quiet = 0 if busy else quiet + 1
+
+    async def resume(self) -> None:
+        """Undo `pause` on the servers that hold a proved version. Raises `SyncError` if none does."""
+        if not self._members.serving():
+            self._members.check()
+            raise SyncError("the engine cannot resume: no server holds a complete version")
+        self._paused = self._draining = False
+
+        async def resume(member: Member) -> None:
+            await member.api.resume()
+
+        failed = await each(self._members.serving(), resume)
+        for member, error in failed.items():
+            await self._members.give_up(member, str(error))
+        self._announce()
+
+    async def plan_sync(self) -> SyncPlan:
+        """A plan for one weight sync to every server that runs."""
+        settings = self._options.settings
+        wire = await self._planner.plan(self._members.running())
+        return SyncPlan(wire=wire, dtype=self._options.dtype, bucket_bytes=settings.bucket_bytes)
+
+    async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
+        """Update every server of the plan. One that fails is out; `SyncError` if that leaves too few."""
+        wire = plan.wire
+        if not isinstance(wire, SGLangWire):
+            raise SyncError(
+                f"weight sync of version {version}: engine 'sglang' cannot receive by {type(wire).__name__}"
+            )
+        members = [m for m in self._members.all if m.actor in wire.actors]
+        for member in members:
+            member.condition = Condition.WAITING
+        self._announce()
+        receipts: dict[Member, SyncReceipt] = {}
+
+        async def receive(member: Member) -> None:
+            receipts[member] = await member.actor.call("receive", wire.token, version, timeout_s=wire.timeout_s + 60)
+
+        failed = await each(members, receive)
+        if wire.folder is not None:
+            shutil.rmtree(wire.folder, ignore_errors=True)
+        for member, error in failed.items():
+            await self._members.give_up(member, str(error))
+        if not receipts:
+            raise next(iter(failed.values()), SyncError(f"weight sync of version {version}: no server is left"))
+        first = next(iter(receipts.values()))
+        for member, receipt in receipts.items():
+            if (receipt.num_tensors, receipt.buckets) != (first.num_tensors, first.buckets):
+                raise SyncError(f"weight sync of version {version}: {member.name} received other bytes than the others")
+        for member in receipts:
+            if member.condition is Condition.WAITING:
+                member.condition = Condition.SERVING
+        self._members.check()
+        self._announce()
+        return max(receipts.values(), key=lambda receipt: receipt.seconds)
+
+    async def checksum(self) -> Mapping[str, int]:
+        """Of every parameter, by the servers' own names of them. Raises `SyncError` if servers differ."""
+        found: dict[str, Mapping[str, int]] = {}
+
+        async def ask(member: Member) -> None:
+            limit_s = self._options.sync_s
+            found[member.name] = await member.actor.call("checksums", limit_s, timeout_s=limit_s)
+
+        failed = await each(self._members.serving(), ask)
+        for error in failed.values():
+            raise error
+        first = next(iter(found.values()))
+        for name, sums in found.items():
+            if sums != first:
+                tensor = next(key for key in first if sums.get(key) != first[key])
+                raise SyncError(f"parameter {tensor!r} of {name} differs from that of {next(iter(found))}")
+        return first
+
+    async def sleep(self) -> None:
+        """Give up GPU memory: weights and KV cache."""
+        await self._memory("/release_memory_occupation", {"weights", "kv_cache"} - self._asleep)
+        self._asleep = {"weights", "kv_cache"}
+
+    async def wake(self, *, kv_cache: bool = True) -> None:
+        """Take GPU memory again; without ``kv_cache`` for the weights only."""
+        wanted = {"weights", "kv_cache"} if kv_cache else {"weights"}
+        await self._memory("/resume_memory_occupation", wanted & self._asleep)
+        self._asleep -= wanted
+
+    async def _memory(self, path: str, tags: set[str]) -> None:
+        if not self._options.can_sleep or not tags:
+            return
+
+        async def tell(member: Member) -> None:
+            await member.api.post(path, {"tags": sorted(tags)}, timeout_s=self._options.sync_s)
+
+        await self._each_running(tell)
+
+    async def _each_running(self, what: object) -> None:
+        failed = await each(self._members.running(), what)  # type: ignore[arg-type]
+        for member, error in failed.items():
+            await self._members.give_up(member, str(error))
+
+    async def health(self) -> None:
+        """Raises `EngineError` when too few servers are left."""
+        self._members.check()
+
+    async def metrics(self) -> Mapping[str, float]:
+        """Sums over the servers; usage and hit rate are means."""
+        loads: list[Mapping[str, float]] = []
+
+        async def look(member: Member) -> None:
+            loads.append(await member.api.load(timeout_s=self._options.watch.timeout_s))
+
+        await each(self._members.running(), look)  # those that do not answer are somebody else's business
+        sums = {"running": "num_running_reqs", "queued": "num_waiting_reqs", "tokens_per_s": "gen_throughput"}
+        means = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
+        found = {f"engine/{name}": sum(load.get(key, 0.0) for load in loads) for name, key in sums.items()}
+        for name, key in means.items():
+            found[f"engine/{name}"] = sum(load.get(key, 0.0) for load in loads) / max(len(loads), 1)
+        found["engine/serving"] = float(len(self._members.serving()))
+        found["engine/restarts"] = float(sum(m.restarts for m in self._members.all))
+        return found
+
+    async def close(self) -> None:
+        """Stop the servers."""
+        await self._members.close()

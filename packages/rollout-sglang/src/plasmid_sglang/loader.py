@@ -1,0 +1,129 @@
+"""The receiving half of a weight sync, inside SGLang's own processes: `load` is a custom weight loader of SGLang.
+
+Every call does one command and writes what came of it into a file, one for each process, which the engine's actor reads:
+SGLang's answer has no room for checksums, and an exception in here would end the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from plasmid.errors import SyncError, one_line
+from plasmid.protocols import Bucket
+from plasmid.sync import checksum, unpack
+from torch import Tensor, nn
+
+from . import read_back
+from .sources import Place, fetch, leave
+
+NAME = "plasmid_sglang.loader.load"
+"""What SGLang knows it by."""
+COMMAND = "plasmid.command"
+DATA = "plasmid.data"
+Receipt = dict[str, Any]
+
+
+class Progress:
+    """What the update under way has brought so far."""
+
+    def __init__(self) -> None:
+        self.token = ""
+        self.touched: set[str] = set()
+        """Parameters that a read-back has seen changing."""
+
+    def of(self, token: str) -> Progress:
+        """Begin anew if this is another update."""
+        if token != self.token:
+            self.token, self.touched = token, set()
+        return self
+
+
+PROGRESS = Progress()
+
+
+def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Do one command. Never raises: see above."""
+    tensors = dict(named_tensors)
+    command = json.loads(bytes(tensors[COMMAND].cpu().numpy()))
+    try:
+        receipt = OPERATIONS[command["operation"]](model, command, tensors)
+    except Exception as error:  # noqa: BLE001  boundary: the server must live to tell
+        receipt = {"error": str(error) if isinstance(error, SyncError) else one_line(error)}
+    write(Path(command["receipts"]), command["name"], receipt)
+
+
+def rank() -> int:
+    """Which of the engine's processes this is."""
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else 0
+
+
+def write(folder: Path, name: str, receipt: Receipt) -> None:
+    """Put a receipt where the actor looks; it is there whole or not at all."""
+    file = folder / f"{name}.{rank()}.json"
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(receipt))
+    os.replace(partial, file)
+
+
+def _load_bucket(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Receipt:
+    """Take one bucket over, if its bytes are those that were sent."""
+    header = command["bucket"]
+    place = Place(header=header, sent=tensors.get(DATA), rank=rank(), device=next(model.parameters()).device)
+    data = fetch(command["source"], place)
+    found = checksum(data)
+    if found != header["checksum"]:
+        raise SyncError(
+            f"bucket {header['index']} was sent with checksum {header['checksum']:016x} and received with {found:016x}"
+        )
+    bucket = Bucket(
+        index=header["index"],
+        names=tuple(header["names"]),
+        shapes=tuple(map(tuple, header["shapes"])),
+        dtypes=tuple(header["dtypes"]),
+        data=data,
+        checksum=found,
+    )
+    named = list(unpack(bucket))
+    with torch.no_grad():
+        model.load_weights(named)  # type: ignore[operator]
+        if command["verify"]:
+            PROGRESS.of(command["token"]).touched |= read_back.check(model, named, complete=command["ranks"] == 1)
+    if data.is_cuda:
+        torch.cuda.synchronize()  # the sender may use the memory again once we have answered
+    return {"checksum": found, "num_bytes": data.numel(), "num_tensors": len(named)}
+
+
+def _finish(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Receipt:
+    """After the last bucket: no parameter may have been left out."""
+    if not command["verify"]:
+        return {}
+    names = {name for name, _ in model.named_parameters()}
+    missing = sorted(names - PROGRESS.of(command["token"]).touched)
+    if missing:
+        raise SyncError(f"{len(missing)} of the engine's parameters were not sent, the first is {missing[0]!r}")
+    return {"read_back": len(names)}
+
+
+def _checksums(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Receipt:
+    """Of every parameter as it is now."""
+    return {"checksums": {name: checksum(parameter) for name, parameter in model.named_parameters()}}
+
+
+def _leave(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Receipt:
+    """Forget the groups that weights were broadcast in."""
+    leave()
+    return {}
+
+
+OPERATIONS: Mapping[str, Callable[[nn.Module, Mapping[str, Any], Mapping[str, Tensor]], Receipt]] = {
+    "load": _load_bucket,
+    "finish": _finish,
+    "checksums": _checksums,
+    "leave": _leave,
+}

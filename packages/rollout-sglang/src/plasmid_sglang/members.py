@@ -1,0 +1,184 @@
+"""The servers of one engine: which serve, which wait for weights, which are being started, which are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from plasmid.errors import EngineError, PlasmidError, one_line
+from plasmid.protocols import Actor
+
+from .actor import Started
+from .api import Abilities, Api
+
+log = logging.getLogger(__name__)
+STOP_S = 15.0
+
+
+class Condition(StrEnum):
+    """What a server is doing."""
+
+    SERVING = "serving"
+    WAITING = "waiting"
+    """It runs, and must get a complete set of weights before it may serve."""
+    STARTING = "starting"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One server."""
+
+    name: str
+    actor: Actor
+    start: Callable[[], Awaitable[Actor]]
+    """Makes a new actor, if the old one died with its machine or was killed."""
+    api: Api
+    abilities: Abilities
+    condition: Condition = Condition.SERVING
+    restarts: int = 0
+    misses: int = 0
+    """Looks in a row that it has failed."""
+    error: str = ""
+    """Why it was last given up."""
+
+    @property
+    def runs(self) -> bool:
+        """True if there is a server to talk to."""
+        return self.condition in (Condition.SERVING, Condition.WAITING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """How servers are looked after."""
+
+    interval_s: float
+    timeout_s: float
+    failures: int
+    max_restarts: int
+    min_engines: int
+    start_s: float
+
+
+class Members:
+    """All servers. ``changed`` is called whenever one begins or ends to serve."""
+
+    def __init__(self, members: Sequence[Member], watch: Watch, changed: Callable[[], None]) -> None:
+        self.all = tuple(members)
+        self._watch, self._changed = watch, changed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin_watching(self) -> None:
+        """Look at every server from now on."""
+        for member in self.all:
+            self._keep(self._look_after(member))
+
+    def _keep(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def serving(self) -> tuple[Member, ...]:
+        """Those that hold a proved version."""
+        return tuple(m for m in self.all if m.condition is Condition.SERVING)
+
+    def running(self) -> tuple[Member, ...]:
+        """Those that can take weights."""
+        return tuple(m for m in self.all if m.runs)
+
+    def check(self) -> None:
+        """Raises `EngineError` when too few are left to go on."""
+        left = [m for m in self.all if m.condition is not Condition.GONE]
+        if len(left) < self._watch.min_engines:
+            errors = "; ".join(f"{m.name}: {m.error}" for m in self.all if m.condition is Condition.GONE)
+            raise EngineError(
+                f"{len(left)} of {len(self.all)} servers are left, rollout.min_engines is {self._watch.min_engines}; {errors}"
+            )
+
+    async def _look_after(self, member: Member) -> None:
+        while member.condition is not Condition.GONE:
+            await asyncio.sleep(self._watch.interval_s)
+            if not member.runs:
+                continue
+            try:
+                await self._look(member)
+                member.misses = 0
+            except PlasmidError as error:
+                member.misses += 1
+                log.warning("%s: look %d of %d failed: %s", member.name, member.misses, self._watch.failures, error)
+                if member.misses >= self._watch.failures or isinstance(error, _Ended):
+                    await self.give_up(member, one_line(error))
+
+    async def _look(self, member: Member) -> None:
+        """Raises `PlasmidError` if the server does not answer; at once if its process or actor has ended."""
+        timeout_s = self._watch.timeout_s
+        try:
+            code = await member.actor.call("exit_code", timeout_s=timeout_s)
+        except PlasmidError as error:
+            raise _Ended(f"its actor is gone: {error}") from None
+        if code is not None:
+            raise _Ended(f"its server ended with code {code}")
+        await member.api.load(timeout_s=timeout_s)
+
+    async def give_up(self, member: Member, error: str) -> None:
+        """Take a server out, and start it anew if it may be."""
+        if not member.runs:
+            return
+        member.condition, member.error = Condition.STARTING, error
+        self._changed()
+        log.warning("%s: given up: %s", member.name, error)
+        self._keep(self._restart(member))
+
+    async def _restart(self, member: Member) -> None:
+        while member.restarts < self._watch.max_restarts:
+            member.restarts += 1
+            try:
+                await self._start(member)
+            except PlasmidError as error:
+                member.error = one_line(error)
+                log.warning("%s: restart %d failed: %s", member.name, member.restarts, error)
+                continue
+            log.warning("%s: runs again after %d restarts; it waits for weights", member.name, member.restarts)
+            member.misses, member.condition = 0, Condition.WAITING
+            self._changed()
+            return
+        member.condition = Condition.GONE
+        self._changed()
+
+    async def _start(self, member: Member) -> None:
+        await member.api.close()
+        try:
+            await member.actor.call("kill", timeout_s=STOP_S)
+        except PlasmidError:
+            await member.actor.stop(grace_s=0.1)
+            member.actor = await member.start()
+        started: Started = await member.actor.call("start", timeout_s=self._watch.start_s)
+        member.api, member.abilities = Api(started.url), started.abilities
+
+    async def close(self) -> None:
+        """Stop looking, then stop the servers."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(member.api.close() for member in self.all))
+        await asyncio.gather(*(member.actor.stop() for member in self.all))
+
+
+class _Ended(EngineError):
+    """There is nothing to wait for."""
+
+
+async def each(members: Iterable[Member], what: Callable[[Member], Awaitable[None]]) -> dict[Member, PlasmidError]:
+    """Do something with all of them at once; what those that failed have raised."""
+    members = list(members)
+    results = await asyncio.gather(*(what(member) for member in members), return_exceptions=True)
+    failed = {}
+    for member, result in zip(members, results, strict=True):
+        if isinstance(result, PlasmidError):
+            failed[member] = result
+        elif isinstance(result, BaseException):
+            raise result
+    return failed

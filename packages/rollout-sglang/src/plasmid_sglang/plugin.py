@@ -1,0 +1,13 @@
+"""Registers the rollout engine ``sglang``. Imports neither torch nor SGLang."""
+
+from __future__ import annotations
+
+from plasmid.components import RolloutEngineConfig
+from plasmid.hookspecs import hookimpl
+
+from .settings import SGLang
+
+
+@hookimpl
+def register_rollout_engines() -> list[type[RolloutEngineConfig]]:
+    return [SGLang]

@@ -1,0 +1,99 @@
+"""What SGLang and its router can be told, known without importing them, and what is wrong with a table of it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from plasmid.errors import ConfigError
+
+Product = Literal["sglang", "sglang-router"]
+Schema = Mapping[str, Mapping[str, Any]]
+NEWEST: Mapping[Product, str] = {"sglang": "0.5.23", "sglang-router": "0.3.2"}
+"""What is checked against where the product is not installed."""
+TITLES: Mapping[Product, str] = {"sglang": "SGLang", "sglang-router": "the SGLang router"}
+SHIPPED = Path(__file__).parent / "schemas"
+EXTRACT_S = 120.0
+"""Longest time to ask a release that no schema is at hand for."""
+
+
+def installed_version(product: Product) -> str | None:
+    """Version of what is installed; None if it is not."""
+    try:
+        return version(product)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def schema_of(product: Product, release: str) -> Schema:
+    """Arguments of one release: shipped, cached, or asked of the installed one, which takes seconds once."""
+    for file in (SHIPPED / f"{product}-{release}.json", _cached(product, release)):
+        if file.is_file():
+            return cast(Schema, json.loads(file.read_text()))
+    file = _cached(product, release)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(extract(product))
+    partial.replace(file)
+    return cast(Schema, json.loads(file.read_text()))
+
+
+def extract(product: Product) -> str:
+    """The installed release's schema as JSON, by a process of its own. Raises `ConfigError`."""
+    command = [sys.executable, str(Path(__file__).parent / "extract_schema.py"), product]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=EXTRACT_S, env=env, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        last = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1:]
+        raise ConfigError(f"the arguments of {TITLES[product]} cannot be read: {' '.join(last)}") from None
+    return done.stdout[done.stdout.index("{") :]
+
+
+def _cached(product: Product, release: str) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "plasmid" / f"{product}-{release}.json"
+
+
+def mistakes(product: Product, table: Mapping[str, Any], *, release: str | None = None) -> Iterator[str]:
+    """What is wrong with a table of arguments, one text each: unknown names, wrong types, values not on offer."""
+    if not table:
+        return
+    release = release or installed_version(product) or NEWEST[product]
+    schema = schema_of(product, release)
+    for name, value in table.items():
+        if name not in schema:
+            close = difflib.get_close_matches(name, schema, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            yield f"{name}: no such argument of {TITLES[product]} {release}{hint}"
+        elif not _fits(value, schema[name]["types"]):
+            yield f"{name}: must be {_names(schema[name]['types'])}, got {value!r}"
+        elif "choices" in schema[name] and value not in schema[name]["choices"]:
+            yield f"{name}: must be one of {', '.join(map(repr, schema[name]['choices']))}, got {value!r}"
+
+
+def _fits(value: Any, types: list[str]) -> bool:
+    kinds = {
+        "boolean": isinstance(value, bool),
+        "integer": isinstance(value, int) and not isinstance(value, bool),
+        "number": isinstance(value, int | float) and not isinstance(value, bool),
+        "string": isinstance(value, str),
+        "array": isinstance(value, list | tuple),
+        "object": isinstance(value, Mapping),
+    }
+    return not types or any(kinds.get(name, False) for name in types)
+
+
+def _names(types: list[str]) -> str:
+    words = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "a string"}
+    words |= {"array": "a list", "object": "a table"}
+    return " or ".join(words[name] for name in types if name != "null")

@@ -1,0 +1,158 @@
+"""Settings of the SGLang engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from plasmid.components import BuildContext, RolloutEngineConfig
+from plasmid.protocols import PauseMode, RolloutEngine
+from pydantic import Field, field_validator, model_validator
+
+from .schema import mistakes
+
+if TYPE_CHECKING:
+    from plasmid.config import RunConfig
+
+OWN = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "context_length": "model.max_length",
+    "device": "placement.device",
+    "dtype": "rollout.dtype",
+    "random_seed": "run.seed",
+    "enable_deterministic_inference": "rollout.deterministic",
+    "host": "rollout.host",
+}
+"""Server arguments that other settings decide."""
+FIXED = (
+    "port",
+    "api_key",
+    "served_model_name",
+    "weight_version",
+    "custom_weight_loader",
+    "skip_server_warmup",
+    "skip_tokenizer_init",
+    "base_gpu_id",
+    "gpu_id_step",
+    "log_requests",
+)
+"""Server arguments that the engine itself needs for what it does."""
+
+
+class SGLang(RolloutEngineConfig):
+    """SGLang servers, one for every `gpus_per_engine` GPUs (on the CPU: one for each process of the placement)."""
+
+    kind: Literal["sglang"] = "sglang"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number type of weights and KV cache; ``auto`` is float32 on the CPU and bfloat16 on a GPU."""
+    gpus_per_engine: int = Field(1, ge=1)
+    """GPUs of one server. Its tensor parallel size is this over ``server_args.pp_size`` unless `server_args` says so."""
+    server_args: Mapping[str, Any] = Field(default_factory=dict)
+    """Any other field of the installed SGLang's ``ServerArgs``, under its own name."""
+    router_args: Mapping[str, Any] = Field(default_factory=dict)
+    """Any argument of the SGLang router, under its own name; read with `router` only."""
+    router: bool = False
+    """Put the SGLang router in front of the servers; without, each rollout worker asks the server it has asked least."""
+    urls: tuple[str, ...] = ()
+    """Servers that somebody else runs, in place of own ones. They must serve `model.path`."""
+    host: str = "127.0.0.1"
+    """Address that the servers listen on; other machines need one that they can reach."""
+    max_requests: int = Field(256, ge=1)
+    """Requests that each rollout worker has open at once; the others wait in it."""
+    pause_mode: PauseMode = "abort"
+    """What happens to running requests when new weights come: they end first (``wait``), are cut off and asked again
+    with the tokens they have (``abort``), or are held and go on under the new policy (``in_place``)."""
+    recompute_kv: bool = True
+    """With pause_mode = "in_place": compute the KV cache of held requests anew after a weight sync."""
+    wire: Literal["auto", "ipc", "broadcast", "disk", "http"] = "auto"
+    """How weights travel: GPU memory shared by trainer and engine on one GPU (``ipc``), a broadcast by NCCL or gloo, files
+    in the run's folder, or the body of an HTTP request. ``auto`` is ipc or broadcast on GPUs and http on the CPU."""
+    bucket_bytes: int = Field(256 << 20, ge=1 << 10)
+    """Largest bucket of weights in a weight sync; a larger tensor travels alone."""
+    read_back_every: int = Field(10, ge=0)
+    """Compare the engine's own parameters with what was sent in every k-th weight sync and the first; 0 for never."""
+    canary_tolerance: float = Field(0.1, gt=0.0)
+    """Largest difference of log-probabilities between engine and trainer on a prompt that is tried after every sync."""
+    deterministic: bool = False
+    """SGLang's deterministic inference, with a seed for each sample. GPUs only."""
+    health_interval_s: float = Field(5.0, gt=0.0)
+    """Seconds between two looks at each server."""
+    health_timeout_s: float = Field(20.0, gt=0.0)
+    """Longest time for a server to answer a look."""
+    health_failures: int = Field(3, ge=1)
+    """Looks in a row that a server may fail before it is given up."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that each server is started anew; external ones are never."""
+    min_engines: int = Field(1, ge=1)
+    """The run ends with an error when fewer servers than this serve or are being started."""
+
+    @field_validator("server_args")
+    @classmethod
+    def _known_to_sglang(cls, table: Mapping[str, Any]) -> Mapping[str, Any]:
+        lines = [f"{name}: is decided by {OWN[name]}; set that" for name in table if name in OWN]
+        lines += [f"{name}: is set by the engine itself; remove it" for name in table if name in FIXED]
+        others = {name: value for name, value in table.items() if name not in OWN and name not in FIXED}
+        _raise([*lines, *mistakes("sglang", others)])
+        return table
+
+    @field_validator("router_args")
+    @classmethod
+    def _known_to_the_router(cls, table: Mapping[str, Any]) -> Mapping[str, Any]:
+        own = ("worker_urls", "host", "port", "prometheus_port")
+        lines = [f"{name}: is set by the engine itself; remove it" for name in table if name in own]
+        others = {name: value for name, value in table.items() if name not in own}
+        _raise([*lines, *mistakes("sglang-router", others)])
+        return table
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        lines = []
+        if self.router_args and not self.router:
+            lines.append("router_args: are never read without a router; remove the table or set router = true")
+        if self.pause_mode == "in_place" and not self.recompute_kv and not self.server_args.get("disable_radix_cache"):
+            lines.append(
+                "recompute_kv: false would serve prefixes that an older policy has computed; "
+                "set server_args.disable_radix_cache = true"
+            )
+        if self.pause_mode != "in_place" and not self.recompute_kv:
+            lines.append('recompute_kv: is read with pause_mode = "in_place" only; remove it')
+        if self.urls and self.server_args:
+            lines.append("server_args: servers at urls are started by somebody else; remove the table")
+        if self.urls and self.wire not in ("auto", "disk"):
+            lines.append(
+                f'wire: servers at urls take weights from disk only, got {self.wire!r}; set "disk" or remove it'
+            )
+        if self.urls and self.read_back_every:
+            lines.append("read_back_every: parameters of servers at urls cannot be read; set it to 0")
+        _raise(lines)
+        return self
+
+    def mistakes(self, config: RunConfig) -> Iterator[str]:
+        """What does not fit the rest of the recipe."""
+        place = config.placement
+        engines = len(self.urls) or place.engine_ranks // self.gpus_per_engine
+        if not self.urls and place.engine_ranks % self.gpus_per_engine:
+            yield (
+                f"placement.engine_ranks: {place.engine_ranks} does not divide into engines of "
+                f"rollout.gpus_per_engine = {self.gpus_per_engine}"
+            )
+        if self.min_engines > max(engines, 1):
+            yield f"rollout.min_engines: {self.min_engines} is more than the {engines} engines that are started"
+        if self.wire == "ipc" and not place.colocated:
+            yield 'rollout.wire: "ipc" shares the memory of one GPU; set placement.colocated = true or another wire'
+        if self.wire == "broadcast" and place.colocated:
+            yield 'rollout.wire: "broadcast" needs trainer and engines on GPUs of their own; set "auto"'
+        if self.deterministic and place.device == "cpu":
+            yield "rollout.deterministic: SGLang's deterministic kernels run on GPUs only; remove it"
+
+    async def build(self, context: BuildContext) -> RolloutEngine:
+        from .starting import start_engine
+
+        return await start_engine(self, context)
+
+
+def _raise(lines: list[str]) -> None:
+    if lines:
+        raise ValueError("\n".join(lines))

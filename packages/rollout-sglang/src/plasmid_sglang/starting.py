@@ -1,0 +1,155 @@
+"""From settings to servers that answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plasmid.components import BuildContext
+from plasmid.config import RunConfig
+from plasmid.errors import ConfigError
+from plasmid.protocols import Actor, Resources, RolloutEngine
+from plasmid.waiting import together
+
+from .actor import EngineServer, Started
+from .api import Api
+from .bulletin import BulletinFile
+from .engine import EngineOptions, SGLangEngine
+from .loader import NAME
+from .members import Member, Watch
+from .planning import Planner, own_address
+from .process import ServerOptions
+from .schema import installed_version
+from .settings import SGLang
+from .wire import Kind
+
+ACTOR_S = 120.0
+"""Longest time for an actor itself to come up."""
+ON_CPU: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "max_total_tokens": 16384,
+}
+"""Server arguments without a GPU, unless the recipe says otherwise; memory is not to be filled with a KV cache there."""
+
+
+async def start_engine(settings: SGLang, context: BuildContext) -> RolloutEngine:
+    """Start every server of the placement. Raises `ConfigError`, `EngineError`."""
+    if installed_version("sglang") is None:
+        raise ConfigError('rollout.kind: SGLang is not installed; install "plasmid-sglang[server]"')
+    config = context.config
+    on_gpu = any(bundle is not None for bundle in context.bundles)
+    folder = context.run_dir.absolute() / f"{context.engine_name}s"
+    size = settings.gpus_per_engine
+    groups = [context.bundles[i : i + size] for i in range(0, len(context.bundles), size)]
+    arguments = server_arguments(settings, config, on_gpu=on_gpu)
+
+    async def start(index: int) -> Member:
+        name = f"{context.engine_name}-{index}"
+        options = ServerOptions(
+            name=name,
+            arguments=arguments,
+            host=settings.host,
+            folder=folder / name,
+            log_file=context.run_dir.absolute() / "logs" / f"{name}-server.log",
+            start_s=config.placement.start_timeout_s,
+            env=environment(context.threads, on_gpu=on_gpu),
+        )
+        gpus = tuple(bundle for bundle in groups[index] if bundle is not None)
+
+        async def make() -> Actor:
+            resources = Resources(cpus=context.threads, gpu=gpus or None, env={"OMP_NUM_THREADS": "1"})
+            return await context.cluster.start(EngineServer, options, name=name, resources=resources, timeout_s=ACTOR_S)
+
+        actor = await make()
+        started: Started = await actor.call("start", timeout_s=options.start_s + ACTOR_S)
+        return Member(name, actor, make, Api(started.url), started.abilities)
+
+    members = await together(start(i) for i in range(len(groups)))
+    dtype = arguments["dtype"]
+    limit_s = config.run.sync_timeout_s
+    planner = Planner(
+        kind=wire_kind(settings, config, on_gpu=on_gpu),
+        folder=folder,
+        timeout_s=limit_s,
+        read_back_every=settings.read_back_every,
+        flush_cache=settings.pause_mode != "in_place" or settings.recompute_kv,
+        host=own_address(settings.host),
+        on_gpu=on_gpu,
+    )
+    options = EngineOptions(
+        settings=settings,
+        dtype=dtype,
+        folder=folder,
+        sync_s=limit_s,
+        can_sleep=config.placement.offload_engine and on_gpu,
+        watch=Watch(
+            interval_s=settings.health_interval_s,
+            timeout_s=settings.health_timeout_s,
+            failures=settings.health_failures,
+            max_restarts=settings.max_restarts,
+            min_engines=settings.min_engines,
+            start_s=config.placement.start_timeout_s + ACTOR_S,
+        ),
+    )
+    return SGLangEngine(members, planner, BulletinFile(folder / "bulletin.json"), options)
+
+
+def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Fields of ``ServerArgs`` that every server has in common."""
+    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    model = config.model
+    wants_text = bool(config.sampling.stop) or any(e.sampling is not None and e.sampling.stop for e in config.eval)
+    arguments: dict[str, Any] = {
+        "model_path": str(Path(model.path).absolute()),
+        "tokenizer_path": str(Path(model.tokenizer_path).absolute()),
+        "trust_remote_code": model.trust_remote_code,
+        "device": "cuda" if on_gpu else "cpu",
+        "dtype": dtype,
+        "tp_size": settings.gpus_per_engine // int(settings.server_args.get("pp_size", 1)),
+        "random_seed": config.run.seed,
+        "weight_version": "0",
+        "custom_weight_loader": [NAME],
+        "skip_server_warmup": True,
+        "skip_tokenizer_init": not wants_text,
+        "log_level": "info",
+    }
+    if model.max_length != "auto":
+        arguments["context_length"] = model.max_length
+    if settings.deterministic:
+        arguments["enable_deterministic_inference"] = True
+    if config.placement.offload_engine and on_gpu:
+        arguments["enable_memory_saver"] = True
+    return arguments | ({} if on_gpu else dict(ON_CPU)) | dict(settings.server_args)
+
+
+def environment(threads: int, *, on_gpu: bool) -> dict[str, str]:
+    """Of the server's processes."""
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # a paused server is healthy, and would not draw the token that this look asks for
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }
+    return env if on_gpu else env | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def wire_kind(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> Kind:
+    """How weights travel. Raises `ConfigError` if they cannot."""
+    place = config.placement
+    kind: Kind
+    if settings.wire != "auto":
+        kind = settings.wire
+    elif not on_gpu:
+        kind = "http"
+    else:
+        kind = "ipc" if place.colocated else "broadcast"
+    if kind == "ipc" and (not on_gpu or place.trainer_ranks < place.engine_ranks):
+        raise ConfigError(
+            'rollout.wire: "ipc" needs a trainer rank on the GPU of every engine rank; '
+            f"there are {place.trainer_ranks} and {place.engine_ranks}, set another wire"
+        )
+    return kind

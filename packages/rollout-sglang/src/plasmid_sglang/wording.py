@@ -1,0 +1,90 @@
+"""Requests as SGLang wants them, and completions out of what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from plasmid.types import Completion, GenerateRequest, StopReason, VersionSpan
+
+REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
+SEED_BITS = 63
+
+
+def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int, seeded: bool) -> dict[str, Any]:
+    """Body of ``/generate``."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1 if sampling.top_k == "all" else sampling.top_k,
+        "min_p": sampling.min_p,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if seeded:
+        params["sampling_seed"] = request.seed % (1 << SEED_BITS)
+    return {
+        "rid": rid,
+        "input_ids": [int(token) for token in request.token_ids],
+        "sampling_params": params,
+        "return_logprob": True,
+    }
+
+
+def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any], *, has_spans: bool) -> Completion:
+    """What the server answered. A refusal is a completion with an error: no other server would take the request."""
+    if status != 200:
+        error = answer.get("error", answer)
+        text = error.get("message", error) if isinstance(error, Mapping) else error
+        return finished(request, error=f"the server refused the request: {text}")
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    drawn = meta.get("output_token_logprobs") or []
+    stop = REASONS.get(reason["type"])
+    if stop is None or (stop is StopReason.ABORT and reason.get("status_code") not in (None, 503)):
+        return finished(request, error=f"the server ended the request: {reason.get('message') or reason['type']}")
+    return Completion(
+        request_id=request.id,
+        token_ids=np.array([token for _, token, *_ in drawn], np.int32),
+        logprobs=np.minimum(np.array([logprob for logprob, *_ in drawn], np.float32), 0.0),
+        versions=tuple(_spans(meta, len(drawn), has_spans=has_spans)),
+        stop_reason=stop,
+        timings=_timings(meta),
+    )
+
+
+def finished(request: GenerateRequest, *, error: str | None = None) -> Completion:
+    """A completion without tokens: there is no room for more, or it failed."""
+    if error is None and request.num_generated == 0:
+        error = f"the prompt of {len(request.token_ids)} tokens leaves no room; raise model.max_length or shorten it"
+    return Completion(
+        request_id=request.id,
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        versions=(),
+        stop_reason=StopReason.LENGTH if error is None else StopReason.ERROR,
+        error=error,
+    )
+
+
+def _spans(meta: Mapping[str, Any], count: int, *, has_spans: bool) -> Iterator[VersionSpan]:
+    spans: Sequence[Mapping[str, Any]] = meta.get("weight_versions") or () if has_spans else ()
+    if not spans:
+        spans = [{"version": meta["weight_version"], "start": 0, "end": count}]
+    for span in spans:
+        if span["start"] < min(span["end"], count):
+            yield VersionSpan(version=int(span["version"]), start=span["start"], end=min(span["end"], count))
+
+
+def _timings(meta: Mapping[str, Any]) -> dict[str, float]:
+    total, first = meta.get("e2e_latency"), meta.get("first_token_latency")
+    queued = meta.get("queue_time")
+    found = {"queued_s": queued, "prefill_s": first, "decode_s": None if None in (total, first) else total - first}
+    return {name: float(seconds) for name, seconds in found.items() if seconds is not None}

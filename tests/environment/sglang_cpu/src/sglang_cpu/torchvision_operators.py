@@ -1,0 +1,45 @@
+"""Declares two operators before torchvision is imported: its wheel of the package index has them for CUDA only.
+
+SGLang imports torchvision, which gives the operators a meta implementation when it is imported, and fails without.
+Costs nothing until somebody imports torchvision.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+OPERATORS = ("nms", "qnms")
+_kept: list[Any] = []
+"""Operators are gone with the library object that declared them."""
+
+
+class Declarer(MetaPathFinder):
+    """Sees the import of torchvision coming, declares the operators, and leaves the rest to others."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            declare()
+        return None
+
+
+def declare() -> None:
+    """Declare the operators, unless torch has them."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in OPERATORS:
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept.append(library)
+
+
+sys.meta_path.insert(0, Declarer())

@@ -1,0 +1,91 @@
+"""SGLang engines in this process's cluster, requests, and what plain transformers makes of them."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from plasmid.components import BuildContext
+from plasmid.recipe import resolve
+from plasmid.run.local import LocalCluster
+from plasmid.sync import send_weights
+from plasmid.types import GenerateRequest, SamplingParams
+from transformers import AutoModelForCausalLM
+
+HERE = Path(__file__).parent
+START_S = 600
+
+
+@contextlib.asynccontextmanager
+async def started(model_path, run_dir, *, ranks=1, sampling=None, **settings):
+    """An engine on this machine's CPU."""
+    rollout = {"kind": "sglang", "dtype": "float32", "health_interval_s": 1.0, "health_timeout_s": 60.0, **settings}
+    rollout["server_args"] = {"max_total_tokens": 4096} | dict(settings.get("server_args", {}))
+    config = resolve(
+        {
+            "model": {"path": str(model_path)},
+            "data": {"path": "none.jsonl"},
+            "trainer": {"kind": "no-trainer"},
+            "algorithm": {"kind": "grpo"},
+            "rewards": [{"kind": "no-reward"}],
+            "rollout": rollout,
+            "sampling": sampling or {"stop": ["<user>"]},
+            "placement": {"device": "cpu", "engine_ranks": ranks, "start_timeout_s": START_S},
+            "run": {"sync_timeout_s": 240},
+            "plugins": [str(HERE.parent / "rollout_hf" / "hf_plugin.py")],
+        }
+    )
+    cluster = LocalCluster()
+    bundles = (None,) * ranks
+    context = BuildContext(cluster=cluster, config=config, run_dir=Path(run_dir), bundles=bundles, threads=1)
+    engine = None
+    try:
+        engine = await config.rollout.build(context)
+        yield engine
+    finally:
+        if engine is not None:
+            await engine.close()
+        await cluster.close()
+
+
+def make_request(index, *, tokens=(7, 8, 9), num=8, seed=None, **sampling):
+    """A short request."""
+    return GenerateRequest(
+        id=f"{index}/0#0",
+        session_id=f"{index}/0",
+        token_ids=np.asarray(tokens, np.int32),
+        sampling=SamplingParams(max_new_tokens=num, **sampling),
+        seed=index if seed is None else seed,
+        deadline_s=240.0,
+    )
+
+
+def plain_model(path):
+    """The model in transformers, in fp32."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
+@torch.no_grad()
+def plain_logprobs(model, request, completion):
+    """[C] log-softmax of logits / temperature of the completion's tokens, by one forward pass of transformers."""
+    ids = torch.tensor(np.concatenate([request.token_ids, completion.token_ids]), dtype=torch.long)[None]
+    logits = model(ids).logits[0, len(request.token_ids) - 1 : -1].float()
+    table = (logits / request.sampling.scoring_temperature).log_softmax(-1)
+    return table.gather(1, ids[0, len(request.token_ids) :, None])[:, 0].numpy()
+
+
+@torch.no_grad()
+def changed(model, *, by=0.01, seed=3):
+    """Every weight moved a little; returns the new weights under their names."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += by * torch.randn(parameter.shape, generator=generator)
+    return list(model.named_parameters())
+
+
+async def publish(engine, named_tensors, version, *, ranks=1):
+    """One weight sync; returns both receipts."""
+    plan = await engine.plan_sync()
+    sending = asyncio.to_thread(send_weights, named_tensors, plan=plan, version=version, rank=0)
+    return await asyncio.gather(sending, engine.receive(plan, version))
