@@ -12,7 +12,8 @@ from plasmid.errors import CheckpointError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.sample_store import read_samples
 from plasmid.rollout.draws import Draws
-from plasmid.rollout.producer import DropLimit, Stream
+from plasmid.rollout.producer import DropLimit
+from plasmid.rollout.stream import Stream
 from plasmid.run.checkpoint import CheckpointFolder, RunState
 from plasmid.testing.rewards import make_prompt
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 
 from ..batch import GroupRef
 from ..protocols import Store
 from ..types import PromptGroup, Sample, SamplingParams, Score, StopReason
+from .boundary import BetweenBatches
 from .draws import Draw, Draws
 from .producer import Taken
 from .worker import share
 
 
-class Demonstrated:
+class Demonstrated(BetweenBatches):
     """Implements `producer.Producer`. Rows are tokenised on the driver when they are taken."""
 
     def __init__(self, draws: Draws, store: Store) -> None:
-        self._draws, self._store = draws, store
-        self._boundary = draws.state([])
+        super().__init__(draws)
+        self._store = store
 
     async def take(self, count: int, *, version: int) -> Taken:
         """The next rows; fewer only if the data have ended."""
@@ -30,21 +28,6 @@ class Demonstrated:
     def _group(self, draw: Draw) -> GroupRef:
         sample = demonstration(draw)
         return share(PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,)), self._store)
-
-    def release(self, count: int) -> None:
-        """What was taken has been trained on."""
-        self._boundary = self._draws.state([])
-
-    def state(self) -> dict[str, Any]:
-        """As it was when the last batch had been trained."""
-        return self._boundary
-
-    def finished(self) -> tuple[GroupRef, ...]:
-        return ()
-
-    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
-        self._draws.restore(state)
-        self._boundary = self._draws.state([])
 
     async def close(self) -> None:
         """Nothing is in flight."""

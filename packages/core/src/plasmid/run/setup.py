@@ -18,8 +18,10 @@ from ..observe.system import SystemMonitor
 from ..protocols import Trainer
 from ..rollout.demonstrated import Demonstrated
 from ..rollout.draws import Draw, Draws
-from ..rollout.producer import DropLimit, Producer, Stream, Waves
+from ..rollout.producer import DropLimit, Producer
 from ..rollout.seeds import seed_of
+from ..rollout.stream import Stream
+from ..rollout.waves import Waves
 from ..rollout.worker import Job, share
 from ..waiting import GRACE, within
 from .checkpoint import CheckpointFolder, RunState, check_same_config, read_state
