@@ -44,8 +44,8 @@ class Wire(Protocol):
 class AgentServer:
     """Serves OpenAI's and Anthropic's APIs. A request names its session by the base URL or by its API key."""
 
-    def __init__(self, *, host: str, advertised: str) -> None:
-        self._host, self._advertised = host, advertised
+    def __init__(self, *, host: str, advertised: str, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._host, self._advertised, self._keep_alive_s = host, advertised, keep_alive_s
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -54,9 +54,9 @@ class AgentServer:
         """Listen on a free port. Raises `OSError` if the host cannot be listened on."""
         app = web.Application(client_max_size=MAX_BODY)
         for prefix in ("", "/{session}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", _turns(self._session, openai_chat))
-            app.router.add_post(f"{prefix}/v1/completions", _turns(self._session, openai_text))
-            app.router.add_post(f"{prefix}/v1/messages", _turns(self._session, anthropic_messages))
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._turns(openai_chat))
+            app.router.add_post(f"{prefix}/v1/completions", self._turns(openai_text))
+            app.router.add_post(f"{prefix}/v1/messages", self._turns(anthropic_messages))
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{name}}", self._model)
@@ -93,6 +93,47 @@ class AgentServer:
             )
         return self._sessions[key]
 
+    def _turns(self, wire: Wire) -> Handler:
+        """Handles requests for turns in one format."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = None
+            try:
+                session = self._session(request)
+                prepared = session.prepare(wire.parse(await _json(request), session.sampling))
+                if prepared.request.stream:
+                    return await self._stream(request, wire, session, prepared)
+                return web.json_response(wire.answer(prepared.request, await session.generate(prepared)))
+            except Refused as error:
+                return _refuse(wire, error)
+            except (ConnectionError, web.HTTPException):
+                raise
+            except Exception as error:  # boundary: the agent gets an answer, and the rollout an error
+                log.exception("a request failed")
+                if session is not None:
+                    session.error = one_line(error)
+                return _refuse(wire, Refused(Problem.ENGINE, one_line(error)))
+
+        return handle
+
+    async def _stream(
+        self, request: web.Request, wire: Wire, session: Session, prepared: Prepared
+    ) -> web.StreamResponse:
+        """Tell the turn in pieces once it is complete: only its end shows whether it calls tools."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        turn = asyncio.ensure_future(session.generate(prepared))
+        try:
+            while not (await asyncio.wait([turn], timeout=self._keep_alive_s))[0]:
+                await response.write(b": waiting for the policy\n\n")
+            for event in _told(wire, session, prepared, turn):
+                await response.write(event)
+            await response.write_eof()
+        finally:
+            turn.cancel()
+            await asyncio.wait([turn])
+        return response
+
     async def _count(self, request: web.Request) -> web.StreamResponse:
         try:
             session = self._session(request)
@@ -106,47 +147,6 @@ class AgentServer:
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(_card(request.match_info["name"]))
-
-
-def _turns(find: Callable[[web.Request], Session], wire: Wire) -> Handler:
-    """Handles requests for turns in one format."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        session = None
-        try:
-            session = find(request)
-            prepared = session.prepare(wire.parse(await _json(request), session.sampling))
-            if prepared.request.stream:
-                return await _stream(request, wire, session, prepared)
-            return web.json_response(wire.answer(prepared.request, await session.generate(prepared)))
-        except Refused as error:
-            return _refuse(wire, error)
-        except (ConnectionError, web.HTTPException):
-            raise
-        except Exception as error:  # boundary: the agent gets an answer, and the rollout an error
-            log.exception("a request failed")
-            if session is not None:
-                session.error = one_line(error)
-            return _refuse(wire, Refused(Problem.ENGINE, one_line(error)))
-
-    return handle
-
-
-async def _stream(request: web.Request, wire: Wire, session: Session, prepared: Prepared) -> web.StreamResponse:
-    """Tell the turn in pieces once it is complete: only its end shows whether it calls tools."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    turn = asyncio.ensure_future(session.generate(prepared))
-    try:
-        while not (await asyncio.wait([turn], timeout=KEEP_ALIVE_S))[0]:
-            await response.write(b": waiting for the policy\n\n")
-        for event in _told(wire, session, prepared, turn):
-            await response.write(event)
-        await response.write_eof()
-    finally:
-        turn.cancel()
-        await asyncio.wait([turn])
-    return response
 
 
 def _told(wire: Wire, session: Session, prepared: Prepared, turn: asyncio.Future[Reply]) -> Iterator[bytes]:

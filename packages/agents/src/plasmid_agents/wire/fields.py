@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from plasmid.types import SamplingParams
@@ -45,10 +45,21 @@ def read(cls: type[B], data: object) -> B:
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        message = first["msg"][0].lower() + first["msg"][1:]
+        # where a field may be one of several things, the deepest mistake is in the one that was meant
+        deepest = max(error.errors(), key=lambda e: len(e["loc"]))
+        place = ".".join(_place(deepest["loc"], data))
+        message = deepest["msg"][0].lower() + deepest["msg"][1:]
         raise Refused(Problem.BAD_REQUEST, f"{place}: {message}" if place else message) from None
+
+
+def _place(path: Sequence[int | str], data: Any) -> Iterator[str]:
+    """A path in the body, without the names of types that pydantic puts in between."""
+    for index, part in enumerate(path):
+        known = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int)
+        if known or index == len(path) - 1:
+            yield str(part)
+        if known:
+            data = data[part]
 
 
 def unfollowed(body: Body, sampling: SamplingParams, *, no_effect: frozenset[str]) -> Iterator[str]:

@@ -55,6 +55,7 @@ class FunctionSpec(Body):
     """What a tool is called with."""
 
     name: str
+    strict: bool | None = None
 
 
 class Tool(Body):
@@ -111,6 +112,7 @@ def parse(data: object, sampling: SamplingParams) -> ChatRequest:
         tools = ()
     elif body.tool_choice not in (None, "auto"):
         lacking.append(f"tool_choice = {body.tool_choice!s:.80}")
+    lacking += [f"tools.{i}.function.strict = true" for i, t in enumerate(body.tools or ()) if t.function.strict]
     if body.response_format is not None and body.response_format.get("type") != "text":
         lacking.append(f"response_format = {body.response_format!s:.80}")
     return ChatRequest(

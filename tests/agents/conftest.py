@@ -1,0 +1,27 @@
+"""Makes the helpers of this folder importable, and makes their models."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory) -> Path:
+    """A tiny model whose characters are all of ASCII and whose chat template knows tools."""
+    from agent_cases import make_chat_model
+
+    return make_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """The tokenizer of that model."""
+    from agent_cases import make_chat_tokenizer
+    from plasmid.data.tokenizer import Tokenizer
+
+    return Tokenizer(make_chat_tokenizer(tmp_path_factory.mktemp("models") / "tokenizer"))
