@@ -238,6 +238,13 @@ class RolloutEngine(Protocol):
         """What the loop asks of `pause` before a weight sync."""
         ...
 
+    def needs_weights(self) -> bool:
+        """True if a part that was started anew waits for the present weights; the loop sends them when it can.
+
+        Raises `EngineError` when too little of the engine is left. False for engines that restart nothing.
+        """
+        ...
+
     async def expect(self, session_ids: Sequence[str]) -> None:
         """Promise requests from these sessions, so that an engine that can do so batches them reproducibly.
 

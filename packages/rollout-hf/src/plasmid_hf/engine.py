@@ -38,6 +38,10 @@ class HFEngine:
         """What the loop asks of `pause` before a weight sync."""
         return self._settings.pause_mode
 
+    def needs_weights(self) -> bool:
+        """False: a process that has died ends the run."""
+        return False
+
     async def expect(self, session_ids: Sequence[str]) -> None:
         """Batch the requests of these sessions reproducibly: see `RolloutEngine.expect`."""
         sessions = list(session_ids)

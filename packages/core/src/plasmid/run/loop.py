@@ -20,6 +20,8 @@ from ..observe.metrics import rollout_metrics, step_metrics
 from ..protocols import RolloutEngine, Trainer
 from ..rollout.producer import Producer, Taken
 from ..waiting import GRACE, within
+from .canary import Canary
+from .mending import wait_mending
 from .turns import Turns
 
 log = logging.getLogger(__name__)
@@ -103,17 +105,24 @@ class Loop:
     """When the present batch began."""
     turns: Turns | None = field(init=False, default=None)
     """Moves trainer and engine; None unless there are both."""
+    canary: Canary | None = field(init=False, default=None)
+    """None for engines that need none."""
 
     def __post_init__(self) -> None:
         trainer, engine = self.parts.trainer, self.parts.engine
         if trainer is not None and engine is not None:
             self.turns = Turns(config=self.config, trainer=trainer, engine=engine)
+            tolerance = None if self.config.rollout is None else self.config.rollout.canary()
+            if tolerance is not None:
+                ranks, limit_s = self.config.placement.trainer_ranks, self.config.run.sync_timeout_s
+                self.canary = Canary(engine, trainer, tolerance=tolerance, copies=ranks, limit_s=limit_s)
 
     async def run(self) -> bool:
         """Train until the configured number of batches, the end of the data, or `stop`. True if it was stopped."""
         if self.turns is not None:
             self._tell("sync")
             await self.turns.begin(self.progress.version)
+            self._ask_canary()
         if self.parts.evaluations is not None:
             await self.parts.evaluations.take_up(self._send)
         if self.progress.batch == 0:
@@ -158,8 +167,8 @@ class Loop:
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
             if self.progress.unpublished:
-                await take
-            await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+                await self._wait({take})
+            await self._wait({take, stop})
             if not take.done():
                 return None
             self.seconds["sample"] = time.monotonic() - self.begun
@@ -169,6 +178,21 @@ class Loop:
             if not take.done():
                 take.cancel()
                 await asyncio.gather(take, return_exceptions=True)
+
+    async def _wait(self, work: set[asyncio.Future[Any]]) -> None:
+        """Wait for the first of ``work`` and give the engine weights that a part of it lacks."""
+        await wait_mending(work, None if self.turns is None else self.parts.engine, self._mend)
+
+    async def _mend(self) -> None:
+        if self.progress.unpublished:  # the trainer is ahead of what the engine held
+            await self._publish_next()
+        elif self.turns is not None:
+            await self.turns.mend(self.progress.version)
+            self._ask_canary()
+
+    def _ask_canary(self) -> None:
+        if self.canary is not None:
+            self.canary.ask(self.progress.version)
 
     async def _batch(self, taken: Taken) -> None:
         self._check_failures(taken)
@@ -204,6 +228,7 @@ class Loop:
         )
         if self.turns is not None:
             await self.turns.to_trainer()
+        proof = {} if self.canary is None else await self.canary.check()
         roles = self.config.algorithm.roles(steps=batch.steps)
         self._tell("score")
         scores = await self._timed("score", trainer.score(batch, roles))
@@ -212,7 +237,7 @@ class Loop:
         gauges = {"train/step": float(trainer.step), **await self._timed("metrics", trainer.metrics())}
         if self.turns is not None and not self._publish_is_due(after=1):
             await self.turns.to_engine()
-        return {**scores.metrics, **step_metrics(report.steps), **gauges}
+        return {**proof, **scores.metrics, **step_metrics(report.steps), **gauges}
 
     def _publish_is_due(self, *, after: int = 0) -> bool:
         done = self.progress.batch + after
@@ -228,6 +253,7 @@ class Loop:
         self.seconds["sync"] = time.monotonic() - started
         self.progress.version += 1
         self._release()
+        self._ask_canary()
         return {"sync/bytes": float(receipt.num_bytes)}
 
     def _release(self) -> None:
@@ -264,6 +290,8 @@ class Loop:
         await self.parts.save(self.progress)
 
     async def _finish(self) -> None:
+        if self.canary is not None:
+            await self.canary.close()
         evaluations = self.parts.evaluations
         if evaluations is not None and evaluations.pending() and not self._is_cut_short():
             self._tell("evaluate")

@@ -55,6 +55,11 @@ class Turns:
         await self._engine("resume", engine.resume())
         await self.to_engine()
 
+    async def mend(self, version: int) -> None:
+        """Send what the engine holds once more, to parts of it that were started anew. The trainer must be idle."""
+        await self.to_trainer()
+        await self.publish(version)
+
     async def publish(self, version: int) -> SyncReceipt:
         """Send the trainer's weights as this version; afterwards it is the engine's turn.
 

@@ -183,6 +183,9 @@ class FakeEngine:
     async def leave(self, session_ids: Sequence[str]) -> None:
         return None
 
+    def needs_weights(self) -> bool:
+        return False
+
     async def expect(self, session_ids: Sequence[str]) -> None:
         return None
 
