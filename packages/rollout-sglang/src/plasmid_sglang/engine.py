@@ -73,9 +73,9 @@ class SGLangEngine:
         """What the loop asks of `pause` before a weight sync."""
         return self._options.settings.pause_mode
 
-    @property
     def needs_weights(self) -> bool:
-        """True if a server that was started anew could serve, if it had the current weights."""
+        """True if a server that was started anew could serve, if it had the current weights. Raises `EngineError`."""
+        self._members.check()
         return any(m.condition is Condition.WAITING for m in self._members.all)
 
     def _announce(self) -> None:
@@ -158,6 +158,7 @@ class SGLangEngine:
                 f"weight sync of version {version}: engine 'sglang' cannot receive by {type(wire).__name__}"
             )
         members = [m for m in self._members.all if m.actor in wire.actors]
+        self._members.has_synced = True
         for member in members:
             member.condition = Condition.WAITING
         self._announce()

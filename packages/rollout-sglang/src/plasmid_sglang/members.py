@@ -70,6 +70,8 @@ class Members:
         self.all = tuple(members)
         self._watch, self._changed = watch, changed
         self._tasks: set[asyncio.Task[None]] = set()
+        self.has_synced = False
+        """Before the first weight sync, what a server loads from the model's folder is the policy."""
 
     def begin_watching(self) -> None:
         """Look at every server from now on."""
@@ -141,8 +143,9 @@ class Members:
                 member.error = one_line(error)
                 log.warning("%s: restart %d failed: %s", member.name, member.restarts, error)
                 continue
-            log.warning("%s: runs again after %d restarts; it waits for weights", member.name, member.restarts)
-            member.misses, member.condition = 0, Condition.WAITING
+            log.warning("%s: runs again after %d restarts", member.name, member.restarts)
+            member.misses = 0
+            member.condition = Condition.WAITING if self.has_synced else Condition.SERVING
             self._changed()
             return
         member.condition = Condition.GONE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from plasmid.components import BuildContext, RolloutEngineConfig
 from plasmid.protocols import PauseMode, RolloutEngine
@@ -73,8 +73,9 @@ class SGLang(RolloutEngineConfig):
     """Largest bucket of weights in a weight sync; a larger tensor travels alone."""
     read_back_every: int = Field(10, ge=0)
     """Compare the engine's own parameters with what was sent in every k-th weight sync and the first; 0 for never."""
-    canary_tolerance: float = Field(0.1, gt=0.0)
-    """Largest difference of log-probabilities between engine and trainer on a prompt that is tried after every sync."""
+    canary_tolerance: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
+    """Largest difference of log-probabilities between engine and trainer on a prompt that is tried after every sync;
+    ``auto`` is 0.02 with dtype = "float32" and 0.3 otherwise."""
     deterministic: bool = False
     """SGLang's deterministic inference, with a seed for each sample. GPUs only."""
     health_interval_s: float = Field(5.0, gt=0.0)
@@ -146,6 +147,12 @@ class SGLang(RolloutEngineConfig):
             yield 'rollout.wire: "broadcast" needs trainer and engines on GPUs of their own; set "auto"'
         if self.deterministic and place.device == "cpu":
             yield "rollout.deterministic: SGLang's deterministic kernels run on GPUs only; remove it"
+
+    def canary(self) -> float:
+        """Largest difference to the trainer after each weight sync: SGLang loads weights by code of its own."""
+        if self.canary_tolerance != "auto":
+            return self.canary_tolerance
+        return 0.02 if self.dtype == "float32" else 0.3
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from .starting import start_engine
