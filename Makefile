@@ -15,9 +15,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # without an NVIDIA driver torch is held at a version that has a CPU build
 GPU := $(wildcard /proc/driver/nvidia/version)
 PACKAGES := core backend-fsdp rollout-hf rewards agents cli
+# only `make dev` installs these
+DEV_PACKAGES := packages/backend-megatron tests/environment/megatron_cpu
 EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) '.[all]'
 PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
-MODULES  := plasmid plasmid_fsdp plasmid_hf plasmid_sglang plasmid_rewards plasmid_agents plasmid_cli
+MODULES  := plasmid plasmid_fsdp plasmid_megatron plasmid_hf plasmid_sglang plasmid_rewards plasmid_agents plasmid_cli
 PINS := $(VENV)/pins.txt
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
 # two processes: the suite is mostly one thread of work at a time
@@ -52,7 +54,7 @@ contracts: $(VENV)/.dev  ## Check who imports whom
 
 wheels: $(VENV)/.dev  ## Build all distributions into dist/
 	@rm -rf dist
-	@for p in $(PACKAGES:%=packages/%) .; do \
+	@for p in $(PACKAGES:%=packages/%) packages/backend-megatron .; do \
 		$(BIN)/python -m build --no-isolation --wheel --outdir dist $$p >$(VENV)/build.log 2>&1 \
 			|| { cat $(VENV)/build.log; exit 1; }; done
 	@ls dist
@@ -77,6 +79,7 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@$(PIP) --requirement $(VENV)/dev.txt
 	@$(if $(GPU),,$(PIP) --no-deps --requirement requirements/sglang-cpu.txt)
 	@$(PIP) --no-deps --no-build-isolation -e packages/rollout-sglang ./tests/environment/sglang_cpu
+	@$(PIP) --no-build-isolation $(DEV_PACKAGES:%=-e %)
 	@touch $@
 
 $(VENV)/.runtime: $(PINS) $(PROJECTS)

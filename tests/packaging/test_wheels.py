@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROJECTS = (
     "packages/core",
     "packages/backend-fsdp",
+    "packages/backend-megatron",
     "packages/rollout-hf",
     "packages/rewards",
     "packages/agents",
@@ -76,6 +77,7 @@ def test_there_is_a_wheel_of_every_distribution_with_its_files(wheels):
         "plasmid_core",
         "plasmid_fsdp",
         "plasmid_hf",
+        "plasmid_megatron",
         "plasmid_rewards",
     ]
     packed = {n.split("-")[0]: set(zipfile.ZipFile(wheel).namelist()) for n, wheel in zip(names, wheels, strict=True)}

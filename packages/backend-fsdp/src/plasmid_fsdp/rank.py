@@ -12,6 +12,7 @@ import torch.distributed as dist
 from plasmid.protocols import SyncPlan
 from plasmid.recipe import resolve
 from plasmid.sync import send_weights
+from plasmid.training.folder_writer import classifier_config
 from plasmid.training.handover import Handover
 from plasmid.training.memory import give_back_memory, memory_metrics
 from plasmid.training.model_folder import dtype_of
@@ -26,7 +27,6 @@ from .models import make_models, source
 from .ranks import Ranks
 from .settings import FSDP
 from .state import load_state, save_state
-from .value_model import classifier_config
 from .weights import named_weights
 
 

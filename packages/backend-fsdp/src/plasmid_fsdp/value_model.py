@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from plasmid.errors import ModelError
 from plasmid.training.collate import Microbatch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from .launch import Shard
 from .loading import Source, freeze, materialize, on_meta, prepare_training, shard_module
@@ -90,9 +87,3 @@ def _draw_head(model: ValueModel, absent: set[str], *, shard: Shard, std: float,
             if parameter.ndim > 1:
                 whole.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
             local(parameter).copy_(whole[shard.rows(len(whole))])
-
-
-def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` says of an exported critic in place of the language model's entries."""
-    name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.get("model_type", ""))
-    return config | {"architectures": [name] if name else [], "id2label": {"0": "value"}, "label2id": {"value": 0}}

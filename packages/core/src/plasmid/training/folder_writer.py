@@ -80,3 +80,11 @@ def _groups(sizes: Mapping[str, int]) -> list[list[str]]:
         groups[-1].append(name)
         filled += size
     return groups
+
+
+def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of an exported critic in place of the language model's entries."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+    name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.get("model_type", ""))
+    return config | {"architectures": [name] if name else [], "id2label": {"0": "value"}, "label2id": {"value": 0}}

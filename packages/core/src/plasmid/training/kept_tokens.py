@@ -36,6 +36,14 @@ class KeptTokens:
         """The same on a device."""
         return KeptTokens(token_ids=self.token_ids.to(device, **options), offsets=self.offsets)
 
+    def select(self, positions: NDArray[np.int64]) -> KeptTokens:
+        """The sets of the given positions, in their order. On the host only."""
+        sizes = np.diff(self.offsets)[positions]
+        spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in positions]
+        tokens = np.concatenate([np.zeros(0, np.int64), *spans])
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        return KeptTokens(token_ids=self.token_ids[torch.from_numpy(tokens)], offsets=offsets)
+
     def restricted(self) -> Tensor:
         """[P] bool: the position has a set."""
         return torch.from_numpy(np.diff(self.offsets) > 0).to(self.token_ids.device)

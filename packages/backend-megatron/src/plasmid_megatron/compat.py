@@ -1,0 +1,32 @@
+"""What released versions of Megatron-Core get wrong, put right from outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def load_distributed_optimizer(optimizer: Any, state: Any) -> None:
+    """Load what `sharded_state_dict` of a chained optimizer gave.
+
+    Megatron-Core 0.16.1 fails for torch's Adam with KeyError 'step': where it fills the state of a distributed
+    optimizer it looks for a tensor of every entry, and the step is none (it is kept with the groups). So the steps are
+    set aside while it does that. With TransformerEngine's Adam, which has no such entry, nothing is set aside.
+    """
+    parts = optimizer.chained_optimizers
+    states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
+    for part, own in zip(parts, states, strict=True):
+        if not isinstance(part, DistributedOptimizer):
+            part.load_state_dict(own)
+            continue
+        own = dict(own)
+        assert own.pop("param_state_sharding_type") == "fully_reshardable"
+        tensors = own.pop("param_state")
+        part.load_state_dict(own)
+        steps = {key: entry.pop("step") for key, entry in part.optimizer.state.items() if "step" in entry}
+        try:
+            part.load_parameter_state_from_fully_reshardable(tensors)
+        finally:
+            for key, step in steps.items():
+                part.optimizer.state[key]["step"] = step

@@ -1,0 +1,116 @@
+"""The trainer's state on disk, in Megatron's distributed format: readable by ranks of any layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from plasmid.errors import CheckpointError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from .compat import load_distributed_optimizer
+from .critic import Critic
+from .learner import Learner
+
+Trained = Mapping[str, Learner | Critic]
+ERRORS = (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError, ValueError, AssertionError)
+"""What Megatron raises for files that it cannot write or read, and for those of another model."""
+
+
+def save_state(path: Path, models: Trained) -> None:
+    """Write weights, optimizers, steps and generators; all ranks call it. Raises `CheckpointError`."""
+    try:
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        dist_checkpointing.save(_state(models, loading=False), str(path))
+    except ERRORS as error:
+        raise CheckpointError(f"{path}: the trainer's state cannot be written: {_cause(error)}") from None
+
+
+def load_state(path: Path, models: Trained) -> None:
+    """Fill weights, optimizers and steps; all ranks call it.
+
+    Generators come back where there are as many ranks as there were. Raises `CheckpointError` if the checkpoint cannot
+    be read, or is one of another model or optimizer.
+    """
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    except Exception as error:  # boundary: files that are damaged may raise anything
+        raise CheckpointError(f"{path} holds no trainer state that can be read: {_cause(error)}") from error
+    if set(common["steps"]) != set(models):
+        has = "a critic" if "critic" in common["steps"] else "no critic"
+        raise CheckpointError(f"{path}: it is a checkpoint of another algorithm: it has {has}")
+    wanted = _state(models, loading=True)
+    if common["num_ranks"] != dist.get_world_size():
+        del wanted["generators"]
+    try:
+        state = dist_checkpointing.load(wanted, str(path))
+        for name, model in models.items():
+            for index, chunk in enumerate(model.network.bare):
+                chunk.load_state_dict(state[name][f"model{index}"])
+            load_distributed_optimizer(model.updater.optimizer, state[name]["optimizer"])
+            model.updater.step = int(common["steps"][name])
+    except ERRORS as error:
+        raise CheckpointError(f"{path}: the trainer's state cannot be read: {_cause(error)}") from None
+    if "generators" in state:
+        _set_generators(state["generators"])
+
+
+def _state(models: Trained, *, loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "steps": {name: model.updater.step for name, model in models.items()},
+        "num_ranks": dist.get_world_size(),
+        "generators": ShardedObject("generators", _generators(), (dist.get_world_size(),), (dist.get_rank(),)),
+    }
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+    }
+    for name, model in models.items():
+        prefix = "" if name == "policy" else f"{name}."
+        parts = {
+            f"model{index}": chunk.sharded_state_dict(prefix=prefix, metadata=metadata)  # type: ignore[operator]
+            for index, chunk in enumerate(model.network.bare)
+        }
+        optimizer = model.updater.optimizer.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
+        state[name] = {**{key: _without(prefix, part) for key, part in parts.items()}, "optimizer": optimizer}
+    return state
+
+
+def _without(prefix: str, part: dict[str, Any]) -> dict[str, Any]:
+    """Modules know their weights without the prefix, which is in the keys on disk."""
+    return {name.removeprefix(prefix): value for name, value in part.items()}
+
+
+def _generators() -> dict[str, Any]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generators(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason on one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
