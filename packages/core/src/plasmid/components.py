@@ -195,6 +195,8 @@ class Rollout(Protocol):
     sampling: SamplingParams
     max_length: int | None
     """Longest sample in tokens, prompt included; None where no limit is known."""
+    group_seed: int
+    """The same for all rollouts of one draw of a prompt: environments begin alike."""
 
     async def generate(
         self, token_ids: Ints, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
@@ -360,6 +362,8 @@ class TrainerConfig(Component):
 class RolloutEngineConfig(Component):
     """Selects and configures an inference engine."""
 
+    owns_weights: ClassVar[bool] = True
+    """False if somebody else serves the model: `model.path` needs no weights, and nothing can be trained with it."""
     gives_kept_sets: ClassVar[bool] = False
     """True if completions say what top-p, top-k and min-p left to draw from (`GenerateRequest.wants_kept_set`)."""
 

@@ -14,19 +14,48 @@ from .algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
 from .algorithms.remax import ReMax
 from .algorithms.rloo import RLOO
 from .algorithms.sft import SFT
-from .components import Algorithm, Converter, DataSource, Tracker, Workflow
+from .components import Algorithm, Converter, DataSource, Reward, RolloutEngineConfig, Tracker, Workflow
 from .convert import GGUF, HF
+from .data.curriculum import Curriculum
+from .data.datasets_folder import Datasets
 from .data.demonstrations import Demonstrations
 from .data.files import Files
+from .data.function import Function
+from .data.mixture import Mixture
 from .hookspecs import hookimpl
+from .interaction import Environment, Tool
 from .observe.tensorboard import TensorBoard
 from .observe.wandb import WandB
+from .rollout.server.settings import Server
 from .rollout.single_turn import SingleTurn
+from .workflows import EnvironmentReward, EnvironmentWorkflow, FunctionWorkflow, Tools
+from .workflows.environments import Calculator, Guess, Search
+from .workflows.kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
 
 
 @hookimpl
 def register_workflows() -> list[type[Workflow]]:
-    return [SingleTurn]
+    return [EnvironmentWorkflow, FunctionWorkflow, SingleTurn, Tools]
+
+
+@hookimpl
+def register_rollout_engines() -> list[type[RolloutEngineConfig]]:
+    return [Server]
+
+
+@hookimpl
+def register_tools() -> list[type[Tool]]:
+    return [CalculatorTool, FunctionTool, PythonTool, SearchTool]
+
+
+@hookimpl
+def register_environments() -> list[type[Environment]]:
+    return [Calculator, Guess, Search]
+
+
+@hookimpl
+def register_rewards() -> list[type[Reward]]:
+    return [EnvironmentReward]
 
 
 @hookimpl
@@ -41,7 +70,7 @@ def register_converters() -> list[type[Converter]]:
 
 @hookimpl
 def register_data_sources() -> list[type[DataSource]]:
-    return [Demonstrations, Files]
+    return [Curriculum, Datasets, Demonstrations, Files, Function, Mixture]
 
 
 @hookimpl

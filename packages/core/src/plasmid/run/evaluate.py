@@ -33,7 +33,7 @@ def evaluate(
     With a ``checkpoint`` of a run its policy is evaluated instead: the recipe's trainer loads it and sends it to the
     engine. Samples and metrics are kept in a run folder of their own. Raises `PlasmidError`.
     """
-    check(config)
+    check(config, training=checkpoint is not None)
     sets = open_sets(config, prompt_encoder(config.model))
     state = read_state(checkpoint) if checkpoint is not None else None
     folder = _folder(config)

@@ -173,7 +173,8 @@ class Layout:
         """Lay trainer and engine ranks out over the GPUs. Raises `ConfigError` if there are too few."""
         place = config.placement
         trainers = place.trainer_ranks if with_trainer else 0
-        engines = place.engine_ranks if with_engine else 0
+        own = config.rollout is not None and config.rollout.owns_weights
+        engines = place.engine_ranks if with_engine and own else 0
         evals = place.eval_ranks if with_eval else 0
         threads = _threads(config, trainers, engines, evals)
         if place.device == "cpu" or (place.device == "auto" and num_gpus == 0):

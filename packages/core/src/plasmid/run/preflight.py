@@ -18,9 +18,16 @@ GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, *, training: bool = True) -> None:
     """Raise one `ConfigError` with a line for each thing that is missing."""
-    problems = [*_model("model.path", config.model.path), *_tokenizer(config)]
+    served = config.rollout is not None and not config.rollout.owns_weights
+    if served and training:
+        kind = type(config.rollout).model_fields["kind"].default
+        raise ConfigError(
+            f"rollout.kind: {kind!r} takes no weights from a trainer; choose another engine to train with, or only "
+            "sample with this one: rl eval, rl sample, rl train --rollouts-only"
+        )
+    problems = [*_model("model.path", config.model.path, weights=not served), *_tokenizer(config)]
     if config.algorithm.needs().reference and config.reference.path != "auto":
         problems += _model("reference.path", config.reference.path)
     if config.algorithm.needs().critic and config.critic.path != "auto":
@@ -55,12 +62,14 @@ def _has_gpu() -> bool:
     return any(any(Path("/dev").glob(pattern)) for pattern in GPU_DEVICES)
 
 
-def _model(key: str, path: str) -> list[str]:
+def _model(key: str, path: str, *, weights: bool = True) -> list[str]:
     folder = Path(path)
     if folder.is_file():
         return [f"{key}: {path} is a file, not a Hugging Face folder; make one of it with `rl convert`"]
     if not folder.is_dir():
         return [f"{key}: no such folder: {path}{_suggest(folder)}"]
+    if not weights:
+        return []  # only the tokenizer is read, which says itself what it misses
     if not (folder / "config.json").is_file():
         return [f"{key}: {path} is no Hugging Face folder (it has no config.json)"]
     if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
@@ -76,10 +85,11 @@ def _tokenizer(config: RunConfig) -> list[str]:
 
 
 def _suggest(path: Path) -> str:
-    """The nearest name that exists beside a path that does not; or the first part of it that is missing."""
+    """The nearest name that exists beside a path that does not; or where the path was looked for."""
+    seen = "" if path.is_absolute() else f", seen from {Path.cwd()}"
     parent = path.parent
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
     names = [entry.name for entry in parent.iterdir()]
     close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {parent / close[0]}?" if close else ""
+    return f"; did you mean {parent / close[0]}?" if close else seen

@@ -96,7 +96,7 @@ class _Session:
 
     def prepare(self) -> _Start:
         """Find every mistake that can be found without starting anything."""
-        check(self.config)
+        check(self.config, training=not self.mode.rollouts_only)
         encode = prompt_encoder(self.config.model)
         stream = self.config.data.stream(encode, seed=self.config.run.seed)
         sets = open_sets(self.config, encode) if self._with_engine else ()
@@ -112,6 +112,7 @@ class _Session:
             folder.create(self.config)
             async with Closing() as stack:
                 queues = await self._open_observers(folder, stack)
+                queues.emit("run_started", run_dir=folder.path)
                 queues.emit("phase_started", batch=0, phase="start", version=0)
                 parts = await start_all(
                     self.config,
