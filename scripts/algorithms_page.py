@@ -71,8 +71,24 @@ step: `kl`, `chi2`, `ess` (effective sample size, 1 is best), and percentiles of
 
 `veto` drops a sample with one catastrophic token; `renormalize` keeps the mean weight of a batch at 1.
 
-An engine's log-probabilities are taken before top-p, top-k and min-p. Ratios to them are wrong where these restrict
-what is drawn, so `rollout`, `decoupled` and `opsm` refuse such sampling settings.
+## Top-p, top-k and min-p
+
+```toml
+sampling = { temperature = 0.9, top_p = 0.9 }
+algorithm = { kind = "grpo", old_policy = "decoupled", correction = { mode = "truncate" } }
+```
+
+A token that was drawn from a part of the vocabulary was likelier than the whole softmax says. So the engine returns what
+was left to draw from at each position, the *kept set*, and the trainer takes every log-probability among these tokens:
+of the policy now and before the first step, of the reference and the teacher, and of the engine. Tokens outside of the
+set get no gradient (DeepSeek-V3.2, arXiv 2512.02556, keeps the sampling mask likewise). The entropy stays that of the
+whole distribution. Nothing has to be switched on; samples drawn without restriction and greedy ones have no kept sets.
+
+Only `hf` gives kept sets so far. With another engine `rollout`, `decoupled` and `opsm` refuse restricted sampling, because
+ratios to its log-probabilities, which are taken before the restriction, would be wrong; `trainer` takes it and the
+gradient is that of the whole softmax. A kept token costs 4 bytes in memory and, before compression, in the sample
+store: 200 MB for a million drawn tokens with sets of 50. What is decided and why:
+[kept sets](design/kept-sets.md).
 
 ## Supervised fine-tuning
 
