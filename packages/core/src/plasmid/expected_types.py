@@ -33,6 +33,8 @@ def element(annotation: Any, index: int | str) -> Any:
         if get_origin(member) in COLLECTIONS and args:
             fixed = get_origin(member) is tuple and Ellipsis not in args
             return args[int(index)] if fixed else args[0]
+        if isclass(get_origin(member)) and issubclass(get_origin(member), Mapping) and args:
+            return args[1]
     return Any
 
 

@@ -203,22 +203,28 @@ class PromptRows:
     def _prompt(self, number: int, where: str, local: int) -> Prompt:
         file = self._files[number]
         row = self._reader.read(where, file.row(local))
-        try:
-            token_ids, text = self._encode(row.prompt, self._template if not isinstance(row.prompt, str) else {})
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from None
-        if not len(token_ids):
-            raise DataError(f"{where}: the tokenizer makes no token of the prompt")
-        return Prompt(
-            id=f"{self._labels[number]}:{file.number(local)}",
-            token_ids=token_ids,
-            text=text,
-            messages=() if isinstance(row.prompt, str) else row.prompt,
-            template={} if isinstance(row.prompt, str) else self._template,
-            target=row.target,
-            metadata=row.metadata,
-            profile=row.profile,
-        )
+        return as_prompt(f"{self._labels[number]}:{file.number(local)}", where, row, self._encode, self._template)
+
+
+def as_prompt(id: str, where: str, row: Row, encode: PromptEncoder, template: Mapping[str, Any]) -> Prompt:
+    """A checked row in tokens; ``template`` is for chats. Raises `DataError` that begins with ``where``."""
+    messages = () if isinstance(row.prompt, str) else row.prompt
+    try:
+        token_ids, text = encode(row.prompt, template if messages else {})
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    if not len(token_ids):
+        raise DataError(f"{where}: the tokenizer makes no token of the prompt")
+    return Prompt(
+        id=id,
+        token_ids=token_ids,
+        text=text,
+        messages=messages,
+        template=template if messages else {},
+        target=row.target,
+        metadata=row.metadata,
+        profile=row.profile,
+    )
 
 
 def _labels(files: Sequence[RowFile]) -> list[str]:

@@ -1,0 +1,25 @@
+"""Prompts from folders of the package ``datasets``: what ``save_to_disk`` wrote, or its Parquet and Arrow files."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ..components import PromptEncoder
+from .dataset_splits import open_split
+from .prompt_rows import PromptRows
+from .settings import Epochs, PromptColumns, prompt_rows
+
+
+class Datasets(Epochs, PromptColumns):
+    """Rows of a folder of the package datasets. They stay on disk until they are drawn."""
+
+    kind: Literal["datasets"] = "datasets"
+    path: str = Field(min_length=1)
+    """Folder that ``save_to_disk`` wrote, or one with Parquet or Arrow files named by split."""
+    split: str = "auto"
+    """Which part is read: ``train``, ``test``, ...; ``auto`` is the only one there is, or else ``train``."""
+
+    def rows(self, encode: PromptEncoder) -> PromptRows:
+        return prompt_rows(open_split(self.path, self.split), self, encode)
