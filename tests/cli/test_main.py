@@ -1,8 +1,8 @@
 """The `rl` command: what it lists, how it answers, and the exact words of its errors."""
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -51,11 +51,12 @@ def test_help_is_quick_and_imports_no_backend():
         "with contextlib.suppress(SystemExit): app(['--help'])\n"
         "print(sorted({'torch', 'ray', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)), file=sys.stderr)\n"
     )
-    times = []
+    times = []  # of the processor, so that a busy machine makes no difference
     for _ in range(5):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     for command in ("train", "eval", "view", "convert", "plugins", "options"):
         assert command in done.stdout
     assert done.stderr == "[]\n"
@@ -83,7 +84,7 @@ def test_listing_and_checking_import_no_backend(command):
         (["trainer.lr"], "override 'trainer.lr' must look like key=value, for example trainer.lr=1e-6"),
         (["rewards=[]"], "rewards: algorithm 'grpo' needs at least one; add a [[rewards]] table"),
         (["filters=[{}]"], "filters.0.kind: is missing; installed are max-truncated, nonzero-spread, reward-range"),
-        (["model.path=no/such/model", "--dry-run"], "model.path: no such folder: no/such/model"),
+        (["model.path=no/such/model", "--dry-run"], "model.path: no such folder: no/such/model, seen from HERE"),
         (["--plugin", "no-such.py"], "plugins: no such file: no-such.py"),
         (["--rollouts-only", "--resume"], "--rollouts-only starts no trainer; leave out --replay and --resume"),
         (["--replay", "runs/x", "--resume"], "--replay begins a run of its own; leave out --resume"),
@@ -92,7 +93,7 @@ def test_listing_and_checking_import_no_backend(command):
 )
 def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, capsys):
     assert rl("train", RECIPE, *argv) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert capsys.readouterr().err.replace(str(Path.cwd()), "HERE") == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, caps
     [
         (["train", "trainer.lr=1"], "no recipe given; name a TOML file, for example recipes/smollm2-sums-cpu.toml"),
         (["eval", RECIPE, "eval=[]"], "eval: the recipe has no evaluation set; add an [[eval]] table"),
-        (["eval", RECIPE, "--model", "no/such"], "model.path: no such folder: no/such"),
+        (["eval", RECIPE, "--model", "no/such"], "model.path: no such folder: no/such, seen from HERE"),
         (["options", "hf"], "'hf' is the kind of several components; say which: converters/hf or rollout/hf"),
         (["options", "fsdb"], "no component or table 'fsdb'; did you mean 'fsdp'?"),
         (["options", "zzz"], "no component or table 'zzz'; `rl options` lists what there is"),
@@ -125,7 +126,7 @@ def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, caps
 )
 def test_an_error_is_one_line_without_a_traceback(argv, message, capsys):
     assert rl(*argv) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert capsys.readouterr().err.replace(str(Path.cwd()), "HERE") == f"error: {message}\n"
 
 
 def test_the_traceback_is_shown_where_it_is_asked_for(monkeypatch):

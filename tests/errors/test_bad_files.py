@@ -122,8 +122,8 @@ def test_a_model_folder_that_cannot_be_used_is_named_with_what_it_lacks(rl, fold
 def test_everything_that_a_recipe_lacks_on_disk_is_told_at_once(rl):
     changes = ["model.path='no'", "model.tokenizer='tok'", "model.chat_template='no.jinja'"]
     assert rl("train", "recipe.toml", *changes, "checkpoint.start_from='old'") == [
-        "model.path: no such folder: no",
-        "model.tokenizer: no such folder: tok",
+        f"model.path: no such folder: no, seen from {Path.cwd()}",
+        f"model.tokenizer: no such folder: tok, seen from {Path.cwd()}",
         "model.chat_template: no such file: no.jinja",
         "checkpoint.start_from: old is no checkpoint (it has no folder 'trainer')",
     ]

@@ -60,6 +60,10 @@ BAD = [
     ),
     (reward(call="call"), "plugin 'p.py': plasmid_plugin_p.A lacks what plasmid.Reward needs: __call__"),
     (
+        reward().replace("async def", "def"),
+        "plugin 'p.py': plasmid_plugin_p.A.__call__ must be async; write `async def __call__(...)`",
+    ),
+    (
         reward(kind='kind: Literal["number"] = "number"'),
         "rewards: two components are named 'number': plasmid_rewards.number.Number of plugin 'rewards' and "
         "plasmid_plugin_p.A of plugin 'p.py'; rename one or set PLASMID_DISABLE_PLUGINS=rewards",

@@ -42,7 +42,10 @@ def failure(*overrides: str, **mode) -> str:
 SLOW = "make it faster, let it give up by itself, or raise timeout_s"
 NUMBER = "must return a finite number or a Score"
 REWARDS = [
-    ("how='raise'", "rewards.0 (bad): raised on sample 8/{i}: RuntimeError: answer is not there"),
+    (
+        "how='raise'",
+        "rewards.0 (bad): raised on sample 8/{i}: RuntimeError: answer is not there (failing_plugin.py:27); ",
+    ),
     ("how='wait', timeout_s=0.2", f"rewards.0 (bad): no score for sample 8/{{i}} within timeout_s = 0.2; {SLOW}"),
     ("how='block', timeout_s=0.2", f"rewards.0 (bad): no score for sample 8/{{i}} within timeout_s = 0.2; {SLOW}"),
     ("how='none'", f"rewards.0 (bad): {NUMBER}, got None for sample 8/{{i}}"),
@@ -56,7 +59,7 @@ REWARDS = [
 def test_a_reward_that_fails_ends_the_run_with_everything_before_kept(folder, how, message, staleness):
     said = failure(f"rewards=[{{kind='bad', from_group=8, {how}}}]", f"run.max_staleness={staleness}")
     named = {message.replace("8/{i}", f"{group}/{i}") for group in range(8, 16) for i in range(2)}
-    assert said in named
+    assert said in named or any(said.startswith(f"{name}the text was '") for name in named if name.endswith("; "))
     trained = [entry.step for entry in read_journal(folder / "run" / "metrics.jsonl")]
     assert trained == [1, 2][: len(trained)]
     assert staleness or trained == [1, 2]

@@ -201,12 +201,17 @@ LIMITED = {
 }
 
 
+def time_for(reason: str) -> float:
+    """Little where time is what must run out; else enough for a busy machine to reach the other limit."""
+    return 1.0 if "wall_s" in reason else 30.0
+
+
 @pytest.mark.parametrize(("source", "reason"), LIMITED.values(), ids=LIMITED)
 def test_limits_hold(source, reason):
     started = time.monotonic()
-    outcome = run(source, wall_s=1.0, cpu_s=1)
+    outcome = run(source, wall_s=time_for(reason), cpu_s=1)
     assert outcome.error is not None and re.search(reason, outcome.error), outcome
-    assert len(outcome.stdout) <= 64 << 10 and time.monotonic() - started < 6
+    assert len(outcome.stdout) <= 64 << 10 and time.monotonic() - started < 60
 
 
 def test_nothing_of_one_program_is_there_for_the_next():
@@ -299,7 +304,7 @@ WITHOUT_NAMESPACES = {
 @pytest.mark.parametrize(("source", "reason"), WITHOUT_NAMESPACES.values(), ids=WITHOUT_NAMESPACES)
 def test_limits_alone_still_hold_one_process_without_network(source, reason, monkeypatch):
     monkeypatch.setenv("PLASMID_TEST_HUSH", "hush")
-    outcome = run(source, isolation="limits", wall_s=1.0)
+    outcome = run(source, isolation="limits", wall_s=time_for(reason))
     assert outcome.error and reason in outcome.error
     assert run("print(1)", isolation="limits").stdout == b"1\n"
 

@@ -26,6 +26,7 @@ from rich.text import Text
 from .curves import sparkline
 
 ROWS = 8
+STARTING = "{}: starting; everything that the run writes goes there"
 PHASES = {
     "start": "starting",
     "sample": "sampling",
@@ -120,6 +121,10 @@ class PlainProgress:
         return None
 
     @hookimpl
+    def run_started(self, run_dir: Path) -> None:
+        self._print(STARTING.format(run_dir))
+
+    @hookimpl
     def phase_started(self, batch: int, phase: str, version: int) -> None:
         self._state.begin_phase(batch, phase, version)
 
@@ -171,6 +176,10 @@ class LiveProgress:
         root.removeHandler(self._handler)
         for handler in self._replaced:
             root.addHandler(handler)
+
+    @hookimpl
+    def run_started(self, run_dir: Path) -> None:
+        self._console.print(Text(STARTING.format(run_dir), style="dim"))
 
     @hookimpl
     def phase_started(self, batch: int, phase: str, version: int) -> None:

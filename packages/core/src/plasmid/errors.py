@@ -3,11 +3,21 @@
 All of them can be pickled: they cross process boundaries.
 """
 
+import traceback
+from pathlib import Path
+
 
 def one_line(error: BaseException, *, longest: int = 300) -> str:
     """Kind and text of an error that others raised, on one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return text if len(text) <= longest else f"{text[:longest]} ..."
+
+
+def line_in(file: str | Path, error: BaseException) -> int | None:
+    """The line of ``file`` that an error came from, the deepest one; None if it came from elsewhere."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file).absolute()]
+    return lines[-1] if lines else None
 
 
 class PlasmidError(Exception):

@@ -74,6 +74,11 @@ def register_trackers() -> list[type[Tracker]]:
 
 
 @hookspec
+def run_started(run_dir: Path) -> None:
+    """Called in the driver once everything has been checked, before a process is started."""
+
+
+@hookspec
 def phase_started(batch: int, phase: str, version: int) -> None:
     """The loop enters a phase: ``start``, ``sample``, ``score``, ``train``, ``sync``, ``save`` or ``evaluate``."""
 

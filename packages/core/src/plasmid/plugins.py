@@ -8,8 +8,7 @@ import inspect
 import os
 import re
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +29,7 @@ from .components import (
     TrainerConfig,
     Workflow,
 )
-from .errors import PluginError, one_line
+from .errors import PluginError, line_in, one_line
 
 Classes = Mapping[str, type[Component]]
 
@@ -130,6 +129,14 @@ def _way_out(*owners: str) -> str:
     return "".join(f" or set PLASMID_DISABLE_PLUGINS={owner}" for owner in owners if owner in names)
 
 
+def _not_async(cls: type[Component], base: type[Component]) -> Iterator[str]:
+    """Methods that are plain functions where the base class has async ones."""
+    declared = {name: method for parent in reversed(base.__mro__) for name, method in vars(parent).items()}
+    for name, method in declared.items():
+        if inspect.iscoroutinefunction(method) and not inspect.iscoroutinefunction(inspect.unwrap(getattr(cls, name))):
+            yield name
+
+
 def _returned(function: Callable[[], Any], owner: str, hook: str) -> list[Any]:
     try:
         return list(function())
@@ -146,6 +153,8 @@ def _kind(cls: Any, base: type[Component], owner: str, hook: str) -> str:
     field = cls.model_fields.get("kind")
     if field is None or not isinstance(field.default, str):
         raise PluginError(f'plugin {owner!r}: {_where(cls)} has no kind; add `kind: Literal["name"] = "name"` to it')
+    for name in _not_async(cls, base):
+        raise PluginError(f"plugin {owner!r}: {_where(cls)}.{name} must be async; write `async def {name}(...)`")
     for name in ("open", "close"):
         if base is DataSource and getattr(cls, name) is not getattr(DataSource, name):
             raise PluginError(
@@ -216,10 +225,8 @@ def _hook_names() -> list[str]:
 
 def _line_in(path: Path, error: BaseException) -> str:
     """Where in the file an error came from; syntax errors say it themselves."""
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.absolute()
-    ]
-    return f" (line {lines[-1]})" if lines else ""
+    line = line_in(path, error)
+    return "" if line is None else f" (line {line})"
 
 
 def _where(cls: type) -> str:

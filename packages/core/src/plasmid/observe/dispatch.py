@@ -17,6 +17,7 @@ from ..hookspecs import hookimpl
 
 log = logging.getLogger(__name__)
 OBSERVER_HOOKS = (
+    "run_started",
     "phase_started",
     "group_scored",
     "step_finished",

@@ -21,7 +21,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 def check(config: RunConfig, *, training: bool = True) -> None:
     """Raise one `ConfigError` with a line for each thing that is missing."""
     served = config.rollout is not None and not config.rollout.owns_weights
-    if served and training:
+    if config.rollout is not None and served and training:
         kind = type(config.rollout).model_fields["kind"].default
         raise ConfigError(
             f"rollout.kind: {kind!r} takes no weights from a trainer; choose another engine to train with, or only "
