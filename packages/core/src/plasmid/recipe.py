@@ -14,11 +14,11 @@ from .components import Component
 from .config import RunConfig
 from .errors import ConfigError
 from .evaluation_config import EvalConfig
-from .expected_types import element, model_in
+from .expected_types import element, model_in, takes
 from .plugins import BASES, Classes, installed, load_plugins
 from .validation import Checked, check, validate
 
-DEFAULT_KINDS = {"data": "files", "workflow": "single-turn"}
+DEFAULT_KINDS = {"data": "files", "workflow": "single-turn", "tools": "function"}
 LISTS = ("rewards", "filters", "trackers")
 SINGLES = ("trainer", "rollout", "algorithm", "data", "workflow")
 REQUIRED = ("model", "trainer", "algorithm", "data", "workflow")
@@ -200,12 +200,18 @@ def _pick_within(
         annotation = field.rebuild_annotation()
         single, many = _slot_of(annotation), _slot_of(element(annotation, 0))
         checked: list[Checked[Component]] = []
+        if not takes(annotation, value):
+            continue  # `check` will say so
         if single is not None and isinstance(value, Mapping):
-            checked = [_pick(path, value, slots, single)]
+            checked = [_pick(path, value, slots, single, DEFAULT_KINDS.get(single))]
             within[name] = checked[0].model
         elif many is not None and isinstance(value, list | tuple):
-            checked = [_pick(f"{path}.{i}", v, slots, many) for i, v in enumerate(value)]
+            checked = [_pick(f"{path}.{i}", v, slots, many, DEFAULT_KINDS.get(many)) for i, v in enumerate(value)]
             within[name] = [c.model for c in checked]
+        elif many is not None and isinstance(value, Mapping):
+            named = {key: _pick(f"{path}.{key}", v, slots, many, DEFAULT_KINDS.get(many)) for key, v in value.items()}
+            checked = list(named.values())
+            within[name] = {key: c.model for key, c in named.items()}
         lines = [line for c in checked for line in c.mistakes]
         if lines:
             mistakes[name] = lines
