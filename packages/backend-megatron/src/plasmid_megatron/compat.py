@@ -12,7 +12,8 @@ def load_distributed_optimizer(optimizer: Any, state: Any) -> None:
 
     Megatron-Core 0.16.1 fails for torch's Adam with KeyError 'step': where it fills the state of a distributed
     optimizer it looks for a tensor of every entry, and the step is none (it is kept with the groups). So the steps are
-    set aside while it does that. With TransformerEngine's Adam, which has no such entry, nothing is set aside.
+    set aside while it does that. Before, it gave all weights one tensor as their step, which every weight would then
+    count up: each gets one of its own. With TransformerEngine's Adam, which has no such entry, nothing is set aside.
     """
     parts = optimizer.chained_optimizers
     states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
@@ -29,4 +30,4 @@ def load_distributed_optimizer(optimizer: Any, state: Any) -> None:
             part.load_parameter_state_from_fully_reshardable(tensors)
         finally:
             for key, step in steps.items():
-                part.optimizer.state[key]["step"] = step
+                part.optimizer.state[key]["step"] = step.clone()
