@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from plasmid.components import Rollout, Workflow
 from plasmid.errors import PluginError
+from plasmid.functions import FunctionName
 from plasmid.protocols import RunContext
 from plasmid.rollout.execution import RolloutFailed
 from plasmid.rollout.seeds import seed_of
@@ -16,7 +17,7 @@ from plasmid.rollout.tool_calls import PARSERS
 from plasmid.types import Prompt, Sample
 from pydantic import Field, PrivateAttr, model_validator
 
-from .launch import AgentFailed, FunctionHost, Result, Target, Task, run_command
+from .launch import AgentFailed, FunctionHost, Result, Task, check_function, run_command
 from .session import Rules, Session
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Agent(Workflow):
             raise ValueError(f"max_tokens must be 'all' or at least 1, got {self.max_tokens}")
         try:
             if self.function:
-                Target.parse(self.function).check()
+                check_function(FunctionName.parse(self.function))
         except ValueError as error:
             raise ValueError(f"function: {error}") from None
         if self.command and shutil.which(self.command[0]) is None:
@@ -77,7 +78,7 @@ class Agent(Workflow):
 
         self._seed = context.seed
         if self.function:
-            self._functions = FunctionHost(Target.parse(self.function))
+            self._functions = FunctionHost(FunctionName.parse(self.function))
             await self._functions.start()
         loopback = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
         advertised = loopback if self.advertised_host == "auto" else self.advertised_host

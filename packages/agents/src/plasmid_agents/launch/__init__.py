@@ -2,7 +2,7 @@
 
 from .commands import run_command
 from .functions import FunctionHost
-from .target import Target
+from .target import check_function
 from .task import AgentFailed, Result, Task
 
-__all__ = ["AgentFailed", "FunctionHost", "Result", "Target", "Task", "run_command"]
+__all__ = ["AgentFailed", "FunctionHost", "Result", "Task", "check_function", "run_command"]

@@ -13,8 +13,9 @@ import sys
 from typing import Any
 
 from plasmid.errors import PluginError
+from plasmid.functions import FunctionName
 
-from .target import Target, with_here
+from .target import with_here
 from .task import AgentFailed, Result, Task
 
 START_S = 120.0
@@ -31,7 +32,7 @@ main()
 class FunctionHost:
     """Runs one function, many times at once."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: FunctionName) -> None:
         self._target = target
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .target import Target
+from plasmid.functions import FunctionName
 
 PR_SET_PDEATHSIG = 1
 
@@ -28,7 +28,10 @@ def main() -> None:
     """Serve until the other side closes its socket. Arguments: the socket's descriptor, the function."""
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
-        function = Target.parse(sys.argv[2]).load()
+        name = FunctionName.parse(sys.argv[2])
+        if name.module.endswith(".py"):  # what lies beside it can be imported, as by `python file.py`
+            sys.path.insert(0, os.path.dirname(os.path.abspath(name.module)))
+        function = name.load()
     except BaseException as error:  # noqa: BLE001  boundary: a module may raise anything; the other side tells the user
         control.sendall(_line({"error": f"{type(error).__name__}: {error}"}))
         return
