@@ -57,7 +57,7 @@ def test_help_is_quick_and_imports_no_backend():
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    for command in ("train", "eval", "view", "convert", "plugins", "options"):
+    for command in ("train", "eval", "view", "convert", "export", "plugins", "options"):
         assert command in done.stdout
     assert done.stderr == "[]\n"
     assert min(times) < 0.5, times

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plasmid.errors import PlasmidError
-from plasmid.run.local import LocalCluster
 from plasmid.run.evaluate import evaluate
+from plasmid.run.local import LocalCluster
 from plasmid.run.session import Mode, run
 from plasmid_cli.main import app
 from plasmid_cli.output import print_error
@@ -153,7 +153,7 @@ def with_small(command: Sequence[str]) -> list[str]:
 def rl(arguments: Sequence[str]) -> int:
     """The command `rl` in this process; runs are made on a local cluster."""
     if arguments[0] not in ("train", "eval") or "--dry-run" in arguments:
-        app(arguments)
+        app(arguments, make_cluster=lambda _: LocalCluster())
     parser = argparse.ArgumentParser()
     parser.add_argument("items", nargs="*")
     for flag in ("--resume", "--rollouts-only"):

@@ -104,9 +104,6 @@ def test_a_setting_that_may_not_change_on_resume_is_named_with_both_values(folde
         "run.seed: was 0 when the checkpoint was written, is 7 now; change it back, or start a new run with "
         "checkpoint.start_from=<the checkpoint>"
     )
-    assert failure("run.batches=2", resume=True) == (
-        "run.batches: this run has finished its 2 batches; raise run.batches to train further"
-    )
     assert train("run.batches=3", resume=True).steps == 3
 
 

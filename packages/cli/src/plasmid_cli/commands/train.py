@@ -74,6 +74,8 @@ def _run(
     with make_progress(config, console) as progress:
         result = run(config, resume=resume, replay=replay, rollouts_only=rollouts_only, observers=[progress])
     print_summary(result, console)
+    if result.was_finished:
+        console.print(f"all {result.steps} batches were trained before; to train further, raise run.batches")
     if result.interrupted:
         options = [part for file in plugins for part in ("--plugin", str(file))]
         command = shlex.join(["rl", "train", *items, *options, "--resume"])

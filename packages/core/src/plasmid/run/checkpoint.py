@@ -71,8 +71,12 @@ class CheckpointFolder:
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        found = [path for path in self.path.glob(f"{PREFIX}*") if (path / STATE).is_file()]
-        return sorted(found)
+        return self.complete(self.path)
+
+    @staticmethod
+    def complete(path: Path) -> list[Path]:
+        """Complete checkpoints in a folder, oldest first."""
+        return sorted(found for found in path.glob(f"{PREFIX}*") if (found / STATE).is_file())
 
     def newest(self) -> Path:
         """The newest complete checkpoint. Raises `CheckpointError` if there is none."""

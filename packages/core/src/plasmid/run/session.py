@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import pluggy
 
 from ..components import PromptStream
 from ..config import RunConfig
@@ -14,14 +17,14 @@ from ..observe.dispatch import ObserverQueues, TrackerObserver
 from ..observe.journal import read_journal
 from ..plugins import load_plugins
 from ..protocols import RunContext
-from ..waiting import GRACE, within
 from .checkpoint import CheckpointFolder
 from .closing import Closing
 from .evaluating import open_evaluator
 from .evaluation import EvaluationSet, open_sets
+from .export import export_checkpoint, export_policy, is_exported
 from .folder import RunFolder, new_folder, newest_folder
 from .interrupts import Interrupts
-from .loop import Loop
+from .lock import locked
 from .parts import Parts
 from .preflight import check
 from .replay import check_replay
@@ -45,6 +48,8 @@ class RunResult:
     evaluations: Mapping[str, tuple[tuple[int, float], ...]]
     """Set name -> (batches trained, mean reward)."""
     seconds: float
+    was_finished: bool = False
+    """True if all batches had been trained before; at most the final policy has then been written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +76,11 @@ def run(
     save, ends it at once with `KeyboardInterrupt`. Either way no process is left behind.
     """
     session = _Session(config, mode or Mode(), observers, make_cluster or on_ray)
-    start = session.prepare()  # reads files only: Ctrl-C needs no cleaning up yet
-    return interruptible(session.run(start))
+    with ExitStack() as held:
+        start = session.prepare(held)  # reads files only: Ctrl-C needs no cleaning up yet
+        if start.state is not None and start.state.state.batch >= config.run.batches:
+            return session.finish(start, start.state)
+        return interruptible(session.run(start))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,8 +102,8 @@ class _Session:
     make_cluster: MakeCluster
     started: float = field(default_factory=time.time)
 
-    def prepare(self) -> _Start:
-        """Find every mistake that can be found without starting anything."""
+    def prepare(self, held: ExitStack) -> _Start:
+        """Find every mistake that can be found without starting anything, and hold the run's folder."""
         check(self.config, training=not self.mode.rollouts_only)
         encode = prompt_encoder(self.config.model)
         stream = self.config.data.stream(encode, seed=self.config.run.seed)
@@ -103,15 +111,25 @@ class _Session:
         if self.mode.replay is not None:
             check_replay(self.config, self.mode.replay)
         folder = newest_folder(self.config) if self.mode.resume else new_folder(self.config)
+        held.enter_context(locked(folder.path))
         state = restore(folder, self.config) if self.mode.resume else None
         return _Start(folder=folder, stream=stream, sets=sets, state=state)
+
+    def finish(self, start: _Start, restored: Restored) -> RunResult:
+        """The result of a run that has all its batches. Only an export may be missing, if it was killed before that."""
+        folder, batch = start.folder, restored.state.batch
+        final = folder.final if self.config.checkpoint.export else None
+        if final is not None and not is_exported(final, batch):
+            export_checkpoint(restored.path, final, config=self.config, make_cluster=self.make_cluster)
+        return replace(self._result(folder, batch, interrupted=False, final=final), was_finished=True)
 
     async def run(self, start: _Start) -> RunResult:
         folder = start.folder
         with Interrupts() as interrupts:
             folder.create(self.config)
             async with Closing() as stack:
-                queues = await self._open_observers(folder, stack)
+                plugins = load_plugins(files=map(Path, self.config.plugins))
+                queues = await self._open_observers(plugins, folder, stack)
                 queues.emit("run_started", run_dir=folder.path)
                 queues.emit("phase_started", batch=0, phase="start", version=0)
                 parts = await start_all(
@@ -133,42 +151,41 @@ class _Session:
                     state=start.state,
                     replay=self.mode.replay,
                     stack=stack,
+                    plugins=plugins,
                 )
                 interrupts.save_with(loop.stop)
                 interrupted = await loop.run()
                 interrupts.save_with(None)
-                final = await self._export(folder, parts, interrupted)
-        return self._result(folder, loop, interrupted, final)
+                final = await self._export(folder, parts, interrupted, loop.progress.batch)
+        return self._result(folder, loop.progress.batch, interrupted=interrupted, final=final)
 
     @property
     def _with_engine(self) -> bool:
         return self.mode.replay is None and self.config.rollout is not None
 
-    async def _open_observers(self, folder: RunFolder, stack: Closing) -> ObserverQueues:
+    async def _open_observers(self, plugins: pluggy.PluginManager, folder: RunFolder, stack: Closing) -> ObserverQueues:
         context = RunContext(seed=self.config.run.seed, run_dir=folder.path)
         for tracker in self.config.trackers:
             await tracker.open(context)
             stack.later(f"tracker {type(tracker).__name__}", tracker.close)
-        plugins = load_plugins(files=map(Path, self.config.plugins))
         queues = ObserverQueues.of(plugins, *map(TrackerObserver, self.config.trackers), *self.observers)
         stack.later("observers", queues.close)
         return queues
 
-    async def _export(self, folder: RunFolder, parts: Parts, interrupted: bool) -> Path | None:
+    async def _export(self, folder: RunFolder, parts: Parts, interrupted: bool, batch: int) -> Path | None:
         if parts.trainer is None or interrupted or not self.config.checkpoint.export:
             return None
-        limit_s = self.config.run.train_timeout_s * GRACE
-        await within(limit_s, "trainer.export (run.train_timeout_s)", parts.trainer.export(folder.final))
+        await export_policy(self.config, parts.trainer, folder.final, batch)
         return folder.final
 
-    def _result(self, folder: RunFolder, loop: Loop, interrupted: bool, final: Path | None) -> RunResult:
+    def _result(self, folder: RunFolder, batch: int, *, interrupted: bool, final: Path | None) -> RunResult:
         curves: dict[str, list[tuple[int, float]]] = {}
         for entry in read_journal(folder.evaluations):
             curves.setdefault(entry.name, []).append((entry.step, entry.metrics[f"eval/{entry.name}/reward"]))
         checkpoints = CheckpointFolder(folder.checkpoints, self.config.checkpoint).all()
         return RunResult(
             run_dir=folder.path,
-            steps=loop.progress.batch,
+            steps=batch,
             interrupted=interrupted,
             final=final,
             checkpoint=checkpoints[-1] if checkpoints else None,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pluggy
+
 from ..batch import GroupRef
 from ..components import Component, PromptStream
 from ..config import RunConfig
@@ -24,6 +26,7 @@ from ..rollout.stream import Stream
 from ..rollout.waves import Waves
 from ..rollout.worker import Job, share
 from ..waiting import GRACE, within
+from .batch_hooks import BatchHooks
 from .checkpoint import CheckpointFolder, RunState, check_same_config, read_state
 from .closing import Closing
 from .evaluation import Evaluator
@@ -48,10 +51,6 @@ def restore(folder: RunFolder, config: RunConfig) -> Restored:
     path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
     state = read_state(path)
     check_same_config(state.config, config.model_dump(mode="json"))
-    if state.batch >= config.run.batches:
-        raise CheckpointError(
-            f"run.batches: this run has finished its {state.batch} batches; raise run.batches to train further"
-        )
     return Restored(path=path, state=state)
 
 
@@ -66,6 +65,7 @@ async def build_loop(
     state: Restored | None,
     replay: Path | None,
     stack: Closing,
+    plugins: pluggy.PluginManager,
 ) -> Loop:
     """The loop, ready to run."""
     producer: Producer
@@ -100,6 +100,7 @@ async def build_loop(
         write_samples=write_samples,
         evaluations=evaluator,
         save=saver.save,
+        change=BatchHooks(plugins).changed,
     )
     return Loop(config=config, parts=loop_parts, progress=progress)
 
@@ -118,7 +119,7 @@ def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: Observe
             name=str(draw.id),
             prompt=draw.prompt,
             num_samples=run.samples_per_prompt,
-            sampling=config.sampling,
+            sampling=config.sampling_of(draw.prompt),
             seed=seed_of(run.seed, draw.id),
             greedy=needs.greedy_baseline,
             wants_kept_sets=config.rollout is not None and config.rollout.gives_kept_sets,

@@ -1,0 +1,65 @@
+"""Final policies: of runs that have finished, of runs that were killed before they wrote it, and of checkpoints."""
+
+import json
+
+import pytest
+from plasmid.errors import CheckpointError
+from plasmid.run.export import export_checkpoint
+from plasmid.run.local import LocalCluster
+
+SHORT = {"run": {"batches": 2}, "checkpoint": {"every": 1, "export": True}}
+
+
+def cluster(folder):
+    return LocalCluster()
+
+
+def origin(folder):
+    return json.loads((folder / "plasmid.json").read_text())
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_trains_nothing(runner):
+    first = runner.run(SHORT)
+    journal = (runner.folder / "run/metrics.jsonl").read_bytes()
+    again = runner.run(SHORT, resume=True)
+    assert again.was_finished and not again.interrupted and not first.was_finished
+    assert (again.steps, again.final, again.checkpoint) == (2, first.final, first.checkpoint)
+    assert (runner.folder / "run/metrics.jsonl").read_bytes() == journal
+
+
+def test_a_run_that_was_killed_before_its_export_makes_up_for_it(runner):
+    runner.run(SHORT | {"checkpoint": {"every": 1, "export": False}})
+    assert not (runner.folder / "run/final").exists()
+    assert runner.run(SHORT, resume=True).final == runner.folder / "run/final"
+    assert origin(runner.folder / "run/final") == {"recipe": "run", "batch": 2}
+
+
+def test_an_export_of_an_earlier_batch_is_not_taken_for_the_final_policy(runner):
+    runner.run(SHORT)
+    longer = {"run": {"batches": 3}, "checkpoint": {"every": 1, "export": False}}
+    runner.run(longer, resume=True)
+    assert origin(runner.folder / "run/final")["batch"] == 2
+    runner.run(longer | {"checkpoint": {"every": 1, "export": True}}, resume=True)
+    assert origin(runner.folder / "run/final")["batch"] == 3
+
+
+def test_any_checkpoint_can_be_exported(runner, tmp_path):
+    runner.run(SHORT)
+    run = runner.folder / "run"
+    first = run / "checkpoints/batch-000001"
+    assert export_checkpoint(first, tmp_path / "first", make_cluster=cluster) == 1
+    assert export_checkpoint(run, tmp_path / "newest", make_cluster=cluster) == 2
+    copied = first.rename(tmp_path / "copied")
+    assert export_checkpoint(copied, tmp_path / "again", make_cluster=cluster) == 1
+    assert [origin(tmp_path / name)["batch"] for name in ("first", "newest", "again")] == [1, 2, 1]
+
+
+def test_exports_that_cannot_be_made_say_why(runner, tmp_path):
+    with pytest.raises(CheckpointError, match=r"is neither a checkpoint \(it has no state.json\) nor the folder of a"):
+        export_checkpoint(tmp_path, tmp_path / "out", make_cluster=cluster)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        export_checkpoint(tmp_path, tmp_path / "out", make_cluster=cluster)
+    runner.run(SHORT)
+    with pytest.raises(CheckpointError, match="exists already; remove it or choose another folder"):
+        export_checkpoint(runner.folder / "run", runner.folder / "run/final", make_cluster=cluster)
