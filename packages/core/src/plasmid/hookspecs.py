@@ -23,6 +23,8 @@ from .components import (
     TrainerConfig,
     Workflow,
 )
+from .interaction import Environment, Tool
+from .types import Prompt, Sample
 
 hookspec = pluggy.HookspecMarker("plasmid")
 hookimpl = pluggy.HookimplMarker("plasmid")
@@ -64,6 +66,16 @@ def register_workflows() -> list[type[Workflow]]:
 
 
 @hookspec
+def register_tools() -> list[type[Tool]]:
+    """What a policy may call, listed under ``[[workflow.tools]]`` with ``workflow.kind = "tools"``."""
+
+
+@hookspec
+def register_environments() -> list[type[Environment]]:
+    """Where a policy may act, chosen by ``[workflow.environment] kind = ...``."""
+
+
+@hookspec
 def register_data_sources() -> list[type[DataSource]]:
     """Where prompts come from, chosen by ``[data] kind = ...``."""
 
@@ -76,6 +88,24 @@ def register_trackers() -> list[type[Tracker]]:
 @hookspec
 def run_started(run_dir: Path) -> None:
     """Called in the driver once everything has been checked, before a process is started."""
+
+
+@hookspec
+def sample_generated(sample: Sample, prompt: Prompt) -> Sample | None:
+    """May change a sample before it is scored: return a copy, or nothing to leave it as it is.
+
+    Called in the rollout workers for every sample that did not fail. ``loss_mask`` (tokens may only be taken out),
+    ``text``, ``metadata`` and ``stop_reason`` may change; anything else ends the run with the plugin's name.
+    """
+
+
+@hookspec
+def batch_ready(batch: int, groups: tuple[GroupRef, ...]) -> tuple[GroupRef, ...] | None:
+    """May change the ``rewards`` and ``components`` of a batch's groups before it is trained on.
+
+    Called in the driver, before advantages are computed; ``batch`` counts from 0. Return the same groups in the same
+    order, changed with `dataclasses.replace`, or nothing. The sample store keeps what the rewards had said.
+    """
 
 
 @hookspec

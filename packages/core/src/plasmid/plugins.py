@@ -30,6 +30,7 @@ from .components import (
     Workflow,
 )
 from .errors import PluginError, line_in, one_line
+from .interaction import Environment, Tool
 
 Classes = Mapping[str, type[Component]]
 
@@ -39,6 +40,8 @@ SLOTS: Mapping[str, str] = {
     "algorithm": "register_algorithms",
     "data": "register_data_sources",
     "workflow": "register_workflows",
+    "tools": "register_tools",
+    "environments": "register_environments",
     "rewards": "register_rewards",
     "filters": "register_filters",
     "trackers": "register_trackers",
@@ -51,6 +54,8 @@ BASES: Mapping[str, type[Component]] = {
     "algorithm": Algorithm,
     "data": DataSource,
     "workflow": Workflow,
+    "tools": Tool,
+    "environments": Environment,
     "rewards": Reward,
     "filters": Filter,
     "trackers": Tracker,

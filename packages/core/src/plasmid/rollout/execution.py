@@ -61,6 +61,7 @@ class Execution:
     deadline_s: float
     wants_kept_sets: bool = False
     max_length: int | None = None
+    group_seed: int = 0
     turns: int = 0
     running: set[str] = field(default_factory=set)
     generate_s: float = 0.0

@@ -94,6 +94,15 @@ PARSERS: Mapping[str, Parser] = {
 }
 """Name of a format -> what reads it. They take text with its special tokens."""
 
+EXAMPLES: Mapping[str, str] = {
+    "hermes": '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>',
+    "llama3": '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
+    "mistral": '[TOOL_CALLS] [{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
+    "python": "[NAME(ARGUMENT=VALUE)]",
+    "qwen-xml": "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
+}
+"""Name of a format -> a call in it, for models that are told how to write one."""
+
 
 def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
     """The text without its blocks, and what is in them; the last one may lack its end."""
@@ -126,7 +135,7 @@ def _named(name: str, body: str) -> ToolCall:
 def _call_of(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall(name="", error='a call is an object with "name" and "arguments"')
-    arguments = next((value[key] for key in ("arguments", "parameters") if key in value), {})
+    arguments: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
     if isinstance(arguments, str):  # some models write the arguments as JSON in a string
         arguments, error = _json(arguments)
         if error is not None:

@@ -127,8 +127,12 @@ class Transcript:
         return ids
 
     def sample(self, rollout: Rollout, prompt: Prompt, **fields: Any) -> Sample:
-        """The conversation as a training row; ``prompt`` says what it answers."""
-        return rollout.sample(replace(prompt, token_ids=self.opening), self.parts, **fields)
+        """The conversation as a training row; ``prompt`` says what it answers.
+
+        What was added last is left out if the policy drew nothing behind it: nothing would be learned from it.
+        """
+        parts = self.parts if self._turn else self.parts[:-1]
+        return rollout.sample(replace(prompt, token_ids=self.opening), parts, **fields)
 
     def _turn_ids(self) -> Ints:
         return _joined([part.token_ids for part in self._turn])

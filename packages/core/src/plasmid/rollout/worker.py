@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +13,16 @@ import numpy as np
 
 from ..batch import GroupRef, Rows
 from ..components import Workflow
-from ..config import RunConfig
+from ..config import ModelConfig, RunConfig
 from ..data.tokenizer import Tokenizer
 from ..errors import RewardError, one_line
 from ..observe.sample_store import write_samples
+from ..plugins import load_plugins
 from ..protocols import EngineClient, Ref, RunContext, Store
-from ..recipe import resolve
+from ..recipe import resolve_with
 from ..types import Prompt, PromptGroup, Sample, SamplingParams, StopReason
 from .execution import Execution, execute
+from .sample_hooks import SampleHooks
 from .scoring import Scorer
 from .seeds import seed_of
 
@@ -73,11 +76,14 @@ class RolloutWorker:
     """Makes prompt groups: runs the workflow, scores, filters, shares the result and returns only references."""
 
     def __init__(self, config: Mapping[str, Any], run_dir: Path, client: EngineClient, store: Store) -> None:
-        self._config = resolve(config)
+        plugins = load_plugins(files=map(Path, config.get("plugins", ())))
+        self._config = resolve_with(plugins, config)
+        self._hooks = SampleHooks(plugins)
         self._run_dir = run_dir
         self._client = client
         self._store = store
         self._tokenizer = Tokenizer.of(self._config.model)
+        self._max_length = longest_sample(self._config.model)
         self._equipment = Equipment.all_of(self._config)
 
     async def open(self) -> None:
@@ -128,9 +134,12 @@ class RolloutWorker:
             codec=self._tokenizer,
             seed=seed,
             deadline_s=timeout_s,
+            max_length=self._max_length,
+            group_seed=seed_of(job.seed, "group"),
             wants_kept_sets=job.wants_kept_sets and sampling.is_restricted,
         )
-        return await execute(self._equipment[job.eval_set].workflow, execution, job.prompt, timeout_s)
+        made = await execute(self._equipment[job.eval_set].workflow, execution, job.prompt, timeout_s)
+        return [s if s.stop_reason is StopReason.ERROR else self._hooks.changed(s, job.prompt) for s in made]
 
     def _dropped_by(self, group: PromptGroup) -> str:
         if all(sample.stop_reason is StopReason.ERROR for sample in group.samples):
@@ -166,6 +175,14 @@ class RolloutWorker:
             await part.close()
         for filter_ in self._config.filters:
             await filter_.close()
+
+
+def longest_sample(model: ModelConfig) -> int | None:
+    """Tokens that the model takes, prompt included; None if its config does not say."""
+    config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+    longest = config.get("text_config", config).get("max_position_embeddings")
+    limits = [limit for limit in (longest, model.max_length) if isinstance(limit, int)]
+    return min(limits, default=None)
 
 
 def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from ..batch import BatchRef, GroupRef
@@ -89,6 +89,8 @@ class LoopParts:
     evaluations: Evaluations | None
     """None where nothing can be sampled."""
     save: Callable[[Progress], Awaitable[None]]
+    change: Callable[[int, tuple[GroupRef, ...]], tuple[GroupRef, ...]] = lambda batch, groups: groups
+    """Lets plugins change a batch, named by its number, before it is trained on."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -196,6 +198,7 @@ class Loop:
 
     async def _batch(self, taken: Taken) -> None:
         self._check_failures(taken)
+        taken = replace(taken, groups=self.parts.change(self.progress.batch, taken.groups))
         metrics = self._rollout_metrics(taken)
         if self.parts.trainer is not None:
             metrics |= await self._train(self.parts.trainer, taken)

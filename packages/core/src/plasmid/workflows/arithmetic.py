@@ -1,0 +1,60 @@
+"""The value of an arithmetic expression, whatever a policy writes."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+
+Number = int | float
+LONGEST = 500
+"""Characters of an expression."""
+LARGEST = 10**100
+"""Of any value on the way."""
+BINARY: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def evaluate(expression: str) -> Number:
+    """Value of numbers, ``+ - * / // % **`` and brackets. Raises `ValueError` that says what is wrong."""
+    if len(expression) > LONGEST:
+        raise ValueError(f"an expression has at most {LONGEST} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("this is no arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except OverflowError:
+        raise ValueError("a value is too large") from None
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
+
+
+def _value(node: ast.expr) -> Number:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return _small(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and abs(right) > 400:
+            raise ValueError("an exponent is at most 400")
+        return _small(BINARY[type(node.op)](left, right))
+    raise ValueError("only numbers, + - * / // % ** and brackets are known")
+
+
+def _small(value: Number | complex) -> Number:
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError("the value is no number")
+    if abs(value) > LARGEST:
+        raise ValueError("a value is too large")
+    return value

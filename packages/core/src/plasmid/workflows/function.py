@@ -1,0 +1,50 @@
+"""A workflow that is a function of the user."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ..components import Rollout, Workflow
+from ..rollout.execution import RolloutFailed
+from ..types import Prompt, Sample
+from .signatures import named
+
+
+class FunctionWorkflow(Workflow):
+    """An async function that gets a rollout and a prompt and returns a sample or several.
+
+    ``async def play(rollout, prompt, **settings)``; see `plasmid.Rollout` for what a rollout offers. Several samples of
+    one rollout count once in the loss.
+    """
+
+    kind: Literal["function"] = "function"
+    function: str
+    """Its name: ``module:function``, or ``file.py:function``."""
+    settings: Mapping[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function, by name."""
+
+    @model_validator(mode="after")
+    def _function_fits(self) -> FunctionWorkflow:
+        function = named(self.function)
+        if not inspect.iscoroutinefunction(function):
+            raise ValueError(
+                f"function: {self.function} must be async: `async def {function.__name__}(rollout, prompt)`"
+            )
+        try:
+            inspect.signature(function).bind(None, None, **self.settings)
+        except TypeError as error:
+            raise ValueError(
+                f"settings: {self.function} is called with (rollout, prompt) and {sorted(self.settings)}: {error}"
+            ) from None
+        return self
+
+    async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
+        made = await named(self.function)(rollout, prompt, **self.settings)
+        samples = [made] if isinstance(made, Sample) else made
+        if not isinstance(samples, list | tuple) or not all(isinstance(sample, Sample) for sample in samples):
+            raise RolloutFailed(f"{self.function} must return a Sample or a list of them, got {made!r:.200}")
+        return list(samples)

@@ -1,0 +1,218 @@
+"""Turns with tools: calls are made, told, counted and masked, and nothing that a policy writes ends the run."""
+
+import asyncio
+import json
+
+import pytest
+from plasmid import RunContext
+from plasmid.errors import ConfigError
+from plasmid.plugins import installed, load_plugins
+from plasmid.recipe import _pick
+from plasmid.rollout.execution import execute
+from plasmid.types import StopReason
+from plasmid.workflows import Tools
+from plasmid.workflows.kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
+
+from tests.workflows.scripted import chat, coloured, rollout
+
+TOOLS = '''
+import os, time
+
+def area(width: float, height: float = 2.0) -> float:
+    """Area of a rectangle.
+
+    Args:
+        width: in metres
+        height: in metres
+    """
+    return width * height
+
+async def waits(seconds: float) -> str:
+    """Wait."""
+    time.sleep(seconds)
+    return "waited"
+
+def fails(why: str):
+    """Fail."""
+    raise KeyError(why)
+
+def dies():
+    """Crash."""
+    os.abort()
+
+def untyped(x):
+    """Not for a policy."""
+'''
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "some_tools.py"
+    path.write_text(TOOLS)
+    return path
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def run(workflow, tmp_path, one, prompt):
+    async def work():
+        await workflow.open(RunContext(seed=0, run_dir=tmp_path))
+        try:
+            return await execute(workflow, one, prompt, 60.0)
+        finally:
+            await workflow.close()
+
+    (sample,) = asyncio.run(work())
+    return sample
+
+
+def results(sample):
+    return [m["content"] for m in sample.metadata["messages"] if m["role"] == "tool"]
+
+
+def test_calls_are_answered_until_there_is_none_and_only_the_policys_tokens_are_trained_on(chatml, tmp_path, file):
+    workflow = Tools(tools=(FunctionTool(function=f"{file}:area"),), workers=1)
+    turns = [f"let me see {call('area', width=3)}", "it is 6"]
+    one = rollout(chatml, turns)
+    sample = run(workflow, tmp_path, one, chat(chatml, "how large?"))
+    assert sample.text == "it is 6" and sample.stop_reason is StopReason.STOP
+    assert {k: sample.metadata[k] for k in ("turns", "calls", "failed_calls")} == {
+        "turns": 2,
+        "calls": 1,
+        "failed_calls": 0,
+    }
+    opening, *rest = coloured(chatml, sample)
+    assert not opening[1] and '"name": "area"' in opening[0] and '"description": "in metres"' in opening[0]
+    assert rest == [
+        (f"{turns[0]}<|im_end|>", True),
+        ("\n<|im_start|>tool\n6.0<|im_end|>\n<|im_start|>assistant\n", False),
+        ("it is 6<|im_end|>", True),
+    ]
+    assert (
+        one.client.requests[1].token_ids.tolist() == sample.token_ids[: len(one.client.requests[1].token_ids)].tolist()
+    )
+
+
+def test_whatever_goes_wrong_in_a_call_is_told_to_the_policy(chatml, tmp_path, file):
+    names = ("area", "waits", "fails", "dies")
+    workflow = Tools(
+        tools=tuple(FunctionTool(function=f"{file}:{name}") for name in names),
+        workers=1,
+        call_timeout_s=0.5,
+        max_turns=20,
+    )
+    wrong = {
+        call("area"): "error: wrong arguments: width: field required",
+        call("area", width="wide"): "error: wrong arguments: width: input should be a valid number, unable to parse",
+        call("area", width=1, depth=2): "error: wrong arguments: depth: extra inputs are not permitted",
+        call("volume"): "error: there is no tool 'volume'; there are area, waits, fails, dies",
+        call("waits", seconds=30): "error: no answer within call_timeout_s = 0.5",
+        call("fails", why="so"): "error: KeyError: 'so'",
+        call("dies"): "error: its process was killed by SIGABRT",
+        "<tool_call>{rubbish</tool_call>": "error: the call is not valid JSON",
+        '<tool_call>["area"]</tool_call>': 'error: a call is an object with "name" and "arguments"',
+    }
+    sample = run(workflow, tmp_path, rollout(chatml, [*wrong, "done"]), chat(chatml, "go"))
+    assert sample.error is None and sample.metadata["failed_calls"] == len(wrong)
+    for told, expected in zip(results(sample), wrong.values(), strict=True):
+        assert told.startswith(expected)
+
+
+def test_several_calls_of_one_turn_are_answered_in_their_order(chatml, tmp_path, file):
+    workflow = Tools(tools=(FunctionTool(function=f"{file}:area"), CalculatorTool()), workers=2)
+    turns = [call("calculate", expression="2**10") + call("area", width=1) + call("calculate", expression="1/0"), "ok"]
+    sample = run(workflow, tmp_path, rollout(chatml, turns), chat(chatml, "go"))
+    assert results(sample) == ["1024", "2.0", "error: division by zero"]
+
+
+def test_python_runs_in_the_sandbox(chatml, tmp_path):
+    code = "import os\nprint(sum(range(10)))\nprint(os.path.exists('/home'), len(os.environ))"
+    turns = [call("python", code=code), call("python", code="1/0"), "ok"]
+    sample = run(Tools(tools=(PythonTool(),)), tmp_path, rollout(chatml, turns), chat(chatml, "go"))
+    first, second = results(sample)
+    assert first.splitlines()[0] == "45" and first.splitlines()[1].startswith("False")
+    assert "ZeroDivisionError" in second and second.startswith("error: exit code 1")
+
+
+def test_search_finds_documents_by_their_words(chatml, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    rows = [
+        {"title": "Rivers", "text": "The Rhine flows to the sea."},
+        {"title": "Peaks", "text": "Mont Blanc is high."},
+    ]
+    corpus.write_text("\n".join(map(json.dumps, rows)))
+    turns = [call("search", query='where does the "Rhine" flow?'), call("search", query="?!"), "the sea"]
+    sample = run(
+        Tools(tools=(SearchTool(corpus=str(corpus)),), workers=1), tmp_path, rollout(chatml, turns), chat(chatml, "go")
+    )
+    assert results(sample) == ["1. Rivers: The Rhine flows to the sea.", "nothing was found"]
+
+
+def test_long_results_are_cut_and_say_so(chatml, tmp_path):
+    workflow = Tools(tools=(CalculatorTool(),), workers=1, max_result_chars=5)
+    sample = run(workflow, tmp_path, rollout(chatml, [call("calculate", expression="10**9"), "ok"]), chat(chatml, "go"))
+    assert results(sample) == ["10000 ... (5 characters left out)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit", "cut_by", "turns"),
+    [
+        ({"max_turns": 2}, None, "max_turns", 2),
+        ({"max_tokens": 520}, None, "max_tokens", 1),
+        ({}, 520, "max_tokens", 1),
+    ],
+)
+def test_limits_end_a_conversation_and_no_sample_is_longer_than_they_say(
+    chatml, tmp_path, settings, limit, cut_by, turns
+):
+    workflow = Tools(tools=(CalculatorTool(),), workers=1, shown="system", **settings)
+    one = rollout(chatml, [call("calculate", expression="1+1")] * 9, max_length=limit)
+    sample = run(workflow, tmp_path, one, chat(chatml, "go"))
+    assert sample.error is None, sample.error
+    assert (sample.metadata["cut_by"], sample.stop_reason) == (cut_by, StopReason.LENGTH)
+    assert sample.loss_mask[-1], "what nothing was drawn behind is left out"
+    if cut_by == "max_turns":
+        assert sample.metadata["turns"] == turns
+    else:
+        assert len(sample.token_ids) <= 520
+
+
+def test_a_turn_that_is_cut_off_makes_no_call(chatml, tmp_path):
+    workflow = Tools(tools=(CalculatorTool(),), workers=1)
+    sample = run(workflow, tmp_path, rollout(chatml, [call("calculate", expression="1")], cut={0}), chat(chatml, "go"))
+    assert (sample.metadata["calls"], sample.metadata["cut_by"]) == (0, "max_new_tokens")
+
+
+def test_plain_text_is_refused_with_the_way_out(chatml, tmp_path):
+    from tests.workflows.scripted import plain
+
+    sample = run(Tools(tools=(CalculatorTool(),), workers=1), tmp_path, rollout(chatml, []), plain(chatml, "go"))
+    assert sample.error == 'prompt p:1 is plain text, and tools need a chat; set data.prompt_as = "chat"'
+
+
+@pytest.mark.parametrize(
+    ("data", "mistake"),
+    [
+        ({"tools": []}, "workflow.tools: must have at least 1 item, got []"),
+        ({"tools": [{"function": "nowhere.py:f"}]}, "workflow.tools.0.function: no such file: nowhere.py"),
+        ({"tools": [{"function": "json"}]}, "workflow.tools.0.function: must look like module:function or file.py"),
+        ({"tools": [{"function": "FILE:volume"}]}, "has no function 'volume'"),
+        ({"tools": [{"function": "FILE:untyped"}]}, "untyped: argument 'x' has no type; a policy has to know it"),
+        ({"tools": [{"kind": "calculater"}]}, "workflow.tools.0.kind: 'calculater' is not installed; did you mean"),
+        ({"tools": [{"kind": "search", "corpus": "no.txt"}]}, "workflow.tools.0.corpus: no such file: no.txt"),
+        ({"tools": [{"kind": "calculator"}] * 2}, "workflow.tools: 2 tools are named 'calculate'"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_found_before_anything_runs(file, data, mistake):
+    data = json.loads(json.dumps(data).replace("FILE", str(file)))
+    checked = _pick("workflow", {"kind": "tools", **data}, installed(load_plugins()), "workflow")
+    assert any(mistake in line for line in checked.mistakes), checked.mistakes
+
+
+def test_a_limit_above_the_models_is_an_error(chatml, tmp_path):
+    workflow = Tools(tools=(CalculatorTool(),), workers=1, max_tokens=5000)
+    sample = run(workflow, tmp_path, rollout(chatml, [], max_length=512), chat(chatml, "go"))
+    assert sample.error.startswith("workflow.max_tokens: 5000 is more than the 512 tokens that the model takes")
+    assert issubclass(ConfigError, ValueError)
