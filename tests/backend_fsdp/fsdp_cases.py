@@ -1,10 +1,12 @@
 """Configurations, batches and trainers that the tests of this folder are made of."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from plasmid.batch import BatchRef, GroupRef, Rows
 from plasmid.components import BuildContext
+from plasmid.kept import KeptSet
 from plasmid.recipe import resolve
 from plasmid.run.local import LocalCluster, LocalRef
 
@@ -29,8 +31,8 @@ def make_config(model, *, trainer=None, algorithm=None, ranks=1, reference=None,
     return resolve(data)
 
 
-def make_batch(*, seed=0, num_groups=4, group_size=4, steps=1, index=0, longest=24, temperature=1.0):
-    """Random tokens, uneven lengths, random rewards."""
+def make_batch(*, seed=0, num_groups=4, group_size=4, steps=1, index=0, longest=24, temperature=1.0, restricted=False):
+    """Random tokens, uneven lengths, random rewards; restricted: every other drawn token has a set of 5 around it."""
     draw = np.random.default_rng(seed)
     groups = []
     for g in range(num_groups):
@@ -50,8 +52,16 @@ def make_batch(*, seed=0, num_groups=4, group_size=4, steps=1, index=0, longest=
             versions=np.where(mask, 0, -1).astype(np.int32),
             temperatures=np.full(group_size, temperature, np.float32),
         )
+        if restricted:
+            rows = replace(rows, kept=_kept(rows))
         groups.append(_group(g, rows, lengths, draw.normal(size=group_size)))
     return BatchRef(index=index, groups=tuple(groups), steps=steps)
+
+
+def _kept(rows):
+    chosen = rows.loss_mask & (np.arange(len(rows.token_ids)) % 2 == 0)
+    sets = [t + np.arange(-2, 3, dtype=np.int32) if c else [] for t, c in zip(rows.token_ids, chosen, strict=True)]
+    return KeptSet.of(sets, np.where(chosen, rows.rollout_logprobs / 2, 0))
 
 
 def _group(number, rows, lengths, rewards):

@@ -50,6 +50,32 @@ def test_logprobs_do_not_depend_on_neighbours(kind, request):
 
 
 @pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_logprobs_of_restricted_samples_are_those_within_their_sets(kind, request, tiny_model):
+    ranks, batch = request.getfixturevalue(kind), make_batch(restricted=True, temperature=0.8)
+    model, rows = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64), whole_rows(batch)
+
+    async def run():
+        trainer, config = await ranks.start(algorithm={"old_policy": "decoupled", "kl_coef": 0.1})
+        return await trainer.logprobs(batch), await fit(trainer, config, batch)
+
+    ours, (report,) = asyncio.run(run())
+    expected = np.zeros(len(rows.token_ids))
+    for i in range(rows.num_samples):
+        start, end = rows.offsets[i : i + 2]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(rows.token_ids[None, start:end]).long()).logits[0] / 0.8
+        for t in range(start + 1, end):
+            left = rows.kept.token_ids[rows.kept.offsets[t] : rows.kept.offsets[t + 1]].tolist() or range(57)
+            among = logits[t - start - 1, list(left)].log_softmax(0)
+            expected[t] = among[list(left).index(rows.token_ids[t])]
+    assert np.abs(np.concatenate(ours) - expected).max() < 2e-5
+    engine = rows.rollout_logprobs - rows.kept.log_mass
+    difference = np.abs(expected - engine)[rows.loss_mask]
+    assert report["train/logprob_diff_mean"] == pytest.approx(difference.mean(), abs=1e-5)
+    assert report["train/kl"] == pytest.approx(0, abs=1e-6), "the reference is scored within the sets, too"
+
+
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
 def test_the_reference_is_the_policy_at_the_start_and_stays_when_it_moves(kind, request, tmp_path):
     ranks, batch = request.getfixturevalue(kind), make_batch()
 

@@ -1,7 +1,10 @@
 """The Triton kernels on a GPU against the plain ones, and what the fused functions hold."""
 
+import numpy as np
 import pytest
 import torch
+from plasmid.kept import KeptSet
+from plasmid.training.kept_tokens import KeptTokens
 from plasmid.training.logprobs import token_logprobs
 from plasmid.training.softmax_rows import EAGER, RowGradients, kernels_for
 from plasmid.training.token_loss import linear_token_loss
@@ -58,6 +61,14 @@ def head(dtype, positions=700, hidden=64, vocab=50000):
     return *leaves, targets, torch.rand(positions, device="cuda") + 0.5
 
 
+def kept_sets(targets, vocab):
+    """Up to 200 tokens around each target, the whole vocabulary at every third position."""
+    random = np.random.default_rng(0)
+    sizes = [0 if i % 3 == 0 else int(random.integers(1, 200)) for i in range(len(targets))]
+    sets = [(int(t) + np.arange(size, dtype=np.int32)) % vocab for t, size in zip(targets, sizes, strict=True)]
+    return KeptTokens.of(KeptSet.of(sets, np.zeros(len(sets)))).to("cuda")
+
+
 def loss_of(scores, chunk):
     weight = torch.linspace(-1, 1, 700, device="cuda", dtype=scores.logprobs.dtype)[chunk]
     return (weight * scores.logprobs.exp()).sum() + 0.01 * scores.entropy.sum()
@@ -65,24 +76,28 @@ def loss_of(scores, chunk):
 
 # bf16 logits cost this much: the plain computation of this loss is 2.2% off in the gradient of the weight
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2.5e-2), (torch.float32, 2e-5)])
-def test_gradients_of_both_functions_are_those_of_fp64(dtype, tolerance):
+@pytest.mark.parametrize("restricted", [False, True])
+def test_gradients_of_both_functions_are_those_of_fp64(dtype, tolerance, restricted):
     hidden, weight, *rest = head(dtype)
+    kept = kept_sets(rest[0], len(weight)) if restricted else None
     wide = [part.detach().double().requires_grad_() for part in (hidden, weight)]
-    exact = token_logprobs(*wide, *rest, entropy_grad=True)
+    exact = token_logprobs(*wide, *rest, kept=kept, entropy_grad=True)
     expected = torch.autograd.grad(loss_of(exact, slice(None)), wide)
-    scores = token_logprobs(hidden, weight, *rest, entropy_grad=True, chunk_size=256)
+    scores = token_logprobs(hidden, weight, *rest, kept=kept, entropy_grad=True, chunk_size=256)
     apart = torch.autograd.grad(loss_of(scores, slice(None)), (hidden, weight))
-    fused = linear_token_loss(hidden, weight, *rest, loss_of, entropy_grad=True, chunk_size=256)
+    fused = linear_token_loss(hidden, weight, *rest, loss_of, kept=kept, entropy_grad=True, chunk_size=256)
     for grads in (apart, torch.autograd.grad(fused.loss, (hidden, weight))):
         for a, b in zip(grads, expected, strict=True):
             assert a.dtype == dtype and (a.double() - b).norm() / b.norm() < tolerance
 
 
-def test_two_runs_are_equal_bit_by_bit():
+@pytest.mark.parametrize("restricted", [False, True])
+def test_two_runs_are_equal_bit_by_bit(restricted):
     hidden, weight, *rest = head(torch.bfloat16)
+    kept = kept_sets(rest[0], len(weight)) if restricted else None
 
     def run():
-        scores = token_logprobs(hidden, weight, *rest, entropy_grad=True, chunk_size=256)
+        scores = token_logprobs(hidden, weight, *rest, kept=kept, entropy_grad=True, chunk_size=256)
         return *scores, *torch.autograd.grad(loss_of(scores, slice(None)), (hidden, weight))
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))

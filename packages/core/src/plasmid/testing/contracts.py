@@ -26,9 +26,17 @@ HELD_S = 0.3
 
 
 async def check_engine(
-    engine: RolloutEngine, *, token_ids: Sequence[int], max_new_tokens: int = 8, timeout_s: float = 60.0
+    engine: RolloutEngine,
+    *,
+    token_ids: Sequence[int],
+    max_new_tokens: int = 8,
+    gives_kept_sets: bool = False,
+    timeout_s: float = 60.0,
 ) -> None:
-    """Check what `RolloutEngine` and `EngineClient` promise. The engine must be serving; it is again afterwards."""
+    """Check what `RolloutEngine` and `EngineClient` promise. The engine must be serving; it is again afterwards.
+
+    ``gives_kept_sets`` is that of the engine's settings.
+    """
     request = GenerateRequest(
         id="contract/0#0",
         session_id="contract/0",
@@ -45,6 +53,10 @@ async def check_engine(
         assert first.token_ids.tolist() == again.token_ids.tolist(), "one seed must give one completion"
         await _check_pause(engine, replace(request, id="contract/0#2"), first)
         await _check_sleep(engine, replace(request, id="contract/0#3"), first)
+        if gives_kept_sets:
+            sampling = request.sampling.model_copy(update={"top_k": 3})
+            restricted = replace(request, id="contract/0#4", sampling=sampling, wants_kept_set=True)
+            _check_kept(await engine.client.generate(restricted), restricted)
         await engine.client.abort(["contract/unknown"])
         await engine.client.leave(["contract/unknown", "contract/0"])
         assert dict(await engine.checksum()) == dict(await engine.checksum()), "unchanged weights have one checksum"
@@ -73,6 +85,18 @@ def _check_completion(completion: Completion, request: GenerateRequest) -> None:
     assert np.isfinite(completion.logprobs).all() and (completion.logprobs <= 0).all(), "log-probabilities are finite"
     covered = [position for span in completion.versions for position in range(span.start, span.end)]
     assert covered == list(range(count)), "version spans cover every token once, in order"
+
+
+def _check_kept(completion: Completion, request: GenerateRequest) -> None:
+    _check_completion(completion, request)
+    kept, count = completion.kept, len(completion.token_ids)
+    assert kept is not None and kept.num_positions == count, "a kept set for each token, as it was asked for"
+    assert (kept.sizes() == 3).all(), "top_k = 3 leaves three tokens"
+    for token, left in zip(completion.token_ids, np.split(kept.token_ids, kept.offsets[1:-1]), strict=True):
+        assert np.count_nonzero(left == token) == 1 and len(set(left.tolist())) == 3, "a token is once in its own set"
+    assert (kept.log_mass <= 0).all() and (completion.logprobs <= kept.log_mass + 1e-5).all(), (
+        "log_mass is that of the whole set before it was cut out, as log-probabilities are"
+    )
 
 
 async def _check_pause(engine: RolloutEngine, request: GenerateRequest, expected: Completion) -> None:
