@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..components import Component, Filter, Reward, Workflow
+from ..protocols import RunContext
 from ..rollout.execution import Codec, Execution
 from ..types import Ints, Message, Prompt, Sample, SamplingParams, Score, StopReason
 from .fakes import FakeEngine, FakeEngineConfig
@@ -63,7 +66,7 @@ def check_filter(filter_: Filter) -> None:
 
 
 async def check_workflow(workflow: Workflow, *, prompt: Prompt | None = None, codec: Codec | None = None) -> None:
-    """Check the samples of one rollout against an engine that answers digits."""
+    """Open the workflow, check the samples of one rollout against an engine that answers digits, close it."""
     _check_settings(workflow)
     prompt = prompt or make_prompt("say a number: ", token_ids=np.array([5, 6], np.int32))
     rollout = Execution(
@@ -75,7 +78,12 @@ async def check_workflow(workflow: Workflow, *, prompt: Prompt | None = None, co
         seed=1,
         deadline_s=10.0,
     )
-    samples = await workflow.run(rollout, prompt)
+    with tempfile.TemporaryDirectory(prefix="plasmid-check-") as folder:
+        await workflow.open(RunContext(seed=0, run_dir=Path(folder), engine=rollout.client))
+        try:
+            samples = await workflow.run(rollout, prompt)
+        finally:
+            await workflow.close()
     assert samples, "a rollout makes at least one sample"
     assert len({sample.id for sample in samples}) == len(samples), "samples of one rollout have ids of their own"
     for sample in samples:
