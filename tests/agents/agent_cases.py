@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import string
 from collections.abc import Callable, Sequence
@@ -177,7 +178,7 @@ def shown(tokenizer, sample) -> list[tuple[bool, str]]:
     """The sample's text in runs: whether they are trained on, and what they say, special tokens included."""
     runs: list[tuple[bool, str]] = []
     edges = [0, *(np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1), len(sample.token_ids)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         text = tokenizer.decode(sample.token_ids[start:end], keep_special=True)
         runs.append((bool(sample.loss_mask[start]), text))
     return runs

@@ -131,10 +131,14 @@ def test_streams_of_anthropic_add_up_to_the_reply(tokenizer):
     tool = {"name": "weather", "input_schema": WEATHER["parameters"]}
 
     async def main():
-        async with served(tokenizer, [f"so {CALL}"]) as one, anthropic_of(one) as client:
-            async with client.messages.stream(model="m", max_tokens=100, messages=ASKED, tools=[tool]) as stream:
-                kinds = [event.type async for event in stream]
-                return kinds, await stream.get_final_message(), one.samples()
+        ask = {"model": "m", "max_tokens": 100, "messages": ASKED, "tools": [tool]}
+        async with (
+            served(tokenizer, [f"so {CALL}"]) as one,
+            anthropic_of(one) as client,
+            client.messages.stream(**ask) as stream,
+        ):
+            kinds = [event.type async for event in stream]
+            return kinds, await stream.get_final_message(), one.samples()
 
     kinds, message, samples = asyncio.run(main())
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"

@@ -104,9 +104,11 @@ def test_a_silent_stream_shows_signs_of_life(tokenizer):
             async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0) as patient:
                 stream = await patient.chat.completions.create(model="m", messages=ASKED, stream=True)
                 text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            async with anthropic.AsyncAnthropic(base_url=one.url, api_key="x", max_retries=0) as patient:
-                async with patient.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream:
-                    message = await stream.get_final_message()
+            async with (
+                anthropic.AsyncAnthropic(base_url=one.url, api_key="x", max_retries=0) as patient,
+                patient.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream,
+            ):
+                message = await stream.get_final_message()
         return first, rest, text, message.content[0].text
 
     first, rest, text, message = asyncio.run(asyncio.wait_for(main(), 60))

@@ -178,7 +178,7 @@ def test_the_budget_of_tokens_shortens_the_last_turn(tokenizer):
             async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x") as client:
                 for text in "ab":
                     last = await client.chat.completions.create(model="m", messages=[user(text)])
-                with pytest.raises(openai.RateLimitError, match="workflow.max_tokens = 14"):
+                with pytest.raises(openai.RateLimitError, match=r"workflow\.max_tokens = 14"):
                     await client.chat.completions.create(model="m", messages=[user("c")])
             return last.choices[0]
 

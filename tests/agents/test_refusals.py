@@ -11,30 +11,34 @@ from agent_cases import WEATHER, ScriptedEngine, make_rules, served
 ASKED = [{"role": "user", "content": "hi"}]
 
 
-def ask_openai(tokenizer, *, script=("yes",), rules=None, raw=None, max_length=1024, **request):
+def ask_openai(tokenizer, *, script=("yes",), rules=None, max_length=1024, **request):
     """The error that a request gets, or the text of the reply; how many requests reached the engine."""
 
     async def main():
-        async with served(tokenizer, script, rules=rules, max_length=max_length) as one:
-            async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x") as client:
-                try:
-                    reply = await client.chat.completions.create(**{"model": "m", "messages": ASKED, **request})
-                    return reply.choices[0].message.content, one
-                except openai.APIError as error:
-                    return error, one
+        async with (
+            served(tokenizer, script, rules=rules, max_length=max_length) as one,
+            openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x") as client,
+        ):
+            try:
+                reply = await client.chat.completions.create(**{"model": "m", "messages": ASKED, **request})
+                return reply.choices[0].message.content, one
+            except openai.APIError as error:
+                return error, one
 
     return asyncio.run(main())
 
 
 def ask_anthropic(tokenizer, *, script=("yes",), rules=None, max_length=1024, **request):
     async def main():
-        async with served(tokenizer, script, rules=rules, max_length=max_length) as one:
-            async with anthropic.AsyncAnthropic(base_url=one.url, api_key="x") as client:
-                try:
-                    given = {"model": "m", "max_tokens": 9, "messages": ASKED, **request}
-                    return (await client.messages.create(**given)).content[0].text, one
-                except anthropic.APIError as error:
-                    return error, one
+        async with (
+            served(tokenizer, script, rules=rules, max_length=max_length) as one,
+            anthropic.AsyncAnthropic(base_url=one.url, api_key="x") as client,
+        ):
+            try:
+                given = {"model": "m", "max_tokens": 9, "messages": ASKED, **request}
+                return (await client.messages.create(**given)).content[0].text, one
+            except anthropic.APIError as error:
+                return error, one
 
     return asyncio.run(main())
 

@@ -13,6 +13,7 @@ from agent_cases import ScriptedEngine, make_rollout, shown
 from plasmid.errors import ConfigError, PluginError
 from plasmid.protocols import RunContext
 from plasmid.rollout.execution import execute
+from plasmid.testing.light_contracts import check_workflow
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import StopReason
 from plasmid.validation import validate
@@ -215,6 +216,11 @@ def test_many_agents_run_at_once(tokenizer, agents):
     made, _ = roll_out(tokenizer, {"function": f"{agents}:plain"}, script=lambda text: text.upper(), rollouts=24)
     assert sorted(sample.rollout_id for (sample,) in made) == sorted(f"5/{i}" for i in range(24))
     assert all(np.array_equal(sample.token_ids, made[0][0].token_ids) for (sample,) in made)
+
+
+def test_the_workflow_keeps_what_workflows_promise(agents, program):
+    asyncio.run(check_workflow(validate(Agent, {"kind": "agent", "function": f"{agents}:greedy", "max_turns": 2})))
+    asyncio.run(check_workflow(validate(Agent, {"kind": "agent", "command": program})))
 
 
 @pytest.mark.parametrize(
