@@ -16,6 +16,11 @@ def table_console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
+def print_warning(message: str) -> None:
+    """One line on standard error."""
+    Console(stderr=True).print(Text.assemble(("warning:", "bold yellow"), f" {message}"), soft_wrap=True)
+
+
 def print_error(message: str) -> None:
     """One line on standard error for each problem."""
     console = Console(stderr=True)

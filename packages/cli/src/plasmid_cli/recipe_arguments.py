@@ -17,6 +17,10 @@ Items = Annotated[
         metavar="RECIPE|KEY=VALUE", help="Recipe files, merged left to right, then settings: trainer.lr=2e-6"
     ),
 ]
+OptionalItems = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="RECIPE|KEY=VALUE", help="Recipe files, merged left to right, then settings: run.seed=1"),
+]
 PluginFiles = Annotated[
     list[Path] | None, typer.Option("--plugin", metavar="FILE", help="Python file with hooks to load as a plugin.")
 ]

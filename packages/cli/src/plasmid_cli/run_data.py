@@ -47,6 +47,11 @@ class RunData:
         files = sorted((self.path / "samples").glob("*.parquet"))
         return {file.stem: file for file in files}
 
+    def evaluation_files(self, name: str) -> dict[int, Path]:
+        """Files of an evaluation set's samples by step."""
+        named, prefix = self.sample_files(), f"eval-{name}-"
+        return {int(n.removeprefix(prefix)): f for n, f in named.items() if n.removeprefix(prefix).isdigit()}
+
     def batch_files(self) -> dict[int, Path]:
         """Files of training samples by step."""
         named = self.sample_files()

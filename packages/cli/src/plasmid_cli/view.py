@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .curves import Series, chart, sparkline
+from .evaluations import evaluation_table
 from .run_data import RunData
 from .summary import print_run
 from .tokens import TokenTexts, printable
@@ -49,6 +50,9 @@ def view_run(run: RunData, console: Console, *, metrics: Sequence[str] = ()) -> 
             raise ConfigError(f"{run.path}: no metric {name!r}; there are {', '.join(metric_names(run)) or 'none'}")
         console.print()
         console.print(chart([Series(name=name, x=steps, y=values)], width=min(console.width, 100)), soft_wrap=True)
+    if run.evaluations:
+        console.print()
+        console.print(evaluation_table({name: entries[-1].metrics for name, entries in run.evaluations.items()}))
     if not metrics and run.metrics:
         console.print()
         console.print(metrics_table(run, width=console.width))

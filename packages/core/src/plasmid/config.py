@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
@@ -19,7 +19,9 @@ from .components import (
     Workflow,
 )
 from .evaluation_config import EvalConfig
-from .types import SamplingParams
+from .profiles import Profile, profile_of
+from .profiles import mistakes as mistakes_of_profiles
+from .types import Prompt, SamplingParams
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -172,6 +174,8 @@ class RunConfig(Settings):
     """Summed, each times its weight."""
     filters: tuple[SerializeAsAny[Filter], ...] = ()
     """A group is trained on if all of them keep it."""
+    profiles: Mapping[str, Profile] = Field(default_factory=dict)
+    """Ways to sample and judge prompts, by name. A row, or a source of a mixture, names one."""
     eval: tuple[EvalConfig, ...] = ()
     """Evaluation sets."""
     trackers: tuple[SerializeAsAny[Tracker], ...] = ()
@@ -190,6 +194,7 @@ class RunConfig(Settings):
             *self._restricted_sampling(),
             *self._uneven_batches(),
             *self._names_used_twice(),
+            *mistakes_of_profiles(self.profiles, self.rewards),
             *self._evaluation_modes(),
         ]
         if mistakes:
@@ -200,6 +205,10 @@ class RunConfig(Settings):
     def rollouts_per_batch(self) -> int:
         """Rollouts in one batch; a demonstration counts as one."""
         return self.run.prompts_per_batch if self.algorithm.needs().demonstrations else self.run.rollouts_per_batch
+
+    def sampling_of(self, prompt: Prompt) -> SamplingParams:
+        """How rollouts of a prompt are sampled. Raises `DataError` if it names a profile that there is not."""
+        return profile_of(prompt, self.profiles).sampling or self.sampling
 
     def _unmet_needs(self) -> Iterator[str]:
         needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
@@ -230,6 +239,8 @@ class RunConfig(Settings):
             if not used and getattr(self, name) != type(self).model_fields[name].default:
                 yield f"{name}: algorithm {kind!r} with these settings never reads it; remove the table"
         yield from self.trainer.mistakes(self.algorithm)
+        for index, filter_ in enumerate(self.filters):
+            yield from (f"filters.{index}.{mistake}" for mistake in filter_.mistakes(self))
         if self.rollout is not None:
             yield from self.rollout.mistakes(self)
 
@@ -237,7 +248,7 @@ class RunConfig(Settings):
         if self.algorithm.needs().engine:
             return
         kind = self.algorithm.model_fields["kind"].default
-        for name in ("rewards", "filters", "eval"):
+        for name in ("rewards", "filters", "eval", "profiles"):
             if getattr(self, name):
                 yield f"{name}: algorithm {kind!r} samples nothing that could be scored; remove the tables"
         if self.sampling != SamplingParams():
@@ -250,19 +261,30 @@ class RunConfig(Settings):
     @property
     def replays_kept_sets(self) -> bool:
         """True if log-probabilities are taken within what top-p, top-k and min-p left to draw from."""
-        return self.sampling.is_restricted and self.rollout is not None and self.rollout.gives_kept_sets
+        restricted = any(sampling.is_restricted for sampling in self._samplings().values())
+        return restricted and self.rollout is not None and self.rollout.gives_kept_sets
+
+    def _samplings(self) -> dict[str, SamplingParams]:
+        """Everything that training samples with, by its place in the recipe."""
+        own = {f"profiles.{name}.sampling": profile.sampling for name, profile in self.profiles.items()}
+        return {"sampling": self.sampling} | {place: sampling for place, sampling in own.items() if sampling}
 
     def _restricted_sampling(self) -> Iterator[str]:
-        if self.rollout is None:
-            return
+        if self.rollout is None or not self.rollout.owns_weights:
+            return  # nothing that a server of others draws is trained on
         kind = type(self.rollout).model_fields["kind"].default
         refused = self.algorithm.reads_rollout_logprobs() and not self.replays_kept_sets
-        for name, value in self.sampling.restrictions.items():
-            if self.sampling.temperature == 0:
-                yield f"sampling.{name}: {value} is never read at temperature 0; remove it"
+        every = [
+            (place, sampling, item)
+            for place, sampling in self._samplings().items()
+            for item in sampling.restrictions.items()
+        ]
+        for place, sampling, (name, value) in every:
+            if sampling.temperature == 0:
+                yield f"{place}.{name}: {value} is never read at temperature 0; remove it"
             elif refused:
                 yield (
-                    f"sampling.{name}: {value} restricts what is drawn, and rollout engine {kind!r} does not say to "
+                    f"{place}.{name}: {value} restricts what is drawn, and rollout engine {kind!r} does not say to "
                     "what; ratios to its log-probabilities, which this algorithm corrects with, would be wrong; "
                     'remove it, use another engine, or set algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
                 )

@@ -8,34 +8,56 @@ from typing import Annotated
 
 import typer
 
-from ..recipe_arguments import Items, PluginFiles, load
+from ..recipe_arguments import OptionalItems, PluginFiles
 
 Model = Annotated[
-    Path | None, typer.Option("--model", metavar="FOLDER", help="Model to evaluate instead of the recipe's.")
+    Path | None,
+    typer.Option(
+        "--model", metavar="PATH", help="Model folder, run folder or checkpoint, instead of the recipe's model."
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="Evaluate what this OpenAI-compatible or SGLang server serves."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def evaluate(items: Items, model: Model = None, plugin: PluginFiles = None, as_json: Json = False) -> None:
-    """Evaluate a model on the recipe's evaluation sets: rl eval recipe.toml --model runs/mine/final"""
+def evaluate(
+    context: typer.Context,
+    items: OptionalItems = None,
+    model: Model = None,
+    url: Url = None,
+    plugin: PluginFiles = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate on the recipe's evaluation sets: rl eval recipe.toml --model runs/mine
+
+    Without a recipe, a run or checkpoint is evaluated on the sets of its own. Exits with 1 if rollouts failed.
+    """
     from plasmid.errors import ConfigError
-    from plasmid.run.preflight import check
     from plasmid.run.evaluate import evaluate as run
 
-    config = load(items, plugin, more=[] if model is None else [f"model.path={json.dumps(str(model))}"])
+    from ..evaluations import bars, evaluation_table, num_failed
+    from ..output import print_warning, table_console
+    from ..targets import Target, find_target, load_target
+
+    target = Target() if model is None else find_target(model)
+    if url is not None and target.checkpoint is not None:
+        raise ConfigError(
+            "--url evaluates what the server serves; leave out --model, or name a folder with its tokenizer"
+        )
+    served = [] if url is None else ["rollout.kind=server", f"rollout.url={json.dumps(url)}"]
+    # the server first: it starts the table of the engine anew, and settings of the command line are its own
+    config = load_target(target, [*served, *(items or [])], plugin)
     if not config.eval:
         raise ConfigError("eval: the recipe has no evaluation set; add an [[eval]] table")
-    check(config)
-    found = run(config)
+    with bars() as observers:
+        found = run(config, checkpoint=target.checkpoint, observers=observers, make_cluster=context.obj)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
-        return
-    from rich.table import Table
-
-    from ..output import table_console
-
-    table = Table("set", "metric", "value", box=None)
-    for name, metrics in found.items():
-        for metric, value in metrics.items():
-            table.add_row(name, metric.removeprefix(f"eval/{name}/"), f"{value:.4g}")
-    table_console().print(table, highlight=False)
+    else:
+        table_console().print(evaluation_table(found), highlight=False)
+    if failed := num_failed(found):
+        print_warning(f"{failed} rollouts failed and count as reward 0; their errors are with the stored samples")
+        raise typer.Exit(1)

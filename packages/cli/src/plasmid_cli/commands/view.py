@@ -42,7 +42,9 @@ def view(
     data = load_run(run)
     view_run(data, console, metrics=metric or ())
     asked = step is not None or evaluation is not None or prompt is not None
-    if count and (asked or any(name.startswith("batch-") for name in data.sample_files())):
+    if not asked and not data.batch_files() and data.evaluations:
+        evaluation = next((name for name in data.evaluations if data.evaluation_files(name)), None)
+    if count and (asked or evaluation is not None or data.batch_files()):
         view_samples(
             data, console, step=step, evaluation=evaluation, prompt=prompt, order=order, count=count, coloring=color
         )

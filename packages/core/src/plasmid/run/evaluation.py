@@ -13,7 +13,7 @@ from typing import Protocol
 from ..batch import GroupRef
 from ..components import PromptEncoder
 from ..config import RunConfig
-from ..errors import DataError
+from ..errors import DataError, EngineError
 from ..evaluation_config import EvalConfig
 from ..protocols import RolloutEngine
 from ..rollout.seeds import seed_of
@@ -205,6 +205,12 @@ class Evaluator:
         bench = bench or self._shared
         jobs = [self._job(set_, batch, index) for index in range(len(set_.prompts))]
         groups = await self._roll_out(set_, jobs, batch, bench)
+        if not self._training and not any(group.num_samples for group in groups):
+            count = sum(len(group.errors) for group in groups)
+            raise EngineError(
+                f"evaluation of {set_.settings.name}: all {count} rollouts failed; the last error was: "
+                f"{groups[-1].errors[-1]}"
+            )
         metrics = summarize(set_.settings, groups, set_.values)
         path = self._samples_dir / f"eval-{set_.settings.name}-{batch:06d}.parquet"
         await bench.workers.write(path, tuple(groups), batch)
@@ -257,7 +263,7 @@ class Evaluator:
             name=f"eval-{settings.name}-{batch}-{index:06d}",
             prompt=set_.prompts[index],
             num_samples=settings.samples_per_prompt,
-            sampling=settings.sampling or self._config.sampling,
+            sampling=settings.sampling or self._config.sampling_of(set_.prompts[index]),
             seed=seed_of(self._config.run.seed, "eval", settings.name, set_.prompts[index].id),
             filtered=False,
             eval_set=settings.name,

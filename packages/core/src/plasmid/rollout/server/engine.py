@@ -26,6 +26,9 @@ class ServerEngine:
         """What rollout workers talk to."""
         return self._client
 
+    def needs_weights(self) -> bool:
+        return False
+
     async def expect(self, session_ids: Sequence[str]) -> None:
         """A server batches as it likes."""
 

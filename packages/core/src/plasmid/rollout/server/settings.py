@@ -28,8 +28,8 @@ class Server(RolloutEngineConfig):
     url: Annotated[str, AfterValidator(base_url)]
     """Where the server is: ``http://host:port``."""
     api: Literal["auto", "sglang", "openai"] = "auto"
-    """How it is asked: ``sglang`` is its ``/generate`` (token ids both ways), ``openai`` is ``/v1/completions``; ``auto``
-    asks the server which it has."""
+    """How it is asked: ``sglang`` is its ``/generate`` (token ids both ways), ``openai`` is ``/v1/completions``;
+    ``auto`` asks the server which it has."""
     model: str = "auto"
     """Name of the model in requests; ``auto`` is the first that the server lists."""
     prompt: Literal["tokens", "text"] = "tokens"

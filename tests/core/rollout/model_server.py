@@ -1,0 +1,109 @@
+"""A small HTTP server that serves a tiny model by the embedded engine: OpenAI's completions, or SGLang's own API."""
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+from aiohttp import web
+from plasmid.components import BuildContext
+from plasmid.data.tokenizer import Tokenizer
+from plasmid.recipe import resolve
+from plasmid.run.local import LocalCluster
+from plasmid.types import GenerateRequest, SamplingParams
+
+
+class ModelServer:
+    """Serves from a thread until `close`. ``faults`` are statuses that the next requests are answered with."""
+
+    def __init__(self, model, plain, *, sglang=False, logprobs=True):
+        self.faults, self.bodies, self.headers = [], [], []
+        self.refuse = ""
+        self.delay_s = 0.0
+        self._model, self._plain = model, plain
+        self._sglang, self._logprobs = sglang, logprobs
+        self._count = 0
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(120)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def _start(self):
+        config = resolve({**self._plain, "model": {"path": str(self._model)}, "eval": []})
+        self._cluster = LocalCluster()
+        self._engine = await config.rollout.build(
+            BuildContext(cluster=self._cluster, config=config, run_dir=self._model, bundles=(None,))
+        )
+        self._tokenizer = Tokenizer(self._model)
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._completions)
+        if self._sglang:
+            app.router.add_get("/get_model_info", self._models)
+            app.router.add_post("/generate", self._generate)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return self._runner.addresses[0][1]
+
+    def close(self):
+        async def stop():
+            await self._runner.cleanup()
+            await self._cluster.close()
+
+        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _models(self, request):
+        self.headers.append(dict(request.headers))
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def _body(self, request):
+        """The request's JSON, or what it is refused with."""
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        await asyncio.sleep(self.delay_s)
+        if self.faults:
+            raise _error(self.faults.pop(0))
+        if self.refuse and self.refuse in json.dumps(body):
+            raise _error(400)
+        return body
+
+    async def _draw(self, ids, **sampling):
+        self._count += 1
+        name = f"http-{self._count}"
+        request = GenerateRequest(
+            id=name, session_id=name, token_ids=np.asarray(ids, np.int32), sampling=SamplingParams(**sampling), seed=7
+        )
+        completion = await self._engine.client.generate(request)
+        await self._engine.client.leave([name])
+        return completion
+
+    async def _completions(self, request):
+        body = await self._body(request)
+        prompt = body["prompt"]
+        ids = self._tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
+        drawn = await self._draw(
+            ids, temperature=body["temperature"], max_new_tokens=body["max_tokens"], stop=tuple(body.get("stop", ()))
+        )
+        choice = {"text": self._tokenizer.decode(drawn.token_ids), "finish_reason": drawn.stop_reason.value}
+        if self._logprobs:
+            choice["logprobs"] = {"token_logprobs": drawn.logprobs.tolist()}
+        return web.json_response({"choices": [choice]})
+
+    async def _generate(self, request):
+        body = await self._body(request)
+        settings = body["sampling_params"]
+        drawn = await self._draw(
+            body["input_ids"], temperature=settings["temperature"], max_new_tokens=settings["max_new_tokens"]
+        )
+        pairs = [[lp, token, None] for lp, token in zip(drawn.logprobs.tolist(), drawn.token_ids.tolist(), strict=True)]
+        meta = {"output_token_logprobs": pairs, "finish_reason": {"type": drawn.stop_reason.value}}
+        return web.json_response({"text": "", "output_ids": drawn.token_ids.tolist(), "meta_info": meta})
+
+
+def _error(status):
+    classes = {400: web.HTTPBadRequest, 503: web.HTTPServiceUnavailable, 429: web.HTTPTooManyRequests}
+    return classes[status](text=json.dumps({"error": {"message": "no"}}))
