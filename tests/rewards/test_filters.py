@@ -1,10 +1,24 @@
 """Which groups each filter keeps."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
-from plasmid import StopReason
-from plasmid.errors import ConfigError
-from plasmid.recipe import validate
-from plasmid_rewards import MaxTruncated, NonzeroSpread, RewardRange
+from plasmid import PromptGroup, StopReason, VersionSpan
+from plasmid.errors import ConfigError, RewardError
+from plasmid.recipe import resolve, validate
+from plasmid.rollout.filtering import Filtering
+from plasmid.testing.light_contracts import check_filter
+from plasmid.testing.rewards import make_prompt, make_sample
+from plasmid_rewards import (
+    FunctionFilter,
+    LengthRange,
+    MaxDuplicates,
+    MaxTruncated,
+    NonzeroSpread,
+    RewardRange,
+    Staleness,
+)
 
 CUT = StopReason.LENGTH
 
@@ -65,9 +79,162 @@ def test_max_truncated_can_ask_for_complete_samples_only(group):
     assert MaxTruncated(fraction=0)(group(*[1.0] * 9, (1.0, CUT))) is False
 
 
+def group_of(*samples):
+    return PromptGroup(id=0, prompt=make_prompt(), samples=samples)
+
+
+def drawn(*versions):
+    """A sample with a token of each version."""
+    spans = tuple(VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions))
+    return make_sample(num_generated=len(versions), versions=spans)
+
+
+@pytest.mark.parametrize(
+    ("samples", "kept"),
+    [
+        ([[3], [3]], True),
+        ([[3], [4]], True),
+        ([[2, 3], [4]], False),
+        ([[2, 3, 4]], False),
+        ([[], [7]], True),
+        ([], True),
+    ],
+    ids=str,
+)
+def test_staleness_counts_versions_from_the_oldest_to_the_newest_token(samples, kept):
+    assert Staleness(max_versions=1)(group_of(*(drawn(*versions) for versions in samples))) is kept
+
+
+@pytest.mark.parametrize(
+    ("of", "lengths", "kept"),
+    [
+        ("mean", [1, 9], True),
+        ("mean", [1, 2], False),
+        ("shortest", [4, 20], True),
+        ("shortest", [3, 5], False),
+        ("longest", [1, 6], True),
+        ("longest", [5, 7], False),
+        ("mean", [], False),
+    ],
+)
+def test_length_range_counts_generated_tokens(of, lengths, kept):
+    samples = [replace(make_sample(num_generated=length), loss_mask=np.zeros(length, np.bool_)) for length in lengths]
+    assert LengthRange(min_tokens=4, max_tokens=6, of=of)(group_of(*samples)) is kept
+
+
+def said(text, tokens=()):
+    ids = np.array(tokens or list(map(ord, text)), np.int32)
+    return replace(make_sample(text, num_generated=len(ids)), token_ids=ids)
+
+
+def test_duplicates_are_texts_that_differ_in_white_space_at_most(group):
+    same = [said("a  cat"), said("a cat\n"), said("a cat"), said("a dog")]
+    assert MaxDuplicates(fraction=0.4)(group_of(*same)) is False
+    assert MaxDuplicates(fraction=0.5)(group_of(*same)) is True
+    assert MaxDuplicates(fraction=0.5)(group(None, None)) is False
+
+
+def test_near_duplicates_share_most_runs_of_tokens():
+    long = "the quick brown fox jumps over the lazy dog"
+    near = [said(long), said(long + "!"), said(long.replace("lazy", "tired"))]
+    assert MaxDuplicates(fraction=0.0)(group_of(*near)) is True
+    assert MaxDuplicates(fraction=0.0, similarity=0.9)(group_of(*near[::2])) is True
+    assert MaxDuplicates(fraction=0.0, similarity=0.9)(group_of(*near[:2])) is False
+    assert MaxDuplicates(fraction=0.0, similarity=0.5)(group_of(*near[::2])) is False
+    short = [said("a"), said("a"), said("b")]
+    assert MaxDuplicates(fraction=0.3, similarity=0.9)(group_of(*short)) is False
+    assert MaxDuplicates(fraction=0.4, similarity=0.9)(group_of(*short)) is True
+
+
+FUNCTIONS = """
+def long_enough(group, characters=3):
+    return all(len(sample.text) >= characters for sample in group.samples)
+
+def says_nothing(group):
+    pass
+"""
+
+
+@pytest.fixture
+def functions(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return tmp_path / "mine.py"
+
+
+def test_a_function_decides_and_names_the_reason(functions):
+    long_enough = FunctionFilter(function=f"{functions}:long_enough")
+    assert long_enough(group_of(said("yes"))) is True
+    assert long_enough(group_of(said("no"))) is False
+    assert long_enough.reason == "long_enough"
+    longer = FunctionFilter(function=f"{functions}:long_enough", arguments={"characters": 4})
+    assert longer(group_of(said("yes"))) is False
+    assert Filtering([long_enough, longer]).dropped_by(group_of(said("yes"))) == "long_enough-1"
+
+
+def test_a_function_that_returns_something_else_ends_the_run_with_its_name(functions):
+    filtering = Filtering([FunctionFilter(function=f"{functions}:says_nothing")])
+    with pytest.raises(RewardError, match=r"filters.0 \(says_nothing\): raised on prompt .* got None"):
+        filtering.dropped_by(group_of(said("yes")))
+
+
+@pytest.mark.parametrize(
+    "filter_",
+    [
+        NonzeroSpread(),
+        RewardRange(low=0, high=1),
+        MaxTruncated(),
+        LengthRange(max_tokens=9),
+        MaxDuplicates(),
+        MaxDuplicates(similarity=0.5),
+        Staleness(max_versions=0),
+    ],
+    ids=repr,
+)
+def test_filters_keep_their_contract(filter_):
+    check_filter(filter_)
+
+
+def test_a_staleness_filter_that_drops_nothing_is_refused():
+    plain = {
+        "model": {"path": "model"},
+        "trainer": {"kind": "fsdp"},
+        "rollout": {"kind": "hf"},
+        "algorithm": {"kind": "grpo"},
+        "data": {"path": "x.jsonl"},
+        "rewards": [{"kind": "number"}],
+        "filters": [{"kind": "nonzero-spread"}, {"kind": "staleness", "max_versions": 1}],
+    }
+    with pytest.raises(ConfigError) as caught:
+        resolve(plain)
+    assert str(caught.value) == (
+        "filters.1.max_versions: 1 drops nothing that run.max_staleness = 0 lets pass; lower it, or remove the filter"
+    )
+    assert resolve(plain | {"run": {"max_staleness": 2}}).filters[1].max_versions == 1
+
+
 @pytest.mark.parametrize(
     ("cls", "settings", "message"),
     [
+        (
+            LengthRange,
+            {"min_tokens": 9, "max_tokens": 3},
+            "filters.0: min_tokens = 9 is above max_tokens = 3; every group would be dropped",
+        ),
+        (
+            FunctionFilter,
+            {"function": "keep"},
+            "filters.0.function: must look like module:function or file.py:function, got 'keep'",
+        ),
+        (
+            FunctionFilter,
+            {"function": "no.py:keep"},
+            "filters.0.function: no.py:keep cannot be loaded: ImportError: no such file: no.py",
+        ),
+        (
+            FunctionFilter,
+            {"function": "math:keep"},
+            "filters.0.function: math:keep cannot be loaded: ImportError: math has no function 'keep'",
+        ),
         (
             RewardRange,
             {"low": 0.8, "high": 0.2},

@@ -59,6 +59,8 @@ class Component(Settings, ABC):
 class Reward(Component):
     """Scores one sample. Called many times at once; must not keep state between calls."""
 
+    name: str = Field("auto", pattern=r"^[A-Za-z0-9_.-]+$")
+    """What metrics and profiles call it; ``auto`` is its kind, numbered where one occurs twice."""
     weight: float = Field(1.0, allow_inf_nan=False)
     """Factor of this reward in the sum."""
     timeout_s: float = Field(60.0, gt=0)
@@ -75,6 +77,15 @@ class Reward(Component):
 
 class Filter(Component):
     """Decides whether a scored group is trained on."""
+
+    @property
+    def reason(self) -> str:
+        """What the groups that it drops are counted under: ``rollout/dropped/<reason>``."""
+        return str(type(self).model_fields["kind"].default)
+
+    def mistakes(self, config: RunConfig) -> Iterator[str]:
+        """What these settings say that does not fit the rest of the recipe, one ``<key>: ...`` each."""
+        yield from ()
 
     @abstractmethod
     def __call__(self, group: PromptGroup) -> bool:

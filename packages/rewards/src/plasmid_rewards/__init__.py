@@ -7,19 +7,25 @@ from .deepscaler import DeepScaler
 from .distinct import Distinct
 from .exact_match import ExactMatch
 from .f1 import F1
+from .filters import (
+    FunctionFilter,
+    LengthRange,
+    MaxDuplicates,
+    MaxTruncated,
+    NonzeroSpread,
+    RewardRange,
+    Staleness,
+)
 from .format import Format
 from .gpqa import GPQA
 from .gym import ReasoningGym, ReasoningGymSource
 from .instructions import IFBench, IFEval
 from .length import Length
 from .math_answer import Math
-from .max_truncated import MaxTruncated
-from .nonzero_spread import NonzeroSpread
 from .number import Number, find_number
 from .pattern import Regex
 from .pooled import PooledReward
 from .random_value import Random
-from .reward_range import RewardRange
 from .web import Judge, Remote
 
 __all__ = [
@@ -32,13 +38,16 @@ __all__ = [
     "Distinct",
     "ExactMatch",
     "Format",
+    "FunctionFilter",
     "Gate",
     "IFBench",
     "IFEval",
     "Isolated",
     "Judge",
     "Length",
+    "LengthRange",
     "Math",
+    "MaxDuplicates",
     "MaxTruncated",
     "NonzeroSpread",
     "Number",
@@ -51,6 +60,7 @@ __all__ = [
     "Regex",
     "Remote",
     "RewardRange",
+    "Staleness",
     "Sum",
     "find_number",
 ]

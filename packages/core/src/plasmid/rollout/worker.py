@@ -15,13 +15,13 @@ from ..batch import GroupRef, Rows
 from ..components import Workflow
 from ..config import ModelConfig, RunConfig
 from ..data.tokenizer import Tokenizer
-from ..errors import RewardError, one_line
 from ..observe.sample_store import write_samples
 from ..plugins import load_plugins
 from ..protocols import EngineClient, Ref, RunContext, Store
 from ..recipe import resolve_with
 from ..types import Prompt, PromptGroup, Sample, SamplingParams, StopReason
 from .execution import Execution, execute
+from .filtering import Filtering
 from .sample_hooks import SampleHooks
 from .scoring import Scorer
 from .seeds import seed_of
@@ -60,15 +60,31 @@ class Equipment:
 
     workflow: Workflow
     scorer: Scorer
+    by_profile: Mapping[str, Workflow]
+    """Workflows of the profiles that have one of their own."""
+
+    def workflow_of(self, prompt: Prompt) -> Workflow:
+        """How this prompt becomes samples."""
+        return self.by_profile.get(prompt.profile, self.workflow)
+
+    def workflows(self) -> list[Workflow]:
+        """All of them."""
+        return [self.workflow, *self.by_profile.values()]
 
     @staticmethod
     def all_of(config: RunConfig) -> dict[str, Equipment]:
         """Training's under the empty name, and that of each evaluation set, which may have parts of its own."""
-        training = Equipment(workflow=config.workflow, scorer=Scorer(config.rewards))
+        own_ways = {name: profile.workflow for name, profile in config.profiles.items() if profile.workflow}
+        scorer = Scorer(config.rewards, profiles=config.profiles)
+        training = Equipment(workflow=config.workflow, scorer=scorer, by_profile=own_ways)
         found = {"": training}
         for index, set_ in enumerate(config.eval):
             own = Scorer(set_.rewards, where=f"eval.{index}.rewards") if set_.rewards else training.scorer
-            found[set_.name] = Equipment(workflow=set_.workflow or training.workflow, scorer=own)
+            found[set_.name] = Equipment(
+                workflow=set_.workflow or training.workflow,
+                scorer=own,
+                by_profile={} if set_.workflow else own_ways,
+            )
         return found
 
 
@@ -85,6 +101,7 @@ class RolloutWorker:
         self._tokenizer = Tokenizer.of(self._config.model)
         self._max_length = longest_sample(self._config.model)
         self._equipment = Equipment.all_of(self._config)
+        self._filtering = Filtering(self._config.filters)
 
     async def open(self) -> None:
         """Open what the recipe's components need."""
@@ -97,14 +114,15 @@ class RolloutWorker:
     def _parts(self) -> list[Workflow | Scorer]:
         """Every workflow and scorer once; evaluation sets may share those of training."""
         every = self._equipment.values()
-        found: list[Workflow | Scorer] = [*(one.workflow for one in every), *(one.scorer for one in every)]
+        workflows = [workflow for one in every for workflow in one.workflows()]
+        found: list[Workflow | Scorer] = [*workflows, *(one.scorer for one in every)]
         return list({id(part): part for part in found}.values())
 
     async def roll_out(self, job: Job) -> GroupRef:
         """Sample, score and filter one prompt group."""
         samples, greedy = await asyncio.gather(self._sample(job), self._baseline(job))
         group = PromptGroup(id=job.group_id, prompt=job.prompt, samples=tuple(samples))
-        dropped_by = self._dropped_by(group) if job.filtered else ""
+        dropped_by = self._filtering.dropped_by(group) if job.filtered else ""
         if any(sample.stop_reason is StopReason.ERROR for sample in greedy):
             dropped_by = "failed"
         return self.share(replace(group, samples=(*samples, *greedy)), dropped_by)
@@ -138,22 +156,8 @@ class RolloutWorker:
             group_seed=seed_of(job.seed, "group"),
             wants_kept_sets=job.wants_kept_sets and sampling.is_restricted,
         )
-        made = await execute(self._equipment[job.eval_set].workflow, execution, job.prompt, timeout_s)
+        made = await execute(self._equipment[job.eval_set].workflow_of(job.prompt), execution, job.prompt, timeout_s)
         return [s if s.stop_reason is StopReason.ERROR else self._hooks.changed(s, job.prompt) for s in made]
-
-    def _dropped_by(self, group: PromptGroup) -> str:
-        if all(sample.stop_reason is StopReason.ERROR for sample in group.samples):
-            return "failed"
-        for index, keep in enumerate(self._config.filters):
-            kind = str(type(keep).model_fields["kind"].default)
-            try:
-                kept = keep(group)
-            except Exception as error:  # boundary: filters are users' code
-                where = f"filters.{index} ({kind})"
-                raise RewardError(f"{where}: raised on prompt {group.prompt.id}: {one_line(error)}") from error
-            if not kept:
-                return kind
-        return ""
 
     def share(self, group: PromptGroup, dropped_by: str = "") -> GroupRef:
         """Put a scored group into the store, whole and as flat arrays, and describe it for the driver."""
@@ -194,6 +198,7 @@ def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
     return GroupRef(
         id=group.id,
         prompt_id=group.prompt.id,
+        source=group.prompt.source,
         sample_ids=tuple(sample.id for sample in rows),
         rollout_ids=tuple(sample.rollout_id for sample in rows),
         lengths=np.array([len(sample.token_ids) for sample in rows], np.int64),
