@@ -14,7 +14,14 @@ from plasmid.run.checkpoint import CHANGEABLE
 
 from tests.docs.pages import LANGUAGES, MAKE, PAGES, ROOT, Reader, blocks, matches
 
-READ = ["README.md", "docs/quickstart.md", "docs/observability.md", "docs/checkpoints.md", "docs/plugins/index.md"]
+READ = [
+    "README.md",
+    "docs/quickstart.md",
+    "docs/observability.md",
+    "docs/checkpoints.md",
+    "docs/plugins/index.md",
+    "docs/workflows/agents.md",
+]
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""
 READ_ELSEWHERE = {"docs/plugins/rewards.md", "docs/plugins/hooks.md"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -17,7 +16,7 @@ from plasmid.rollout.tool_calls import PARSERS
 from plasmid.types import Prompt, Sample
 from pydantic import Field, PrivateAttr, model_validator
 
-from .launch import AgentFailed, FunctionHost, Result, Task, check_function, run_command
+from .launch import AgentFailed, FunctionHost, Result, Task, check_command, check_function, run_command
 from .session import Rules, Session
 
 if TYPE_CHECKING:
@@ -68,8 +67,11 @@ class Agent(Workflow):
                 check_function(FunctionName.parse(self.function))
         except ValueError as error:
             raise ValueError(f"function: {error}") from None
-        if self.command and shutil.which(self.command[0]) is None:
-            raise ValueError(f"command: no such program: {self.command[0]}")
+        try:
+            if self.command:
+                check_command(self.command)
+        except ValueError as error:
+            raise ValueError(f"command: {error}") from None
         return self
 
     async def open(self, context: RunContext) -> None:

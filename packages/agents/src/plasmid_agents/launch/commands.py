@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,17 @@ from .task import AgentFailed, Result, Task
 
 LONGEST = 1 << 20
 """Bytes of standard output that count as the answer: the last ones."""
+
+
+def search_path() -> str:
+    """Where programs are looked for: beside the run's own Python first, as in an activated environment."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raises `ValueError` if there is no such program."""
+    if shutil.which(command[0], path=search_path()) is None:
+        raise ValueError(f"no such program: {command[0]}")
 
 
 async def run_command(command: Sequence[str], task: Task) -> Result:
@@ -34,7 +47,7 @@ async def run_command(command: Sequence[str], task: Task) -> Result:
                 stdin=given,
                 stdout=output,
                 stderr=errors,
-                env={**os.environ, **task.environment(), **files},
+                env={**os.environ, "PATH": search_path(), **task.environment(), **files},
                 start_new_session=True,
             )
         try:
