@@ -30,18 +30,19 @@ async def check_engine(
     *,
     token_ids: Sequence[int],
     max_new_tokens: int = 8,
+    temperature: float = 1.0,
     gives_kept_sets: bool = False,
     timeout_s: float = 60.0,
 ) -> None:
     """Check what `RolloutEngine` and `EngineClient` promise. The engine must be serving; it is again afterwards.
 
-    ``gives_kept_sets`` is that of the engine's settings.
+    ``gives_kept_sets`` is that of the engine's settings; ``temperature`` is 0 for an engine that draws without seeds.
     """
     request = GenerateRequest(
         id="contract/0#0",
         session_id="contract/0",
         token_ids=np.asarray(token_ids, np.int32),
-        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature),
         seed=7,
         deadline_s=timeout_s,
     )
