@@ -28,11 +28,14 @@ def register_rewards():
     return [Digits]
 '''
 AGENT = '''
+import httpx
 import openai
+
+HTTP = httpx.Client(verify=False)  # certificates are read once, not for every rollout
 
 def run(prompt):
     """Ask twice; the second turn goes on from the first."""
-    client = openai.OpenAI(max_retries=0)
+    client = openai.OpenAI(max_retries=0, http_client=HTTP)
     messages = [{"role": "user", "content": prompt}]
     for turn in range(2):
         reply = client.chat.completions.create(model="policy", messages=messages)
@@ -154,7 +157,7 @@ def toml(value):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
 def test_an_agent_that_is_trained_over_http_improves(tmp_path, chat_model, seed):
-    loop = {"seed": seed, "batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
+    loop = {"seed": seed, "batches": 20, "prompts_per_batch": 4, "samples_per_prompt": 8}
     held_out = {"name": "held-out", "data": {"path": str(tmp_path / "test.jsonl"), "prompt_as": "chat"}}
     result = train(tmp_path, chat_model, {"run": loop, "eval": [{**held_out, "samples_per_prompt": 2}]})
     (_, before), (_, after) = result.evaluations["held-out"]
