@@ -16,3 +16,30 @@ def tiny_model(tmp_path_factory) -> Path:
     from plasmid.testing.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def make_character_tokenizer(tmp_path_factory):
+    """A tokenizer of single characters and some special tokens, with a chat template."""
+
+    import json
+    import string
+
+    from plasmid.data import Tokenizer
+
+    def make(template, *, special, eos):
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Fast
+
+        path = tmp_path_factory.mktemp("tokenizer")
+        words = ["<unk>", *special, *string.printable]
+        fast = Fast(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+        fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        fast.decoder = decoders.Fuse()
+        fast.add_special_tokens(["<unk>", *special])
+        fast.save(str(path / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": eos}
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        return Tokenizer(path)
+
+    return make

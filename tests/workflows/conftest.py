@@ -1,8 +1,5 @@
 """A tokenizer of characters that can also write calls."""
 
-import json
-import string
-
 import pytest
 from plasmid.data import Tokenizer
 from plasmid.testing import tiny
@@ -15,30 +12,8 @@ CHATML = (
 
 
 @pytest.fixture(scope="session")
-def make_tokenizer(tmp_path_factory):
-    """A tokenizer of single characters and some special tokens, with a chat template."""
-
-    def make(template=CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>"):
-        from tokenizers import Regex, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Fast
-
-        path = tmp_path_factory.mktemp("tokenizer")
-        words = ["<unk>", *special, *string.printable]
-        fast = Fast(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-        fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        fast.decoder = decoders.Fuse()
-        fast.add_special_tokens(["<unk>", *special])
-        fast.save(str(path / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": eos}
-        (path / "tokenizer_config.json").write_text(json.dumps(settings))
-        return Tokenizer(path)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def chatml(make_tokenizer):
-    return make_tokenizer()
+def chatml(make_character_tokenizer):
+    return make_character_tokenizer(CHATML, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
 
 
 @pytest.fixture(scope="session")

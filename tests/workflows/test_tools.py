@@ -13,7 +13,14 @@ from plasmid.types import StopReason
 from plasmid.workflows import Tools
 from plasmid.workflows.kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
 
-from tests.workflows.scripted import chat, coloured, rollout
+from tests.workflows.scripted import chat, coloured, plain, rollout
+
+
+class Here(CalculatorTool):
+    """Calls in this process, where the test is not about other ones."""
+
+    isolated = False
+
 
 TOOLS = '''
 import os, time
@@ -151,7 +158,7 @@ def test_search_finds_documents_by_their_words(chatml, tmp_path):
 
 
 def test_long_results_are_cut_and_say_so(chatml, tmp_path):
-    workflow = Tools(tools=(CalculatorTool(),), workers=1, max_result_chars=5)
+    workflow = Tools(tools=(Here(),), max_result_chars=5)
     sample = run(workflow, tmp_path, rollout(chatml, [call("calculate", expression="10**9"), "ok"]), chat(chatml, "go"))
     assert results(sample) == ["10000 ... (5 characters left out)"]
 
@@ -167,7 +174,7 @@ def test_long_results_are_cut_and_say_so(chatml, tmp_path):
 def test_limits_end_a_conversation_and_no_sample_is_longer_than_they_say(
     chatml, tmp_path, settings, limit, cut_by, turns
 ):
-    workflow = Tools(tools=(CalculatorTool(),), workers=1, shown="system", **settings)
+    workflow = Tools(tools=(Here(),), shown="system", **settings)
     one = rollout(chatml, [call("calculate", expression="1+1")] * 9, max_length=limit)
     sample = run(workflow, tmp_path, one, chat(chatml, "go"))
     assert sample.error is None, sample.error
@@ -180,15 +187,13 @@ def test_limits_end_a_conversation_and_no_sample_is_longer_than_they_say(
 
 
 def test_a_turn_that_is_cut_off_makes_no_call(chatml, tmp_path):
-    workflow = Tools(tools=(CalculatorTool(),), workers=1)
+    workflow = Tools(tools=(Here(),))
     sample = run(workflow, tmp_path, rollout(chatml, [call("calculate", expression="1")], cut={0}), chat(chatml, "go"))
     assert (sample.metadata["calls"], sample.metadata["cut_by"]) == (0, "max_new_tokens")
 
 
 def test_plain_text_is_refused_with_the_way_out(chatml, tmp_path):
-    from tests.workflows.scripted import plain
-
-    sample = run(Tools(tools=(CalculatorTool(),), workers=1), tmp_path, rollout(chatml, []), plain(chatml, "go"))
+    sample = run(Tools(tools=(Here(),)), tmp_path, rollout(chatml, []), plain(chatml, "go"))
     assert sample.error == 'prompt p:1 is plain text, and tools need a chat; set data.prompt_as = "chat"'
 
 
@@ -212,7 +217,7 @@ def test_mistakes_in_a_recipe_are_found_before_anything_runs(file, data, mistake
 
 
 def test_a_limit_above_the_models_is_an_error(chatml, tmp_path):
-    workflow = Tools(tools=(CalculatorTool(),), workers=1, max_tokens=5000)
+    workflow = Tools(tools=(Here(),), max_tokens=5000)
     sample = run(workflow, tmp_path, rollout(chatml, [], max_length=512), chat(chatml, "go"))
     assert sample.error.startswith("workflow.max_tokens: 5000 is more than the 512 tokens that the model takes")
     assert issubclass(ConfigError, ValueError)

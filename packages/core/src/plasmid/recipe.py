@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -19,11 +19,12 @@ from .plugins import BASES, Classes, installed, load_plugins
 from .validation import Checked, check, validate
 
 DEFAULT_KINDS = {"data": "files", "workflow": "single-turn", "tools": "function"}
+C = TypeVar("C", bound=Component)
 LISTS = ("rewards", "filters", "trackers")
 SINGLES = ("trainer", "rollout", "algorithm", "data", "workflow")
 REQUIRED = ("model", "trainer", "algorithm", "data", "workflow")
 """Tables that no recipe does without: one that lacks them is told what has to stand in them."""
-__all__ = ["load_config", "merge", "parse_override", "read_toml", "resolve", "resolve_with", "validate"]
+__all__ = ["load_config", "merge", "parse_override", "read_toml", "resolve", "resolve_with", "revive", "validate"]
 
 
 def load_config(
@@ -76,6 +77,13 @@ def resolve_with(plugins: pluggy.PluginManager, data: Mapping[str, Any]) -> RunC
 def read_toml(path: Path) -> dict[str, Any]:
     """One recipe file as plain data."""
     try:
+def revive(component: C) -> C:
+    """A component as other processes get it: from its own plain data. Raises `ConfigError`."""
+    cls, data = type(component), component.model_dump(mode="json")
+    within, _ = _pick_within("", cls, data, installed(load_plugins()))
+    return validate(cls, {**data, **within})
+
+
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the recipe: {(error.strerror or str(error)).lower()}") from None

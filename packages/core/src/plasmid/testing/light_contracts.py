@@ -20,6 +20,7 @@ import numpy as np
 
 from ..components import Component, Filter, Reward, Workflow
 from ..protocols import RunContext
+from ..recipe import revive
 from ..rollout.execution import Codec, Execution
 from ..types import Ints, Message, Prompt, Sample, SamplingParams, Score, StopReason
 from .fakes import FakeEngine, FakeEngineConfig
@@ -104,7 +105,7 @@ def _check_sample(sample: Sample, rollout: Execution) -> None:
 
 def _check_settings(component: Component) -> None:
     """Other processes get a component as plain data."""
-    copy = type(component).model_validate(component.model_dump(mode="json"))
+    copy = revive(component)
     assert copy.model_dump() == component.model_dump(), "settings survive JSON"
 
 

@@ -1,0 +1,203 @@
+"""Turns in environments: observations follow actions, rewards arrive, and what fails is a sample with an error."""
+
+import asyncio
+import time
+from typing import Literal
+
+import pytest
+from plasmid import RunContext
+from plasmid.errors import RewardError
+from plasmid.interaction import Environment, Step
+from plasmid.plugins import installed, load_plugins
+from plasmid.recipe import _pick
+from plasmid.rollout.execution import execute
+from plasmid.testing.rewards import make_prompt, make_sample
+from plasmid.types import StopReason
+from plasmid.workflows import EnvironmentReward, EnvironmentWorkflow
+from plasmid.workflows.arithmetic import evaluate
+from plasmid.workflows.environments import Calculator, Guess, Search
+
+from tests.workflows.scripted import chat, coloured, plain, rollout
+
+
+class Moody(Environment):
+    """Does what it is told to."""
+
+    kind: Literal["moody"] = "moody"
+
+    def episode(self):
+        return Mood()
+
+
+class Mood:
+    closed = 0
+
+    async def reset(self, seed, prompt):
+        self.seed = seed
+        return f"seed {seed}"
+
+    def step(self, action):
+        word = action.strip().split("<")[0]
+        if word == "hang":
+            time.sleep(30)
+        if word == "raise":
+            raise RuntimeError("no more")
+        if word == "nan":
+            return Step(reward=float("nan"))
+        if word == "none":
+            return None
+        return Step(observation=f"{word}?", reward=0.5, done=word == "end", info={"last": word})
+
+    def close(self):
+        type(self).closed += 1
+
+
+def play(environment, one, prompt, **settings):
+    workflow = EnvironmentWorkflow(environment=environment, **settings)
+    (sample,) = asyncio.run(execute(workflow, one, prompt, 60.0))
+    return sample
+
+
+def test_observations_follow_actions_and_only_actions_are_trained_on(chatml):
+    closed = Mood.closed
+    sample = play(Moody(), rollout(chatml, ["go on", "end"]), chat(chatml, "begin"))
+    assert coloured(chatml, sample) == [
+        ("<|im_start|>user\nbegin\n\nseed 5<|im_end|>\n<|im_start|>assistant\n", False),
+        ("go on<|im_end|>", True),
+        ("\n<|im_start|>user\ngo on?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("end<|im_end|>", True),
+    ]
+    assert sample.text == "go on\nend" and sample.stop_reason is StopReason.STOP
+    assert sample.metadata["environment"] == {"reward": 1.0, "rewards": [0.5, 0.5], "done": True, "last": "end"}
+    assert Mood.closed == closed + 1
+
+
+def test_prompts_of_plain_text_stay_plain_text(letters):
+    one = rollout(letters, ["go\n", "end\n"], cut={0, 1})
+    sample = play(Moody(), one, plain(letters, "begin\n"), observation_format="{observation}\n")
+    assert letters.decode(sample.token_ids) == "begin\nseed 5\ngo\ngo?\nend\n"
+    assert [text for text, trained in coloured(letters, sample) if trained] == ["go\n", "end\n"]
+
+
+@pytest.mark.parametrize(
+    ("action", "error"),
+    [
+        ("raise", "environment 'moody': step raised RuntimeError: no more"),
+        ("hang", "environment 'moody': step did not end within step_timeout_s = 0.3"),
+        ("nan", "an environment's step returns a Step with a finite reward, got Step("),
+        ("none", "an environment's step returns a Step with a finite reward, got None"),
+    ],
+)
+def test_an_environment_that_fails_makes_a_sample_with_an_error(chatml, action, error):
+    one = rollout(chatml, ["go", action])
+    sample = play(Moody(), one, chat(chatml, "begin"), step_timeout_s=0.3)
+    assert sample.stop_reason is StopReason.ERROR and sample.error.startswith(error)
+    assert one.client.left, "the engine waits for it no longer"
+
+
+def test_limits_end_an_episode_without_a_failure(chatml):
+    sample = play(Moody(), rollout(chatml, ["a", "b", "c"]), chat(chatml, "begin"), max_turns=2)
+    assert (sample.metadata["cut_by"], sample.stop_reason) == ("max_turns", StopReason.LENGTH)
+    assert sample.metadata["environment"]["done"] is False and sample.loss_mask[-1]
+    sample = play(Moody(), rollout(chatml, ["a" * 40] * 9), chat(chatml, "begin"), max_tokens=100)
+    assert sample.metadata["cut_by"] == "max_tokens" and len(sample.token_ids) <= 100
+
+
+def test_the_reward_pays_what_the_environment_gave():
+    found = {"reward": 1.5, "rewards": [0.5, 1.0], "done": False}
+    sample = make_sample("x", metadata={"environment": found})
+    assert asyncio.run(EnvironmentReward()(make_prompt(), sample)) == 1.5
+    assert asyncio.run(EnvironmentReward(unfinished=-1.0)(make_prompt(), sample)) == -1.0
+    with pytest.raises(RewardError, match=r"comes from no environment; remove the reward, or set workflow\.kind"):
+        asyncio.run(EnvironmentReward()(make_prompt(), make_sample("x")))
+
+
+def test_the_calculator_answers_and_ends_with_the_answer(chatml):
+    sample = play(
+        Calculator(),
+        rollout(chatml, ["calc: 17*23", "calc: 1/", "hm", "answer: 391."]),
+        chat(chatml, "17*23?", target=391),
+    )
+    told = [m["content"] for m in sample.metadata["messages"] if m["role"] == "user"]
+    assert told == ["391", "error: this is no arithmetic expression", "write calc: or answer:"]
+    assert sample.metadata["environment"]["reward"] == 1.0
+    assert (
+        play(Calculator(), rollout(chatml, ["answer: 5"]), chat(chatml, "?", target=4)).metadata["environment"][
+            "reward"
+        ]
+        == 0.0
+    )
+
+
+def test_the_number_is_found_by_its_hints_and_is_the_same_for_all_rollouts_of_a_prompt(chatml):
+    for _ in range(2):
+        low, high, turns = 1, 100, []
+        game = Guess(highest=100, cost=0.125).episode()
+        game.reset(5, None)
+        while True:
+            guess = (low + high) // 2
+            turns.append(str(guess))
+            step = game.step(str(guess))
+            if step.done:
+                break
+            low, high = (guess + 1, high) if step.observation == "higher" else (low, guess - 1)
+        sample = play(Guess(highest=100, cost=0.125), rollout(chatml, turns), chat(chatml, "guess"), max_turns=10)
+        assert sample.metadata["environment"]["reward"] == 1.0 - 0.125 * (len(turns) - 1)
+
+
+def test_questions_are_answered_out_of_a_corpus(chatml, tmp_path):
+    corpus = tmp_path / "notes.txt"
+    corpus.write_text("The Elbe flows through Dresden.\n\nThe Isar flows through Munich.\n")
+    environment = Search(corpus=str(corpus), limit=1)
+    asyncio.run(environment.open(RunContext(seed=0, run_dir=tmp_path)))
+    turns = ["search: river in dresden", "answer: Elbe"]
+    sample = play(environment, rollout(chatml, turns), chat(chatml, "which?", target=["the Elbe", "elbe"]))
+    assert sample.metadata["messages"][1]["content"] == "1. The Elbe flows through Dresden."
+    assert sample.metadata["environment"] | {"searches": 1, "answer": "Elbe"} == sample.metadata["environment"]
+    assert sample.metadata["environment"]["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2+3*4", 14), ("(1+2)**3", 27), ("7//2-7%4", 0), ("1/4", 0.25), ("6/3", 2), ("-3--4", 1), ("10**20", 10**20)],
+)
+def test_arithmetic(text, value):
+    assert evaluate(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "2+",
+        "x",
+        "__import__('os')",
+        "9**9**9**9",
+        "1e308*10",
+        "(-8)**0.5",
+        "'a'*9",
+        "1 if 1 else 2",
+        "(" * 400,
+        "9" * 501,
+    ],
+)
+def test_what_is_no_arithmetic_is_said_to_be_none(text):
+    with pytest.raises(ValueError):
+        evaluate(text)
+
+
+@pytest.mark.parametrize(
+    ("data", "mistake"),
+    [
+        ({}, "workflow.environment: is required"),
+        (
+            {"environment": {"kind": "gess"}},
+            "workflow.environment.kind: 'gess' is not installed; did you mean 'guess'?",
+        ),
+        ({"environment": {"kind": "guess", "highest": 0}}, "workflow.environment.highest: must be at least 1, got 0"),
+        ({"environment": {"kind": "guess"}, "observation_format": "x"}, "must have {observation} in it"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_found_before_anything_runs(data, mistake):
+    checked = _pick("workflow", {"kind": "environment", **data}, installed(load_plugins()), "workflow")
+    assert any(mistake in line for line in checked.mistakes), checked.mistakes

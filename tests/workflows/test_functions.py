@@ -1,0 +1,93 @@
+"""Workflows that are functions of users, and fan-out."""
+
+import asyncio
+
+import pytest
+from plasmid.plugins import installed, load_plugins
+from plasmid.recipe import _pick
+from plasmid.rollout.execution import execute
+from plasmid.testing.light_contracts import check_workflow
+from plasmid.workflows import EnvironmentWorkflow, FunctionWorkflow
+from plasmid.workflows.environments import Calculator, Guess
+
+from tests.workflows.scripted import chat, coloured, rollout
+
+FILE = """
+from plasmid.rollout.transcript import Transcript
+
+async def twice(rollout, prompt, question="sure?"):
+    transcript = Transcript.of_prompt(rollout, prompt)
+    transcript.append(await rollout.generate(transcript.token_ids))
+    first = transcript.sample(rollout, prompt, metadata={"part": "first"})
+    transcript.add([{"role": "user", "content": question}])
+    transcript.append(await rollout.generate(transcript.token_ids, max_new_tokens=4))
+    return [first, transcript.sample(rollout, prompt, metadata={"part": "second"})]
+
+async def plain(rollout, prompt):
+    return rollout.sample(prompt, [await rollout.generate(prompt.token_ids)])
+
+async def nothing(rollout, prompt):
+    return []
+
+async def rubbish(rollout, prompt):
+    return {"text": "4"}
+
+def not_async(rollout, prompt):
+    return []
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "ways.py"
+    path.write_text(FILE)
+    return path
+
+
+def run(workflow, one, prompt):
+    return asyncio.run(execute(workflow, one, prompt, 60.0))
+
+
+def test_one_rollout_may_make_several_samples_that_count_once(chatml, file):
+    workflow = FunctionWorkflow(function=f"{file}:twice", settings={"question": "really?"})
+    one = rollout(chatml, ["4", "yes, of course"])
+    first, second = run(workflow, one, chat(chatml, "2+2?"))
+    assert (first.id, second.id) == ("7/0", "7/0.1") and first.rollout_id == second.rollout_id == "7/0"
+    assert [text for text, trained in coloured(chatml, second) if trained] == ["4<|im_end|>", "yes,"]
+    assert "really?" in chatml.decode(second.token_ids)
+
+
+def test_what_a_function_gives_back_is_checked(chatml, file):
+    errors = {
+        "nothing": "workflow FunctionWorkflow returned no sample",
+        "rubbish": f"{file}:rubbish must return a Sample or a list of them, got {{'text': '4'}}",
+    }
+    for name, error in errors.items():
+        (sample,) = run(FunctionWorkflow(function=f"{file}:{name}"), rollout(chatml, []), chat(chatml, "?"))
+        assert sample.error == error
+
+
+@pytest.mark.parametrize(
+    ("data", "mistake"),
+    [
+        ({}, "workflow.function: is required"),
+        ({"function": "FILE:never"}, "has no function 'never'"),
+        ({"function": "FILE:not_async"}, "must be async: `async def not_async(rollout, prompt)`"),
+        ({"function": "FILE:twice", "settings": {"x": 1}}, "got an unexpected keyword argument 'x'"),
+        ({"function": "no.such.module:f"}, "No module named 'no'"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_found_before_anything_runs(file, data, mistake):
+    data = {key: value.replace("FILE", str(file)) if isinstance(value, str) else value for key, value in data.items()}
+    checked = _pick("workflow", {"kind": "function", **data}, installed(load_plugins()), "workflow")
+    assert any(mistake in line for line in checked.mistakes), checked.mistakes
+
+
+@pytest.mark.parametrize("name", ["calculator", "guess", "function"])
+def test_our_workflows_keep_the_promises_of_workflows(name, file):
+    ways = {
+        "calculator": EnvironmentWorkflow(environment=Calculator()),
+        "guess": EnvironmentWorkflow(environment=Guess(), max_turns=3),
+        "function": FunctionWorkflow(function=f"{file}:plain"),
+    }
+    asyncio.run(check_workflow(ways[name]))
