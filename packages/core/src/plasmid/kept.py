@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class KeptSet:
         )
 
     @staticmethod
-    def of(sets: Sequence[NDArray[np.int32]], log_mass: Sequence[float]) -> KeptSet:
+    def of(sets: Sequence[NDArray[np.int32]], log_mass: Sequence[float] | NDArray[Any]) -> KeptSet:
         """From one array of tokens for each position."""
         return KeptSet(
             token_ids=np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,8 @@ class Microbatch:
     def to(self, device: torch.device | str) -> Microbatch:
         """The same on a device."""
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Microbatch(**{k: v if v is None else v.to(device, non_blocking=True) for k, v in parts.items()})
+        moved: dict[str, Any] = {k: None if v is None else v.to(device, non_blocking=True) for k, v in parts.items()}
+        return Microbatch(**moved)
 
 
 def collate(
