@@ -9,11 +9,12 @@ from .output import table_console
 
 if TYPE_CHECKING:
     from plasmid import RunConfig
+    from plasmid.components import DataFacts
     from plasmid.evaluation_config import EvalConfig
 
 
-def print_plan(config: RunConfig) -> None:
-    """Print the configuration as TOML, coloured on a terminal, then the batch algebra."""
+def print_plan(config: RunConfig, data: DataFacts) -> None:
+    """Print the configuration as TOML, coloured on a terminal, then the prompts and the batch algebra."""
     from rich.syntax import Syntax
     from rich.table import Table
 
@@ -24,9 +25,20 @@ def print_plan(config: RunConfig) -> None:
     else:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     table = Table("what", "how many", "from", box=None, title="plan", title_justify="left")
-    for row in batch_algebra(config):
+    for row in (*prompt_rows(data), *batch_algebra(config)):
         table.add_row(*row)
     console.print(table)
+
+
+def prompt_rows(data: DataFacts, name: str = "") -> list[tuple[str, str, str]]:
+    """How many prompts there are, and how many of them are left out, for the data and each source of a mixture."""
+    what = f"prompts of {name}" if name else "prompts"
+    count = "made as they are drawn" if data.num_prompts is None else f"{data.num_prompts:,}"
+    why = f"{data.left_out:,} left out as too long" if data.left_out else ""
+    rows = [(what, count, why)]
+    for part, facts in data.parts.items():
+        rows += prompt_rows(facts, f"{name}/{part}" if name else part)
+    return rows
 
 
 def to_toml(config: RunConfig) -> str:

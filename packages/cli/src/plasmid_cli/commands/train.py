@@ -51,8 +51,7 @@ def _explain(config: RunConfig) -> None:
     from ..dry_run import print_plan
 
     check(config)
-    check_data(config)
-    print_plan(config)
+    print_plan(config, check_data(config))
 
 
 def _run(

@@ -1,0 +1,135 @@
+"""`rl reward`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..recipe_arguments import Items, PluginFiles, load
+
+if TYPE_CHECKING:
+    from plasmid import PromptGroup, RunConfig
+    from plasmid.rollout.rescoring import Rescored
+
+    from ..scores import Row
+
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data", metavar="FILE", help="Rows (.jsonl, .parquet), a run's sample file, or the folder of a run: its last."
+    ),
+]
+PromptKey = Annotated[str, typer.Option("--prompt-key", metavar="KEY", help="Column of the prompt.")]
+ResponseKey = Annotated[
+    str, typer.Option("--response-key", metavar="KEY", help="Column of the response: a text, or a list of texts.")
+]
+TargetKey = Annotated[str, typer.Option("--target-key", metavar="KEY", help="Column of the ground truth.")]
+EvalSet = Annotated[str, typer.Option("--eval", metavar="NAME", help="Score with the rewards of this evaluation set.")]
+Count = Annotated[int, typer.Option("--count", min=0, help="How many samples to show; all of them count.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def reward(
+    items: Items,
+    data: Data,
+    prompt_key: PromptKey = "prompt",
+    response_key: ResponseKey = "response",
+    target_key: TargetKey = "target",
+    evaluation: EvalSet = "",
+    count: Count = 20,
+    plugin: PluginFiles = None,
+    as_json: Json = False,
+) -> None:
+    """Score given texts with the recipe's rewards: rl reward recipe.toml --data answers.jsonl
+
+    No model is loaded. Exits with 1 if a reward raised.
+    """
+    import asyncio
+
+    from plasmid.data.given_texts import Keys
+    from plasmid.errors import ConfigError
+    from plasmid.rollout.rescoring import rescore
+
+    from ..output import table_console
+    from ..scores import render, summary
+
+    config = load(items, plugin)
+    if evaluation and evaluation not in [set_.name for set_ in config.eval]:
+        names = ", ".join(set_.name for set_ in config.eval) or "none"
+        raise ConfigError(f"--eval {evaluation}: no such evaluation set; there are {names}")
+    groups = _groups(data, Keys(prompt=prompt_key, response=response_key, target=target_key), config)
+    found = asyncio.run(rescore(config, groups, eval_set=evaluation))
+    rows = [row for one in found for row in _rows(one)]
+    if as_json:
+        samples = [{name: getattr(row, name) for name in type(row).__slots__} for row in rows]
+        typer.echo(json.dumps({"summary": summary(rows), "samples": samples}, indent=1))
+    else:
+        table_console().print(render(rows, count=count), highlight=False, soft_wrap=False)
+    if any(one.error for one in found):
+        raise typer.Exit(1)
+
+
+def _groups(data: str, keys: Any, config: RunConfig) -> Sequence[PromptGroup]:
+    """The samples to score."""
+    from plasmid.data.given_texts import read_given
+
+    path = Path(data)
+    if path.is_dir():
+        from ..run_data import load_run
+        from ..view import sample_file
+
+        run = load_run(path)
+        path = run.sample_files()[sample_file(run, step=None, evaluation=None)]
+    if path.suffix == ".parquet" and _holds_samples(path):
+        from plasmid.observe.sample_store import read_samples
+
+        return read_samples(path)
+    return read_given(data, keys, _encoder(config))
+
+
+def _holds_samples(path: Path) -> bool:
+    """True for a file of the sample store, False for rows of somebody's own."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return {"sample_id", "loss_mask"} <= set(pq.read_schema(path).names)
+    except (OSError, pa.ArrowException):
+        return False  # the reader of rows says what is wrong
+
+
+def _encoder(config: RunConfig) -> Callable[[str], Any]:
+    """Tokens of texts, for rewards that count them; none where the model's tokenizer is not at hand."""
+    import numpy as np
+
+    file = Path(config.model.tokenizer_path) / "tokenizer.json"
+    if not file.is_file():
+        return lambda text: np.zeros(0, np.int32)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+
+def _rows(one: Rescored) -> list[Row]:
+    from ..scores import Row
+
+    rows = []
+    for before, after in zip(one.group.samples, one.samples, strict=True):
+        score = None if one.error else after.score
+        known = {n.removeprefix("score_s/"): s for n, s in after.timings.items() if n.startswith("score_s/")}
+        row = Row(
+            id=after.id,
+            text=after.text,
+            reward=None if score is None else score.value,
+            before=None if before.score is None else before.score.value,
+            components={} if score is None else score.components,
+            error=one.error or (score.error or "" if score is not None else ""),
+            seconds={} if one.error else known,
+        )
+        rows.append(row)
+    return rows

@@ -1,0 +1,108 @@
+"""What `rl sample` prints: prompts as the policy sees them, and samples with every token's part in training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.text import Text
+
+from .tokens import TokenTexts, printable
+from .view import VERSION_COLORS, Shown, facts, token_versions
+
+if TYPE_CHECKING:
+    from plasmid import Prompt, RunConfig, Sample
+    from plasmid.run.sampling import Sampled
+
+GIVEN = "dim"
+NOT_TRAINED = "reverse dim"
+"""Behind the prompt, but not part of the loss: replies of tools, and what a workflow masked out."""
+
+
+def print_prompts(config: RunConfig, prompts: Sequence[Prompt], console: Console) -> None:
+    """Each prompt with its tokens' boundaries, what the reward is told, and how long it is."""
+    texts = token_texts(config)
+    for index, prompt in enumerate(prompts):
+        console.print(Rule(Text(f"prompt {prompt.id}, {index + 1} of {len(prompts)}")))
+        console.print(Panel(_boundaries(prompt, texts), title="as the policy sees it", title_align="left"))
+        console.print(_told(prompt), highlight=False)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    if lengths:
+        console.print(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens", highlight=False)
+
+
+def print_samples(config: RunConfig, found: Sequence[Sampled], console: Console) -> None:
+    """Every sample: prompt, then trained tokens coloured by their version, then those that are not trained on."""
+    texts = token_texts(config)
+    for one in found:
+        for sample in one.group.samples:
+            shown = Shown(file="", prompt=one.group.prompt, sample=sample, dropped_by=one.dropped_by)
+            console.print(Rule(Text(f"sample {sample.id}")))
+            console.print(facts(shown), highlight=False)
+            title = _legend(sample)
+            console.print(Panel(masked(shown, texts), title=title, title_align="left"))
+    kinds = Counter(one.dropped_by for one in found if one.dropped_by)
+    rewards = [sample.score.value for one in found for sample in one.group.samples if sample.score is not None]
+    if rewards:
+        console.print(f"{len(rewards)} samples, mean reward {sum(rewards) / len(rewards):.4g}", highlight=False)
+    for kind, count in kinds.items():
+        console.print(Text(f"{count} of {len(found)} groups would be dropped by filter {kind}", style="yellow"))
+
+
+def masked(shown: Shown, texts: TokenTexts) -> Text:
+    """All tokens of a sample; how they are drawn says what the loss sees."""
+    sample, versions = shown.sample, token_versions(shown.sample)
+    text = Text()
+    if not texts.known:  # the parts are then told apart as well as texts can
+        return Text.assemble((printable(shown.prompt.text), GIVEN), printable(sample.text))
+    for position, token in enumerate(texts.split(sample.token_ids.tolist())):
+        if sample.loss_mask[position]:
+            style = VERSION_COLORS[int(versions[position]) % len(VERSION_COLORS)]
+        else:
+            style = GIVEN if position < len(shown.prompt.token_ids) else NOT_TRAINED
+        text.append(printable(token), style=style)
+    return text
+
+
+def token_texts(config: RunConfig) -> TokenTexts:
+    """With the tokenizer of the recipe's model."""
+    file = Path(config.model.tokenizer_path) / "tokenizer.json"
+    if not file.is_file():
+        return TokenTexts(None)
+    from tokenizers import Tokenizer
+
+    return TokenTexts(Tokenizer.from_file(str(file)))
+
+
+def _legend(sample: Sample) -> Text:
+    given = len(sample.token_ids) - sample.num_generated
+    trained = int(sample.loss_mask.sum())
+    versions = sorted({span.version for span in sample.versions})
+    text = Text.assemble((f"{given} given", GIVEN), ", ", f"{trained} trained on")
+    for version in versions:
+        text.append(f" version {version}", style=VERSION_COLORS[version % len(VERSION_COLORS)])
+    masked_out = sample.num_generated - trained
+    if masked_out:
+        text.append(f", {masked_out} drawn and masked out", style=NOT_TRAINED)
+    return text
+
+
+def _boundaries(prompt: Prompt, texts: TokenTexts) -> Text:
+    """Tokens in two alternating shades, so that their boundaries are seen."""
+    text = Text()
+    if not texts.known:
+        return Text(printable(prompt.text))
+    for position, token in enumerate(texts.split(prompt.token_ids.tolist())):
+        text.append(printable(token), style="" if position % 2 else "cyan")
+    return text
+
+
+def _told(prompt: Prompt) -> Text:
+    lines = [f"{len(prompt.token_ids)} tokens", f"target {prompt.target!r}"]
+    lines += [f"{name} {value!r}" for name, value in prompt.metadata.items()]
+    return Text(printable("\n".join(lines)), style="dim")
