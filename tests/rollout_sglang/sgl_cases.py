@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,16 @@ from plasmid.recipe import resolve
 from plasmid.run.local import LocalCluster
 from plasmid.sync import send_weights
 from plasmid.types import GenerateRequest, SamplingParams
+from plasmid_sglang.members import Condition
+from plasmid_sglang.starting import put_together, start_members
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 START_S = 600
 
 
-@contextlib.asynccontextmanager
-async def started(model_path, run_dir, *, ranks=1, sampling=None, **settings):
-    """An engine on this machine's CPU."""
+def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), **settings):
+    """What an engine on this machine's CPU is built with."""
     rollout = {"kind": "sglang", "dtype": "float32", "health_interval_s": 1.0, "health_timeout_s": 60.0, **settings}
     rollout["server_args"] = {"max_total_tokens": 4096} | dict(settings.get("server_args", {}))
     config = resolve(
@@ -30,23 +32,67 @@ async def started(model_path, run_dir, *, ranks=1, sampling=None, **settings):
             "algorithm": {"kind": "grpo"},
             "rewards": [{"kind": "no-reward"}],
             "rollout": rollout,
-            "sampling": sampling or {"stop": ["<user>"]},
+            "sampling": {"stop": list(stop)},
             "placement": {"device": "cpu", "engine_ranks": ranks, "start_timeout_s": START_S},
             "run": {"sync_timeout_s": 240},
-            "plugins": [str(HERE.parent / "rollout_hf" / "hf_plugin.py")],
+            "plugins": [str(HERE / "sgl_plugin.py")],
         }
     )
-    cluster = LocalCluster()
     bundles = (None,) * ranks
-    context = BuildContext(cluster=cluster, config=config, run_dir=Path(run_dir), bundles=bundles, threads=1)
+    return BuildContext(cluster=LocalCluster(), config=config, run_dir=Path(run_dir), bundles=bundles, threads=1)
+
+
+@contextlib.asynccontextmanager
+async def started(model_path, run_dir, **settings):
+    """An engine with servers of its own."""
+    context = make_context(model_path, run_dir, **settings)
     engine = None
     try:
-        engine = await config.rollout.build(context)
+        engine = await context.config.rollout.build(context)
         yield engine
     finally:
         if engine is not None:
             await engine.close()
-        await cluster.close()
+        await context.cluster.close()
+
+
+class Shared:
+    """One server for many tests; each looks at it through an engine with settings of its own."""
+
+    def __init__(self, model_path, run_dir):
+        self.model_path = model_path
+        self.run_dir = run_dir
+        self._runner = asyncio.Runner()
+        self._context = make_context(model_path, run_dir)
+        self._members = self.run(start_members(self._context.config.rollout, self._context))
+        self._count = 0
+
+    def run(self, work):
+        """Run a coroutine on the loop that the server's connections belong to."""
+        return self._runner.run(work)
+
+    @contextlib.asynccontextmanager
+    async def engine(self, **settings):
+        """An engine over the server, which holds the model's own weights as version 0."""
+        self._count += 1
+        context = make_context(self.model_path, self.run_dir / str(self._count), **settings)
+        context = replace(context, cluster=self._context.cluster)
+        engine = put_together(context.config.rollout, context, [replace(m, condition=Condition.SERVING) for m in self._members])
+        try:
+            weights = list(plain_model(self.model_path).named_parameters())
+            await engine.pause("abort")
+            await publish(engine, weights, 0)
+            await engine.resume()
+            yield engine
+        finally:
+            await engine.pause("abort")
+            await engine.client.close()
+            await engine.members.stop_watching()
+
+    def close(self):
+        """End the server."""
+        self.run(asyncio.wait_for(self._context.cluster.close(), 60))
+        self._runner.close()
 
 
 def make_request(index, *, tokens=(7, 8, 9), num=8, seed=None, **sampling):

@@ -120,6 +120,10 @@ class Desk:
             work = [api.abort([f"{id_}~" for id_ in request_ids]) for api in apis]
         await asyncio.gather(*work, return_exceptions=True)
 
+    async def close(self) -> None:
+        """Give the connections back."""
+        await asyncio.gather(*(api.close() for api in self._apis.values()))
+
     def _api(self, url: str) -> Api:
         if url not in self._apis:
             self._apis[url] = Api(url)
@@ -152,3 +156,8 @@ class SGLangClient:
 
     async def leave(self, session_ids: Sequence[str]) -> None:
         """Nothing is kept of sessions."""
+
+    async def close(self) -> None:
+        """Give the connections of this copy back."""
+        if self._desk is not None and self._desk.loop is asyncio.get_running_loop():
+            await self._desk.close()

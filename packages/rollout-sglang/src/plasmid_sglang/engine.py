@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import PauseMode, SyncPlan
@@ -30,8 +29,6 @@ class EngineOptions:
 
     settings: SGLang
     dtype: str
-    folder: Path
-    """Of the run's files that are the engine's."""
     sync_s: float
     """Longest time for one weight sync."""
     can_sleep: bool
@@ -45,7 +42,7 @@ class SGLangEngine:
     def __init__(self, members: list[Member], planner: Planner, bulletin: BulletinFile, options: EngineOptions) -> None:
         self._options = options
         self._planner, self._bulletin = planner, bulletin
-        self._members = Members(members, options.watch, self._announce)
+        self.members = Members(members, options.watch, self._announce)
         self._paused = False
         self._draining = False
         self._asleep: set[str] = set()
@@ -61,7 +58,7 @@ class SGLangEngine:
             ),
         )
         self._announce()
-        self._members.begin_watching()
+        self.members.begin_watching()
 
     @property
     def client(self) -> SGLangClient:
@@ -75,22 +72,22 @@ class SGLangEngine:
 
     def needs_weights(self) -> bool:
         """True if a server that was started anew could serve, if it had the current weights. Raises `EngineError`."""
-        self._members.check()
-        return any(m.condition is Condition.WAITING for m in self._members.all)
+        self.members.check()
+        return any(m.condition is Condition.WAITING for m in self.members.all)
 
     def _announce(self) -> None:
         """Tell the workers which servers they may ask."""
-        serving = self._members.serving()
+        serving = self.members.serving()
         try:
-            self._members.check()
+            self.members.check()
         except EngineError as error:
             self._error = str(error)
         self._bulletin.write(
             Bulletin(
                 urls=tuple(m.api.url for m in serving),
-                servers=tuple(m.api.url for m in self._members.running()),
+                servers=tuple(m.api.url for m in self.members.running()),
                 is_open=not self._draining,
-                context_length=min((m.abilities.context_length for m in self._members.all), default=0),
+                context_length=min((m.abilities.context_length for m in self.members.all), default=0),
                 error=self._error,
             )
         )
@@ -131,23 +128,23 @@ class SGLangEngine:
 
     async def resume(self) -> None:
         """Undo `pause` on the servers that hold a proved version. Raises `SyncError` if none does."""
-        if not self._members.serving():
-            self._members.check()
+        if not self.members.serving():
+            self.members.check()
             raise SyncError("the engine cannot resume: no server holds a complete version")
         self._paused = self._draining = False
 
         async def resume(member: Member) -> None:
             await member.api.resume()
 
-        failed = await each(self._members.serving(), resume)
+        failed = await each(self.members.serving(), resume)
         for member, error in failed.items():
-            await self._members.give_up(member, str(error))
+            await self.members.give_up(member, str(error))
         self._announce()
 
     async def plan_sync(self) -> SyncPlan:
         """A plan for one weight sync to every server that runs."""
         settings = self._options.settings
-        wire = await self._planner.plan(self._members.running())
+        wire = await self._planner.plan(self.members.running())
         return SyncPlan(wire=wire, dtype=self._options.dtype, bucket_bytes=settings.bucket_bytes)
 
     async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
@@ -157,8 +154,8 @@ class SGLangEngine:
             raise SyncError(
                 f"weight sync of version {version}: engine 'sglang' cannot receive by {type(wire).__name__}"
             )
-        members = [m for m in self._members.all if m.actor in wire.actors]
-        self._members.has_synced = True
+        members = [m for m in self.members.all if m.actor in wire.actors]
+        self.members.has_synced = True
         for member in members:
             member.condition = Condition.WAITING
         self._announce()
@@ -171,7 +168,7 @@ class SGLangEngine:
         if wire.folder is not None:
             shutil.rmtree(wire.folder, ignore_errors=True)
         for member, error in failed.items():
-            await self._members.give_up(member, str(error))
+            await self.members.give_up(member, str(error))
         if not receipts:
             raise next(iter(failed.values()), SyncError(f"weight sync of version {version}: no server is left"))
         first = next(iter(receipts.values()))
@@ -181,7 +178,7 @@ class SGLangEngine:
         for member in receipts:
             if member.condition is Condition.WAITING:
                 member.condition = Condition.SERVING
-        self._members.check()
+        self.members.check()
         self._announce()
         return max(receipts.values(), key=lambda receipt: receipt.seconds)
 
@@ -193,7 +190,7 @@ class SGLangEngine:
             limit_s = self._options.sync_s
             found[member.name] = await member.actor.call("checksums", limit_s, timeout_s=limit_s)
 
-        failed = await each(self._members.serving(), ask)
+        failed = await each(self.members.serving(), ask)
         for error in failed.values():
             raise error
         first = next(iter(found.values()))
@@ -224,13 +221,13 @@ class SGLangEngine:
         await self._each_running(tell)
 
     async def _each_running(self, what: object) -> None:
-        failed = await each(self._members.running(), what)  # type: ignore[arg-type]
+        failed = await each(self.members.running(), what)  # type: ignore[arg-type]
         for member, error in failed.items():
-            await self._members.give_up(member, str(error))
+            await self.members.give_up(member, str(error))
 
     async def health(self) -> None:
         """Raises `EngineError` when too few servers are left."""
-        self._members.check()
+        self.members.check()
 
     async def metrics(self) -> Mapping[str, float]:
         """Sums over the servers; usage and hit rate are means."""
@@ -239,16 +236,18 @@ class SGLangEngine:
         async def look(member: Member) -> None:
             loads.append(await member.api.load(timeout_s=self._options.watch.timeout_s))
 
-        await each(self._members.running(), look)  # those that do not answer are somebody else's business
+        await each(self.members.running(), look)  # those that do not answer are somebody else's business
         sums = {"running": "num_running_reqs", "queued": "num_waiting_reqs", "tokens_per_s": "gen_throughput"}
         means = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
         found = {f"engine/{name}": sum(load.get(key, 0.0) for load in loads) for name, key in sums.items()}
         for name, key in means.items():
             found[f"engine/{name}"] = sum(load.get(key, 0.0) for load in loads) / max(len(loads), 1)
-        found["engine/serving"] = float(len(self._members.serving()))
-        found["engine/restarts"] = float(sum(m.restarts for m in self._members.all))
+        found["engine/serving"] = float(len(self.members.serving()))
+        found["engine/restarts"] = float(sum(m.restarts for m in self.members.all))
         return found
 
     async def close(self) -> None:
         """Stop the servers."""
-        await self._members.close()
+        await self._client.close()
+        await self.members.stop_watching()
+        await self.members.close()

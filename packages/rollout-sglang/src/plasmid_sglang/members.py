@@ -161,11 +161,14 @@ class Members:
         started: Started = await member.actor.call("start", timeout_s=self._watch.start_s)
         member.api, member.abilities = Api(started.url), started.abilities
 
-    async def close(self) -> None:
-        """Stop looking, then stop the servers."""
+    async def stop_watching(self) -> None:
+        """Look no more, and start nothing."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop the servers."""
         await asyncio.gather(*(member.api.close() for member in self.all))
         await asyncio.gather(*(member.actor.stop() for member in self.all))
 

@@ -40,12 +40,14 @@ async def start_engine(settings: SGLang, context: BuildContext) -> RolloutEngine
     """Start every server of the placement. Raises `ConfigError`, `EngineError`."""
     if installed_version("sglang") is None:
         raise ConfigError('rollout.kind: SGLang is not installed; install "plasmid-sglang[server]"')
-    config = context.config
-    on_gpu = any(bundle is not None for bundle in context.bundles)
-    folder = context.run_dir.absolute() / f"{context.engine_name}s"
-    size = settings.gpus_per_engine
-    groups = [context.bundles[i : i + size] for i in range(0, len(context.bundles), size)]
-    arguments = server_arguments(settings, config, on_gpu=on_gpu)
+    return put_together(settings, context, await start_members(settings, context))
+
+
+async def start_members(settings: SGLang, context: BuildContext) -> list[Member]:
+    """The servers, one for every `gpus_per_engine` bundles."""
+    size, bundles, place = settings.gpus_per_engine, context.bundles, context.config.placement
+    on_gpu = is_on_gpu(context)
+    arguments = server_arguments(settings, context.config, on_gpu=on_gpu)
 
     async def start(index: int) -> Member:
         name = f"{context.engine_name}-{index}"
@@ -53,12 +55,12 @@ async def start_engine(settings: SGLang, context: BuildContext) -> RolloutEngine
             name=name,
             arguments=arguments,
             host=settings.host,
-            folder=folder / name,
+            folder=folder_of(context) / name,
             log_file=context.run_dir.absolute() / "logs" / f"{name}-server.log",
-            start_s=config.placement.start_timeout_s,
+            start_s=place.start_timeout_s,
             env=environment(context.threads, on_gpu=on_gpu),
         )
-        gpus = tuple(bundle for bundle in groups[index] if bundle is not None)
+        gpus = tuple(bundle for bundle in bundles[index * size : (index + 1) * size] if bundle is not None)
 
         async def make() -> Actor:
             resources = Resources(cpus=context.threads, gpu=gpus or None, env={"OMP_NUM_THREADS": "1"})
@@ -68,8 +70,12 @@ async def start_engine(settings: SGLang, context: BuildContext) -> RolloutEngine
         started: Started = await actor.call("start", timeout_s=options.start_s + ACTOR_S)
         return Member(name, actor, make, Api(started.url), started.abilities)
 
-    members = await together(start(i) for i in range(len(groups)))
-    dtype = arguments["dtype"]
+    return await together(start(i) for i in range(len(bundles) // size))
+
+
+def put_together(settings: SGLang, context: BuildContext, members: list[Member]) -> SGLangEngine:
+    """The engine over servers that run."""
+    config, on_gpu, folder = context.config, is_on_gpu(context), folder_of(context)
     limit_s = config.run.sync_timeout_s
     planner = Planner(
         kind=wire_kind(settings, config, on_gpu=on_gpu),
@@ -80,27 +86,41 @@ async def start_engine(settings: SGLang, context: BuildContext) -> RolloutEngine
         host=own_address(settings.host),
         on_gpu=on_gpu,
     )
+    watch = Watch(
+        interval_s=settings.health_interval_s,
+        timeout_s=settings.health_timeout_s,
+        failures=settings.health_failures,
+        max_restarts=settings.max_restarts,
+        min_engines=settings.min_engines,
+        start_s=config.placement.start_timeout_s + ACTOR_S,
+    )
     options = EngineOptions(
         settings=settings,
-        dtype=dtype,
-        folder=folder,
+        dtype=dtype_of(settings, on_gpu=on_gpu),
         sync_s=limit_s,
         can_sleep=config.placement.offload_engine and on_gpu,
-        watch=Watch(
-            interval_s=settings.health_interval_s,
-            timeout_s=settings.health_timeout_s,
-            failures=settings.health_failures,
-            max_restarts=settings.max_restarts,
-            min_engines=settings.min_engines,
-            start_s=config.placement.start_timeout_s + ACTOR_S,
-        ),
+        watch=watch,
     )
     return SGLangEngine(members, planner, BulletinFile(folder / "bulletin.json"), options)
 
 
+def is_on_gpu(context: BuildContext) -> bool:
+    """True if the servers compute on GPUs."""
+    return any(bundle is not None for bundle in context.bundles)
+
+
+def folder_of(context: BuildContext) -> Path:
+    """Where the run keeps what is the engine's."""
+    return context.run_dir.absolute() / f"{context.engine_name}s"
+
+
+def dtype_of(settings: SGLang, *, on_gpu: bool) -> str:
+    """Of weights and cache."""
+    return settings.dtype if settings.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+
+
 def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     """Fields of ``ServerArgs`` that every server has in common."""
-    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     model = config.model
     wants_text = bool(config.sampling.stop) or any(e.sampling is not None and e.sampling.stop for e in config.eval)
     arguments: dict[str, Any] = {
@@ -108,7 +128,7 @@ def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> di
         "tokenizer_path": str(Path(model.tokenizer_path).absolute()),
         "trust_remote_code": model.trust_remote_code,
         "device": "cuda" if on_gpu else "cpu",
-        "dtype": dtype,
+        "dtype": dtype_of(settings, on_gpu=on_gpu),
         "tp_size": settings.gpus_per_engine // int(settings.server_args.get("pp_size", 1)),
         "random_seed": config.run.seed,
         "weight_version": "0",

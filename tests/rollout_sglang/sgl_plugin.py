@@ -1,0 +1,30 @@
+"""A trainer that is never started and a reward that is never asked, so that a configuration is complete."""
+
+from typing import Literal
+
+from plasmid import Reward, hookimpl
+from plasmid.components import TrainerConfig
+
+
+class NoTrainer(TrainerConfig):
+    kind: Literal["no-trainer"] = "no-trainer"
+
+    async def build(self, context):
+        raise AssertionError("these tests train nothing")
+
+
+class NoReward(Reward):
+    kind: Literal["no-reward"] = "no-reward"
+
+    async def __call__(self, prompt, sample):
+        raise AssertionError("these tests score nothing")
+
+
+@hookimpl
+def register_trainers():
+    return [NoTrainer]
+
+
+@hookimpl
+def register_rewards():
+    return [NoReward]

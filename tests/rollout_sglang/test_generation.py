@@ -1,0 +1,167 @@
+"""Tokens and log-probabilities of a real SGLang server, against one forward pass of transformers."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plasmid.errors import EngineError
+from plasmid.testing.contracts import check_engine
+from plasmid.types import StopReason, VersionSpan
+from plasmid_sglang.wording import completion
+from sgl_cases import make_request, plain_logprobs, plain_model
+
+SAMPLING = [
+    {},
+    {"temperature": 0.5, "top_p": 0.6},
+    {"temperature": 0.0},
+    {"temperature": 1.7, "top_k": 5},
+    {"min_p": 0.05},
+]
+
+
+def test_log_probabilities_are_those_of_the_whole_distribution(shared):
+    model = plain_model(shared.model_path)
+    requests = [make_request(i, num=12, **sampling) for i, sampling in enumerate(SAMPLING)]
+
+    async def test():
+        async with shared.engine() as engine:
+            return await asyncio.gather(*map(engine.client.generate, requests))
+
+    for request, completion in zip(requests, shared.run(test()), strict=True):
+        assert completion.request_id == request.id
+        assert completion.stop_reason in (StopReason.LENGTH, StopReason.STOP)
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=2e-5)
+        assert completion.versions == (VersionSpan(version=0, start=0, end=len(completion.token_ids)),)
+
+
+def test_a_greedy_request_takes_the_most_likely_token(shared):
+    model = plain_model(shared.model_path)
+    request = make_request(1, temperature=0.0)
+
+    async def test():
+        async with shared.engine() as engine:
+            return await engine.client.generate(request)
+
+    import torch
+
+    tokens = [*request.token_ids.tolist()]
+    for token in shared.run(test()).token_ids.tolist():
+        assert int(model(torch.tensor([tokens])).logits[0, -1].argmax()) == token
+        tokens.append(token)
+
+
+def test_stops_end_a_completion_and_are_kept(shared):
+    async def test():
+        async with shared.engine() as engine:
+            whole = await engine.client.generate(make_request(1, num=20, temperature=0.0))
+            third = int(whole.token_ids[2])
+            by_token = make_request(2, num=20, temperature=0.0, stop_token_ids=(third,))
+            return whole, await engine.client.generate(by_token)
+
+    whole, stopped = shared.run(test())
+    end = whole.token_ids.tolist().index(int(whole.token_ids[2])) + 1
+    assert stopped.token_ids.tolist() == whole.token_ids[:end].tolist()
+    assert stopped.stop_reason is StopReason.STOP
+
+
+def test_a_text_that_stops_is_kept(shared):
+    from plasmid.data.tokenizer import Tokenizer
+
+    async def test():
+        async with shared.engine() as engine:
+            whole = await engine.client.generate(make_request(1, num=20, temperature=0.0))
+            text = engine_text(whole.token_ids)
+            again = make_request(2, num=20, temperature=0.0, stop=(text[2],))
+            return whole, text, await engine.client.generate(again)
+
+    def engine_text(token_ids):
+        from plasmid.config import ModelConfig
+
+        return Tokenizer.of(ModelConfig(path=str(shared.model_path))).decode(token_ids)
+
+    _, text, stopped = shared.run(test())
+    assert engine_text(stopped.token_ids) == text[: text.index(text[2]) + 1]
+    assert stopped.stop_reason is StopReason.STOP
+
+
+def test_a_sample_ends_where_the_model_ends(shared):
+    prompt = tuple(range(7, 37)) * 8
+
+    async def test():
+        async with shared.engine() as engine:
+            long = make_request(1, tokens=prompt, num=500)
+            return await engine.client.generate(long), await engine.client.generate(
+                make_request(2, tokens=prompt + prompt, num=5)
+            )
+
+    cut, refused = shared.run(test())
+    assert cut.stop_reason in (StopReason.LENGTH, StopReason.STOP) and len(cut.token_ids) <= 16
+    assert refused.stop_reason is StopReason.ERROR
+    assert refused.error == "the prompt of 480 tokens leaves no room; raise model.max_length or shorten it"
+
+
+def test_what_the_server_refuses_is_a_completion_with_its_reason():
+    answer = {"error": {"message": "Requested token count exceeds the model's maximum context length"}}
+    refused = completion(make_request(1), 400, answer, has_spans=False)
+    assert refused.stop_reason is StopReason.ERROR and len(refused.token_ids) == 0
+    assert refused.error == (
+        "the server refused the request: Requested token count exceeds the model's maximum context length"
+    )
+
+
+def test_a_deadline_ends_a_request(shared):
+    request = replace(make_request(1), deadline_s=0.5)
+
+    async def test():
+        async with shared.engine() as engine:
+            await engine.pause("abort")
+            try:
+                return await engine.client.generate(request)
+            finally:
+                await engine.resume()
+
+    completion = shared.run(test())
+    assert completion.stop_reason is StopReason.ERROR
+    assert completion.error.startswith("no answer within 0.5 s")
+
+
+def test_one_request_is_aborted_and_others_go_on(shared):
+    first, second = make_request(1, num=200, temperature=5.0), make_request(11, num=20)
+
+    async def test():
+        async with shared.engine() as engine:
+            tasks = [asyncio.create_task(engine.client.generate(request)) for request in (first, second)]
+            await asyncio.sleep(0.2)
+            await engine.client.abort([first.id])
+            return await asyncio.gather(*tasks)
+
+    aborted, other = shared.run(test())
+    assert aborted.stop_reason in (StopReason.ABORT, StopReason.STOP)
+    assert len(aborted.token_ids) < 200
+    assert other.stop_reason in (StopReason.LENGTH, StopReason.STOP)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "in_place"])
+def test_the_engine_keeps_its_promises(shared, mode):
+    async def test():
+        async with shared.engine(pause_mode=mode) as engine:
+            await check_engine(engine, token_ids=[7, 8, 9], temperature=0.0, timeout_s=200)
+
+    shared.run(test())
+
+
+def test_an_engine_that_has_ended_says_so(shared):
+    async def test():
+        async with shared.engine() as engine:
+            member = engine.members.all[0]
+            engine.members._watch = replace(engine.members._watch, max_restarts=0)
+            engine.members._keep = lambda work: asyncio.ensure_future(work)
+            await engine.members._restart(member)
+            with pytest.raises(EngineError, match=r"0 of 1 servers are left, rollout\.min_engines is 1"):
+                engine.needs_weights()
+            with pytest.raises(EngineError, match="the engine cannot serve"):
+                await engine.client.generate(make_request(1))
+            member.condition = type(member.condition).SERVING
+
+    shared.run(test())
