@@ -145,6 +145,8 @@ class GroupRef:
     """Oldest policy version in the group; None if no token was drawn."""
     dropped_by: str = ""
     """Kind of the filter that dropped the group; empty if it is to be trained on."""
+    source: str = ""
+    """Name of the prompt's source in a mixture; empty where there is only one."""
     baseline: float | None = None
     """Reward of the greedy rollout (`Needs.greedy_baseline`); None without one."""
     rows: Ref[Rows]

@@ -9,6 +9,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from .components import (
     Algorithm,
+    BufferPolicy,
     DataSource,
     Filter,
     Reward,
@@ -164,6 +165,8 @@ class RunConfig(Settings):
     """Training prompts."""
     workflow: SerializeAsAny[Workflow]
     """How one prompt becomes samples."""
+    buffer: SerializeAsAny[BufferPolicy]
+    """Which of the groups that wait for training are taken first."""
     trainer: SerializeAsAny[TrainerConfig]
     """Training backend."""
     rollout: SerializeAsAny[RolloutEngineConfig] | None = None
@@ -193,6 +196,7 @@ class RunConfig(Settings):
             *self._unread_without_engine(),
             *self._restricted_sampling(),
             *self._uneven_batches(),
+            *self._unread_buffer(),
             *self._names_used_twice(),
             *mistakes_of_profiles(self.profiles, self.rewards),
             *self._evaluation_modes(),
@@ -274,12 +278,9 @@ class RunConfig(Settings):
             return  # nothing that a server of others draws is trained on
         kind = type(self.rollout).model_fields["kind"].default
         refused = self.algorithm.reads_rollout_logprobs() and not self.replays_kept_sets
-        every = [
-            (place, sampling, item)
-            for place, sampling in self._samplings().items()
-            for item in sampling.restrictions.items()
-        ]
-        for place, sampling, (name, value) in every:
+        samplings = self._samplings().items()
+        every = [(place, sampling, *item) for place, sampling in samplings for item in sampling.restrictions.items()]
+        for place, sampling, name, value in every:
             if sampling.temperature == 0:
                 yield f"{place}.{name}: {value} is never read at temperature 0; remove it"
             elif refused:
@@ -315,6 +316,18 @@ class RunConfig(Settings):
                 )
         if run.over_sampling > 1 and run.max_staleness == 0:
             yield "run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept"
+
+    def _unread_buffer(self) -> Iterator[str]:
+        if self.run.max_staleness > 0:
+            return
+        kind = type(self.buffer).model_fields["kind"].default
+        if kind != "oldest-first":
+            yield f"buffer.kind: {kind!r} has no effect with run.max_staleness = 0, where no group waits; remove it"
+        if self.buffer.when_stale != "drop":
+            yield (
+                f"buffer.when_stale: {self.buffer.when_stale!r} has no effect with run.max_staleness = 0, where no group "
+                "waits; remove it"
+            )
 
     def _names_used_twice(self) -> Iterator[str]:
         names = [e.name for e in self.eval]

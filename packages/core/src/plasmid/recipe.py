@@ -10,19 +10,20 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from .components import Component
+from .components import Component, Settings
 from .config import RunConfig
 from .errors import ConfigError
 from .evaluation_config import EvalConfig
 from .expected_types import element, model_in, takes
 from .plugins import BASES, Classes, installed, load_plugins
+from .profiles import Profile
 from .validation import Checked, check, validate
 
-DEFAULT_KINDS = {"data": "files", "workflow": "single-turn", "tools": "function"}
 C = TypeVar("C", bound=Component)
+DEFAULT_KINDS = {"data": "files", "workflow": "single-turn", "tools": "function", "buffer": "oldest-first"}
 LISTS = ("rewards", "filters", "trackers")
-SINGLES = ("trainer", "rollout", "algorithm", "data", "workflow")
-REQUIRED = ("model", "trainer", "algorithm", "data", "workflow")
+SINGLES = ("trainer", "rollout", "algorithm", "data", "workflow", "buffer")
+REQUIRED = ("model", "trainer", "algorithm", "data", "workflow", "buffer")
 """Tables that no recipe does without: one that lacks them is told what has to stand in them."""
 __all__ = ["load_config", "merge", "parse_override", "read_toml", "resolve", "resolve_with", "revive", "validate"]
 
@@ -66,6 +67,8 @@ def resolve_with(plugins: pluggy.PluginManager, data: Mapping[str, Any]) -> RunC
     for slot in (*LISTS, "eval"):
         if slot in picked:
             picked[slot], mistakes[slot] = _items(slot, picked[slot], slots)
+    if "profiles" in picked:
+        picked["profiles"], mistakes["profiles"] = _profiles(picked["profiles"], slots)
     wrong = [slot for slot, lines in mistakes.items() if lines]
     config = check(RunConfig, picked, without=wrong)
     lines = [*(line for slot in wrong for line in mistakes[slot]), *config.mistakes]
@@ -74,9 +77,6 @@ def resolve_with(plugins: pluggy.PluginManager, data: Mapping[str, Any]) -> RunC
     return config.model
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """One recipe file as plain data."""
-    try:
 def revive(component: C) -> C:
     """A component as other processes get it: from its own plain data. Raises `ConfigError`."""
     cls, data = type(component), component.model_dump(mode="json")
@@ -84,6 +84,9 @@ def revive(component: C) -> C:
     return validate(cls, {**data, **within})
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """One recipe file as plain data."""
+    try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the recipe: {(error.strerror or str(error)).lower()}") from None
@@ -173,6 +176,27 @@ def _eval(where: str, item: Any, slots: Mapping[str, Classes]) -> Checked[EvalCo
     return Checked(checked.model, (*(line for lines in mistakes.values() for line in lines), *checked.mistakes))
 
 
+def _profiles(value: Any, slots: Mapping[str, Classes]) -> tuple[dict[str, Any], list[str]]:
+    """The profiles that are right, and what is wrong with the others."""
+    if not isinstance(value, Mapping):
+        return {}, [f"profiles: must be a table of tables ([profiles.<name>]), got {value!r}"]
+    found: dict[str, Any] = {}
+    lines: list[str] = []
+    for name, item in value.items():
+        where = f"profiles.{name}"
+        if isinstance(item, Profile):
+            found[name] = item
+            continue
+        if not isinstance(item, Mapping):
+            lines.append(f"{where}: must be a table, got {item!r}")
+            continue
+        within, wrong = _pick_within(where, Profile, item, slots)
+        checked = check(Profile, {**item, **within}, where, without=wrong)
+        lines += [*(line for mistakes in wrong.values() for line in mistakes), *checked.mistakes]
+        found[name] = checked.model
+    return found, lines
+
+
 def _pick(
     where: str, item: Any, slots: Mapping[str, Classes], slot: str, default: str | None = None
 ) -> Checked[Component]:
@@ -198,7 +222,7 @@ def _pick(
 
 
 def _pick_within(
-    where: str, cls: type[Component], item: Mapping[str, Any], slots: Mapping[str, Classes]
+    where: str, cls: type[Settings], item: Mapping[str, Any], slots: Mapping[str, Classes]
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The components that are settings of a component, as a reward may hold rewards, and what is wrong with them."""
     within: dict[str, Any] = {}

@@ -35,7 +35,8 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
     Means are over samples, those of staleness over the groups that a policy drew any token of; ``rollout/failed`` is a
     fraction of all rollouts' samples, failed ones included. ``rollout/tokens`` and ``rollout/length_mean`` count the
     tokens after the prompt. Groups with a ``dropped_by`` count like the others and are counted again under
-    ``rollout/dropped/<kind>``. What has nothing to be the mean of is left out.
+    ``rollout/dropped/<kind>``. Of groups from a mixture, ``reward/source/<name>`` is the mean reward of each source and
+    ``rollout/source/<name>`` its share of the groups. What has nothing to be the mean of is left out.
     """
     rewards = np.concatenate([np.zeros(0), *(g.rewards for g in groups)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(g.lengths - g.prompt_lengths for g in groups)])
@@ -55,7 +56,7 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
     if staleness:
         metrics["rollout/staleness_mean"] = float(np.mean(staleness))
         metrics["rollout/staleness_max"] = float(max(staleness))
-    return metrics | _components(groups) | _dropped(groups)
+    return metrics | _components(groups) | _sources(groups) | _dropped(groups)
 
 
 def step_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -77,6 +78,17 @@ def _components(groups: Sequence[GroupRef]) -> dict[str, float]:
             known = values[~np.isnan(values)]  # nan where a sample has no such component
             means[name] = means.get(name, Mean()) + Mean(float(known.sum()), len(known))
     return {f"reward/{name}": mean.value for name, mean in sorted(means.items()) if mean.count}
+
+
+def _sources(groups: Sequence[GroupRef]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name in sorted({group.source for group in groups if group.source}):
+        own = [group for group in groups if group.source == name]
+        rewards = np.concatenate([group.rewards for group in own])
+        metrics[f"rollout/source/{name}"] = len(own) / len(groups)
+        if len(rewards):
+            metrics[f"reward/source/{name}"] = float(rewards.mean())
+    return metrics
 
 
 def _dropped(groups: Sequence[GroupRef]) -> dict[str, float]:

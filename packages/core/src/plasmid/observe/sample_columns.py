@@ -48,6 +48,8 @@ SCHEMA = pa.schema(
         ("messages", pa.string()),
         ("target", pa.string()),
         ("prompt_metadata", pa.string()),
+        ("source", pa.string()),
+        ("profile", pa.string()),
         ("metadata", pa.string()),
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),

@@ -108,6 +108,8 @@ def _prompt_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
         "messages": [to_json(p.messages) for p in prompts],
         "target": [to_json(p.target) for p in prompts],
         "prompt_metadata": [to_json(p.metadata) for p in prompts],
+        "source": [p.source for p in prompts],
+        "profile": [p.profile for p in prompts],
     }
 
 
@@ -137,7 +139,7 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _prompts(table: pa.Table) -> Iterator[Prompt]:
     tokens = Lists(table.column("prompt_token_ids"))
-    names = ("group_id", "prompt_id", "prompt", "messages", "target", "prompt_metadata")
+    names = ("group_id", "prompt_id", "prompt", "messages", "target", "prompt_metadata", "source", "profile")
     last: tuple[int, Prompt] | None = None
     for i, row in enumerate(_rows(table, names)):
         if last is None or last[0] != row["group_id"]:  # all samples of a group share one prompt object
@@ -148,6 +150,8 @@ def _prompts(table: pa.Table) -> Iterator[Prompt]:
                 messages=tuple(from_json(row["messages"])),
                 target=from_json(row["target"]),
                 metadata=from_json(row["prompt_metadata"]),
+                source=row["source"],
+                profile=row["profile"],
             )
             last = (row["group_id"], prompt)
         yield last[1]

@@ -7,13 +7,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..components import Reward
 from ..errors import RewardError, line_in, one_line
+from ..profiles import Profile, profile_of, reward_names
 from ..protocols import RunContext
 from ..types import Prompt, Sample, Score, StopReason
 
@@ -30,11 +31,14 @@ class Scorer:
     deadline that ends the run with the reward's name.
     """
 
-    def __init__(self, rewards: Sequence[Reward], *, where: str = "rewards") -> None:
-        """``where`` is the table of the recipe that lists them, for messages."""
+    def __init__(
+        self, rewards: Sequence[Reward], *, where: str = "rewards", profiles: Mapping[str, Profile] | None = None
+    ) -> None:
+        """``where`` is the table of the recipe that lists them, for messages; ``profiles`` choose among them."""
         self._rewards = tuple(rewards)
         self._table = where
-        self._names = _names(rewards)
+        self._names = reward_names(rewards)
+        self._profiles = profiles or {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
 
@@ -62,7 +66,9 @@ class Scorer:
         started = time.monotonic()
         parts: list[list[Score]] = []
         timings: dict[str, float] = {}
-        for name, reward in zip(self._names, self._rewards, strict=True) if shown else ():
+        chosen = self._chosen(prompt)
+        for index in chosen if shown else ():
+            name, reward = self._names[index], self._rewards[index]
             begun = time.monotonic()
             parts.append(await self._ask(reward, prompt, shown))
             timings[f"score_s/{name}"] = time.monotonic() - begun
@@ -74,7 +80,7 @@ class Scorer:
                 result.append(replace(sample, score=Score(value=0.0, error=sample.error)))
                 continue
             at = next(scored)
-            score = self._sum([part[at] for part in parts])
+            score = self._sum(chosen, [part[at] for part in parts])
             result.append(replace(sample, score=score, timings={**sample.timings, **timings}))
         return result
 
@@ -124,10 +130,16 @@ class Scorer:
             )
         return score
 
-    def _sum(self, scores: Sequence[Score]) -> Score:
+    def _chosen(self, prompt: Prompt) -> list[int]:
+        """Which rewards judge the samples of a prompt."""
+        names = profile_of(prompt, self._profiles).rewards if self._profiles else "all"
+        return [index for index, name in enumerate(self._names) if names == "all" or name in names]
+
+    def _sum(self, chosen: Sequence[int], scores: Sequence[Score]) -> Score:
         total = 0.0
         components: dict[str, float] = {}
-        for reward, name, score in zip(self._rewards, self._names, scores, strict=True):
+        for index, score in zip(chosen, scores, strict=True):
+            reward, name = self._rewards[index], self._names[index]
             total += reward.weight * score.value
             components[name] = score.value
             components |= {f"{name}.{part}": value for part, value in score.components.items()}
@@ -147,9 +159,3 @@ def _quoted(samples: Sequence[Sample], longest: int = 200) -> str:
     text = samples[0].text
     cut = f" ... ({len(text)} characters)" if len(text) > longest else ""
     return f"the {'' if len(samples) == 1 else 'first '}text was {text[:longest]!r}{cut}"
-
-
-def _names(rewards: Sequence[Reward]) -> list[str]:
-    """Kinds, numbered where one occurs twice."""
-    kinds = [str(type(reward).model_fields["kind"].default) for reward in rewards]
-    return [kind if kinds.count(kind) == 1 else f"{kind}-{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,8 +12,10 @@ from typing import Protocol
 from ..batch import GroupRef
 from ..components import PromptEncoder
 from ..config import RunConfig
+from ..data.within import relocated
 from ..errors import DataError, EngineError
 from ..evaluation_config import EvalConfig
+from ..profiles import profile_of
 from ..protocols import RolloutEngine
 from ..rollout.seeds import seed_of
 from ..rollout.worker import Job
@@ -49,7 +50,10 @@ class EvaluationSet:
 
 def open_sets(config: RunConfig, encode: PromptEncoder) -> tuple[EvaluationSet, ...]:
     """Read the prompts of every set. Raises `DataError`, `ConfigError`."""
-    return tuple(_open(f"eval.{index}", settings, encode) for index, settings in enumerate(config.eval))
+    sets = tuple(_open(f"eval.{index}", settings, encode) for index, settings in enumerate(config.eval))
+    for prompt in (prompt for set_ in sets for prompt in set_.prompts):
+        profile_of(prompt, config.profiles)
+    return sets
 
 
 def _open(where: str, settings: EvalConfig, encode: PromptEncoder) -> EvaluationSet:
@@ -58,8 +62,7 @@ def _open(where: str, settings: EvalConfig, encode: PromptEncoder) -> Evaluation
         prompts = tuple(islice(settings.data.prompts(encode), limit))
     except DataError as error:
         # a data source knows itself as [data]; this one stands in a table of [[eval]]
-        names = "|".join(type(settings.data).model_fields)
-        raise DataError(re.sub(rf"(?<![\w./])data\.(?=({names})\b)", f"{where}.data.", str(error))) from None
+        raise DataError(relocated(str(error), settings.data, f"{where}.data")) from None
     if not prompts:
         raise DataError(f"{where}.data: has no prompt to evaluate")
     return EvaluationSet(settings=settings, prompts=prompts, values=values_of(settings, prompts, where))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import platform
 import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..components import DataFacts
 from ..config import RunConfig
 from ..errors import CheckpointError, ConfigError
 from ..plugins import versions
@@ -30,13 +32,13 @@ class RunFolder:
         self.final = path / "final"
         self.logs = path / "logs"
 
-    def create(self, config: RunConfig) -> None:
-        """Make the folder and write the resolved configuration and the versions of everything."""
+    def create(self, config: RunConfig, data: DataFacts | None = None) -> None:
+        """Make the folder and write the resolved configuration, facts of the data, and the versions of everything."""
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
             self.config.write_text(config.model_dump_json(indent=1))
-            self.info.write_text(json.dumps(_info(config), indent=1))
+            self.info.write_text(json.dumps({**_info(config), **({"data": asdict(data)} if data else {})}, indent=1))
         except OSError as error:
             raise ConfigError(
                 f"run.dir: cannot write to {self.path}: {(error.strerror or str(error)).lower()}"

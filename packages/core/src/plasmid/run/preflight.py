@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..components import DataFacts
 from ..config import RunConfig
+from ..data.tokenizer import prompt_encoder
 from ..errors import ConfigError
+from ..profiles import check_named
 from ..types import Ints
 from .evaluation import open_sets
 
@@ -47,14 +50,24 @@ def check(config: RunConfig, *, training: bool = True) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_data(config: RunConfig) -> None:
-    """Read every row that the recipe names, without a tokenizer, as a dry run does. Raises `DataError`."""
+def check_data(config: RunConfig) -> DataFacts:
+    """Read every row that the recipe names, as a dry run does. Raises `DataError`.
+
+    A tokenizer is opened only if some source limits the tokens of prompts.
+    """
 
     def encode(prompt: str | Sequence[object], template: object) -> tuple[Ints, str]:
         return np.zeros(1, np.int32), prompt if isinstance(prompt, str) else "".join(map(str, prompt))
 
-    config.data.stream(encode, seed=config.run.seed)
-    open_sets(config, encode)
+    limited = any(source.counts_tokens() for source in (config.data, *(set_.data for set_ in config.eval)))
+    encoder = prompt_encoder(config.model) if limited else encode
+    stream = config.data.stream(encoder, seed=config.run.seed)
+    try:
+        check_named(stream.facts(), config.profiles)
+        open_sets(config, encoder)
+        return stream.facts()
+    finally:
+        stream.close()
 
 
 def _has_gpu() -> bool:

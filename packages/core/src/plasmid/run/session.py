@@ -16,6 +16,7 @@ from ..data.tokenizer import prompt_encoder
 from ..observe.dispatch import ObserverQueues, TrackerObserver
 from ..observe.journal import read_journal
 from ..plugins import load_plugins
+from ..profiles import check_named
 from ..protocols import RunContext
 from .checkpoint import CheckpointFolder
 from .closing import Closing
@@ -107,6 +108,8 @@ class _Session:
         check(self.config, training=not self.mode.rollouts_only)
         encode = prompt_encoder(self.config.model)
         stream = self.config.data.stream(encode, seed=self.config.run.seed)
+        held.callback(stream.close)
+        check_named(stream.facts(), self.config.profiles)
         sets = open_sets(self.config, encode) if self._with_engine else ()
         if self.mode.replay is not None:
             check_replay(self.config, self.mode.replay)
@@ -126,7 +129,7 @@ class _Session:
     async def run(self, start: _Start) -> RunResult:
         folder = start.folder
         with Interrupts() as interrupts:
-            folder.create(self.config)
+            folder.create(self.config, start.stream.facts())
             async with Closing() as stack:
                 plugins = load_plugins(files=map(Path, self.config.plugins))
                 queues = await self._open_observers(plugins, folder, stack)

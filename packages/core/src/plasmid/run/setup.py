@@ -76,7 +76,7 @@ async def build_loop(
     stack.later("rollouts", producer.close)
     monitor = SystemMonitor()
     stack.later("the system monitor", monitor.close)
-    recorder = Recorder(folder=folder, queues=queues, monitor=monitor)
+    recorder = Recorder(folder=folder, queues=queues, monitor=monitor, data=stream)
     stack.later("the journal", recorder.journal.close)
     progress = Progress()
     if state is not None:
@@ -138,20 +138,22 @@ def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: Observe
     if run.max_staleness == 0:
         return Waves(draws, roll_out, expect, limit=limit)
     slots = round((run.max_staleness + 1) * run.sync_every * run.prompts_per_batch * run.over_sampling)
-    return Stream(draws, roll_out, slots=slots, max_staleness=run.max_staleness, limit=limit)
+    return Stream(draws, roll_out, slots=slots, max_staleness=run.max_staleness, limit=limit, policy=config.buffer)
 
 
 class Recorder:
-    """Writes metrics to the run's journal before any observer hears of them, and adds the machine's gauges."""
+    """Writes metrics to the run's journal before any observer hears of them, and adds gauges of data and machine."""
 
-    def __init__(self, *, folder: RunFolder, queues: ObserverQueues, monitor: SystemMonitor) -> None:
+    def __init__(
+        self, *, folder: RunFolder, queues: ObserverQueues, monitor: SystemMonitor, data: PromptStream
+    ) -> None:
         self.journal = Journal(folder.metrics)
-        self._queues, self._monitor = queues, monitor
+        self._queues, self._monitor, self._data = queues, monitor, data
 
     def emit(self, hook: str, **kwargs: Any) -> None:
         """Implements `loop.Telling`."""
         if hook == "step_finished":
-            kwargs["metrics"] = {**kwargs["metrics"], **self._monitor.metrics()}
+            kwargs["metrics"] = {**kwargs["metrics"], **self._data.metrics(), **self._monitor.metrics()}
             self.journal.append(kwargs["step"], metrics=kwargs["metrics"])
         self._queues.emit(hook, **kwargs)
 
@@ -205,7 +207,8 @@ class Saver:
 
 def _stateful(config: RunConfig) -> dict[str, Component]:
     """Components whose state a checkpoint holds, by a name that does not depend on their order in the recipe."""
-    return {f"trackers/{type(tracker).model_fields['kind'].default}": tracker for tracker in config.trackers}
+    trackers = {f"trackers/{type(tracker).model_fields['kind'].default}": tracker for tracker in config.trackers}
+    return {"buffer": config.buffer, **trackers}
 
 
 def _forget_samples(folder: RunFolder, state: RunState, *, buffered: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
 from plasmid.errors import RewardError
+from plasmid.profiles import reward_names
 from pydantic import Field
 
 
@@ -53,15 +54,21 @@ def unweighted(reward: Reward) -> Reward:
     return reward
 
 
+def alone(reward: Reward) -> Reward:
+    """The reward, after checking that it has neither weight nor name, which nothing would read."""
+    if reward.name != "auto":
+        raise ValueError(f"name = {reward.name!r} of {kind_of(reward)!r} has no effect in here; remove it")
+    return unweighted(reward)
+
+
 def kind_of(reward: Reward) -> str:
     """The name of a reward in recipes."""
     return str(type(reward).model_fields["kind"].default)
 
 
 def names(rewards: Sequence[Reward]) -> list[str]:
-    """Kinds, numbered where one occurs twice."""
-    kinds = [kind_of(reward) for reward in rewards]
-    return [kind if kinds.count(kind) == 1 else f"{kind}-{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
+    """Their names in components: kinds, numbered where one occurs twice, unless they have names of their own."""
+    return reward_names(rewards)
 
 
 def is_for_groups(reward: Reward) -> bool:

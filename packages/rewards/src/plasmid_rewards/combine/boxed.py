@@ -10,14 +10,14 @@ from plasmid import Prompt, Reward, Sample, Score
 from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..boxed_text import last_boxed
-from .asking import Combined, ask, unweighted
+from .asking import Combined, ask, alone
 
 
 class Boxed(Combined):
     r"""What another reward says of the content of the last ``\boxed{...}``; `missing` for texts without a box."""
 
     kind: Literal["boxed"] = "boxed"
-    reward: Annotated[SerializeAsAny[Reward], AfterValidator(unweighted)]
+    reward: Annotated[SerializeAsAny[Reward], AfterValidator(alone)]
     """The reward that judges the content."""
     missing: float = Field(0.0, allow_inf_nan=False)
     """Value of a text without a box."""

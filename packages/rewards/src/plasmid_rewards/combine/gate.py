@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import AfterValidator, Field, SerializeAsAny
 
-from .asking import Combined, ask, components, kind_of, unweighted
+from .asking import Combined, ask, components, names, unweighted
 
 
 class Gate(Combined):
@@ -37,8 +37,8 @@ class Gate(Combined):
         return [self._score(c, next(scores) if c.value >= self.at_least else None) for c in conditions]
 
     def _score(self, condition: Score, score: Score | None) -> Score:
-        parts = components(f"condition.{kind_of(self.condition)}", condition)
+        parts = components(f"condition.{names([self.condition])[0]}", condition)
         if score is None:
             return Score(value=self.closed, components={**parts, "open": 0.0}, error=condition.error)
-        parts |= components(kind_of(self.reward), score)
+        parts |= components(names([self.reward])[0], score)
         return Score(value=score.value, components={**parts, "open": 1.0}, error=score.error)

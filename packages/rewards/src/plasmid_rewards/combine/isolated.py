@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..pooled import InWorkers
 from ..scores import pack_scores
-from .asking import ask, is_for_groups, unweighted
+from .asking import ask, is_for_groups, alone
 
 
 class Isolated(InWorkers):
@@ -25,7 +25,7 @@ class Isolated(InWorkers):
     """
 
     kind: Literal["isolated"] = "isolated"
-    reward: Annotated[SerializeAsAny[Reward], AfterValidator(unweighted)]
+    reward: Annotated[SerializeAsAny[Reward], AfterValidator(alone)]
     """The reward to run."""
     failure_value: float = Field(0.0, allow_inf_nan=False)
     """Value of a sample on which the reward hangs, crashes, or takes too much memory."""

@@ -9,14 +9,14 @@ from plasmid import Prompt, Reward, Sample, Score
 from plasmid.errors import RewardError
 from pydantic import AfterValidator, Field, SerializeAsAny
 
-from .asking import Combined, ask, kind_of, unweighted
+from .asking import Combined, ask, kind_of, alone
 
 
 class Part(Combined):
     """The component `key` of what another reward returns, in place of its value; all components stay in the log."""
 
     kind: Literal["part"] = "part"
-    reward: Annotated[SerializeAsAny[Reward], AfterValidator(unweighted)]
+    reward: Annotated[SerializeAsAny[Reward], AfterValidator(alone)]
     """The reward that is asked."""
     key: str
     """Name of the component, such as ``accuracy`` of ``dapo``."""
