@@ -41,6 +41,15 @@ def tiny_qwen(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_tied(tmp_path_factory):
+    """The same with a head that is the embedding."""
+    from plasmid.testing.tiny import make_tiny_model
+
+    path = tmp_path_factory.mktemp("models") / "tiny-tied"
+    return make_tiny_model(path, family="qwen3", num_layers=2, tied=True)
+
+
+@pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory):
     """A random two-layer Qwen3-MoE of four experts, of which two are taken."""
     from megatron_cases import make_tiny_moe

@@ -59,8 +59,62 @@ async def outcome(ranks, folder, *, batch=None, **options):
     return Outcome(reports, before, await weights_of(trainer, folder))
 
 
+def plain_outcome(model, folder, *, batch=None, algorithm=None):
+    """The same by transformers and torch's AdamW in one piece, for models that FSDP does not take."""
+    import numpy as np
+    import torch
+    from plasmid.training.collate import collate
+    from plasmid.training.logprobs import logits_logprobs
+    from plasmid.training.metrics import alone
+    from plasmid.training.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
+    from plasmid.training.rank_batch import split
+    from plasmid.training.schedule import Microbatching
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    batch = make_batch() if batch is None else batch
+    algorithm = make_config(model, algorithm=algorithm).algorithm
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    (part,) = split(batch, num_ranks=1, microbatching=Microbatching(unit="samples", size=1000))
+    rows = part.fetch()
+
+    def forward(only_masked):
+        packed = collate(rows, range(rows.num_samples), table_index=part.samples, only_masked=only_masked)
+        found = lm(packed.input_ids, attention_mask=packed.attention_mask, position_ids=packed.position_ids)
+        logits = found.logits.flatten(0, 1)[packed.source]
+        return packed, logits_logprobs(logits, packed.targets, packed.temperatures)
+
+    with torch.no_grad():
+        packed, found = forward(only_masked=False)
+    before = np.zeros(len(rows.token_ids), np.float32)
+    before[packed.token_index.numpy()] = found.logprobs.numpy()
+    scores = {role: torch.from_numpy(before) for role in algorithm.roles(steps=1)}
+    advantages = compute_advantages(algorithm, part, rows, scores, all_reduce=alone)
+    packed, found = forward(only_masked=True)
+    inputs = loss_inputs(packed, found.logprobs, found.entropy, scores=scores, advantages=advantages)
+    loss = microbatch_loss(algorithm, inputs, step_weights(algorithm, part, 0)[packed.table_index]).loss
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in lm.parameters() if p.grad is not None]).norm()
+    torch.optim.AdamW(lm.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, **FSDP_ADAM).step()
+    lm.save_pretrained(folder)
+    report = {"train/loss": float(loss), "train/grad_norm": float(norm)}
+    logprobs = [part.tolist() for part in np.split(before, rows.offsets[1:-1])]
+    return Outcome([report], logprobs, load_file(folder / "model.safetensors"))
+
+
 def logprob_difference(ours, theirs):
     return max(abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def assert_alike(ours, theirs, tolerance):
+    """Log-probabilities, losses, gradient norms and weights, of training on one batch."""
+    assert logprob_difference(ours.logprobs, theirs.logprobs) < tolerance
+    assert len(ours.reports) == len(theirs.reports)
+    for mine, yours in zip(ours.reports, theirs.reports, strict=True):
+        assert mine.keys() >= yours.keys()
+        assert abs(mine["train/loss"] - yours["train/loss"]) < tolerance
+        assert abs(mine["train/grad_norm"] / yours["train/grad_norm"] - 1) < tolerance
+    assert largest_difference(ours.weights, theirs.weights) < tolerance
 
 
 def make_tiny_moe(path):
@@ -82,6 +136,7 @@ __all__ = [
     "SGD",
     "Outcome",
     "Ranks",
+    "assert_alike",
     "fit",
     "largest_difference",
     "logprob_difference",
@@ -89,5 +144,6 @@ __all__ = [
     "make_config",
     "make_tiny_moe",
     "outcome",
+    "plain_outcome",
     "weights_of",
 ]

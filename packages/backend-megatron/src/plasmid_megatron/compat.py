@@ -5,6 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe import moe_utils
+
+
+def define_router_gemm() -> None:
+    """Give Megatron's router the name that it compares with None where TransformerEngine is not installed.
+
+    Megatron-Core 0.16.0 and 0.16.1 define ``te_general_gemm`` in moe_utils only if TransformerEngine imports, and then
+    raise NameError in the forward pass of every mixture-of-experts layer.
+    """
+    if not moe_utils.HAVE_TE:
+        assert vars(moe_utils).get("te_general_gemm") is None, "upstream has another use of the name now"
+        moe_utils.te_general_gemm = None
 
 
 def load_distributed_optimizer(optimizer: Any, state: Any) -> None:

@@ -55,6 +55,7 @@ def activate():
     for name in (*FACTORIES, *MORE_FACTORIES):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.type = _typed(torch.Tensor.type)
+    torch.distributed.all_to_all_single = _with_sizes(torch.distributed.all_to_all_single)
     _random_states()
 
 
@@ -79,6 +80,16 @@ def _typed(original):
         return found if args or kwargs else names.get(found, found)
 
     return type
+
+
+def _with_sizes(original):
+    """Megatron turns sizes into numbers where it moves them from a GPU to the host, which it has no need of here."""
+
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **options):
+        sizes = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
+        return original(output, input, *sizes, **options)
+
+    return functools.wraps(original)(all_to_all_single)
 
 
 def _random_states():
