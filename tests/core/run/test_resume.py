@@ -11,6 +11,7 @@ from plasmid.config import CheckpointConfig
 from plasmid.errors import CheckpointError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.sample_store import read_samples
+from plasmid.rollout.buffer import OldestFirst
 from plasmid.rollout.draws import Draws
 from plasmid.rollout.producer import DropLimit
 from plasmid.rollout.stream import Stream
@@ -165,8 +166,8 @@ async def never(draw):
 def test_draws_whose_rollouts_still_run_are_drawn_again_after_a_resume():
     async def save():
         limit = DropLimit(limit=9, failed_limit=9)
-        stream = Stream(Draws(Numbers()), never, slots=4, max_staleness=1, limit=limit)
-        stream.release(0)
+        stream = Stream(Draws(Numbers()), never, slots=4, max_staleness=1, limit=limit, policy=OldestFirst())
+        stream.release(0, version=0)
         await asyncio.sleep(0)
         state = stream.state()
         await stream.close()

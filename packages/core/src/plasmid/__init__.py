@@ -2,6 +2,7 @@
 
 from .api import train
 from .batch import BatchRef, BatchTable, GroupRef, Rows
+from .buffer_policy import BufferPolicy
 from .components import (
     ActorCritic,
     Algorithm,
@@ -41,6 +42,7 @@ __all__ = [
     "Algorithm",
     "BatchRef",
     "BatchTable",
+    "BufferPolicy",
     "BuildContext",
     "Completion",
     "Component",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .algorithms.inputs import AdvantageInputs, LossInputs, TokenLoss, ValueInputs
-    from .batch import GroupRef
     from .config import RunConfig
 
     NamedTensor = tuple[str, Tensor]
@@ -91,22 +90,6 @@ class Filter(Component):
     @abstractmethod
     def __call__(self, group: PromptGroup) -> bool:
         """True to keep the group."""
-
-
-class BufferPolicy(Component):
-    """Says which of the groups that wait for training are taken first, chosen by ``[buffer] kind = ...``.
-
-    It works in the driver and sees no tokens. Whatever it says, no group past `run.max_staleness` is trained on.
-    """
-
-    when_stale: Literal["drop", "resample", "wait"] = "drop"
-    """What becomes of groups past the bound: they are dropped (``drop``), or their prompts are sampled again by the
-    present policy (``resample``). With ``wait`` the trainer waits for groups that would be past it after the next batch,
-    and takes them first; what is past it all the same is dropped."""
-
-    @abstractmethod
-    def priority(self, group: GroupRef, *, version: int) -> float:
-        """Groups with the largest are taken first, equal ones in the order of their draws. ``version``: the trainer's."""
 
 
 class Converter(Component):
@@ -381,6 +364,13 @@ class TrainerConfig(Component):
     def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
         """What these settings say that has no effect with the algorithm, one ``trainer.<key>: ...`` each."""
         yield from ()
+
+    def num_parts(self, ranks: int) -> int:
+        """Parts that this many processes deal a batch out to: as many, unless several hold one model together.
+
+        Raises ValueError if so many cannot be laid out.
+        """
+        return ranks
 
     @abstractmethod
     async def build(self, context: BuildContext) -> Trainer:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
+from .buffer_policy import BufferPolicy
 from .components import (
     Algorithm,
-    BufferPolicy,
     DataSource,
     Filter,
     Reward,
@@ -291,17 +291,21 @@ class RunConfig(Settings):
                 )
 
     def _uneven_batches(self) -> Iterator[str]:
-        run, ranks = self.run, self.placement.trainer_ranks
+        run, parts = self.run, self.placement.trainer_ranks
         rollouts = self.rollouts_per_batch
+        try:
+            parts = self.trainer.num_parts(parts)
+        except ValueError as error:
+            yield f"placement.trainer_ranks: {error}"
         if rollouts % run.steps_per_batch:
             yield (
                 f"run.steps_per_batch: {rollouts} rollouts (prompts_per_batch x samples_per_prompt) do not divide "
                 f"into {run.steps_per_batch} steps"
             )
-        elif rollouts // run.steps_per_batch < ranks:
+        elif rollouts // run.steps_per_batch < parts:
             yield (
                 f"run.prompts_per_batch: {rollouts // run.steps_per_batch} rollouts a step are fewer than "
-                f"placement.trainer_ranks = {ranks}; each rank needs at least one"
+                f"placement.trainer_ranks = {parts}; each rank needs at least one"
             )
         if self.checkpoint.every % run.sync_every:
             yield (
@@ -325,8 +329,8 @@ class RunConfig(Settings):
             yield f"buffer.kind: {kind!r} has no effect with run.max_staleness = 0, where no group waits; remove it"
         if self.buffer.when_stale != "drop":
             yield (
-                f"buffer.when_stale: {self.buffer.when_stale!r} has no effect with run.max_staleness = 0, where no group "
-                "waits; remove it"
+                f"buffer.when_stale: {self.buffer.when_stale!r} has no effect with run.max_staleness = 0, where no "
+                "group waits; remove it"
             )
 
     def _names_used_twice(self) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pluggy
 
 from .batch import GroupRef
+from .buffer_policy import BufferPolicy
 from .components import (
     Algorithm,
     Converter,
@@ -78,6 +79,11 @@ def register_environments() -> list[type[Environment]]:
 @hookspec
 def register_data_sources() -> list[type[DataSource]]:
     """Where prompts come from, chosen by ``[data] kind = ...``."""
+
+
+@hookspec
+def register_buffer_policies() -> list[type[BufferPolicy]]:
+    """Which of the groups that wait for training are taken first, chosen by ``[buffer] kind = ...``."""
 
 
 @hookspec

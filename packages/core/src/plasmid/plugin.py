@@ -14,6 +14,7 @@ from .algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
 from .algorithms.remax import ReMax
 from .algorithms.rloo import RLOO
 from .algorithms.sft import SFT
+from .buffer_policy import BufferPolicy
 from .components import Algorithm, Converter, DataSource, Reward, RolloutEngineConfig, Tracker, Workflow
 from .convert import GGUF, HF
 from .data.curriculum import Curriculum
@@ -26,6 +27,7 @@ from .hookspecs import hookimpl
 from .interaction import Environment, Tool
 from .observe.tensorboard import TensorBoard
 from .observe.wandb import WandB
+from .rollout.buffer import FreshestFirst, OldestFirst, Priority
 from .rollout.server.settings import Server
 from .rollout.single_turn import SingleTurn
 from .workflows import EnvironmentReward, EnvironmentWorkflow, FunctionWorkflow, Tools
@@ -71,6 +73,11 @@ def register_converters() -> list[type[Converter]]:
 @hookimpl
 def register_data_sources() -> list[type[DataSource]]:
     return [Curriculum, Datasets, Demonstrations, Files, Function, Mixture]
+
+
+@hookimpl
+def register_buffer_policies() -> list[type[BufferPolicy]]:
+    return [FreshestFirst, OldestFirst, Priority]
 
 
 @hookimpl

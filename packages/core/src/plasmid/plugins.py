@@ -17,6 +17,7 @@ from typing import Any
 import pluggy
 
 from . import hookspecs
+from .buffer_policy import BufferPolicy
 from .components import (
     Algorithm,
     Component,
@@ -44,6 +45,7 @@ SLOTS: Mapping[str, str] = {
     "environments": "register_environments",
     "rewards": "register_rewards",
     "filters": "register_filters",
+    "buffer": "register_buffer_policies",
     "trackers": "register_trackers",
     "converters": "register_converters",
 }
@@ -58,6 +60,7 @@ BASES: Mapping[str, type[Component]] = {
     "environments": Environment,
     "rewards": Reward,
     "filters": Filter,
+    "buffer": BufferPolicy,
     "trackers": Tracker,
     "converters": Converter,
 }

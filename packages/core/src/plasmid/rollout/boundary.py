@@ -16,7 +16,7 @@ class BetweenBatches:
         self._draws = draws
         self._boundary = draws.state([])
 
-    def release(self, count: int) -> None:
+    def release(self, count: int, *, version: int) -> None:
         """What was taken has been trained on."""
         self._boundary = self._draws.state([])
 

@@ -39,6 +39,10 @@ class Draws:
         self._next += 1
         return draw
 
+    def again(self, group: GroupRef) -> Draw:
+        """The draw of a group, to be rolled out once more."""
+        return Draw(id=group.id, prompt=self._stream.prompt(group.prompt_id))
+
     def finished(self, draw: Draw, group: GroupRef) -> None:
         """Tell the data what became of a draw. Call it once, when its group has been scored."""
         if group.num_samples:

@@ -22,6 +22,8 @@ class Taken:
     """In order of their draw. Fewer than asked for only if the data have ended."""
     dropped: tuple[GroupRef, ...]
     """With the reason in ``dropped_by``."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else is worth logging about them."""
 
 
 class Producer(Protocol):
@@ -31,8 +33,8 @@ class Producer(Protocol):
         """Wait for ``count`` groups that may be trained on at this policy version."""
         ...
 
-    def release(self, count: int) -> None:
-        """The weights trained on this many groups have reached the engine."""
+    def release(self, count: int, *, version: int) -> None:
+        """The weights trained on this many groups have reached the engine, as this version."""
         ...
 
     def state(self) -> dict[str, Any]:

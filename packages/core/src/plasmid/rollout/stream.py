@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..batch import GroupRef
+from ..buffer_policy import BufferPolicy
 from ..errors import EngineError
 from .draws import Draw, Draws
 from .producer import DropLimit, RollOut, Taken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    """A draw whose rollouts go on."""
+
+    draw: Draw
+    version: int
+    """The trainer's when it was admitted: none of its tokens is older."""
+    is_again: bool = False
+    """True if it has been rolled out before, and the data have been told what became of it."""
 
 
 class Stream:
@@ -19,20 +31,30 @@ class Stream:
     A slot is held until its group is trained *and* the engine has the new weights; freeing it when the group is taken
     would admit a prompt that is sampled by a policy already one version behind. With
     ``slots = (max_staleness + 1) * sync_every * prompts_per_batch`` no group taken oldest first is staler than
-    ``max_staleness``. Groups may finish out of order and slots may be more (over-sampling), so the bound is also
-    enforced when groups are taken.
+    ``max_staleness``. Groups may finish out of order, slots may be more (over-sampling) and the policy may prefer
+    others, so the bound is also enforced when groups are taken, whatever the policy says.
     """
 
-    def __init__(self, draws: Draws, roll_out: RollOut, *, slots: int, max_staleness: int, limit: DropLimit) -> None:
+    def __init__(
+        self,
+        draws: Draws,
+        roll_out: RollOut,
+        *,
+        slots: int,
+        max_staleness: int,
+        limit: DropLimit,
+        policy: BufferPolicy,
+    ) -> None:
         self._draws, self._roll_out = draws, roll_out
         self._free, self._max_staleness = slots, max_staleness
-        self._limit = limit
-        self._running: dict[asyncio.Task[GroupRef], Draw] = {}
+        self._limit, self._policy = limit, policy
+        self._running: dict[asyncio.Task[GroupRef], _Running] = {}
         self._ready: list[GroupRef] = []
         self._dropped: list[GroupRef] = []
         self._ended = self._closed = False
         self._changed = asyncio.Event()
         self._error: Exception | None = None
+        self._version = self._resampled = 0
 
     def _admit(self) -> None:
         while self._free > 0 and not self._ended:
@@ -41,9 +63,12 @@ class Stream:
                 self._ended = True
                 return
             self._free -= 1
-            task = asyncio.create_task(self._roll_out(draw))
-            self._running[task] = draw
-            task.add_done_callback(self._pump)
+            self._start(_Running(draw, self._version))
+
+    def _start(self, running: _Running) -> None:
+        task = asyncio.create_task(self._roll_out(running.draw))
+        self._running[task] = running
+        task.add_done_callback(self._pump)
 
     def _pump(self, _: asyncio.Task[GroupRef]) -> None:
         """A rollout ended: refill its slot if it was dropped, also while the loop is busy training."""
@@ -60,11 +85,12 @@ class Stream:
     def _collect(self) -> None:
         """Move what has finished out of the running set; raise what a rollout raised."""
         for task in [task for task in self._running if task.done()]:
-            draw = self._running.pop(task)
+            running = self._running.pop(task)
             if task.cancelled():  # by the worker: `close` ends collecting first
-                raise EngineError(f"rollouts: prompt group {draw.id} was abandoned by its worker")
+                raise EngineError(f"rollouts: prompt group {running.draw.id} was abandoned by its worker")
             group = task.result()
-            self._draws.finished(draw, group)
+            if not running.is_again:
+                self._draws.finished(running.draw, group)
             if group.dropped_by:
                 self._drop(group)
             else:
@@ -78,38 +104,60 @@ class Stream:
             self._limit.dropped(group)
 
     async def take(self, count: int, *, version: int) -> Taken:
+        self._version = version
         while True:
             self._changed.clear()
             if self._error is not None:
                 raise self._error
             self._collect()
-            self._drop_stale(version)
+            self._end_stale()
             self._admit()
-            if len(self._ready) >= count or not self._running:
+            if not self._running or (len(self._ready) >= count and not self._waits()):
                 break
             await self._changed.wait()
         self._ready.sort(key=lambda group: group.id)
-        taken, self._ready = self._ready[:count], self._ready[count:]
+        taken = sorted(self._ready, key=self._rank)[:count]
+        taken.sort(key=lambda group: group.id)
+        chosen = {group.id for group in taken}
+        self._ready = [group for group in self._ready if group.id not in chosen]
         dropped, self._dropped = self._dropped, []
-        return Taken(groups=tuple(taken), dropped=tuple(dropped))
+        resampled, self._resampled = self._resampled, 0
+        metrics = {"rollout/resampled": float(resampled)} if self._policy.when_stale == "resample" else {}
+        return Taken(groups=tuple(taken), dropped=tuple(dropped), metrics=metrics)
 
-    def _drop_stale(self, version: int) -> None:
-        fresh: list[GroupRef] = []
-        for group in self._ready:
-            oldest = version if group.oldest_version is None else group.oldest_version
-            if version - oldest > self._max_staleness:
-                self._drop(replace(group, dropped_by="stale"))
+    def _rank(self, group: GroupRef) -> tuple[bool, float]:
+        """Smallest first: what must be trained on now if the trainer waits for it, then by the policy."""
+        last_chance = self._policy.when_stale == "wait" and self._staleness(group) >= self._max_staleness
+        return not last_chance, -self._policy.priority(group, version=self._version)
+
+    def _waits(self) -> bool:
+        """True if something is under way that may be past the bound after the next batch."""
+        return self._policy.when_stale == "wait" and any(
+            self._version - running.version >= self._max_staleness for running in self._running.values()
+        )
+
+    def _staleness(self, group: GroupRef) -> int:
+        return 0 if group.oldest_version is None else self._version - group.oldest_version
+
+    def _end_stale(self) -> None:
+        """Drop what is past the bound, or sample it again in the slot that it holds."""
+        stale = [group for group in self._ready if self._staleness(group) > self._max_staleness]
+        self._ready = [group for group in self._ready if self._staleness(group) <= self._max_staleness]
+        for group in stale:
+            if self._policy.when_stale == "resample":
+                self._resampled += 1
+                self._start(_Running(self._draws.again(group), self._version, is_again=True))
             else:
-                fresh.append(group)
-        self._ready = fresh
+                self._drop(replace(group, dropped_by="stale"))
 
-    def release(self, count: int) -> None:
+    def release(self, count: int, *, version: int) -> None:
         self._free += count
+        self._version = version
         self._collect()
         self._admit()
 
     def state(self) -> dict[str, Any]:
-        return self._draws.state(list(self._running.values()))
+        return self._draws.state([running.draw for running in self._running.values()])
 
     def finished(self) -> tuple[GroupRef, ...]:
         return (*self._ready, *self._dropped)

@@ -222,7 +222,8 @@ class Loop:
         everything = rollout_metrics([*taken.groups, *taken.dropped], version=self.progress.version)
         if not self.config.rewards:  # what nobody scored has a reward of 0
             everything = {name: value for name, value in everything.items() if not name.startswith("reward/")}
-        return everything | {name: value for name, value in trained.items() if name.startswith("rollout/staleness")}
+        staleness = {name: value for name, value in trained.items() if name.startswith("rollout/staleness")}
+        return {**everything, **staleness, **taken.metrics}
 
     async def _train(self, trainer: Trainer, taken: Taken) -> dict[str, float]:
         """Score and train one batch, with the engine out of the way if it shares the GPU."""
@@ -260,7 +261,7 @@ class Loop:
         return {"sync/bytes": float(receipt.num_bytes)}
 
     def _release(self) -> None:
-        self.parts.producer.release(self.progress.unpublished)
+        self.parts.producer.release(self.progress.unpublished, version=self.progress.version)
         self.progress.unpublished = 0
 
     async def _evaluate(self, *, last: bool = False) -> None:

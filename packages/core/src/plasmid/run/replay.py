@@ -57,7 +57,7 @@ class Replay:
         groups = [share(group, self._store) for group in read_samples(file) if group.id not in dropped]
         return Taken(groups=tuple(groups), dropped=())
 
-    def release(self, count: int) -> None:
+    def release(self, count: int, *, version: int) -> None:
         """Nothing waits for slots here."""
 
     def state(self) -> dict[str, Any]:
