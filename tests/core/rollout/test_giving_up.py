@@ -1,0 +1,40 @@
+"""A rollout that is given up ends its requests in the engine."""
+
+import asyncio
+
+import numpy as np
+from plasmid.rollout.execution import Execution, execute
+from plasmid.rollout.single_turn import SingleTurn
+from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
+from plasmid.testing.light_contracts import Digits
+from plasmid.testing.rewards import make_prompt
+from plasmid.types import SamplingParams, StopReason
+
+
+class WatchedEngine(FakeEngine):
+    """Remembers what it was asked to end."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeEngineConfig(hang=("3/",)))
+        self.aborted: list[str] = []
+
+    async def abort(self, request_ids) -> None:
+        self.aborted += request_ids
+
+
+def test_a_rollout_past_its_deadline_aborts_what_it_waits_for():
+    engine = WatchedEngine()
+    rollout = Execution(
+        id="3/1",
+        group_id=3,
+        sampling=SamplingParams(),
+        client=engine,
+        codec=Digits(),
+        seed=1,
+        deadline_s=10.0,
+    )
+    prompt = make_prompt("say a number: ", token_ids=np.array([5, 6], np.int32))
+    (sample,) = asyncio.run(execute(SingleTurn(), rollout, prompt, 0.05))
+    assert (sample.stop_reason, sample.error) == (StopReason.ERROR, "no end within 0.05 s")
+    assert engine.aborted == ["3/1#0"]
+    assert not rollout.running
