@@ -103,7 +103,7 @@ def _rows(rows: Sequence[Row], components: Sequence[str]) -> Table:
         text = printable(row.text).replace("\n", "\\n")
         table.add_row(
             Text(row.id),
-            *("" if number is None else f"{number:.4g}" for number in numbers),
+            *("" if number is None else f"{number + 0.0:.4g}" for number in numbers),
             f"{1000 * sum(row.seconds.values()):.1f}",
             Text(text if len(text) <= TEXT else f"{text[: TEXT - 3]}..."),
             Text(printable(row.error)),
@@ -120,7 +120,7 @@ def _summary(found: Mapping[str, Any]) -> Table:
     for name, figures in {"reward": found["reward"], **found["components"]}.items():
         seconds = found["seconds"].get(name)
         time = "" if seconds is None else f"{1000 * seconds:.1f}"
-        table.add_row(Text(name), *(f"{value:.4g}" for value in figures.values() or [math.nan] * 4), time)
+        table.add_row(Text(name), *(f"{value + 0.0:.4g}" for value in figures.values() or [math.nan] * 4), time)
     return table
 
 

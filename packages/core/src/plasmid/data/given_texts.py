@@ -11,7 +11,8 @@ import numpy as np
 
 from ..errors import DataError
 from ..types import Ints, Prompt, PromptGroup, Sample, SamplingParams, StopReason, VersionSpan
-from .row_files import FileSlice, open_rows, type_name
+from .json_lines import type_name
+from .row_files import FileSlice, open_rows
 
 Encode = Callable[[str], Ints]
 """Text to tokens."""
