@@ -77,7 +77,9 @@ class Shared:
         self._count += 1
         context = make_context(self.model_path, self.run_dir / str(self._count), **settings)
         context = replace(context, cluster=self._context.cluster)
-        engine = put_together(context.config.rollout, context, [replace(m, condition=Condition.SERVING) for m in self._members])
+        engine = put_together(
+            context.config.rollout, context, [replace(m, condition=Condition.SERVING) for m in self._members]
+        )
         try:
             weights = list(plain_model(self.model_path).named_parameters())
             await engine.pause("abort")

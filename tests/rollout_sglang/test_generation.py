@@ -8,7 +8,7 @@ import pytest
 from plasmid.errors import EngineError
 from plasmid.testing.contracts import check_engine
 from plasmid.types import StopReason, VersionSpan
-from plasmid_sglang.wording import completion
+from plasmid_sglang import wording
 from sgl_cases import make_request, plain_logprobs, plain_model
 
 SAMPLING = [
@@ -103,7 +103,7 @@ def test_a_sample_ends_where_the_model_ends(shared):
 
 def test_what_the_server_refuses_is_a_completion_with_its_reason():
     answer = {"error": {"message": "Requested token count exceeds the model's maximum context length"}}
-    refused = completion(make_request(1), 400, answer, has_spans=False)
+    refused = wording.completion(make_request(1), 400, answer, has_spans=False)
     assert refused.stop_reason is StopReason.ERROR and len(refused.token_ids) == 0
     assert refused.error == (
         "the server refused the request: Requested token count exceeds the model's maximum context length"

@@ -27,6 +27,8 @@ class Abilities:
     """Weight updates stand between begin_weight_update and end_weight_update (0.5.23)."""
     has_selector: bool
     """Updates name the models that they are for; before that, a flag left out the draft model."""
+    has_disk_updates: bool
+    """Weights can be taken from a folder."""
 
 
 class Api:
@@ -51,11 +53,15 @@ class Api:
         """The JSON answer of one call; None for an empty one. Raises `EngineError` with what the server says."""
         return await self._call("POST", path, body or {}, timeout_s)
 
+    async def delete(self, path: str, *, timeout_s: float = CONTROL_S) -> Any:
+        """The JSON answer of one call. Raises `EngineError`."""
+        return await self._call("DELETE", path, None, timeout_s)
+
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         try:
             async with asyncio.timeout(timeout_s), self.session().request(method, self.url + path, json=body) as reply:
                 text = await reply.text()
-                if reply.status != 200:
+                if reply.status not in (200, 202):
                     raise EngineError(f"{self.url}{path}: answered {reply.status}: {' '.join(text.split())[:500]}")
                 return await reply.json() if text.strip() else None
         except TimeoutError:
@@ -79,6 +85,7 @@ class Api:
             ranks=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)),
             has_sessions="/begin_weight_update" in about["paths"],
             has_selector="selector" in update,
+            has_disk_updates="/update_weights_from_disk" in about["paths"],
         )
 
     async def load(self, *, timeout_s: float) -> Mapping[str, float]:

@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import PauseMode, SyncPlan
@@ -16,6 +17,7 @@ from .bulletin import Bulletin, BulletinFile
 from .client import ClientOptions, SGLangClient
 from .members import Condition, Member, Members, Watch, each
 from .planning import Planner
+from .router import Router
 from .settings import SGLang
 from .wire import SGLangWire
 
@@ -34,6 +36,10 @@ class EngineOptions:
     can_sleep: bool
     """Servers give their GPU memory up when told."""
     watch: Watch
+    folder: Path
+    """Of the run's files that are the engine's."""
+    log_file: Path
+    """Of the router."""
 
 
 class SGLangEngine:
@@ -57,6 +63,16 @@ class SGLangEngine:
                 keep_session=settings.router,
             ),
         )
+        self._router: Router | None = None
+        if settings.router:
+            self._router = Router(
+                settings.router_args,
+                host=settings.host,
+                folder=options.folder,
+                log_file=options.log_file,
+                changed=self._announce,
+            )
+            self._router.begin()
         self._announce()
         self.members.begin_watching()
 
@@ -77,14 +93,17 @@ class SGLangEngine:
 
     def _announce(self) -> None:
         """Tell the workers which servers they may ask."""
-        serving = self.members.serving()
+        urls = tuple(m.api.url for m in self.members.serving())
+        if self._router is not None:
+            self._router.route_to(urls)
+            urls = (self._router.url,) if self._router.url and urls else urls
         try:
             self.members.check()
         except EngineError as error:
             self._error = str(error)
         self._bulletin.write(
             Bulletin(
-                urls=tuple(m.api.url for m in serving),
+                urls=urls,
                 servers=tuple(m.api.url for m in self.members.running()),
                 is_open=not self._draining,
                 context_length=min((m.abilities.context_length for m in self.members.all), default=0),
@@ -250,4 +269,6 @@ class SGLangEngine:
         """Stop the servers."""
         await self._client.close()
         await self.members.stop_watching()
+        if self._router is not None:
+            await self._router.close()
         await self.members.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import types
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("what", choices=["sglang", "sglang-router"])
     schema = server_schema() if parser.parse_args().what == "sglang" else router_schema()
     lines = [f"{json.dumps(name)}: {json.dumps(schema[name])}" for name in sorted(schema)]
-    print("{" + ",\n".join(lines) + "}")
+    sys.stdout.write("{" + ",\n".join(lines) + "}\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ class Group:
     @classmethod
     def join(cls, backend: str, *, host: str, port: int, rank: int, size: int, timeout: timedelta) -> Self:
         """Meet the others; rank 0 keeps the address. All must set NCCL_CUMEM_ENABLE alike (SGLang sets it to 0)."""
-        store = dist.TCPStore(host, port, size, rank == 0, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, size, rank == 0, timeout=timeout, wait_for_workers=False
+        )
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout

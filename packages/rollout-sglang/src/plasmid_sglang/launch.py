@@ -1,4 +1,4 @@
-"""Run as a program: SGLang's server, from a file of arguments, ending with the process that started it."""
+"""Run as a program: SGLang's server or router, from a file of arguments, ending with the process that started it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -19,14 +20,27 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def main(parent: int, arguments: Path) -> None:
-    """Serve until the end."""
-    die_with(parent)
+def serve(arguments: dict[str, Any]) -> None:
+    """Run a server until its end."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    run_server(ServerArgs(**json.loads(arguments.read_text())))
+    run_server(ServerArgs(**arguments))
+
+
+def route(arguments: dict[str, Any]) -> None:
+    """Run a router until its end."""
+    from sglang_router.launch_router import launch_router
+    from sglang_router.router_args import RouterArgs
+
+    launch_router(RouterArgs(**arguments))
+
+
+def main(what: str, parent: int, arguments: Path) -> None:
+    """Begin."""
+    die_with(parent)
+    {"server": serve, "router": route}[what](json.loads(arguments.read_text()))
 
 
 if __name__ == "__main__":  # SGLang's own processes import this file again
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,7 +1,7 @@
 """The receiving half of a weight sync, inside SGLang's own processes: `load` is a custom weight loader of SGLang.
 
-Every call does one command and writes what came of it into a file, one for each process, which the engine's actor reads:
-SGLang's answer has no room for checksums, and an exception in here would end the server.
+Every call does one command and writes what came of it into a file, one for each process, which the engine's actor
+reads: SGLang's answer has no room for checksums, and an exception in here would end the server.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ class Members:
         if len(left) < self._watch.min_engines:
             errors = "; ".join(f"{m.name}: {m.error}" for m in self.all if m.condition is Condition.GONE)
             raise EngineError(
-                f"{len(left)} of {len(self.all)} servers are left, rollout.min_engines is {self._watch.min_engines}; {errors}"
+                f"{len(left)} of {len(self.all)} servers are left, "
+                f"rollout.min_engines is {self._watch.min_engines}; {errors}"
             )
 
     async def _look_after(self, member: Member) -> None:

@@ -73,7 +73,7 @@ class Server:
         with options.log_file.open("ab") as log:
             self._begin = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "plasmid_sglang.launch", str(os.getpid()), str(file)],
+                [sys.executable, "-m", "plasmid_sglang.launch", "server", str(os.getpid()), str(file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

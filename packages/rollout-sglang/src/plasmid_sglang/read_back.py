@@ -1,7 +1,7 @@
 """Whether a tensor that was loaded lies in the engine's parameters, which are fused, padded and sharded in its own way.
 
-Nothing about the architecture is known here. A tensor is loaded once as NaN, which shows the places that it goes to; then
-it is loaded again, and what lies in these places must be the tensor, or this process's part of it, bit by bit.
+Nothing about the architecture is known here. A tensor is loaded once as NaN, which shows the places that it goes to;
+then it is loaded again, and what lies in these places must be the tensor, or this process's part of it, bit by bit.
 """
 
 from __future__ import annotations

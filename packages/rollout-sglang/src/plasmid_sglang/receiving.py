@@ -168,7 +168,7 @@ class Update:
         found = {(receipt["num_bytes"], receipt["checksum"]) for receipt in receipts}
         if len(found) > 1:
             raise SyncError(f"ranks of the engine received different bytes as bucket {header['index']}")
-        num_bytes, checksum = found.pop()
+        ((num_bytes, checksum),) = found
         self._sums.append(BucketSum(index=header["index"], num_bytes=num_bytes, checksum=checksum))
         self._num_tensors += len(header["names"])
 

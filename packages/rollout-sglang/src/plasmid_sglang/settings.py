@@ -48,13 +48,13 @@ class SGLang(RolloutEngineConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type of weights and KV cache; ``auto`` is float32 on the CPU and bfloat16 on a GPU."""
     gpus_per_engine: int = Field(1, ge=1)
-    """GPUs of one server. Its tensor parallel size is this over ``server_args.pp_size`` unless `server_args` says so."""
+    """GPUs of one server; its tensor parallel size is this over ``server_args.pp_size`` unless `server_args` has one."""
     server_args: Mapping[str, Any] = Field(default_factory=dict)
     """Any other field of the installed SGLang's ``ServerArgs``, under its own name."""
     router_args: Mapping[str, Any] = Field(default_factory=dict)
     """Any argument of the SGLang router, under its own name; read with `router` only."""
     router: bool = False
-    """Put the SGLang router in front of the servers; without, each rollout worker asks the server it has asked least."""
+    """Put the SGLang router in front; without, each rollout worker asks the server that has fewest of its requests."""
     urls: tuple[str, ...] = ()
     """Servers that somebody else runs, in place of own ones. They must serve `model.path`."""
     host: str = "127.0.0.1"
@@ -67,8 +67,8 @@ class SGLang(RolloutEngineConfig):
     recompute_kv: bool = True
     """With pause_mode = "in_place": compute the KV cache of held requests anew after a weight sync."""
     wire: Literal["auto", "ipc", "broadcast", "disk", "http"] = "auto"
-    """How weights travel: GPU memory shared by trainer and engine on one GPU (``ipc``), a broadcast by NCCL or gloo, files
-    in the run's folder, or the body of an HTTP request. ``auto`` is ipc or broadcast on GPUs and http on the CPU."""
+    """How weights travel: GPU memory shared by trainer and engine on one GPU (``ipc``), a broadcast by NCCL or gloo,
+    files in the run's folder, or the body of an HTTP request. ``auto`` is ipc or broadcast on GPUs, http on the CPU."""
     bucket_bytes: int = Field(256 << 20, ge=1 << 10)
     """Largest bucket of weights in a weight sync; a larger tensor travels alone."""
     read_back_every: int = Field(10, ge=0)

@@ -16,6 +16,7 @@ from .actor import EngineServer, Started
 from .api import Api
 from .bulletin import BulletinFile
 from .engine import EngineOptions, SGLangEngine
+from .external import ExternalServer
 from .loader import NAME
 from .members import Member, Watch
 from .planning import Planner, own_address
@@ -33,14 +34,15 @@ ON_CPU: Mapping[str, Any] = {
     "disable_cuda_graph": True,
     "max_total_tokens": 16384,
 }
-"""Server arguments without a GPU, unless the recipe says otherwise; memory is not to be filled with a KV cache there."""
+"""Server arguments without a GPU, unless the recipe says otherwise; memory is not to be filled with a KV cache."""
 
 
 async def start_engine(settings: SGLang, context: BuildContext) -> RolloutEngine:
     """Start every server of the placement. Raises `ConfigError`, `EngineError`."""
-    if installed_version("sglang") is None:
+    if not settings.urls and installed_version("sglang") is None:
         raise ConfigError('rollout.kind: SGLang is not installed; install "plasmid-sglang[server]"')
-    return put_together(settings, context, await start_members(settings, context))
+    members = await (attach_members if settings.urls else start_members)(settings, context)
+    return put_together(settings, context, members)
 
 
 async def start_members(settings: SGLang, context: BuildContext) -> list[Member]:
@@ -73,6 +75,25 @@ async def start_members(settings: SGLang, context: BuildContext) -> list[Member]
     return await together(start(i) for i in range(len(bundles) // size))
 
 
+async def attach_members(settings: SGLang, context: BuildContext) -> list[Member]:
+    """The servers that somebody else runs."""
+    model_path = Path(context.config.model.path).absolute()
+
+    async def attach(index: int, url: str) -> Member:
+        name = f"{context.engine_name}-{index}"
+
+        async def make() -> Actor:
+            return await context.cluster.start(
+                ExternalServer, url, model_path, name=name, resources=Resources(), timeout_s=ACTOR_S
+            )
+
+        actor = await make()
+        started: Started = await actor.call("start", timeout_s=ACTOR_S)
+        return Member(name, actor, make, Api(started.url), started.abilities)
+
+    return await together(attach(i, url) for i, url in enumerate(settings.urls))
+
+
 def put_together(settings: SGLang, context: BuildContext, members: list[Member]) -> SGLangEngine:
     """The engine over servers that run."""
     config, on_gpu, folder = context.config, is_on_gpu(context), folder_of(context)
@@ -96,10 +117,12 @@ def put_together(settings: SGLang, context: BuildContext, members: list[Member])
     )
     options = EngineOptions(
         settings=settings,
-        dtype=dtype_of(settings, on_gpu=on_gpu),
+        dtype="auto" if settings.urls else dtype_of(settings, on_gpu=on_gpu),
         sync_s=limit_s,
-        can_sleep=config.placement.offload_engine and on_gpu,
+        can_sleep=config.placement.offload_engine and on_gpu and not settings.urls,
         watch=watch,
+        folder=folder,
+        log_file=context.run_dir.absolute() / "logs" / f"{context.engine_name}-router.log",
     )
     return SGLangEngine(members, planner, BulletinFile(folder / "bulletin.json"), options)
 
@@ -161,7 +184,9 @@ def wire_kind(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> Kind:
     """How weights travel. Raises `ConfigError` if they cannot."""
     place = config.placement
     kind: Kind
-    if settings.wire != "auto":
+    if settings.urls:
+        kind = "disk"
+    elif settings.wire != "auto":
         kind = settings.wire
     elif not on_gpu:
         kind = "http"

@@ -179,4 +179,5 @@ def _handle(data: torch.Tensor) -> str:
     from torch.multiprocessing.reductions import reduce_tensor
 
     torch.cuda.current_stream().synchronize()
-    return base64.b64encode(pickle.dumps(reduce_tensor(data))).decode()
+    handle = reduce_tensor(data)  # type: ignore[no-untyped-call]
+    return base64.b64encode(pickle.dumps(handle)).decode()

@@ -85,6 +85,7 @@ def _spans(meta: Mapping[str, Any], count: int, *, has_spans: bool) -> Iterator[
 
 def _timings(meta: Mapping[str, Any]) -> dict[str, float]:
     total, first = meta.get("e2e_latency"), meta.get("first_token_latency")
-    queued = meta.get("queue_time")
-    found = {"queued_s": queued, "prefill_s": first, "decode_s": None if None in (total, first) else total - first}
+    found = {"queued_s": meta.get("queue_time"), "prefill_s": first}
+    if total is not None and first is not None:
+        found["decode_s"] = total - first
     return {name: float(seconds) for name, seconds in found.items() if seconds is not None}

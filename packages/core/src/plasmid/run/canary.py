@@ -13,7 +13,17 @@ from ..batch import BatchRef
 from ..errors import EngineError, SyncError
 from ..protocols import Ref, RolloutEngine, Trainer
 from ..rollout.worker import share
-from ..types import Completion, GenerateRequest, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from ..types import (
+    Completion,
+    GenerateRequest,
+    Prompt,
+    PromptGroup,
+    Sample,
+    SamplingParams,
+    Score,
+    StopReason,
+    VersionSpan,
+)
 from ..waiting import within
 
 log = logging.getLogger(__name__)
@@ -47,7 +57,9 @@ class Canary:
     Checksums prove what crossed the wire; this proves that the engine computes with it as the trainer does.
     """
 
-    def __init__(self, engine: RolloutEngine, trainer: Trainer, *, tolerance: float, copies: int, limit_s: float) -> None:
+    def __init__(
+        self, engine: RolloutEngine, trainer: Trainer, *, tolerance: float, copies: int, limit_s: float
+    ) -> None:
         """``copies``: samples that a batch of the trainer must have at least, one for each rank."""
         self._engine, self._trainer = engine, trainer
         self._tolerance, self._copies, self._limit_s = tolerance, copies, limit_s
@@ -89,8 +101,8 @@ class Canary:
         difference = float(np.abs(found - completion.logprobs).max())
         if not difference <= self._tolerance:
             raise SyncError(
-                f"weight sync of version {version}: trainer and engine differ by {difference:.3g} in the log-probability "
-                f"of a canary, more than the {self._tolerance:g} allowed; the engine does not hold this version"
+                f"weight sync of version {version}: trainer and engine differ by {difference:.3g} in the "
+                f"log-probability of a canary, more than the {self._tolerance:g} allowed; the engine does not hold this version"
             )
         return {"sync/canary_difference": difference}
 
@@ -112,7 +124,9 @@ def _sample(completion: Completion) -> Sample:
         token_ids=np.concatenate([PROMPT, completion.token_ids]),
         loss_mask=np.concatenate([np.zeros(given, np.bool_), np.ones(count, np.bool_)]),
         rollout_logprobs=np.concatenate([np.zeros(given, np.float32), completion.logprobs]),
-        versions=tuple(VersionSpan(version=s.version, start=s.start + given, end=s.end + given) for s in completion.versions),
+        versions=tuple(
+            VersionSpan(version=s.version, start=s.start + given, end=s.end + given) for s in completion.versions
+        ),
         sampling=SAMPLING,
         text="",
         stop_reason=completion.stop_reason,

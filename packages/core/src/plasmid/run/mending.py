@@ -1,4 +1,4 @@
-"""What happens to an engine while the loop waits for it: parts that were started anew get the weights that they lack."""
+"""What happens to an engine while the loop waits for it: what was started anew gets the weights that it lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOK_S = 1.0
 async def wait_mending(
     work: set[asyncio.Future[Any]], engine: RolloutEngine | None, mend: Callable[[], Awaitable[None]]
 ) -> None:
-    """Wait for the first of ``work``; the trainer is idle meanwhile. Raises `EngineError` when too little is left of the engine."""
+    """Wait for the first of ``work``; the trainer is idle meanwhile. Raises `EngineError` when too little is left."""
     while True:
         timeout = None if engine is None else LOOK_S
         done, _ = await asyncio.wait(work, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

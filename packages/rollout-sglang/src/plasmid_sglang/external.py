@@ -1,0 +1,99 @@
+"""Servers that somebody else runs: attached, given weights from disk, never started or stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from plasmid.errors import EngineError, SyncError
+from plasmid.sync import checksum
+
+from .actor import EngineServer, Started
+from .api import Abilities, Api
+from .receiving import Commands
+from .sources import read_bucket
+
+
+class FolderCommands(Commands):
+    """Does by the release's own call what `loader.py` does in servers that we start."""
+
+    def __init__(self, api: Api, abilities: Abilities) -> None:
+        super().__init__(api, abilities, Path())
+        self._folder: Path | None = None
+
+    async def begin(self) -> None:
+        """Nothing: files are taken over all at once."""
+
+    async def end(self) -> None:
+        """Nothing."""
+
+    async def run(self, operation: str, *, timeout_s: float, **command: Any) -> list[dict[str, Any]]:
+        """Checks what lies in the files, and has the server take them when all are there. Raises `SyncError`."""
+        if operation == "load":
+            return [self._look(command["bucket"], command["source"])]
+        if operation != "finish":
+            raise EngineError(f"{self._api.url}: parameters of servers that others run cannot be read")
+        body = {
+            "model_path": str(self._folder),
+            "weight_version": command["weight_version"],
+            "flush_cache": command["flush_cache"],
+        }
+        await self._api.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+        return [{}]
+
+    def _look(self, header: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+        path = Path(source["path"])
+        self._folder = path.parent
+        found = checksum(data := read_bucket(path, header["names"], torch.device("cpu")))
+        if found != header["checksum"]:
+            raise SyncError(
+                f"bucket {header['index']} was sent with checksum {header['checksum']:016x} "
+                f"and lies in {path} with {found:016x}"
+            )
+        return {"checksum": found, "num_bytes": data.numel()}
+
+
+class ExternalServer(EngineServer):
+    """What `EngineServer` is for servers of our own."""
+
+    def __init__(self, url: str, model_path: Path) -> None:
+        self._name, self._url, self._model_path = url, url, model_path
+        self._api = self._commands = self._update = None
+
+    async def start(self) -> Started:
+        """Attach. Raises `EngineError` if the server has another model or cannot be updated."""
+        await self._leave()
+        self._api = api = Api(self._url)
+        abilities = await api.abilities()
+        await self._check_model(api)
+        if not abilities.has_disk_updates:
+            raise EngineError(f"{self._url}: SGLang {abilities.release} cannot take weights from disk")
+        # also the proof that we may: a server may ask for a key
+        await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+        self._commands = FolderCommands(api, abilities)
+        return Started(url=self._url, abilities=abilities)
+
+    async def _check_model(self, api: Api) -> None:
+        served = await api.get("/model_info")
+        own = json.loads((self._model_path / "config.json").read_text())
+        for name in ("model_type", "architectures"):
+            if name in served and served[name] != own.get(name):
+                raise EngineError(
+                    f"rollout.urls: {self._url} serves a model with {name} {served[name]!r}, "
+                    f"model.path has {own.get(name)!r}"
+                )
+
+    async def exit_code(self) -> int | None:
+        """Never known."""
+        return None
+
+    async def kill(self) -> None:
+        """It is not ours to end."""
+        await self._leave()
+
+    async def close(self) -> None:
+        """Let go of it."""
+        await self._leave()
