@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from agent_cases import ScriptedEngine, make_rollout, shown
 from plasmid.errors import ConfigError, PluginError
 from plasmid.protocols import RunContext
 from plasmid.rollout.execution import execute
+from plasmid.rollout.tool_calls import PARSERS
 from plasmid.testing.light_contracts import check_workflow
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import StopReason
 from plasmid.validation import validate
 from plasmid_agents import Agent
+from plasmid_agents.workflow import Format
 
 AGENTS = """
 import os, random, subprocess, sys, time, json, urllib.request
@@ -216,6 +219,28 @@ def test_many_agents_run_at_once(tokenizer, agents):
     made, _ = roll_out(tokenizer, {"function": f"{agents}:plain"}, script=lambda text: text.upper(), rollouts=24)
     assert sorted(sample.rollout_id for (sample,) in made) == sorted(f"5/{i}" for i in range(24))
     assert all(np.array_equal(sample.token_ids, made[0][0].token_ids) for (sample,) in made)
+
+
+def test_agents_end_with_the_run(tokenizer, agents, tmp_path, monkeypatch):
+    file = tmp_path / "pid"
+    monkeypatch.setenv("PID_FILE", str(file))
+
+    async def main():
+        workflow = Agent(function=f"{agents}:sleeps")
+        await workflow.open(RunContext(seed=1, run_dir=Path()))
+        rollout = make_rollout(tokenizer, ["hello"])
+        running = asyncio.create_task(execute(workflow, rollout, make_prompt("hi"), 60.0))
+        while not file.exists() or not file.read_text():
+            await asyncio.sleep(0.01)
+        await workflow.close()
+        return await running
+
+    (sample,) = asyncio.run(asyncio.wait_for(main(), 120))
+    assert sample.error == "the agent failed: its process died"
+
+
+def test_every_format_of_calls_can_be_chosen():
+    assert set(get_args(Format)) == set(PARSERS)
 
 
 def test_the_workflow_keeps_what_workflows_promise(agents, program):
