@@ -153,6 +153,24 @@ class Megatron(LearningSettings, TrainerConfig):
         if self.critic != CriticSettings() and not algorithm.needs().critic:
             yield "trainer.critic: the algorithm has no critic, so it is never read; remove the table"
 
+    def num_parts(self, ranks: int) -> int:
+        """Model replicas. Raises ValueError if the ranks do not divide into them, or not into groups of experts."""
+        replica, experts = (
+            self.ranks_per_replica,
+            self.expert_parallel * self.expert_tensor_size * self.pipeline_parallel,
+        )
+        if ranks % replica:
+            raise ValueError(
+                f"{ranks} do not divide into model replicas of {replica} ranks "
+                "(trainer.tensor_parallel x pipeline_parallel x context_parallel)"
+            )
+        if self.expert_parallel > 1 and ranks % experts:
+            raise ValueError(
+                f"{ranks} do not divide into groups of {experts} ranks that hold all experts "
+                "(trainer.expert_parallel x expert_tensor_parallel x pipeline_parallel)"
+            )
+        return ranks // replica
+
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process for each rank. Raises `ConfigError` or `ModelError` before any is started, where it can."""
         from .trainer import start

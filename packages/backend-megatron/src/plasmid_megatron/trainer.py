@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError
-from plasmid.training.model_folder import check_folder
+from plasmid.training.model_folder import check_folder, read_config
 from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
 from plasmid.training.schedule import Microbatching
 from plasmid.training.vocabulary import check_vocabulary
@@ -14,6 +16,15 @@ from plasmid.training.vocabulary import check_vocabulary
 from .device import check_device
 from .launch import RankSetup, launch
 from .settings import Megatron
+
+UNEVEN = {
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+}
+"""Fields of Megatron that give pipeline ranks different numbers of layers."""
 
 
 async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
@@ -41,14 +52,9 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
 def _check(settings: Megatron, context: BuildContext) -> None:
     config, needs = context.config, context.config.algorithm.needs()
     check_device("cpu" if None in context.bundles else "cuda")
-    num_ranks = len(context.bundles)
-    if num_ranks % settings.ranks_per_replica:
-        raise ConfigError(
-            f"placement.trainer_ranks: {num_ranks} ranks do not divide into model replicas of "
-            f"{settings.ranks_per_replica} (tensor_parallel x pipeline_parallel x context_parallel)"
-        )
     policy = Path(config.model.path)
     check_folder("model", policy)
+    check_split(settings, read_config("model", policy))
     if needs.critic and config.critic.path != "auto":
         check_folder("critic", Path(config.critic.path))
     for where, needed, role in (
@@ -58,3 +64,28 @@ def _check(settings: Megatron, context: BuildContext) -> None:
         if needed and role is not None and role.path != "auto":
             check_folder(where, Path(role.path))
             check_vocabulary(where, Path(role.path), policy=policy, tokenizer=Path(config.model.tokenizer_path))
+
+
+def check_split(settings: Megatron, config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if a model with this ``config.json`` cannot be split as the settings say."""
+    chunks = settings.pipeline_parallel * settings.virtual_pipeline
+    experts = config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts")
+    splits = (
+        (
+            "num_attention_heads",
+            "tensor_parallel x context_parallel",
+            settings.tensor_parallel * settings.context_parallel,
+        ),
+        ("num_key_value_heads", "tensor_parallel", settings.tensor_parallel),
+        ("num_hidden_layers", "pipeline_parallel x virtual_pipeline", chunks),
+    )
+    free = {"num_hidden_layers"} if set(settings.transformer) & UNEVEN else set()
+    for name, by, parts in splits:
+        count = config.get(name)
+        if isinstance(count, int) and count % parts and name not in free:
+            raise ConfigError(f"trainer: the model's {name} = {count} cannot be split into {parts} parts ({by})")
+    if settings.expert_parallel > 1 and (not experts or experts % settings.expert_parallel):
+        have = f"{experts} experts" if experts else "no experts"
+        raise ConfigError(
+            f"trainer.expert_parallel: the model has {have}, which {settings.expert_parallel} ranks cannot share"
+        )
