@@ -1,0 +1,42 @@
+"""Fan-out: each rollout makes two samples, a solution and the policy's own verdict on it, with a reward for each."""
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from plasmid import Prompt, Reward, Rollout, Sample, Score, hookimpl
+
+SHOWN = "2+2=4 right\n2+2=5 wrong\n"
+"""Shows what a verdict looks like."""
+
+
+async def solve_and_verify(rollout: Rollout, prompt: Prompt, shown: str = SHOWN) -> list[Sample]:
+    """Solve the prompt, then judge the solution in a prompt of its own."""
+    solution = await rollout.generate(prompt.token_ids)
+    said = rollout.decode(solution.token_ids).strip()
+    solved = rollout.sample(prompt, [solution], metadata={"part": "solve", "said": said})
+
+    question = prompt.text.strip().splitlines()[-1]
+    asked = rollout.encode(f"{shown}{question}{said}")
+    verdict = await rollout.generate(np.asarray(asked, np.int32), max_new_tokens=2)
+    judged = rollout.sample(replace(prompt, token_ids=asked), [verdict], metadata={"part": "verify", "said": said})
+    return [solved, judged]
+
+
+class SolvedOrJudged(Reward):
+    """1.0 for a right solution, and for a right verdict on one; 0.0 otherwise."""
+
+    kind: Literal["solved-or-judged"] = "solved-or-judged"
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
+        is_right = sample.metadata["said"] == str(prompt.target)
+        if sample.metadata["part"] == "solve":
+            return Score(value=float(is_right), components={"solved": float(is_right)})
+        verdict = sample.text.strip().split("\n")[0]
+        fits = verdict == ("right" if is_right else "wrong")
+        return Score(value=float(fits), components={"judged": float(fits)})
+
+
+@hookimpl
+def register_rewards():
+    return [SolvedOrJudged]

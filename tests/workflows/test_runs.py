@@ -1,0 +1,113 @@
+"""Whole runs of several turns: they resume exactly, engine and trainer agree, hooks are heard, a tiny model learns."""
+
+import json
+import shutil
+
+import pytest
+from plasmid.observe.journal import read_journal
+from plasmid.observe.sample_store import read_samples
+from plasmid.recipe import merge, resolve
+from plasmid.run.local import LocalCluster
+from plasmid.run.session import Mode, run
+from plasmid.testing.tiny import make_hollow_model
+
+HOOKS = """
+from dataclasses import replace
+from plasmid import hookimpl
+
+@hookimpl
+def sample_generated(sample):
+    return replace(sample, metadata={**sample.metadata, "seen": True})
+
+@hookimpl
+def batch_ready(batch, groups):
+    return [replace(group, rewards=group.rewards + 10) for group in groups]
+"""
+
+
+@pytest.fixture
+def game(tmp_path, tiny_model):
+    """A run that plays "guess a number" in plain text, one token a turn."""
+    rows = [json.dumps({"prompt": "guess a number from 1 to 3\n", "row": row}) + "\n" for row in range(16)]
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    environment = {"kind": "guess", "highest": 3}
+    plain = {
+        "recipe": "guess",
+        "model": {"path": str(tiny_model)},
+        "run": {"dir": str(tmp_path / "run"), "batches": 2, "prompts_per_batch": 4, "samples_per_prompt": 4},
+        "sampling": {"max_new_tokens": 1},
+        "data": {"path": str(tmp_path / "prompts.jsonl"), "target_key": "none"},
+        "workflow": {
+            "kind": "environment",
+            "max_turns": 2,
+            "observation_format": " {observation}\n",
+            "environment": environment,
+        },
+        "trainer": {"kind": "fsdp", "lr": 3e-3},
+        "rollout": {"kind": "hf"},
+        "algorithm": {"kind": "grpo"},
+        "rewards": [{"kind": "environment"}],
+        "checkpoint": {"every": 1, "keep_last": 10, "export": False},
+    }
+
+    def play(changes=None, **mode):
+        return run(resolve(merge(plain, changes or {})), mode=Mode(**mode), make_cluster=lambda _: LocalCluster())
+
+    play.folder = tmp_path
+    return play
+
+
+def metrics(folder):
+    return [dict(entry.metrics) for entry in read_journal(folder / "metrics.jsonl")]
+
+
+def stored(folder):
+    files = sorted((folder / "samples").glob("batch-*.parquet"))
+    return [sample for file in files for group in read_samples(file) for sample in group.samples]
+
+
+def untimed(entries):
+    return [{k: v for k, v in m.items() if k.startswith(("train/", "reward/", "rollout/", "version"))} for m in entries]
+
+
+def test_a_run_of_several_turns_resumes_bit_by_bit(game):
+    whole, folder = game.folder / "whole", game.folder / "run"
+    game({"run": {"dir": str(whole)}})
+    game()
+    shutil.rmtree(folder / "checkpoints" / "batch-000002")
+    game(resume=True)
+    assert untimed(metrics(folder)) == untimed(metrics(whole))
+    assert [s.token_ids.tolist() for s in stored(folder)] == [s.token_ids.tolist() for s in stored(whole)]
+    assert any(s.metadata["turns"] == 2 for s in stored(folder)), "or nothing was tested"
+    assert max(m["train/logprob_diff_max"] for m in metrics(folder)) < 2e-5, "on tokens of every turn"
+
+
+def test_hooks_of_a_plugin_file_change_samples_and_batches_of_a_run(game, tmp_path):
+    hooks = tmp_path / "hooks.py"
+    hooks.write_text(HOOKS)
+    fakes = {
+        "plugins": [str(hooks), _fakes()],
+        "trainer": {"kind": "fake"},
+        "rollout": {"kind": "fake", "num_tokens": 1},
+    }
+    model = {"model": {"path": str(make_hollow_model(tmp_path / "hollow"))}, "algorithm": {"kind": "fake"}}
+    game({**fakes, **model})
+    assert all(sample.metadata["seen"] for sample in stored(game.folder / "run"))
+    rewards = [sample.reward for sample in stored(game.folder / "run")]
+    assert min(rewards) >= 0 and max(rewards) <= 1, "the store keeps what the rewards had said"
+    assert all(10 <= m["reward/mean"] <= 11 for m in metrics(game.folder / "run"))
+
+
+def _fakes():
+    from plasmid.testing import fakes
+
+    return str(fakes.__file__)
+
+
+@pytest.mark.long
+def test_a_tiny_model_learns_to_listen_to_the_game(game):
+    """Without hints two guesses find one number of three in 2/3 of all games; with them always."""
+    game({"run": {"batches": 100, "prompts_per_batch": 8, "samples_per_prompt": 8}, "checkpoint": {"every": 0}})
+    rewards = [m["reward/mean"] for m in metrics(game.folder / "run")]
+    assert sum(rewards[:5]) / 5 < 0.3
+    assert sum(rewards[-10:]) / 10 > 0.8
