@@ -1,0 +1,36 @@
+"""What a plugin subclasses.
+
+A component is a pydantic model: its fields are its settings, the docstring under a field is that setting's help.
+Light components (rewards, filters, algorithms, ...) do their work themselves. Heavy ones (trainers, engines) are
+settings whose ``build()`` imports and starts the real thing, so that listing plugins never imports torch.
+"""
+
+from .backends import BuildContext, RolloutEngineConfig, Tracker, TrainerConfig
+from .base import Component, Settings
+from .conversion import Converter
+from .methods import ActorCritic, Algorithm, Needs, Reduction
+from .rollouts import Rollout, Workflow
+from .scoring import Filter, Reward
+from .sources import DataFacts, DataSource, PromptEncoder, PromptStream
+
+__all__ = [
+    "ActorCritic",
+    "Algorithm",
+    "BuildContext",
+    "Component",
+    "Converter",
+    "DataFacts",
+    "DataSource",
+    "Filter",
+    "Needs",
+    "PromptEncoder",
+    "PromptStream",
+    "Reduction",
+    "Reward",
+    "Rollout",
+    "RolloutEngineConfig",
+    "Settings",
+    "Tracker",
+    "TrainerConfig",
+    "Workflow",
+]

@@ -1,0 +1,82 @@
+"""What a plugin subclasses to bring a trainer, an engine or a tracker."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from ..protocols import Cluster, RolloutEngine, Trainer
+from .base import Component
+from .methods import Algorithm
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
+
+
+class Tracker(Component):
+    """Takes metrics to where people look at them."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one batch. Called from a thread of its own, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BuildContext:
+    """What trainers and engines are started with."""
+
+    cluster: Cluster
+    config: RunConfig
+    run_dir: Path
+    bundles: tuple[int | None, ...]
+    """GPU bundle of each rank of this part, in rank order; None where it runs on the CPU."""
+    threads: int = 1
+    """CPU threads that each rank may use."""
+    engine_name: str = "engine"
+    """What the processes of an engine are called, before their number: a run may have two engines."""
+
+
+class TrainerConfig(Component):
+    """Selects and configures a training backend."""
+
+    def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
+        """What these settings say that has no effect with the algorithm, one ``trainer.<key>: ...`` each."""
+        yield from ()
+
+    def num_parts(self, ranks: int) -> int:
+        """Parts that this many processes deal a batch out to: as many, unless several hold one model together.
+
+        Raises ValueError if so many cannot be laid out.
+        """
+        return ranks
+
+    @abstractmethod
+    async def build(self, context: BuildContext) -> Trainer:
+        """Start the backend. Import torch in here, not at the top of the plugin's module."""
+
+
+class RolloutEngineConfig(Component):
+    """Selects and configures an inference engine."""
+
+    owns_weights: ClassVar[bool] = True
+    """False if somebody else serves the model: `model.path` needs no weights, and nothing can be trained with it."""
+    gives_kept_sets: ClassVar[bool] = False
+    """True if completions say what top-p, top-k and min-p left to draw from (`GenerateRequest.wants_kept_set`)."""
+
+    def mistakes(self, config: RunConfig) -> Iterator[str]:
+        """What these settings say that does not fit the rest of the recipe, one ``<table>.<key>: ...`` each."""
+        yield from ()
+
+    def canary(self) -> float | None:
+        """Largest difference of log-probabilities to the trainer on a canary after each sync; None for no canary.
+
+        An engine needs one that loads weights by code which is not the trainer's (see `run/canary.py`).
+        """
+        return None
+
+    @abstractmethod
+    async def build(self, context: BuildContext) -> RolloutEngine:
+        """Start the engine. Import it in here, not at the top of the plugin's module."""

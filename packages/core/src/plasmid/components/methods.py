@@ -1,0 +1,100 @@
+"""What a plugin subclasses to train by another method: advantage, loss, and what a run of it takes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ..types import Role
+from .base import Component
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..algorithms.inputs import AdvantageInputs, LossInputs, TokenLoss, ValueInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run of one algorithm takes besides a policy. Checked against the recipe before anything starts."""
+
+    rewards: bool = True
+    engine: bool = True
+    reference: bool = False
+    teacher: bool = False
+    critic: bool = False
+    groups: bool = False
+    """Several rollouts of each prompt, because a rollout is compared with the others."""
+    greedy_baseline: bool = False
+    """One more rollout of each prompt at temperature 0, whose reward is the baseline; it is not trained on."""
+    demonstrations: bool = False
+    """Prompts that come with what the policy should have written (`Prompt.trained`), in place of rollouts."""
+
+
+Reduction = Literal["per-rollout", "per-token", "per-prompt", "constant"]
+
+
+class Algorithm(Component):
+    """Advantage and loss of one named method: pure functions of tensors that every trainer shares."""
+
+    reduction: Reduction = "per-rollout"
+    """How token losses of a step are averaged: tokens of each rollout, then rollouts; all tokens alike; tokens of each
+    prompt group, then groups; or divided by constant_length times the number of rollouts (Dr. GRPO)."""
+    constant_length: int | None = Field(None, ge=1)
+    """Tokens that reduction = "constant" divides by, for example the longest completion."""
+
+    @model_validator(mode="after")
+    def _constant_has_length(self) -> Self:
+        if self.reduction == "constant" and self.constant_length is None:
+            raise ValueError('reduction = "constant" divides by constant_length; set it, for example to 1024')
+        if self.reduction != "constant" and self.constant_length is not None:
+            raise ValueError(
+                f'constant_length = {self.constant_length} is never read; remove it or set reduction = "constant"'
+            )
+        return self
+
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What a run with these settings takes."""
+
+    @abstractmethod
+    def roles(self, *, steps: int) -> tuple[Role, ...]:
+        """Whose per-token scores must be taken before a batch is trained in this many optimizer steps."""
+
+    @abstractmethod
+    def advantages(self, inputs: AdvantageInputs) -> Tensor:
+        """[T] advantage of each of this rank's loss tokens."""
+
+    @abstractmethod
+    def loss(self, inputs: LossInputs) -> TokenLoss:
+        """Loss per token of one microbatch, not yet reduced. Must work without any token (T = 0)."""
+
+    def weights_need_entropy(self) -> bool:
+        """True if the loss has an entropy term, so that its gradient must be kept."""
+        return False
+
+    def reads_rollout_logprobs(self) -> bool:
+        """True if the engine's log-probabilities count as those of what drew the tokens.
+
+        They are taken before top-p, top-k and min-p. An engine that cannot tell what these left to draw from must then
+        not be restricted by them.
+        """
+        return False
+
+
+class ActorCritic(Algorithm):
+    """An algorithm with a critic. The trainer trains it beside the policy, on the same microbatches and weights."""
+
+    critic_warmup: int = Field(0, ge=0)
+    """Batches at the start of the run in which the critic alone is trained."""
+
+    @abstractmethod
+    def returns(self, inputs: AdvantageInputs) -> Tensor:
+        """[T] what the value of each of this rank's loss tokens is trained to be. Called once per batch."""
+
+    @abstractmethod
+    def value_loss(self, inputs: ValueInputs) -> TokenLoss:
+        """Loss of the critic per token of one microbatch, not yet reduced. Must work without any token (T = 0)."""

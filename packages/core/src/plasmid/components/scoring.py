@@ -1,0 +1,51 @@
+"""What a plugin subclasses to score samples and to choose groups."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from ..types import Prompt, PromptGroup, Sample, Score
+from .base import Component
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
+
+
+class Reward(Component):
+    """Scores one sample. Called many times at once; must not keep state between calls."""
+
+    name: str = Field("auto", pattern=r"^[A-Za-z0-9_.-]+$")
+    """What metrics and profiles call it; ``auto`` is its kind, numbered where one occurs twice."""
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Factor of this reward in the sum."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest time for one sample; past it the run ends with an error that names the sample."""
+
+    @abstractmethod
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | Score:
+        """The score of ``sample``. What a policy may write must not raise: return the failure value instead."""
+
+    async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Score]:
+        """Scores of all samples of one prompt; override it where a score depends on the other samples."""
+        return [await self(prompt, sample) for sample in samples]
+
+
+class Filter(Component):
+    """Decides whether a scored group is trained on."""
+
+    @property
+    def reason(self) -> str:
+        """What the groups that it drops are counted under: ``rollout/dropped/<reason>``."""
+        return str(type(self).model_fields["kind"].default)
+
+    def mistakes(self, config: RunConfig) -> Iterator[str]:
+        """What these settings say that does not fit the rest of the recipe, one ``<key>: ...`` each."""
+        yield from ()
+
+    @abstractmethod
+    def __call__(self, group: PromptGroup) -> bool:
+        """True to keep the group."""
