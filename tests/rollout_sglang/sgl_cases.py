@@ -23,7 +23,9 @@ START_S = 600
 def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), **settings):
     """What an engine on this machine's CPU is built with."""
     rollout = {"kind": "sglang", "dtype": "float32", "health_interval_s": 1.0, "health_timeout_s": 60.0, **settings}
-    rollout["server_args"] = {"max_total_tokens": 4096} | dict(settings.get("server_args", {}))
+    if rollout.get("server_args", {}) is not None:
+        rollout["server_args"] = {"max_total_tokens": 4096} | dict(settings.get("server_args", {}))
+    rollout = {name: value for name, value in rollout.items() if value is not None}
     config = resolve(
         {
             "model": {"path": str(model_path)},

@@ -48,7 +48,7 @@ class SGLang(RolloutEngineConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type of weights and KV cache; ``auto`` is float32 on the CPU and bfloat16 on a GPU."""
     gpus_per_engine: int = Field(1, ge=1)
-    """GPUs of one server; its tensor parallel size is this over ``server_args.pp_size`` unless `server_args` has one."""
+    """GPUs of one server; its tensor parallel size is this over ``server_args.pp_size``, or what `server_args` says."""
     server_args: Mapping[str, Any] = Field(default_factory=dict)
     """Any other field of the installed SGLang's ``ServerArgs``, under its own name."""
     router_args: Mapping[str, Any] = Field(default_factory=dict)

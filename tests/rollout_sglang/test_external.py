@@ -1,0 +1,67 @@
+"""Servers that somebody else runs: attached, checked, and given weights from disk."""
+
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plasmid.errors import EngineError
+from plasmid.sync import compare
+from plasmid.testing.tiny import make_tiny_model
+from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish
+
+
+@contextlib.asynccontextmanager
+async def attached(shared, tmp_path, model_path=None):
+    async with shared.engine() as own:  # which sets the weights back, and pauses afterwards
+        url = own.members.all[0].api.url
+        context = make_context(
+            model_path or shared.model_path, tmp_path, urls=[url], read_back_every=0, server_args=None, dtype="auto"
+        )
+        engine = await context.config.rollout.build(context)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+            await context.cluster.close()
+
+
+def test_a_server_of_others_takes_a_version_over(shared, tmp_path):
+    model = plain_model(shared.model_path)
+
+    async def test():
+        async with attached(shared, tmp_path) as engine:
+            before = await engine.client.generate(make_request(1))
+            weights = changed(model)
+            await engine.pause("abort")
+            sent, received = await publish(engine, weights, 4)
+            await engine.resume()
+            return before, sent, received, await engine.client.generate(make_request(2))
+
+    before, sent, received, after = shared.run(test())
+    compare(sent, received)
+    assert {span.version for span in before.versions} == {0}
+    assert {span.version for span in after.versions} == {4}
+    np.testing.assert_allclose(after.logprobs, plain_logprobs(model, make_request(2), after), atol=2e-5)
+
+
+def test_a_server_of_another_model_is_refused(shared, tmp_path):
+    other = make_tiny_model(tmp_path / "other", family="qwen3")
+
+    async def test():
+        async with attached(shared, tmp_path / "run", other):
+            raise AssertionError("it was attached")
+
+    with pytest.raises(EngineError, match=r"serves a model with model_type 'llama', model\.path has 'qwen3'"):
+        shared.run(test())
+
+
+def test_the_server_lives_on_when_the_engine_is_closed(shared, tmp_path):
+    async def test():
+        async with attached(shared, tmp_path) as engine:
+            member = replace(engine.members.all[0])
+        async with shared.engine() as own:
+            assert member.api.url == own.members.all[0].api.url
+            return await own.client.generate(make_request(1))
+
+    assert len(shared.run(test()).token_ids) > 0
