@@ -1,5 +1,7 @@
 """A folder to read the documentation in."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,5 +14,8 @@ def checkout(tmp_path, tiny_model) -> Path:
     """A folder that looks like the repository to the commands of a page, with a tiny model for the real one."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(tiny_model)
+    model = shutil.copytree(tiny_model, tmp_path / "models" / "SmolLM2-135M-Instruct")
+    config = json.loads((model / "config.json").read_text())
+    # descriptions of tools are long in a vocabulary of single characters
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
     return tmp_path

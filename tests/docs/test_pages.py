@@ -25,6 +25,9 @@ READ = [
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""
 READ_ELSEWHERE = {"docs/plugins/rewards.md", "docs/plugins/hooks.md"}
+    "docs/workflows/tools.md",
+    "docs/workflows/environments.md",
+    "docs/workflows/functions.md",
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
