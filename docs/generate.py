@@ -83,6 +83,13 @@ def _tables(slots: Mapping[str, Classes]) -> Iterator[str]:
             yield _settings(plain[name])
         else:
             yield from _components(name, slots[name])
+        if name == "workflow":
+            yield "## tools\n"
+            yield "What a policy may call, listed under `[[workflow.tools]]`.\n"
+            yield from _components("tools", slots["tools"])
+            yield "## environments\n"
+            yield "Where a policy may act, chosen by `[workflow.environment] kind = ...`.\n"
+            yield from _components("environments", slots["environments"])
 
 
 def _converters(slots: Mapping[str, Classes]) -> Iterator[str]:
