@@ -19,15 +19,19 @@ READ = [
     "docs/quickstart.md",
     "docs/observability.md",
     "docs/checkpoints.md",
+    "docs/data.md",
+    "docs/debugging-rewards.md",
+    "docs/evaluation.md",
+    "docs/tasks.md",
     "docs/plugins/index.md",
     "docs/workflows/agents.md",
+    "docs/workflows/tools.md",
+    "docs/workflows/environments.md",
+    "docs/workflows/functions.md",
 ]
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""
 READ_ELSEWHERE = {"docs/plugins/rewards.md", "docs/plugins/hooks.md"}
-    "docs/workflows/tools.md",
-    "docs/workflows/environments.md",
-    "docs/workflows/functions.md",
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
