@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plasmid.errors import PlasmidError
-from plasmid.run.evaluate import evaluate
 from plasmid.run.local import LocalCluster
 from plasmid.run.session import Mode, run
 from plasmid_cli.main import app
@@ -152,20 +151,16 @@ def with_small(command: Sequence[str]) -> list[str]:
 
 def rl(arguments: Sequence[str]) -> int:
     """The command `rl` in this process; runs are made on a local cluster."""
-    if arguments[0] not in ("train", "eval") or "--dry-run" in arguments:
+    if arguments[0] != "train" or "--dry-run" in arguments:
         app(arguments, make_cluster=lambda _: LocalCluster())
     parser = argparse.ArgumentParser()
     parser.add_argument("items", nargs="*")
     for flag in ("--resume", "--rollouts-only"):
         parser.add_argument(flag, action="store_true")
-    for option in ("--replay", "--model"):
-        parser.add_argument(option, type=Path)
+    parser.add_argument("--replay", type=Path)
     parser.add_argument("--plugin", action="append", type=Path)
     given = parser.parse_intermixed_args(arguments[1:])
-    config = load(given.items, given.plugin, more=[f"model.path='{given.model}'"] if given.model else [])
-    if arguments[0] == "eval":
-        evaluate(config, make_cluster=lambda _: LocalCluster())
-        return 0
+    config = load(given.items, given.plugin)
     mode = Mode(resume=given.resume, replay=given.replay, rollouts_only=given.rollouts_only)
     console = Console(width=200)
     with make_progress(config, console) as progress:

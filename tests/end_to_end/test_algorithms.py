@@ -4,8 +4,8 @@ import json
 
 import pytest
 from plasmid.recipe import resolve
-from plasmid.run.local import LocalCluster
 from plasmid.run.evaluate import evaluate
+from plasmid.run.local import LocalCluster
 from plasmid.run.session import run
 
 ALGORITHMS = {
