@@ -95,6 +95,8 @@ class Shared:
 
     def close(self):
         """End the server."""
+        for member in self._members:
+            self.run(member.api.close())
         self.run(asyncio.wait_for(self._context.cluster.close(), 60))
         self._runner.close()
 

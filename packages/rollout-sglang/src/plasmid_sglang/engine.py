@@ -175,7 +175,7 @@ class SGLangEngine:
             )
         members = [m for m in self.members.all if m.actor in wire.actors]
         self.members.has_synced = True
-        for member in members:
+        for member in self.members.running():  # also those that the plan had to leave out: they miss this version
             member.condition = Condition.WAITING
         self._announce()
         receipts: dict[Member, SyncReceipt] = {}

@@ -101,8 +101,8 @@ class Canary:
         difference = float(np.abs(found - completion.logprobs).max())
         if not difference <= self._tolerance:
             raise SyncError(
-                f"weight sync of version {version}: trainer and engine differ by {difference:.3g} in the log-probability "
-                f"of a canary, {self._tolerance:g} is allowed; the engine does not hold this version"
+                f"weight sync of version {version}: trainer and engine differ by {difference:.3g} in the "
+                f"log-probability of a canary, {self._tolerance:g} is allowed; the engine does not hold this version"
             )
         return {"sync/canary_difference": difference}
 

@@ -1,0 +1,114 @@
+"""Whole runs: the real trainer, and servers that are killed and stopped while they serve."""
+
+import logging
+import os
+import signal
+
+import numpy as np
+import psutil
+import pytest
+from plasmid.observe.journal import read_journal
+from plasmid.observe.sample_store import read_samples
+from plasmid.recipe import resolve
+from plasmid.run.local import LocalCluster
+from plasmid.run.session import run
+from plasmid.types import StopReason
+
+BATCHES, PROMPTS, SAMPLES = 6, 2, 4
+
+
+def recipe(folder, model_path, rollout, **settings):
+    """Random rewards: what counts here is who sampled what."""
+    rows = "".join(f'{{"prompt": "say {i}: ", "target": {i}}}\n' for i in range(30))
+    (folder / "prompts.jsonl").write_text(rows)
+    counts = {"batches": BATCHES, "prompts_per_batch": PROMPTS, "samples_per_prompt": SAMPLES}
+    return resolve(
+        {
+            "recipe": "sglang",
+            "model": {"path": str(model_path)},
+            "data": {"path": str(folder / "prompts.jsonl")},
+            "run": {"dir": str(folder / "run"), **counts, **settings.get("run", {})},
+            "sampling": {"max_new_tokens": settings.get("tokens", 8)},
+            "trainer": {"kind": "fsdp", "lr": 1e-3},
+            "rollout": {"kind": "sglang", **rollout},
+            "algorithm": {"kind": "grpo"},
+            "rewards": [{"kind": "random"}],
+            "placement": {
+                "device": "cpu",
+                "engine_ranks": settings.get("ranks", 1),
+                "start_timeout_s": 900,
+                "rollout_workers": 2,
+            },
+            "checkpoint": {"at_end": False, "export": False},
+        }
+    )
+
+
+def trained_groups(folder):
+    """Every group that is in a batch, with the number of the batch."""
+    files = sorted((folder / "run" / "samples").glob("batch-*.parquet"))
+    return [(int(file.stem.rpartition("-")[2]), group) for file in files for group in read_samples(file)]
+
+
+def check_batches(folder):
+    """Every draw in one batch, every batch full, nothing failed."""
+    groups = trained_groups(folder)
+    assert sorted(group.id for _, group in groups) == list(range(BATCHES * PROMPTS))
+    assert [batch for batch, _ in groups] == sorted(list(range(1, BATCHES + 1)) * PROMPTS)
+    for _, group in groups:
+        assert len({sample.id for sample in group.samples}) == len(group.samples) == SAMPLES
+        assert not [sample.error for sample in group.samples if sample.stop_reason is StopReason.ERROR]
+
+
+def test_a_run_trains_on_policy_and_proves_every_version(shared, tmp_path):
+    async def address():
+        async with shared.engine() as engine:
+            member = engine.members.all[0]
+            await member.api.resume()
+            return member.api.url
+
+    url = shared.run(address())
+    config = recipe(tmp_path, shared.model_path, {"urls": [url], "read_back_every": 0, "canary_tolerance": 1e-3})
+    result = run(config, make_cluster=lambda _: LocalCluster())
+    assert result.steps == BATCHES
+    check_batches(tmp_path)
+    for batch, group in trained_groups(tmp_path):
+        assert {span.version for sample in group.samples for span in sample.versions} == {batch - 1}
+    metrics = [entry.metrics for entry in read_journal(tmp_path / "run" / "metrics.jsonl")]
+    assert max(m["sync/canary_difference"] for m in metrics) < 1e-4
+    np.testing.assert_allclose([m["train/mismatch_kl"] for m in metrics], 0.0, atol=1e-6)
+
+
+class Chaos:
+    """Told of every batch; ends and stops servers behind the engine's back."""
+
+    def step_finished(self, step, metrics):
+        """Another harm after some batches."""
+        servers = [p for p in psutil.Process().children() if "plasmid_sglang.launch" in " ".join(p.cmdline())]
+        if step == 1:
+            servers[0].kill()
+        if step == 3:
+            os.killpg(servers[0].pid, signal.SIGSTOP)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_prompt_is_trained_once_though_servers_die_and_hang(sglang, tiny_model, tmp_path, caplog):
+    rollout = {
+        "dtype": "float32",
+        "server_args": {"max_total_tokens": 4096},
+        "health_interval_s": 1.0,
+        "health_timeout_s": 30.0,
+        "health_failures": 2,
+        "max_restarts": 20,
+    }
+    config = recipe(tmp_path, tiny_model, rollout, ranks=2, tokens=64, run={"max_staleness": 1})
+    with caplog.at_level(logging.WARNING, logger="plasmid_sglang.members"):
+        result = run(config, observers=[Chaos()], make_cluster=lambda _: LocalCluster())
+    assert result.steps == BATCHES
+    check_batches(tmp_path)
+    given_up = [record.message for record in caplog.records if "given up" in record.message]
+    assert any("ended with code" in text for text in given_up)
+    assert any("no answer within" in text for text in given_up)
+    left = [p for p in psutil.Process().children() if "plasmid_sglang.launch" in " ".join(p.cmdline())]
+    assert not left
