@@ -10,6 +10,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import MegatronModule
 from plasmid.training.linear_head import ChunkSize
 from plasmid.training.logprobs import TokenScores, token_logprobs
 from plasmid.training.vocab_shard import VocabShard
@@ -114,6 +115,10 @@ class ValueModel(Backbone):
             return self.hidden(packed)
         values: Tensor = self.score(self.predicting(packed).float())
         return everywhere(values[:, 0], packed)
+
+    def sharded_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As of any module: that of Megatron's language models looks for a head over the vocabulary."""
+        return MegatronModule.sharded_state_dict(self, *args, **options)
 
 
 def everywhere(values: Tensor, packed: Packed) -> Tensor:

@@ -1,0 +1,92 @@
+"""Reference, teacher and critic, and frozen weights, give what they give with FSDP."""
+
+import asyncio
+
+import pytest
+from megatron_cases import ADAM, FSDP_ADAM, assert_alike, largest_difference, make_batch, outcome
+from plasmid.errors import ModelError
+from plasmid.testing.tiny import make_tiny_model
+from safetensors.torch import load_file
+
+PPO = {"kind": "ppo"}
+CRITIC = {"critic": {"lr": 1e-2, "head_std": 0.1, "export": True}}
+FROZEN = {"freeze": ["embed_tokens", r"layers\.0\.self_attn"]}
+
+
+def both(ranks, folder, ours, num_ranks=2, fsdp=None, **options):
+    """The same batch by FSDP on one rank and by Megatron; every metric and weight."""
+
+    async def run():
+        theirs = await outcome(ranks, folder / "fsdp", kind="fsdp", trainer=FSDP_ADAM | (fsdp or {}), **options)
+        found = await outcome(ranks, folder / "megatron", num_ranks=num_ranks, trainer=ADAM | ours, **options)
+        assert_alike(found, theirs, 1e-5)
+        return found, theirs
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="session")
+def other_weights(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("m") / "other", family="qwen3", num_layers=4, seed=7)
+
+
+@pytest.fixture(scope="session")
+def other_size(tmp_path_factory):
+    path = tmp_path_factory.mktemp("m") / "size"
+    return make_tiny_model(path, family="qwen3", num_layers=2, hidden_size=32, seed=8)
+
+
+def test_a_reference_with_other_weights_is_swapped_in(ranks, other_weights, tmp_path):
+    ours, theirs = both(ranks, tmp_path, {"tensor_parallel": 2}, algorithm={"kl_coef": 0.5}, reference=other_weights)
+    kl = [reports[0]["train/kl"] for reports in (ours.reports, theirs.reports)]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-4) and kl[0] > 0
+
+
+def test_a_reference_of_another_size_has_a_module_of_its_own(ranks, other_size, tmp_path):
+    both(ranks, tmp_path, {"pipeline_parallel": 2}, algorithm={"kl_coef": 0.5}, reference=other_size)
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
+def test_a_critic_learns_what_it_learns_with_fsdp(layout, ranks, other_weights, tmp_path):
+    fsdp = {"critic": CRITIC["critic"] | {"eps": 1e-3}}
+    options = {"algorithm": PPO, "critic": {"path": str(other_weights)}}
+    ours, theirs = both(ranks, tmp_path, layout | CRITIC, fsdp=fsdp, **options)
+    for name in ("train/value_loss", "train/critic_grad_norm", "train/explained_variance"):
+        assert ours.reports[0][name] == pytest.approx(theirs.reports[0][name], rel=1e-4)
+    critics = [load_file(tmp_path / f"{name}-critic/model.safetensors") for name in ("megatron", "fsdp")]
+    assert largest_difference(*critics) < 1e-5
+
+
+def test_frozen_weights_stay_and_the_others_learn_as_with_fsdp(ranks, tiny_qwen, tmp_path):
+    ours, _ = both(ranks, tmp_path, {"tensor_parallel": 2} | FROZEN, fsdp=FROZEN)
+    before = load_file(tiny_qwen / "model.safetensors")
+    moved = {name for name, tensor in ours.weights.items() if not tensor.equal(before[name])}
+    still = before.keys() - moved
+    assert still == {n for n in before if "embed_tokens" in n or "layers.0.self_attn" in n}
+
+
+def test_a_part_of_a_fused_weight_cannot_be_frozen(ranks):
+    async def start(**trainer):
+        with pytest.raises(ModelError) as error:
+            await ranks.start(trainer=trainer)
+        return str(error.value)
+
+    message = asyncio.run(start(freeze=["q_proj"]))
+    assert message.startswith("trainer.freeze: Megatron has model.layers.0.self_attn.q_proj.weight, ")
+    assert "freeze model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight as well" in message
+    assert "is found in no parameter" in asyncio.run(start(freeze=["layer.9"]))
+    assert "freezes every parameter" in asyncio.run(start(freeze=["."]))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(ranks, tiny_qwen, tmp_path):
+    import numpy as np
+
+    batch = make_batch(num_groups=1)
+    batch.groups[0].rewards[0] = np.nan
+
+    async def run():
+        found = await outcome(ranks, tmp_path / "out", batch=batch, trainer=ADAM)
+        assert found.reports[0]["train/skipped"] == 1
+        assert largest_difference(found.weights, load_file(tiny_qwen / "model.safetensors")) == 0
+
+    asyncio.run(run())

@@ -1,0 +1,97 @@
+"""Saved trainers continue exactly, also in another layout; a checkpoint that does not fit says so."""
+
+import asyncio
+
+import pytest
+from megatron_cases import fit, largest_difference, make_batch, weights_of
+from plasmid.errors import CheckpointError
+
+ADAM = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01, "optimizer": {"adam_eps": 1e-3}}
+ONE, TP2, PP2, DP2 = (1, {}), (2, {"tensor_parallel": 2}), (2, {"pipeline_parallel": 2}), (2, {})
+PPO = {"kind": "ppo", "critic_warmup": 1}
+CRITIC = {"critic": {"lr": 1e-2, "head_std": 0.1, "export": True}}
+
+
+def batches():
+    return [make_batch(seed=i, index=i) for i in range(4)]
+
+
+async def saved(ranks, layout, folder, **options):
+    """Two batches, save, two more."""
+    trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
+    await fit(trainer, config, *batches()[:2])
+    await trainer.save(folder / "saved")
+    reports = await fit(trainer, config, *batches()[2:])
+    return reports, await weights_of(trainer, folder / "a")
+
+
+async def resumed(ranks, layout, folder, *, steps=2, **options):
+    """Another batch, load, two batches."""
+    trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
+    await fit(trainer, config, make_batch(seed=99, index=99))
+    await trainer.load(folder / "saved")
+    assert trainer.step == steps
+    reports = await fit(trainer, config, *batches()[2:])
+    return reports, await weights_of(trainer, folder / "b")
+
+
+def assert_continues(ranks, before, after, folder, **options):
+    reports, weights = asyncio.run(saved(ranks, before, folder, **options))
+    again, same = asyncio.run(resumed(ranks, after, folder, **options))
+    assert [r["train/lr"] for r in again] == [r["train/lr"] for r in reports]
+    assert [r["train/grad_norm"] for r in again] == pytest.approx([r["train/grad_norm"] for r in reports], rel=1e-5)
+    assert largest_difference(weights, same) < 2e-6
+
+
+@pytest.mark.parametrize(("before", "after"), [(ONE, TP2), (TP2, PP2)], ids=["one-tp2", "tp2-pp2"])
+def test_a_checkpoint_continues_in_another_layout(before, after, ranks, tmp_path):
+    assert_continues(ranks, before, after, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("before", "after"), [(ONE, PP2), (ONE, DP2), (DP2, ONE), (PP2, ONE), (TP2, ONE)], ids=lambda _: ""
+)
+def test_a_checkpoint_continues_in_yet_another_layout(before, after, ranks, tmp_path):
+    assert_continues(ranks, before, after, tmp_path)
+
+
+@pytest.mark.long
+def test_experts_continue_on_another_number_of_ranks(ranks, tiny_moe, tmp_path):
+    split = (2, {"expert_parallel": 2})
+    assert_continues(ranks, ONE, split, tmp_path, model=tiny_moe)
+    assert_continues(ranks, split, ONE, tmp_path, model=tiny_moe)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, PP2, DP2, (1, {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}, "distributed_optimizer": False})],
+    ids=["tp2", "pp2", "dp2", "sgd"],
+)
+def test_a_resumed_trainer_continues_bit_by_bit(layout, ranks, tmp_path):
+    reports, weights = asyncio.run(saved(ranks, layout, tmp_path))
+    again, same = asyncio.run(resumed(ranks, layout, tmp_path))
+    assert again == reports
+    assert largest_difference(weights, same) == 0
+
+
+def test_a_resumed_critic_continues_bit_by_bit(ranks, tmp_path):
+    layout = (2, {"tensor_parallel": 2} | CRITIC)
+    reports, weights = asyncio.run(saved(ranks, layout, tmp_path, algorithm=PPO))
+    again, same = asyncio.run(resumed(ranks, layout, tmp_path, steps=1, algorithm=PPO))
+    assert again == reports
+    assert largest_difference(weights, same) == 0
+
+
+def test_a_checkpoint_that_does_not_fit_says_so(ranks, tmp_path):
+    async def run():
+        trainer, _ = await ranks.start()
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/none holds no trainer state that can be read: "):
+            await trainer.load(tmp_path / "none")
+        await trainer.save(tmp_path / "saved")
+        trainer, _ = await ranks.start(algorithm=PPO)
+        with pytest.raises(CheckpointError, match="it is a checkpoint of another algorithm: it has no critic"):
+            await trainer.load(tmp_path / "saved")
+
+    asyncio.run(run())

@@ -1,0 +1,91 @@
+"""Runs whose trainer is Megatron: through `rl train` with ranks in processes of their own, and resumed bit by bit."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from plasmid.observe.journal import read_journal
+
+RECIPE = """
+plugins = ["digit_share.py"]
+model.path = "{model}"
+rollout.kind = "hf"
+rewards = [{{ kind = "digit-share" }}]
+sampling.max_new_tokens = 4
+data.path = "train.jsonl"
+placement.trainer_ranks = 2
+
+[trainer]
+kind = "megatron"
+lr = 3e-3
+tensor_parallel = 2
+optimizer.adam_beta2 = 0.98
+
+[algorithm]
+kind = "{algorithm}"
+
+[checkpoint]
+every = 2
+
+[run]
+batches = 4
+prompts_per_batch = 4
+samples_per_prompt = 4
+"""
+
+
+@pytest.fixture
+def folder(job):
+    job.plain()
+    return job.folder
+
+
+def rl(folder, *arguments):
+    command = [sys.executable, "-m", "plasmid_cli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    return done.returncode, done.stdout, done.stderr
+
+
+def write(folder, model, algorithm="grpo"):
+    (folder / "digits.toml").write_text(RECIPE.format(model=model, algorithm=algorithm))
+
+
+def curve(folder):
+    kept = ("train/", "reward/")
+    entries = read_journal(folder / "metrics.jsonl")
+    return [{k: v for k, v in entry.metrics.items() if k.startswith(kept)} for entry in entries]
+
+
+def test_megatron_trains_through_the_command_and_resumes_bit_by_bit(folder, tiny_model):
+    write(folder, tiny_model)
+    code, out, err = rl(folder, "train", "digits.toml", "run.dir=whole")
+    assert code == 0, err
+    assert "batch 4/4" in out
+    whole = curve(folder / "whole")
+    assert max(metrics["train/logprob_diff_max"] for metrics in whole) < 2e-5
+    config = json.loads((folder / "whole/final/config.json").read_text())
+    assert config["model_type"] == "llama" and (folder / "whole/final/model.safetensors").is_file()
+    shutil.copytree(folder / "whole", folder / "again")
+    shutil.rmtree(folder / "again/checkpoints/batch-000004")
+    code, _, err = rl(folder, "train", "digits.toml", "run.dir=again", "--resume")
+    assert code == 0, err
+    assert curve(folder / "again") == whole
+
+
+def test_mistakes_are_found_before_anything_starts(folder, tiny_model):
+    write(folder, tiny_model)
+    for change, message in (
+        ("placement.trainer_ranks=3", "placement.trainer_ranks: 3 do not divide into model replicas of 2 ranks"),
+        ("trainer.transformer.moe_router_topkk=2", "moe_router_topkk is no field of TransformerConfig"),
+        ('trainer.optimizer.adam_beta2="high"', "trainer.optimizer: adam_beta2 must be float, got 'high'"),
+        ("trainer.transformer.sequence_parallel=true", "sequence_parallel follows from trainer.sequence_parallel"),
+        ("trainer.virtual_pipeline=2", "virtual_pipeline = 2 has no effect with pipeline_parallel = 1"),
+        (
+            "trainer.microbatch_tokenss=1",
+            "trainer.microbatch_tokenss: no such setting; did you mean 'microbatch_tokens'?",
+        ),
+    ):
+        code, _, err = rl(folder, "train", "digits.toml", change, "--dry-run")
+        assert code == 2 and message in err, (change, err)
