@@ -31,7 +31,8 @@ PATHS = [
     ("empty.jsonl", "empty.jsonl: has no rows; every run needs at least one prompt"),
     (
         "bad.parquet",
-        "bad.parquet: not a Parquet file that can be read: parquet file size is 3 bytes, smaller than the minimum file footer (8 bytes)",
+        "bad.parquet: not a Parquet file that can be read: parquet file size is 3 bytes, "
+        "smaller than the minimum file footer (8 bytes)",
     ),
 ]
 
