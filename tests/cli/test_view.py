@@ -2,7 +2,9 @@ import io
 
 import pytest
 from plasmid.errors import ConfigError
+from plasmid.observe.journal import Journal
 from plasmid.observe.sample_store import write_samples
+from plasmid_cli.main import app
 from plasmid_cli.run_data import load_run
 from plasmid_cli.tokens import TokenTexts, printable
 from plasmid_cli.view import Shown, colored, read_shown, select, view_run, view_samples
@@ -128,3 +130,24 @@ def test_token_texts_join_to_the_whole_text_also_where_characters_take_several_t
 
 def test_without_a_tokenizer_tokens_are_their_ids():
     assert TokenTexts(None).split([5, 6]) == ["[5]", "[6]"]
+
+
+def test_the_last_result_of_every_set_stands_in_one_table(make_run):
+    run = make_run(batches=2, every=1)
+    journal = Journal(run / "evaluations.jsonl")
+    split = {"reward": 0.5, "stderr/reward": 0.1, "level=hard/reward": 0.25, "level=hard/prompts": 4.0}
+    journal.append(2, metrics={f"eval/hard-ones/{name}": value for name, value in split.items()}, name="hard-ones")
+    journal.append(2, metrics={"eval/mean/reward": 0.4, "eval/mean/stderr/reward": 0.05}, name="mean")
+    journal.close()
+    lines = [line.split() for line in printed(load_run(run), action=view_run, width=200).splitlines()]
+    assert ["hard-ones", "0.5000", "+-", "0.1960"] in lines
+    assert ["hard-ones,", "level=hard", "0.25", "4"] in lines
+    assert ["mean", "0.4000", "+-", "0.0980"] in lines
+
+
+def test_a_run_that_only_evaluated_shows_the_samples_of_its_first_set(make_run, capsys):
+    run = make_run(batches=0)
+    with pytest.raises(SystemExit) as end:
+        app(["view", str(run), "--count", "1", "--no-report"])
+    assert not end.value.code
+    assert "eval-held-out-000000, sample" in capsys.readouterr().out

@@ -241,6 +241,22 @@ def test_evaluating_alone_gives_every_set_and_their_mean_in_a_folder_of_its_own(
     assert {e.name for e in read_journal(runner.folder / "run-eval" / "evaluations.jsonl")} == {"few", "other", "mean"}
 
 
+class InterruptEvaluation:
+    """Presses Ctrl-C when an evaluation begins."""
+
+    @hookimpl
+    def evaluation_advanced(self, done):
+        if done == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_evaluation_is_ended_by_ctrl_c_at_once(runner):
+    config = runner.config({"eval": [few(runner)], "rollout": {"hang": ["eval-"]}})
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config, observers=(InterruptEvaluation(),), make_cluster=lambda _: LocalCluster())
+    assert not (runner.folder / "run" / "evaluations.jsonl").exists()
+
+
 def test_results_are_split_by_a_column(runner):
     rows = [{"prompt": f"say {i}", "target": i, "level": {"name": "hard" if i % 3 else "easy"}} for i in range(9)]
     path = runner.folder / "levels.jsonl"
