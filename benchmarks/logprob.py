@@ -12,8 +12,10 @@ import time
 import traceback
 from pathlib import Path
 
+import numpy as np
 import torch
 from plasmid.algorithms.policy_loss import clipped_policy_loss
+from plasmid.training.kept_tokens import KeptTokens
 from plasmid.training.linear_head import LinearHead
 from plasmid.training.logprobs import token_logprobs
 from plasmid.training.softmax_rows import EAGER, RowGradients, RowStats, SoftmaxKernels, kernels_for
@@ -32,6 +34,7 @@ class Case:
         self.temperatures = torch.rand(args.tokens, device=args.device) * 0.5 + 0.75
         self.ones = torch.ones_like(self.temperatures)
         self.advantages = torch.randn(args.tokens, device=args.device)
+        self.kept = kept_sets(self.targets, args)
         with torch.no_grad():
             self.old = token_logprobs(*self.inputs, with_entropy=False).logprobs + 0.1 * self.advantages.flip(0)
 
@@ -50,6 +53,13 @@ class Case:
 
     def clear(self):
         self.hidden.grad = self.weight.grad = None
+
+
+def kept_sets(targets, args):
+    """As top-p leaves them: a set of distinct tokens for each position, the drawn one among them."""
+    steps = torch.arange(args.kept, device=args.device) * (args.vocab // args.kept)
+    token_ids = ((targets[:, None] + steps) % args.vocab).int().flatten()
+    return KeptTokens(token_ids=token_ids, offsets=np.arange(len(targets) + 1, dtype=np.int64) * args.kept)
 
 
 class Clock:
@@ -176,11 +186,14 @@ def variants(case, args):
     yield "ours, any gradient", four, lambda: apart(case, case.loss, **quiet)
     yield "ours, any gradient, entropy reported", four, lambda: apart(case, case.loss)
     yield "ours, any gradient, entropy in the loss", four, lambda: apart(case, case.entropy_loss, entropy_grad=True)
+    restricted = {"kept": case.kept, **quiet}
+    yield f"ours, any gradient, kept sets of {args.kept}", four, lambda: apart(case, case.loss, **restricted)
     for size in args.chunks:
         yield f"ours, any gradient, chunk {size}", four, lambda n=size: apart(case, case.loss, chunk_size=n, **quiet)
     yield "ours, token loss", three, lambda: fused(case, case.loss, **quiet)
     yield "ours, token loss, entropy reported", three, lambda: fused(case, case.loss)
     yield "ours, token loss, entropy in the loss", three, lambda: fused(case, case.entropy_loss, entropy_grad=True)
+    yield f"ours, token loss, kept sets of {args.kept}", three, lambda: fused(case, case.loss, **restricted)
     yield "ours, token loss, cross entropy", three, lambda: supervised(case)
     for size in args.chunks:
         yield f"ours, token loss, chunk {size}", three, lambda n=size: fused(case, case.loss, chunk_size=n, **quiet)
@@ -332,6 +345,7 @@ def arguments(argv):
     parser.add_argument("--hidden", type=int, default=1024 if cuda else 128)
     parser.add_argument("--vocab", type=int, default=151936 if cuda else 8192)
     parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 4096, 5504, 8192] if cuda else [128])
+    parser.add_argument("--kept", type=int, default=50, help="tokens that restricted sampling leaves at each position")
     parser.add_argument("--seconds", type=float, default=0.8, help="for which each variant is repeated")
     parser.add_argument("--out", type=Path, help="JSON file for all numbers")
     return parser.parse_args(argv)
