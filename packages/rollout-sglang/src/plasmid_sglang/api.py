@@ -42,7 +42,9 @@ class Api:
         """Connections to the server, without a limit on their number or their time."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+            # a server closes connections that were idle for 5 s, and what is just being sent on one then is lost
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         return self._session
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S) -> Any:

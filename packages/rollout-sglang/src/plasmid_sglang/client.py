@@ -46,7 +46,6 @@ class Desk:
     """The client's state on one event loop."""
 
     def __init__(self, bulletin: BulletinFile, options: ClientOptions) -> None:
-        self.loop = asyncio.get_running_loop()
         self._bulletin, self._options = bulletin, options
         self._places = asyncio.Semaphore(options.max_requests)
         self._apis: dict[str, Api] = {}
@@ -135,16 +134,17 @@ class SGLangClient:
 
     def __init__(self, bulletin: BulletinFile, options: ClientOptions) -> None:
         self._bulletin, self._options = bulletin, options
-        self._desk: Desk | None = None
+        self._desks: dict[asyncio.AbstractEventLoop, Desk] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SGLangClient, (self._bulletin, self._options)
 
     def _here(self) -> Desk:
-        """State of the running loop: connections belong to one."""
-        if self._desk is None or self._desk.loop is not asyncio.get_running_loop():
-            self._desk = Desk(self._bulletin, self._options)
-        return self._desk
+        """State of the running loop: connections belong to one. Threads of one process may share this object."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._desks:
+            self._desks[loop] = Desk(self._bulletin, self._options)
+        return self._desks[loop]
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue the tokens of the request."""
@@ -158,6 +158,7 @@ class SGLangClient:
         """Nothing is kept of sessions."""
 
     async def close(self) -> None:
-        """Give the connections of this copy back."""
-        if self._desk is not None and self._desk.loop is asyncio.get_running_loop():
-            await self._desk.close()
+        """Give the connections of this loop back."""
+        desk = self._desks.pop(asyncio.get_running_loop(), None)
+        if desk is not None:
+            await desk.close()

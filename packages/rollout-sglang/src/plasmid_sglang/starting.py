@@ -145,7 +145,8 @@ def dtype_of(settings: SGLang, *, on_gpu: bool) -> str:
 def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     """Fields of ``ServerArgs`` that every server has in common."""
     model = config.model
-    wants_text = bool(config.sampling.stop) or any(e.sampling is not None and e.sampling.stop for e in config.eval)
+    own = (set_.sampling for set_ in config.eval if set_.sampling is not None)
+    wants_text = any(sampling.stop for sampling in (*config.samplings().values(), *own))
     arguments: dict[str, Any] = {
         "model_path": str(Path(model.path).absolute()),
         "tokenizer_path": str(Path(model.tokenizer_path).absolute()),

@@ -1,0 +1,169 @@
+"""A version is trained on only if trainer and engine agree on a canary; engines get the weights that they lack."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from plasmid.errors import EngineError, SyncError
+from plasmid.run.canary import PROMPT, Canary
+from plasmid.run.local import LocalCluster
+from plasmid.run.session import run
+from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
+from pydantic import PrivateAttr
+
+NEARLY = 0.001
+
+
+class Engine(FakeEngine):
+    """Draws with log-probability -0.5."""
+
+    def __init__(self, version=0):
+        super().__init__(FakeEngineConfig(max_delay_s=0.0, num_tokens=4))
+        self.version = version
+        self.lost = 0
+        """Versions after which a part of it is started anew."""
+        self.calls = []
+
+    def needs_weights(self):
+        if self.lost < 0:
+            raise EngineError("too few servers are left")
+        return self.lost > 0 and not self.calls
+
+    async def receive(self, plan, version):
+        self.calls.append(version)
+        return await super().receive(plan, version)
+
+
+class Trainer(FakeTrainer):
+    """Scores every token with the same log-probability."""
+
+    def __init__(self, logprob):
+        super().__init__()
+        self.logprob = logprob
+        self.batches = []
+
+    async def logprobs(self, batch):
+        if batch.groups[0].prompt_id == "canary":
+            self.batches.append(batch)
+        return tuple(np.full(int(group.lengths[0]), self.logprob, np.float32) for group in batch.groups)
+
+
+def canary(engine, trainer, **settings):
+    return Canary(engine, trainer, **({"tolerance": 0.01, "copies": 3, "limit_s": 10} | settings))
+
+
+@pytest.mark.parametrize("off_by", [0.0, NEARLY, -NEARLY])
+def test_a_canary_that_both_agree_on_gives_its_difference(off_by):
+    async def test():
+        trainer = Trainer(-0.5 + off_by)
+        probe = canary(Engine(version=7), trainer)
+        probe.ask(7)
+        return trainer, await probe.check(), await probe.check()
+
+    trainer, first, second = asyncio.run(test())
+    assert first == {"sync/canary_difference": pytest.approx(abs(off_by), abs=1e-6)}
+    assert second == {}, "a version is checked once"
+    (batch,) = trainer.batches
+    assert len(batch.groups) == 3, "every rank has a sample"
+    assert batch.groups[0].rows.get().token_ids[: len(PROMPT)].tolist() == PROMPT.tolist()
+
+
+@pytest.mark.parametrize("logprob", [-0.6, float("nan")])
+def test_a_canary_that_they_do_not_agree_on_ends_the_run(logprob):
+    async def test():
+        probe = canary(Engine(version=2), Trainer(logprob))
+        probe.ask(2)
+        await probe.check()
+
+    with pytest.raises(SyncError, match="weight sync of version 2: trainer and engine differ by"):
+        asyncio.run(test())
+
+
+def test_a_canary_of_another_version_proves_nothing(caplog):
+    async def test():
+        probe = canary(Engine(version=1), Trainer(-9.0))
+        probe.ask(2)
+        return await probe.check()
+
+    assert asyncio.run(test()) == {}
+    assert "the canary of version 2 was cut off" in caplog.text
+
+
+def test_a_failed_canary_names_the_engines_reason():
+    engine = Engine()
+    engine._settings = FakeEngineConfig(max_delay_s=0.0, fail=("canary",))
+
+    async def test():
+        probe = canary(engine, Trainer(0.0))
+        probe.ask(1)
+        await probe.check()
+
+    with pytest.raises(EngineError, match="the canary of version 1 failed"):
+        asyncio.run(test())
+
+
+class EngineConfig(FakeEngineConfig):
+    _engine: FakeEngine = PrivateAttr()
+    _tolerance: float | None = PrivateAttr(None)
+
+    def canary(self):
+        return self._tolerance
+
+    async def build(self, context):
+        return self._engine
+
+
+class TrainerConfig(FakeTrainerConfig):
+    _trainer: FakeTrainer = PrivateAttr()
+
+    async def build(self, context):
+        return self._trainer
+
+
+def run_with(runner, engine, trainer, *, tolerance=None, changes=None):
+    config = runner.config(changes or {"run": {"batches": 2}})
+    rollout, training = EngineConfig(max_delay_s=0.0), TrainerConfig()
+    rollout._engine, rollout._tolerance, training._trainer = engine, tolerance, trainer
+    return run(
+        config.model_copy(update={"trainer": training, "rollout": rollout}), make_cluster=lambda _: LocalCluster()
+    )
+
+
+def test_a_run_checks_every_version_before_it_trains_on_it(runner):
+    trainer = Trainer(-0.5)
+    run_with(runner, Engine(), trainer, tolerance=0.01)
+    assert len(trainer.batches) == 2
+
+
+def test_a_run_ends_before_it_trains_on_what_nobody_can_vouch_for(runner):
+    trainer = Trainer(-2.0)
+    with pytest.raises(SyncError, match="weight sync of version 0"):
+        run_with(runner, Engine(), trainer, tolerance=0.01)
+    assert trainer.step == 0
+
+
+def test_what_was_started_anew_gets_the_present_version_again(runner, monkeypatch):
+    monkeypatch.setattr("plasmid.run.mending.LOOK_S", 0.01)
+
+    class Slow(Engine):
+        def needs_weights(self):
+            if self.calls == [0]:
+                self.lost = 1
+            return self.lost == 1 and self.calls == [0]
+
+        async def generate(self, request):
+            await asyncio.sleep(0.1)
+            return await super().generate(request)
+
+    engine = Slow()
+    run_with(runner, engine, Trainer(-0.5))
+    assert engine.calls == [0, 0, 1, 2]
+
+
+def test_a_run_ends_when_too_little_is_left_of_the_engine(runner, monkeypatch):
+    monkeypatch.setattr("plasmid.run.mending.LOOK_S", 0.01)
+    engine = Engine()
+    engine.lost = -1
+    engine._settings = FakeEngineConfig(max_delay_s=5.0, num_tokens=4)
+    with pytest.raises(EngineError, match="too few servers are left"):
+        run_with(runner, engine, Trainer(-0.5))

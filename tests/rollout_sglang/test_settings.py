@@ -1,0 +1,149 @@
+"""What a recipe may say of SGLang, found out without starting or importing it."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from plasmid.errors import ConfigError
+from plasmid_sglang.schema import NEWEST, SHIPPED, extract, installed_version, mistakes, schema_of
+from plasmid_sglang.settings import FIXED, OWN
+from plasmid_sglang.starting import server_arguments, wire_kind
+from sgl_cases import make_context
+
+RELEASES = ["0.5.17", "0.5.23"]
+
+
+def context(tmp_path, **settings):
+    return make_context(tmp_path, tmp_path, **settings)
+
+
+def refused(tmp_path, **settings):
+    """The lines of the error."""
+    with pytest.raises(ConfigError) as error:
+        context(tmp_path, **settings)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_arguments_are_checked_by_name_type_and_choice(release):
+    def found(**table):
+        return list(mistakes("sglang", table, release=release))
+
+    assert found(mem_fraction_static=0.5, tp_size=2, disable_radix_cache=True, attention_backend="triton") == []
+    assert found(mem_fraction_statc=0.5) == [
+        f"mem_fraction_statc: no such argument of SGLang {release}; did you mean 'mem_fraction_static'?"
+    ]
+    assert found(tp_size="two") == ["tp_size: must be an integer, got 'two'"]
+    assert found(tp_size=True) == ["tp_size: must be an integer, got True"]
+    assert found(disable_radix_cache=1) == ["disable_radix_cache: must be true or false, got 1"]
+    (line,) = found(attention_backend="tritn")
+    assert line.startswith("attention_backend: must be one of ") and line.endswith(", got 'tritn'")
+
+
+def test_names_of_one_release_are_unknown_to_another():
+    new = schema_of("sglang", "0.5.23").keys() - schema_of("sglang", "0.5.17").keys()
+    assert "enable_megamoe_for_layernorm_sp" in new
+    assert list(mistakes("sglang", {"enable_megamoe_for_layernorm_sp": True}, release="0.5.23")) == []
+    assert list(mistakes("sglang", {"enable_megamoe_for_layernorm_sp": True}, release="0.5.17")) != []
+
+
+def test_the_router_has_arguments_of_its_own(tmp_path):
+    context(tmp_path, router=True, router_args={"policy": "round_robin", "retry_max_retries": 2})
+    assert refused(tmp_path, router=True, router_args={"polcy": "random"}) == [
+        "rollout.router_args: polcy: no such argument of the SGLang router 0.3.2; did you mean 'policy'?"
+    ]
+    assert refused(tmp_path, router_args={"policy": "random"}) == [
+        "rollout: router_args: are never read without a router; remove the table or set router = true"
+    ]
+
+
+def test_every_mistake_in_the_arguments_is_told(tmp_path):
+    lines = refused(tmp_path, server_args={"dtype": "half", "port": 80, "max_running_request": 3})
+    assert lines == [
+        "rollout.server_args: dtype: is decided by rollout.dtype; set that",
+        "rollout.server_args: port: is set by the engine itself; remove it",
+        f"rollout.server_args: max_running_request: no such argument of SGLang {installed_version('sglang')}; "
+        "did you mean 'max_running_requests'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"pause_mode": "in_place", "recompute_kv": False},
+            "rollout: recompute_kv: false would serve prefixes that an older policy has computed; "
+            "set server_args.disable_radix_cache = true",
+        ),
+        ({"recompute_kv": False}, 'rollout: recompute_kv: is read with pause_mode = "in_place" only; remove it'),
+        (
+            {"ranks": 3, "gpus_per_engine": 2},
+            "placement.engine_ranks: 3 does not divide into engines of rollout.gpus_per_engine = 2",
+        ),
+        ({"min_engines": 2}, "rollout.min_engines: 2 is more than the 1 engines that are started"),
+        (
+            {"wire": "ipc"},
+            'rollout.wire: "ipc" shares the memory of one GPU; set placement.colocated = true or another wire',
+        ),
+        ({"deterministic": True}, "rollout.deterministic: SGLang's deterministic kernels run on GPUs only; remove it"),
+        (
+            {"urls": ["http://a:1"], "server_args": None, "wire": "http", "read_back_every": 0},
+            "rollout: wire: servers at urls take weights from disk only, got 'http'; set \"disk\" or remove it",
+        ),
+        (
+            {"urls": ["http://a:1"], "server_args": None},
+            "rollout: read_back_every: parameters of servers at urls cannot be read; set it to 0",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(tmp_path, settings, line):
+    assert refused(tmp_path, **settings) == [line]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_the_engine_itself_sets_exists_in_every_supported_release(tmp_path, release):
+    settings = context(tmp_path)
+    config = settings.config
+    names = {*server_arguments(config.rollout, config, on_gpu=False), *OWN, *FIXED, "enable_memory_saver"}
+    unknown = names - schema_of("sglang", release).keys()
+    # the older release knows the CUDA graphs of each phase only by their new names
+    assert unknown <= {"disable_cuda_graph"}
+
+
+def test_a_tokenizer_is_loaded_only_where_texts_stop_a_sample(tmp_path):
+    with_stop, without = context(tmp_path), context(tmp_path, stop=())
+    assert server_arguments(with_stop.config.rollout, with_stop.config, on_gpu=False)["skip_tokenizer_init"] is False
+    assert server_arguments(without.config.rollout, without.config, on_gpu=False)["skip_tokenizer_init"] is True
+
+
+def test_a_broadcast_is_the_way_between_gpus(tmp_path):
+    config = context(tmp_path).config
+    assert wire_kind(config.rollout, config, on_gpu=True) == "broadcast"
+    assert wire_kind(config.rollout, config, on_gpu=False) == "http"
+
+
+def test_validation_imports_neither_sglang_nor_torch():
+    code = (
+        "import sys\n"
+        "from plasmid.recipe import load_config\n"
+        "load_config('recipes/smollm2-sums-sglang-cpu.toml', ['rollout.server_args.mem_fraction_static=0.5'])\n"
+        "print(sorted({'torch', 'sglang', 'ray'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("product", ["sglang", "sglang-router"])
+def test_shipped_schemas_are_of_the_newest_release(product):
+    assert (SHIPPED / f"{product}-{NEWEST[product]}.json").is_file()
+    if find_spec(product.replace("-", "_")) is not None:
+        assert installed_version(product) == NEWEST[product]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("product", ["sglang", "sglang-router"])
+def test_shipped_schemas_are_what_the_release_says(sglang, product):
+    shipped = json.loads((SHIPPED / f"{product}-{NEWEST[product]}.json").read_text())
+    assert json.loads(extract(product)) == shipped
