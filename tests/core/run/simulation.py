@@ -3,12 +3,13 @@
 import asyncio
 import random
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plasmid.components import PromptStream
 from plasmid.errors import DataError
 from plasmid.observe.dispatch import ObserverQueues
 from plasmid.observe.sample_store import write_samples
+from plasmid.plugins import load_plugins
 from plasmid.rollout.worker import share
 from plasmid.run.checkpoint import CheckpointFolder
 from plasmid.run.closing import Closing
@@ -86,7 +87,9 @@ class Workers:
             versions=versions,
             score=Score(value=1.0),
         )
-        return share(PromptGroup(id=job.group_id, prompt=job.prompt, samples=(sample,)), self.store, fate)
+        worth = random.Random(f"{self.chances.seed} worth {job.group_id}").random()
+        other = replace(sample, id=f"{job.group_id}/1", rollout_id=f"{job.group_id}/1", score=Score(value=worth))
+        return share(PromptGroup(id=job.group_id, prompt=job.prompt, samples=(sample, other)), self.store, fate)
 
     async def write(self, path, groups, step):
         dropped = {group.id: group.dropped_by for group in groups if group.dropped_by}
@@ -164,6 +167,7 @@ class Simulation:
                 state=state,
                 replay=None,
                 stack=stack,
+                plugins=load_plugins(installed=False),
             )
             if stop_s is not None:
                 asyncio.get_running_loop().call_later(stop_s, loop.stop)

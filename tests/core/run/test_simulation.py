@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_store import read_dropped, read_samples
+from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import resolve
 from plasmid.run.checkpoint import read_state
 from plasmid.run.folder import RunFolder
@@ -68,6 +69,9 @@ RUNS = st.fixed_dictionaries(
         "over_sampling": st.sampled_from([1.0, 1.5, 3.0]),
     }
 )
+BUFFERS = st.tuples(
+    st.sampled_from(["oldest-first", "freshest-first", "priority"]), st.sampled_from(["drop", "resample", "wait"])
+)
 MOMENTS = st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.1])
 """When a break comes, as a fraction of about what the whole run takes."""
 
@@ -99,6 +103,7 @@ EVERYTHING = {
     "run": RUNS,
     "rows": st.sampled_from([-1, 3, 20]),
     "every": st.integers(0, 2),
+    "buffer": BUFFERS,
     "breaks": st.lists(st.tuples(st.sampled_from(["stop", "kill"]), MOMENTS), min_size=1, max_size=3),
 }
 
@@ -110,28 +115,45 @@ def test_a_run_that_is_broken_twice_loses_nothing(plain, bound, sync_every, how)
     run = {"max_staleness": bound, "sync_every": sync_every, "prompts_per_batch": 3, "batches": 6, "over_sampling": 1.0}
     chances = Chances(seed=1, dropped=0.3, rollout_s=1.0, train_s=0.5, save_s=0.5)
     every = 1 if how == "kill" else 0  # a stop saves by itself what was under way
-    simulate(plain, chances, run, -1, every, [(how, 0.3), (how, 0.3)])
+    simulate(plain, chances, run, -1, every, ("oldest-first", "drop"), [(how, 0.3), (how, 0.3)])
+
+
+@pytest.mark.parametrize("rollout_s", [1.0, 10.0])
+def test_no_group_is_lost_to_a_bound_of_one_if_the_trainer_waits(plain, rollout_s):
+    run = {"max_staleness": 1, "sync_every": 1, "prompts_per_batch": 3, "batches": 20, "over_sampling": 1.0}
+    chances = Chances(seed=1, dropped=0.3, rollout_s=rollout_s, train_s=1.0, save_s=0.5)
+    assert "stale" in simulate(plain, chances, run, -1, 0, ("oldest-first", "drop"), [])
+    assert "stale" not in simulate(plain, chances, run, -1, 0, ("oldest-first", "wait"), [])
+
+
+@pytest.mark.parametrize("kind", ["freshest-first", "priority"])
+def test_prompts_are_sampled_again_in_place_of_being_dropped(plain, kind):
+    run = {"max_staleness": 1, "sync_every": 1, "prompts_per_batch": 3, "batches": 20, "over_sampling": 2.0}
+    chances = Chances(seed=1, dropped=0.0, rollout_s=1.0, train_s=1.0, save_s=0.5)
+    assert "stale" in simulate(plain, chances, run, -1, 0, (kind, "drop"), [])
+    assert "stale" not in simulate(plain, chances, run, -1, 0, (kind, "resample"), [])
 
 
 @settings(max_examples=25, deadline=None)
 @given(**EVERYTHING)
-def test_nothing_is_lost_or_done_twice(plain, chances, run, rows, every, breaks):
-    simulate(plain, chances, run, rows, every, breaks)
+def test_nothing_is_lost_or_done_twice(plain, chances, run, rows, every, buffer, breaks):
+    simulate(plain, chances, run, rows, every, buffer, breaks)
 
 
 @pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(**EVERYTHING)
-def test_nothing_is_lost_or_done_twice_in_many_runs(plain, chances, run, rows, every, breaks):
-    simulate(plain, chances, run, rows, every, breaks)
+def test_nothing_is_lost_or_done_twice_in_many_runs(plain, chances, run, rows, every, buffer, breaks):
+    simulate(plain, chances, run, rows, every, buffer, breaks)
 
 
-def simulate(plain, chances, run, rows, every, breaks):
+def simulate(plain, chances, run, rows, every, buffer, breaks):
     """One run with its breaks; then what it left is checked."""
     with tempfile.TemporaryDirectory() as folder:
         config = plain.model_copy(
             update={
                 "run": plain.run.model_copy(update={**run, "max_dropped": 10**6}),
+                "buffer": policy(*buffer) if run["max_staleness"] else plain.buffer,
                 "checkpoint": plain.checkpoint.model_copy(update={"every": every * run["sync_every"]}),
             }
         )
@@ -144,6 +166,15 @@ def simulate(plain, chances, run, rows, every, breaks):
         if not finished:
             assert simulation.run()
         check(simulation, run, rows)
+        reasons = {why for _, why in recorded(simulation)[1]}
+        waits = buffer == ("oldest-first", "wait") and run["over_sampling"] == run["max_staleness"] == 1
+        if buffer[1] == "resample" or waits:
+            assert "stale" not in reasons
+        return reasons
+
+
+def policy(kind, when_stale):
+    return installed(load_plugins())["buffer"][kind](when_stale=when_stale)
 
 
 def check(simulation, run, rows):

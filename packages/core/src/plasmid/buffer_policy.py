@@ -17,8 +17,8 @@ class BufferPolicy(Component):
 
     when_stale: Literal["drop", "resample", "wait"] = "drop"
     """What becomes of groups past the bound: they are dropped (``drop``), or their prompts are sampled again by the
-    present policy (``resample``). With ``wait`` the trainer waits for groups that would be past it after the next
-    batch, and takes them first; what is past it all the same is dropped."""
+    present policy and then come first (``resample``). With ``wait`` the trainer waits for groups that would be past it
+    after the next batch, and takes them first; what is past it all the same is dropped."""
 
     @abstractmethod
     def priority(self, group: GroupRef, *, version: int) -> float:

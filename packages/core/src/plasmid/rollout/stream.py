@@ -54,6 +54,7 @@ class Stream:
         self._ended = self._closed = False
         self._changed = asyncio.Event()
         self._error: Exception | None = None
+        self._again: set[int] = set()
         self._version = self._resampled = 0
 
     def _admit(self) -> None:
@@ -119,6 +120,7 @@ class Stream:
         taken = sorted(self._ready, key=self._rank)[:count]
         taken.sort(key=lambda group: group.id)
         chosen = {group.id for group in taken}
+        self._again -= chosen
         self._ready = [group for group in self._ready if group.id not in chosen]
         dropped, self._dropped = self._dropped, []
         resampled, self._resampled = self._resampled, 0
@@ -126,9 +128,9 @@ class Stream:
         return Taken(groups=tuple(taken), dropped=tuple(dropped), metrics=metrics)
 
     def _rank(self, group: GroupRef) -> tuple[bool, float]:
-        """Smallest first: what must be trained on now if the trainer waits for it, then by the policy."""
+        """Smallest first: what has its last chance, or had it once already, then by the policy."""
         last_chance = self._policy.when_stale == "wait" and self._staleness(group) >= self._max_staleness
-        return not last_chance, -self._policy.priority(group, version=self._version)
+        return not (last_chance or group.id in self._again), -self._policy.priority(group, version=self._version)
 
     def _waits(self) -> bool:
         """True if something is under way that may be past the bound after the next batch."""
@@ -146,6 +148,7 @@ class Stream:
         for group in stale:
             if self._policy.when_stale == "resample":
                 self._resampled += 1
+                self._again.add(group.id)
                 self._start(_Running(self._draws.again(group), self._version, is_again=True))
             else:
                 self._drop(replace(group, dropped_by="stale"))
