@@ -128,7 +128,7 @@ class ScriptedEngine:
 
 def make_rules(**changes) -> Rules:
     """What an agent may ask for."""
-    given = {"max_turns": 20, "max_tokens": None, "parser": PARSERS["hermes"], "keep_past": False}
+    given = {"max_turns": 20, "max_tokens": None, "parser": PARSERS["hermes"], "keep_past": False, "thinks": False}
     return Rules(**{**given, "unfollowed": "refuse", **changes})
 
 

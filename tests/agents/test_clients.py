@@ -239,3 +239,32 @@ def test_only_one_call_is_given_where_an_agent_wants_one(tokenizer):
     both, single = asyncio.run(main())
     assert len(both) == 2 and both[0].id != both[1].id
     assert len(single) == 1
+
+
+def test_reasoning_is_told_apart_from_text_if_the_recipe_says_so(tokenizer):
+    script = ["<think>hm</think>\n\nyes", f"<think>hm {CALL}</think>{CALL}", "still</think>no"]
+    ask = {"model": "m", "messages": ASKED}
+    tool = {"name": "weather", "input_schema": WEATHER["parameters"]}
+
+    async def main():
+        async with served(tokenizer, script, rules=make_rules(thinks=True)) as one:
+            async with openai_of(one) as client:
+                first = await client.chat.completions.create(**ask)
+            async with anthropic_of(one) as client:
+                second = await client.messages.create(**ask, max_tokens=200, tools=[tool])
+                async with client.messages.stream(**ask, max_tokens=50) as stream:
+                    third = await stream.get_final_message()
+                history = [*ASKED, {"role": "assistant", "content": third.content}, {"role": "user", "content": "so?"}]
+                count = await client.messages.count_tokens(model="m", messages=history)
+        return first.choices[0].message, second.content, third.content, count.input_tokens, one.samples()
+
+    first, second, third, count, samples = asyncio.run(main())
+    assert (first.reasoning_content, first.content) == ("hm", "yes")
+    assert [(block.type, getattr(block, "thinking", "")) for block in second] == [
+        ("thinking", f"hm {CALL}"),
+        ("tool_use", ""),
+    ]
+    assert [(block.type, getattr(block, "thinking", "")) for block in third] == [("thinking", "still"), ("text", "")]
+    # the reply is known again without its reasoning, and continues with it
+    assert count == len("weather?" + "still</think>no" + "so?") + 7
+    assert len(samples) == 3

@@ -1,6 +1,7 @@
 """Sessions as trees: what continues, what branches, and that every drawn token is trained on exactly once."""
 
 import asyncio
+import json
 
 import numpy as np
 import openai
@@ -184,3 +185,28 @@ def test_the_budget_of_tokens_shortens_the_last_turn(tokenizer):
 
     choice = asyncio.run(main())
     assert (choice.message.content, choice.finish_reason) == ("yo", "length")
+
+
+def test_calls_between_special_tokens_are_found(tmp_path):
+    file = make_chat_tokenizer(tmp_path) / "tokenizer.json"
+    data = json.loads(file.read_text())
+    data["model"]["vocab"] |= {"<tool_call>": 200, "</tool_call>": 201}
+    template = data["added_tokens"][0]
+    data["added_tokens"] += [{**template, "id": i, "content": c} for c, i in list(data["model"]["vocab"].items())[-2:]]
+    file.write_text(json.dumps(data))
+    tokenizer = Tokenizer(tmp_path)
+    assert "<tool_call>" not in tokenizer.decode(tokenizer.encode(CALL))
+
+    async def main():
+        async with served(tokenizer, [f"look {CALL}", "rain"]) as one:
+            async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0) as client:
+                ask = {"model": "m", "tools": [TOOL]}
+                first = (await client.chat.completions.create(messages=[user("a")], **ask)).choices[0].message
+                result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain"}
+                await client.chat.completions.create(messages=[user("a"), first.model_dump(), result], **ask)
+            return first, one.samples()
+
+    first, samples = asyncio.run(main())
+    assert first.content == "look"
+    assert first.tool_calls[0].function.arguments == '{"city": "Oslo"}'
+    assert trained(tokenizer, samples) == [[f"look {CALL}<eos>", "rain<eos>"]]

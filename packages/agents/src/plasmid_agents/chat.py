@@ -76,6 +76,8 @@ class Reply:
 
     id: str
     text: str
+    reasoning: str = ""
+    """What the policy thought before, where the recipe keeps it apart."""
     calls: tuple[Call, ...] = ()
     finish: Finish
     stopped_by: str | None = None

@@ -13,13 +13,23 @@ from .chat import Call, ChatRequest, Finish, Reply
 
 
 def make_reply(
-    rollout: Rollout, request: ChatRequest, completion: Completion, *, number: int, prompt_tokens: int, parser: Parser
+    rollout: Rollout,
+    request: ChatRequest,
+    completion: Completion,
+    *,
+    number: int,
+    prompt_tokens: int,
+    parser: Parser,
+    thinks: bool,
 ) -> Reply:
-    """The reply to a request; ``number`` counts the turns of the rollout."""
-    text, stopped_by = cut(rollout.decode(completion.token_ids), request.stop)
+    """The reply to a request; ``number`` counts the turns of the rollout, ``thinks`` keeps reasoning apart."""
+    written, stopped_by = cut(rollout.decode(completion.token_ids), request.stop)
+    reasoning, text = split_reasoning(written) if thinks else ("", written)
     calls: tuple[Call, ...] = ()
     if request.tools and stopped_by is None:
-        parsed = _parsed(rollout, completion.token_ids, parser)
+        parsed = parser(text)
+        if not parsed.calls:
+            parsed = _parsed_special(rollout, completion.token_ids, parser, thinks=thinks)
         # a call that cannot be read stays text: no API has a form for it, and agents see what the policy wrote
         if parsed.calls and not any(call.error or not call.name for call in parsed.calls):
             text = parsed.text
@@ -30,6 +40,7 @@ def make_reply(
     return Reply(
         id=f"{number:08d}",
         text=text.strip() if calls else text,
+        reasoning=reasoning,
         calls=calls,
         finish=_finish(completion, calls, stopped_by),
         stopped_by=stopped_by,
@@ -47,18 +58,25 @@ def cut(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     return text[:at], word
 
 
+def split_reasoning(text: str) -> tuple[str, str]:
+    """What stands before ``</think>``, and what behind it. The beginning may be the chat template's part."""
+    before, end, after = text.partition("</think>")
+    thought = before.strip().removeprefix("<think>").strip()
+    if end:
+        return thought, after.lstrip()
+    return (thought, "") if text.lstrip().startswith("<think>") else ("", text)
+
+
 def call_id(turn: int, index: int) -> str:
     """Nine letters and digits: what the strictest chat templates take."""
     return f"c{turn % 100_000:05d}{index % 1000:03d}"
 
 
-def _parsed(rollout: Rollout, token_ids: Ints, parser: Parser) -> Parsed:
-    """Calls in the text; in some vocabularies their marks are special tokens, which text leaves out."""
-    plain = parser(rollout.decode(token_ids))
-    if plain.calls:
-        return plain
-    special = parser(rollout.decode(token_ids, keep_special=True))
-    return Parsed(text=rollout.decode(rollout.encode(special.text)), calls=special.calls)
+def _parsed_special(rollout: Rollout, token_ids: Ints, parser: Parser, *, thinks: bool) -> Parsed:
+    """Calls whose marks are special tokens, as in some vocabularies; plain text leaves them out."""
+    whole = rollout.decode(token_ids, keep_special=True)
+    parsed = parser(split_reasoning(whole)[1] if thinks else whole)
+    return Parsed(text=rollout.decode(rollout.encode(parsed.text)), calls=parsed.calls)
 
 
 def _finish(completion: Completion, calls: Sequence[Call], stopped_by: str | None) -> Finish:

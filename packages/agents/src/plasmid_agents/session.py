@@ -27,6 +27,8 @@ class Rules:
     parser: Parser
     """Finds calls of tools."""
     keep_past: bool
+    thinks: bool
+    """Keep reasoning apart from the text of replies."""
     unfollowed: Literal["refuse", "ignore"]
 
 
@@ -117,6 +119,7 @@ class Session:
             number=number,
             prompt_tokens=prepared.prompt_tokens,
             parser=self._rules.parser,
+            thinks=self._rules.thinks,
         )
         self._tree.close(opened, request, completion, reply)
         self._drawn += len(completion.token_ids)

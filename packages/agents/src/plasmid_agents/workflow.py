@@ -41,6 +41,9 @@ class Agent(Workflow):
     """Longest time for one agent; past it the agent is killed, and its rollout becomes a sample with an error."""
     tool_calls: Format = "hermes"
     """How the policy writes calls of tools."""
+    reasoning: Literal["text", "think"] = "text"
+    """What the policy writes before ``</think>`` is part of its text, or is told apart from it: as
+    ``reasoning_content`` to OpenAI's clients, as thinking to Anthropic's."""
     keep_past: bool = False
     """Go on from what the policy drew where the chat template would now leave out words of it, such as earlier
     reasoning. Otherwise what the template shows begins another sample."""
@@ -132,5 +135,6 @@ class Agent(Workflow):
             max_tokens=None if self.max_tokens == "all" else self.max_tokens,
             parser=PARSERS[self.tool_calls],
             keep_past=self.keep_past,
+            thinks=self.reasoning == "think",
             unfollowed=self.unfollowed,
         )

@@ -151,14 +151,16 @@ def _function(tool: Tool) -> Mapping[str, Any]:
 
 def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
     """The whole reply."""
-    text: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
+    # the field of a signature is part of the form; nothing here is signed
+    thought = [{"type": "thinking", "thinking": reply.reasoning, "signature": ""}] if reply.reasoning else []
+    text = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     calls = [
         {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
         for call in reply.calls
     ]
     return {
         **_head(request, reply),
-        "content": [*text, *calls],
+        "content": [*thought, *text, *calls],
         "stop_reason": _stop_reason(reply),
         "stop_sequence": reply.stopped_by,
         "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
@@ -171,11 +173,7 @@ def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
     tokens = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
     yield event("message_start", message={**_head(request, reply), **empty, "usage": tokens})
     for index, block in enumerate(answer(request, reply)["content"]):
-        if block["type"] == "text":
-            start, whole, kind, name = {**block, "text": ""}, block["text"], "text_delta", "text"
-        else:
-            start, whole = {**block, "input": {}}, json.dumps(block["input"])
-            kind, name = "input_json_delta", "partial_json"
+        start, whole, kind, name = _pieced(block)
         yield event("content_block_start", index=index, content_block=start)
         for piece in pieces(whole):
             yield event("content_block_delta", index=index, delta={"type": kind, name: piece})
@@ -183,6 +181,15 @@ def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
     delta = {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stopped_by}
     yield event("message_delta", delta=delta, usage={"output_tokens": reply.completion_tokens})
     yield event("message_stop")
+
+
+def _pieced(block: Mapping[str, Any]) -> tuple[dict[str, Any], str, str, str]:
+    """A block without its content, the content as text, and the kind and field of its pieces."""
+    name = block["type"]
+    if name == "tool_use":
+        return {**block, "input": {}}, json.dumps(block["input"]), "input_json_delta", "partial_json"
+    field = "text" if name == "text" else "thinking"
+    return {**block, field: ""}, block[field], f"{field}_delta", field
 
 
 def refusal(error: Refused) -> tuple[int, dict[str, Any]]:

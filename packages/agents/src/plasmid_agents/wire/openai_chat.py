@@ -138,6 +138,8 @@ def _message(message: ChatMessage) -> Message:
 def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
     """The whole reply."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
     if reply.calls:
         message["tool_calls"] = [_call(call) for call in reply.calls]
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish}
@@ -152,6 +154,8 @@ def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
         return event({**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]})
 
     yield chunk({"role": "assistant", "content": ""})
+    for piece in pieces(reply.reasoning):
+        yield chunk({"reasoning_content": piece})
     for piece in pieces(reply.text):
         yield chunk({"content": piece})
     for index, call in enumerate(reply.calls):
