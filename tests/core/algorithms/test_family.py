@@ -30,6 +30,12 @@ ALGORITHMS = {
     "grpo, kl of the engine in the reward": (GRPO(**KL, old_policy="rollout"), literal.grpo),
     "grpo, kl in the loss": (GRPO(kl_coef=0.2, kl_estimator="k2", entropy_coef=0.1), literal.grpo),
     "grpo, unbiased kl": (GRPO(kl_coef=0.2, unbiased_kl=True), literal.grpo),
+    "grpo, k1 in the loss": (GRPO(kl_coef=0.2, kl_estimator="k1", unbiased_kl=True), literal.grpo),
+    "grpo, kl against the engine": (
+        GRPO(kl_coef=0.2, kl_estimator="low_var_kl", unbiased_kl=True, old_policy="rollout"),
+        literal.grpo,
+    ),
+    "grpo, per prompt": (GRPO(reduction="per-prompt"), literal.grpo),
     "grpo, dual clip": (GRPO(dual_clip=1.2), literal.grpo),
     "dapo": (DAPO(), literal.grpo),
     "dr-grpo": (DrGRPO(constant_length=9), literal.centred),
@@ -44,11 +50,15 @@ ALGORITHMS = {
     "ppo": (PPO(), literal.ppo),
     "ppo, kl and discount": (PPO(gamma=0.97, lam=0.8, whiten=False, **KL), literal.ppo),
     "ppo, lambda 0": (PPO(lam=0.0), literal.ppo),
+    "dapo, kl in the reward": (DAPO(**KL, reward_kl_estimator="k2"), literal.grpo),
+    "gspo, kl in the reward": (GSPO(**KL, clip_low=0.05, clip_high=0.1), literal.grpo),
+    "cispo, kl in the reward": (CISPO(**KL, reduction="constant", constant_length=6), literal.grpo),
     "gspo": (GSPO(clip_low=0.05, clip_high=0.1), literal.grpo),
     "cispo": (CISPO(clip_low=0.3, clip_high=0.2), literal.grpo),
     "opd": (OPD(reduction="per-token"), literal.opd),
     "opd of the engine": (OPD(old_policy="rollout"), literal.opd),
     "opsm": (GRPO(opsm=0.05), literal.grpo),
+    "opsm of the engine": (GSPO(opsm=0.05, old_policy="rollout"), literal.grpo),
     "decoupled": (GRPO(old_policy="decoupled"), literal.grpo),
 }
 for mode in ("truncate", "mask", "reject"):

@@ -1,0 +1,126 @@
+"""Every option of every algorithm, away from its default, changes what is computed or is an error: none is ignored."""
+
+import pytest
+import torch
+from algorithm_cases import advantage_inputs, loss_inputs, make_case, weights_of
+from plasmid.algorithms.inputs import ValueInputs
+from plasmid.components import ActorCritic, Algorithm
+from plasmid.errors import ConfigError
+from plasmid.plugins import installed, load_plugins
+from plasmid.recipe import validate
+
+KINDS = {
+    kind: cls
+    for kind, cls in installed(load_plugins())["algorithm"].items()
+    if cls.__module__.startswith("plasmid.algorithms.")
+}
+MASK = {"mode": "mask", "low": 0.7, "high": 1.5}
+OTHERS = {
+    "reduction": ["per-token", "per-rollout", "per-prompt", "constant"],
+    "constant_length": [5],
+    "kl_coef": [0.3],
+    "monitor_kl": [True],
+    "kl_estimator": ["k1", "k2"],  # low_var_kl is k3 but for tokens that are far from the reference
+    "unbiased_kl": [True],
+    "entropy_coef": [0.1],
+    "old_policy": ["rollout", "decoupled"],
+    "correction": [
+        {"mode": "truncate"},
+        MASK,
+        {**MASK, "mode": "reject"},
+        {"level": "sequence"},
+        {**MASK, "level": "geometric"},
+        {**MASK, "low": 0.95},
+        {**MASK, "high": 1.1},
+        {"low": 0.1},
+        {"high": 3.0},
+        {"veto": 0.7},
+        {"renormalize": True},
+    ],
+    "opsm": [0.01],
+    "clip_low": [0.01],
+    "clip_high": [0.01],
+    "dual_clip": [1.01],
+    "reward_kl_coef": [0.2],
+    "reward_kl_estimator": ["k2", "k3", "low_var_kl"],
+    "normalize_std": [False],
+    "std_eps": [0.5],
+    "gamma": [0.5],
+    "lam": [0.5],
+    "whiten": [False],
+    "value_clip": ["off", 0.01],
+    "critic_warmup": [3],
+}
+"""Values that differ from every default."""
+BESIDE = (
+    {},
+    {"monitor_kl": True},
+    {"kl_coef": 0.1},
+    {"reward_kl_coef": 0.1},
+    {"old_policy": "rollout"},
+    {"old_policy": "decoupled"},
+    {"old_policy": "decoupled", "correction": MASK},
+)
+"""What else the recipe says."""
+REDUNDANT = [({"kl_coef": 0.1}, "monitor_kl")]
+"""What asks for something that happens anyway: a KL in the loss is reported."""
+
+
+def outcome(algorithm):
+    """All that a trainer sees of an algorithm: needs, advantages, loss, gradients, metrics, and the critic's."""
+    case = make_case([[1, 2, 1], [1], [3, 1], [1, 1, 1, 1]], seed=3)
+    inputs = loss_inputs(case, algorithm.advantages(advantage_inputs(case)))
+    result = algorithm.loss(inputs)
+    loss = (result.loss * weights_of(case, algorithm)).sum()
+    slopes = torch.autograd.grad(loss, (inputs.logprobs, inputs.entropy), allow_unused=True)
+    metrics = {name: value.tolist() for name, value in result.metrics.items()}
+    seen = [algorithm.needs(), algorithm.roles(steps=2), loss.item(), metrics]
+    seen += [None if slope is None else slope.tolist() for slope in slopes]
+    if isinstance(algorithm, ActorCritic):
+        returns = algorithm.returns(advantage_inputs(case))
+        now = (case.column("value") + 0.5).requires_grad_()
+        values = ValueInputs(values=now, old_values=case.column("value"), returns=returns)
+        loss = (algorithm.value_loss(values).loss * weights_of(case, algorithm)).sum()
+        seen += [algorithm.critic_warmup, loss.item(), torch.autograd.grad(loss, now)[0].tolist()]
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_value_changes_something_or_is_an_error(kind):
+    cls = KINDS[kind]
+    assert issubclass(cls, Algorithm)
+    required = {"constant_length": 9} if kind == "dr-grpo" else {}
+    changed, refused = set(), 0
+    for beside in (b for b in BESIDE if set(b) <= set(cls.model_fields)):
+        plain = cls(**required, **beside)
+        seen = outcome(plain)
+        for name in set(cls.model_fields) - {"kind"} - set(beside):
+            for value in OTHERS[name]:
+                try:
+                    other = validate(cls, required | beside | {name: value}, "algorithm")
+                except ConfigError:
+                    refused += 1
+                    continue
+                if other != plain and (beside, name) not in REDUNDANT:
+                    assert outcome(other) != seen, f"{name} = {value!r} beside {beside} is never read"
+                    changed.add(name)
+    unread = {"kind", "constant_length"} if kind != "dr-grpo" else {"kind", "reduction"}
+    assert changed == set(cls.model_fields) - unread
+    assert refused >= (20 if "correction" in cls.model_fields else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_corrections_settings_are_read_one_by_one(kind):
+    cls = KINDS[kind]
+    if "correction" not in cls.model_fields:
+        assert kind == "sft"
+        return
+    base = {"old_policy": "decoupled"} | ({"constant_length": 9} if kind == "dr-grpo" else {})
+    seen = [outcome(cls(**base))]
+    for value in OTHERS["correction"]:
+        try:
+            seen.append(outcome(validate(cls, base | {"correction": value}, "algorithm")))
+        except ConfigError:
+            assert set(value) <= {"low", "high"}, "bounds without a mode are the only ones that nothing reads"
+    assert len(seen) == len(OTHERS["correction"]) - 1
+    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
