@@ -1,0 +1,130 @@
+"""Megatron on one, two and four GPUs gives what FSDP gives on one, to the noise of bfloat16. Random Qwen3-0.6B.
+
+Names begin with the number of GPUs that a layout needs: `pytest -m gpu tests/gpu/test_megatron.py -k "1gpu or 2gpus"`.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+for name in ("backend_fsdp", "backend_megatron"):
+    FOLDER = str(Path(__file__).parents[1] / name)
+    if FOLDER not in sys.path:
+        sys.path.insert(0, FOLDER)
+
+from fsdp_cases import fit  # noqa: E402
+from megatron_cases import ADAM, FSDP_ADAM, Ranks, assert_alike, make_batch, make_tiny_moe, outcome  # noqa: E402
+from plasmid.testing.contracts import check_trainer  # noqa: E402
+from plasmid.testing.tiny import make_tiny_model  # noqa: E402
+from plasmid.types import Role  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+LAYOUTS = {
+    "1gpu": (1, {}),
+    "2gpus-tp2": (2, {"tensor_parallel": 2}),
+    "2gpus-pp2": (2, {"pipeline_parallel": 2}),
+    "2gpus-cp2": (2, {"context_parallel": 2}),
+    "2gpus-dp2": (2, {}),
+    "4gpus-dp2-tp2": (4, {"tensor_parallel": 2}),
+}
+MOE_LAYOUTS = {
+    "2gpus-ep2": (2, {"expert_parallel": 2}),
+    "2gpus-ep2-tp2": (2, {"expert_parallel": 2, "tensor_parallel": 2, "expert_tensor_parallel": 1}),
+    "4gpus-ep2-etp2": (4, {"expert_parallel": 2, "tensor_parallel": 2}),
+}
+SIZE = {"hidden_size": 1024, "num_layers": 28, "intermediate_size": 3072, "head_dim": 128, "initializer_range": 0.02}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tied": True}
+BF16 = {"dtype": "bfloat16", "lr": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    from fsdp_processes import Processes
+
+    processes = Processes(4)
+    yield processes
+    processes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "qwen3-0.6b", family="qwen3", **SIZE, **HEADS)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "small"
+    return make_tiny_model(path, family="qwen3", hidden_size=128, num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return make_tiny_moe(tmp_path_factory.mktemp("models") / "moe")
+
+
+def ranks_for(processes, model, folder):
+    return Ranks(processes, model, folder, gpus=True)
+
+
+async def curve(ranks, layout, *, kind="megatron", steps=10, **trainer):
+    """Losses and gradient norms of ten batches."""
+    try:
+        settings = (FSDP_ADAM if kind == "fsdp" else ADAM) | trainer | layout[1]
+        handle, config = await ranks.start(num_ranks=layout[0], kind=kind, trainer=settings)
+        batches = [make_batch(seed=i, index=i, longest=128) for i in range(steps)]
+        reports = await fit(handle, config, *batches)
+        return [(r["train/loss"], r["train/grad_norm"]) for r in reports]
+    finally:
+        await ranks.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp32_on_gpus_gives_what_fsdp_gives(layout, processes, small, tmp_path):
+    ranks = ranks_for(processes, small, tmp_path)
+
+    async def run():
+        theirs = await outcome(ranks, tmp_path / "fsdp", kind="fsdp", trainer=FSDP_ADAM)
+        num_ranks, trainer = LAYOUTS[layout]
+        ours = await outcome(ranks, tmp_path / "out", num_ranks=num_ranks, trainer=ADAM | trainer)
+        await ranks.close()
+        assert_alike(ours, theirs, 1e-4)  # tf32 is off; other orders of sums
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ten_steps_in_bf16_follow_the_curve_of_fsdp(layout, processes, qwen, tmp_path):
+    ranks = ranks_for(processes, qwen, tmp_path)
+    theirs = asyncio.run(curve(ranks, (1, {}), kind="fsdp", **BF16))
+    ours = asyncio.run(curve(ranks, LAYOUTS[layout], **BF16))
+    print(layout, ours, theirs)
+    for (loss, norm), (expected_loss, expected_norm) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=0.03)
+        assert norm == pytest.approx(expected_norm, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_ten_steps_with_experts_follow_the_curve_of_one_gpu(layout, processes, moe, tmp_path):
+    ranks = ranks_for(processes, moe, tmp_path)
+    one = asyncio.run(curve(ranks, (1, {})))
+    ours = asyncio.run(curve(ranks, MOE_LAYOUTS[layout]))
+    for (loss, norm), (expected_loss, expected_norm) in zip(ours, one, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=1e-3)
+        assert norm == pytest.approx(expected_norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["1gpu", "2gpus-tp2", "2gpus-pp2"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_trainer_keeps_its_promises_on_gpus(layout, distributed, processes, small, tmp_path):
+    """Offloading included; short sequences, so that the packed kernel's backward repeats itself."""
+    ranks = ranks_for(processes, small, tmp_path)
+
+    async def run():
+        trainer = LAYOUTS[layout][1] | {"distributed_optimizer": distributed}
+        handle, _ = await ranks.start(num_ranks=LAYOUTS[layout][0], trainer=trainer)
+        await check_trainer(handle, folder=tmp_path, roles=(Role.POLICY,))
+        await ranks.close()
+
+    asyncio.run(run())
