@@ -40,11 +40,11 @@ class Trainer(FakeTrainer):
     def __init__(self, logprob):
         super().__init__()
         self.logprob = logprob
-        self.batches = []
+        self.checked = []
 
     async def logprobs(self, batch):
         if batch.groups[0].prompt_id == "canary":
-            self.batches.append(batch)
+            self.checked.append(batch)
         return tuple(np.full(int(group.lengths[0]), self.logprob, np.float32) for group in batch.groups)
 
 
@@ -63,7 +63,7 @@ def test_a_canary_that_both_agree_on_gives_its_difference(off_by):
     trainer, first, second = asyncio.run(test())
     assert first == {"sync/canary_difference": pytest.approx(abs(off_by), abs=1e-6)}
     assert second == {}, "a version is checked once"
-    (batch,) = trainer.batches
+    (batch,) = trainer.checked
     assert len(batch.groups) == 3, "every rank has a sample"
     assert batch.groups[0].rows.get().token_ids[: len(PROMPT)].tolist() == PROMPT.tolist()
 
@@ -132,7 +132,7 @@ def run_with(runner, engine, trainer, *, tolerance=None, changes=None):
 def test_a_run_checks_every_version_before_it_trains_on_it(runner):
     trainer = Trainer(-0.5)
     run_with(runner, Engine(), trainer, tolerance=0.01)
-    assert len(trainer.batches) == 2
+    assert len(trainer.checked) == 2
 
 
 def test_a_run_ends_before_it_trains_on_what_nobody_can_vouch_for(runner):
