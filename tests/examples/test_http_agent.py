@@ -12,8 +12,8 @@ from plasmid.run.session import run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "http-agent"
-RECIPES = ("recipes/smollm2-sums-cpu.toml", "examples/http-agent/http-agent.toml")
-SMALL = ("run.batches=1", "run.prompts_per_batch=2", "run.samples_per_prompt=4", "eval=[]", "trackers=[]")
+RECIPE = "recipes/smollm2-sums-agent-cpu.toml"
+SMALL = ("run.batches=1", "run.prompts_per_batch=2", "run.samples_per_prompt=4", "eval=[]")
 LESS = ("checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.export=false")
 # one precision, because the threads of a local cluster share the default that models are made with
 PLAIN = ("trainer.dtype=float32", "rollout.dtype=float32")
@@ -22,7 +22,7 @@ PLAIN = ("trainer.dtype=float32", "rollout.dtype=float32")
 def test_the_agent_answers_and_is_trained(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = (f"model.path={tiny_model}", f"run.dir={tmp_path / 'run'}", *SMALL, *LESS, *PLAIN)
-    assert run(load_config(RECIPES, settings), make_cluster=lambda _: LocalCluster()).steps == 1
+    assert run(load_config(RECIPE, settings), make_cluster=lambda _: LocalCluster()).steps == 1
     (path,) = (tmp_path / "run" / "samples").glob("batch-*.parquet")
     rows = pyarrow.parquet.read_table(path).to_pylist()
     assert len({row["rollout_id"] for row in rows}) == 8
