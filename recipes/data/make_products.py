@@ -1,7 +1,8 @@
 """Writes products-train.jsonl and products-test.jsonl: products that a small language model has to compute by a tool.
 
 Run it as ``python recipes/data/make_products.py [FOLDER]``; the files beside it are its output. Train and test share no
-pair of numbers in either order.
+pair of numbers in either order. Each chat begins with solved questions: SmolLM2-135M-Instruct was not trained on calls,
+and without some to imitate it makes none.
 """
 
 from __future__ import annotations
@@ -12,14 +13,34 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
+SOLVED = ((12, 15), (31, 14), (17, 52))
+
+
+def chat(a: int, b: int) -> list[dict[str, str]]:
+    """Solved questions, and the one to answer."""
+    messages = []
+    for left, right in SOLVED:
+        messages += [
+            asked(left, right),
+            {"role": "assistant", "content": f'[calculate(expression="{left}*{right}")]'},
+            {"role": "tool", "content": str(left * right)},
+            {"role": "assistant", "content": f"It is {left * right}."},
+        ]
+    return [*messages, asked(a, b)]
+
+
+def asked(a: int, b: int) -> dict[str, str]:
+    """A question."""
+    return {"role": "user", "content": f"What is {a} times {b}?"}
+
 
 def main(folder: Path) -> None:
     """Write both files."""
     draw = random.Random(0)
-    pairs = list(combinations(range(11, 60), 2))
+    pairs = [pair for pair in combinations(range(11, 60), 2) if not {pair, pair[::-1]} & set(SOLVED)]
     draw.shuffle(pairs)
     for name, part in (("train", pairs[:200]), ("test", pairs[200:216])):
-        rows = [{"prompt": f"What is {a} times {b}?", "target": a * b} for a, b in part]
+        rows = [{"prompt": chat(a, b), "target": a * b} for a, b in part]
         (folder / f"products-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -3,12 +3,14 @@
 import asyncio
 
 import pytest
+from plasmid import RunContext
 from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import _pick
 from plasmid.rollout.execution import execute
 from plasmid.testing.light_contracts import check_workflow
-from plasmid.workflows import EnvironmentWorkflow, FunctionWorkflow
+from plasmid.workflows import EnvironmentWorkflow, FunctionWorkflow, Tools
 from plasmid.workflows.environments import Calculator, Guess
+from plasmid.workflows.kit import CalculatorTool
 
 from tests.workflows.scripted import chat, coloured, rollout
 
@@ -81,6 +83,18 @@ def test_mistakes_in_a_recipe_are_found_before_anything_runs(file, data, mistake
     data = {key: value.replace("FILE", str(file)) if isinstance(value, str) else value for key, value in data.items()}
     checked = _pick("workflow", {"kind": "function", **data}, installed(load_plugins()), "workflow")
     assert any(mistake in line for line in checked.mistakes), checked.mistakes
+
+
+def test_tools_keep_the_promises_of_workflows(chatml, tmp_path):
+    async def work():
+        workflow = Tools(tools=(CalculatorTool(),), workers=1)
+        await workflow.open(RunContext(seed=0, run_dir=tmp_path))
+        try:
+            await check_workflow(workflow, prompt=chat(chatml, "6+6?"), codec=chatml)
+        finally:
+            await workflow.close()
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("name", ["calculator", "guess", "function"])
