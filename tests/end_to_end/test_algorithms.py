@@ -46,6 +46,34 @@ def test_the_mismatch_between_trainer_and_engine_is_reported(job):
         assert quantiles == sorted(quantiles) == pytest.approx([1, 1, 1], abs=1e-4)
 
 
+DECOUPLED = {"old_policy": "decoupled"}
+VARIANTS = {
+    "truncated": {**DECOUPLED, "correction": {"mode": "truncate"}},
+    "icepop": {**DECOUPLED, "correction": {"mode": "mask", "low": 0.5, "high": 5.0, "veto": 1e-4, "renormalize": True}},
+    "masked sequences": {**DECOUPLED, "correction": {"mode": "mask", "level": "sequence"}},
+    "rejected sequences": {**DECOUPLED, "correction": {"mode": "reject", "level": "geometric"}},
+    "engine as old policy": {"old_policy": "rollout", "opsm": 0.5, "dual_clip": 3.0},
+    "unbiased kl": {"kl_coef": 0.01, "kl_estimator": "k1", "unbiased_kl": True, "entropy_coef": 0.001},
+    "kl in the reward": {"kind": "gspo", "reward_kl_coef": 0.01, "reward_kl_estimator": "low_var_kl"},
+    "per prompt": {"kind": "cispo", "reduction": "per-prompt"},
+    "constant length": {"reduction": "constant", "constant_length": 4, "normalize_std": False},
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "icepop" else pytest.param(n, marks=pytest.mark.long) for n in VARIANTS])
+def test_every_variant_trains_behind_the_policy_in_several_steps(job, name):
+    loop = {"batches": 3, "max_staleness": 1, "steps_per_batch": 2}
+    job.run({"run": loop, "algorithm": {"kind": "grpo", **VARIANTS[name]}, "eval": [], "trainer": {"lr": 1e-3}})
+    metrics = job.metrics()
+    assert [m["train/step"] for m in metrics] == [2, 4, 6]
+    for m in metrics:
+        assert m["train/grad_norm"] > 0 and m["train/clip_fraction"] >= 0
+        assert ("train/correction_weight" in m) == ("correction" in VARIANTS[name])
+        assert ("train/kl" in m) == ("kl_coef" in VARIANTS[name])
+        assert ("train/opsm_masked" in m) == ("opsm" in VARIANTS[name])
+    assert max(m["train/approx_kl"] for m in metrics) > 0
+
+
 def demonstrations(job, seed):
     """A recipe of supervised fine-tuning: every question is answered with 777."""
     recipe = job.plain()
