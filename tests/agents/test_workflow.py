@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -281,3 +282,9 @@ def test_an_agent_that_cannot_be_imported_ends_the_run_at_its_start(tmp_path):
         f"workflow.function: {tmp_path / 'broken.py'}:run cannot be loaded: "
         "ModuleNotFoundError: No module named 'no_such_thing'"
     )
+
+
+def test_listing_the_workflow_imports_no_server_and_no_backend():
+    heavy = "{'torch', 'ray', 'transformers', 'aiohttp'}"
+    code = f"import plasmid_agents.plugin, sys; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
