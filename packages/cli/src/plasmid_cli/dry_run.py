@@ -68,7 +68,7 @@ def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
         rows += [
             ("publishes of the weights", f"{run.batches // run.sync_every:,}", f"every {run.sync_every} batches"),
             ("staleness", f"at most {run.max_staleness}", "on-policy" if run.max_staleness == 0 else "asynchronous"),
-            ("tokens drawn per rollout", f"at most {config.sampling.max_new_tokens:,}", "sampling.max_new_tokens"),
+            ("tokens drawn per rollout", *_longest(config)),
         ]
     if config.checkpoint.every:
         rows.append(
@@ -76,6 +76,12 @@ def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
         )
     rows += [(f"evaluations of {e.name}", f"{_evaluations(e, run.batches):,}", _when(e)) for e in config.eval]
     return rows
+
+
+def _longest(config: RunConfig) -> tuple[str, str]:
+    """The most tokens of a rollout, and the setting that says so."""
+    place, sampling = max(config.samplings().items(), key=lambda item: item[1].max_new_tokens)
+    return f"at most {sampling.max_new_tokens:,}", f"{place}.max_new_tokens"
 
 
 def _spread(total: int, parts: int) -> str:

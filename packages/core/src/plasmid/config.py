@@ -265,10 +265,10 @@ class RunConfig(Settings):
     @property
     def replays_kept_sets(self) -> bool:
         """True if log-probabilities are taken within what top-p, top-k and min-p left to draw from."""
-        restricted = any(sampling.is_restricted for sampling in self._samplings().values())
+        restricted = any(sampling.is_restricted for sampling in self.samplings().values())
         return restricted and self.rollout is not None and self.rollout.gives_kept_sets
 
-    def _samplings(self) -> dict[str, SamplingParams]:
+    def samplings(self) -> dict[str, SamplingParams]:
         """Everything that training samples with, by its place in the recipe."""
         own = {f"profiles.{name}.sampling": profile.sampling for name, profile in self.profiles.items()}
         return {"sampling": self.sampling} | {place: sampling for place, sampling in own.items() if sampling}
@@ -278,7 +278,7 @@ class RunConfig(Settings):
             return  # nothing that a server of others draws is trained on
         kind = type(self.rollout).model_fields["kind"].default
         refused = self.algorithm.reads_rollout_logprobs() and not self.replays_kept_sets
-        samplings = self._samplings().items()
+        samplings = self.samplings().items()
         every = [(place, sampling, *item) for place, sampling in samplings for item in sampling.restrictions.items()]
         for place, sampling, name, value in every:
             if sampling.temperature == 0:

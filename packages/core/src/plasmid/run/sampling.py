@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..config import RunConfig
 from ..data.tokenizer import prompt_encoder
 from ..errors import ConfigError
 from ..evaluation_config import EvalConfig
+from ..profiles import check_named
 from ..rollout.seeds import seed_of
 from ..rollout.worker import Job
 from ..types import Prompt, PromptGroup
@@ -37,8 +39,9 @@ def draw_prompts(config: RunConfig, count: int, *, eval_set: str = "") -> list[P
     encode = prompt_encoder(config.model)
     if eval_set:
         return list(islice(_set(config, eval_set).data.prompts(encode), count))
-    stream = config.data.stream(encode, seed=config.run.seed)
-    return [prompt for _ in range(count) if (prompt := stream.draw()) is not None]
+    with closing(config.data.stream(encode, seed=config.run.seed)) as stream:
+        check_named(stream.facts(), config.profiles)
+        return [prompt for _ in range(count) if (prompt := stream.draw()) is not None]
 
 
 def sample(
