@@ -22,6 +22,7 @@ READ = [
     "docs/data.md",
     "docs/debugging-rewards.md",
     "docs/evaluation.md",
+    "docs/sglang.md",
     "docs/tasks.md",
     "docs/plugins/index.md",
     "docs/workflows/agents.md",

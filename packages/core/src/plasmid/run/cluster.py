@@ -145,6 +145,7 @@ class RayCluster:
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
             "MALLOC_ARENA_MAX": "2",
+            "NCCL_CUMEM_ENABLE": "0",  # a broadcast to SGLang fails unless all members agree, and SGLang sets this
         }
         env |= resources.env
         bundles = (resources.gpu,) if isinstance(resources.gpu, int) else resources.gpu or ()
