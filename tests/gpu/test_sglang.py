@@ -1,0 +1,80 @@
+"""SGLang on a GPU: weights through shared GPU memory or by NCCL, memory given up and taken, the same tokens twice."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from plasmid.observe.journal import read_journal
+from plasmid.recipe import resolve
+from plasmid.run.session import run
+from plasmid.testing.tiny import make_tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
+pytest.importorskip("sglang")
+SERVER = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "mem_fraction_static": 0.3,
+}
+
+
+def recipe(folder, placement, **rollout):
+    """A tiny model with random rewards, in bf16."""
+    model = make_tiny_model(folder / "model", family="qwen3", hidden_size=256)
+    rows = "".join(f'{{"prompt": "say {i}: ", "target": {i}}}\n' for i in range(40))
+    (folder / "prompts.jsonl").write_text(rows)
+    staleness = placement.pop("max_staleness", 0)
+    return resolve(
+        {
+            "recipe": "sglang",
+            "model": {"path": str(model)},
+            "data": {"path": str(folder / "prompts.jsonl")},
+            "run": {
+                "dir": str(folder / rollout.pop("name", "run")),
+                "batches": 4,
+                "prompts_per_batch": 4,
+                "samples_per_prompt": 4,
+                "max_staleness": staleness,
+            },
+            "sampling": {"max_new_tokens": 16},
+            "trainer": {"kind": "fsdp", "lr": 1e-4},
+            "rollout": {"kind": "sglang", "read_back_every": 1, "server_args": SERVER, **rollout},
+            "algorithm": {"kind": "grpo"},
+            "rewards": [{"kind": "random"}],
+            "placement": {"device": "cuda", "start_timeout_s": 600, **placement},
+            "checkpoint": {"at_end": False, "export": False},
+        }
+    )
+
+
+def metrics_of(config):
+    assert run(config).steps == 4
+    return [entry.metrics for entry in read_journal(Path(config.run.dir) / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_trainer_and_engine_share_one_gpu(tmp_path, staleness):
+    placement = {"colocated": True, "offload_trainer": True, "offload_engine": True, "max_staleness": staleness}
+    metrics = metrics_of(recipe(tmp_path, placement))
+    assert max(m["sync/canary_difference"] for m in metrics if "sync/canary_difference" in m) < 0.3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_weights_are_broadcast_to_an_engine_on_another_gpu(tmp_path, staleness):
+    metrics = metrics_of(recipe(tmp_path, {"max_staleness": staleness}))
+    assert max(m["sync/canary_difference"] for m in metrics if "sync/canary_difference" in m) < 0.3
+
+
+@pytest.mark.parametrize("wire", ["ipc", "http", "disk"])
+def test_every_wire_ends_in_the_same_parameters(tmp_path, wire):
+    metrics = metrics_of(recipe(tmp_path, {"colocated": True}, wire=wire))
+    assert all(m["sync/bytes"] > 0 for m in metrics)
+
+
+def test_a_deterministic_engine_samples_the_same_twice(tmp_path):
+    found = [
+        metrics_of(recipe(tmp_path, {"colocated": True}, deterministic=True, name=name)) for name in ("one", "two")
+    ]
+    assert [m["reward/mean"] for m in found[0]] == [m["reward/mean"] for m in found[1]]
