@@ -11,8 +11,9 @@ import numpy as np
 
 from ..errors import DataError
 from ..types import Ints, Prompt, PromptGroup, Sample, SamplingParams, StopReason, VersionSpan
+from .file_slices import FileSlice
 from .json_lines import type_name
-from .row_files import FileSlice, open_rows
+from .row_files import open_rows
 
 Encode = Callable[[str], Ints]
 """Text to tokens."""
