@@ -107,6 +107,7 @@ def test_branches_of_one_rollout_count_once(tmp_path, chat_model):
     assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5
 
 
+@pytest.mark.long
 def test_agents_are_trained_in_a_run_that_samples_ahead(tmp_path, chat_model):
     loop = {"max_staleness": 1, "batches": 4}
     train(tmp_path, chat_model, {"run": loop, "sampling": {"max_new_tokens": 24}})
