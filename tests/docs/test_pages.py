@@ -30,6 +30,8 @@ READ = [
     "docs/workflows/environments.md",
     "docs/workflows/functions.md",
 ]
+LONG = {"docs/tasks.md"}
+"""Three runs whose rewards start worker processes and sandboxes, each of which has quick tests of its own."""
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""
 READ_ELSEWHERE = {"docs/plugins/rewards.md", "docs/plugins/hooks.md"}
@@ -37,7 +39,7 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in READ])
 def test_a_page_works_from_top_to_bottom(name, checkout):
     reader = Reader(checkout, in_one_process=True)
     reader.read(ROOT / name)
