@@ -15,7 +15,7 @@ rollout.kind = "hf"
 rewards = [{{ kind = "digit-share" }}]
 sampling.max_new_tokens = 4
 data.path = "train.jsonl"
-placement.trainer_ranks = 2
+placement = {{ trainer_ranks = 2, start_timeout_s = 900 }}
 
 [trainer]
 kind = "megatron"
@@ -44,7 +44,7 @@ def folder(job):
 
 def rl(folder, *arguments):
     command = [sys.executable, "-m", "plasmid_cli", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1000)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -58,6 +58,7 @@ def curve(folder):
     return [{k: v for k, v in entry.metrics.items() if k.startswith(kept)} for entry in entries]
 
 
+@pytest.mark.timeout(2000)
 def test_megatron_trains_through_the_command_and_resumes_bit_by_bit(folder, tiny_model):
     write(folder, tiny_model)
     code, out, err = rl(folder, "train", "digits.toml", "run.dir=whole")
