@@ -54,11 +54,17 @@ def grpo(case, algorithm):
     r = rewards(case, algorithm)
 
     def value(i):
-        group = list(rollouts_of(case, r, case.table.group_index[i]).values())
+        group = rollouts_of(case, r, case.table.group_index[i])
+        if algorithm.std_form == "leave-one-out":
+            group = {k: v for k, v in group.items() if k != case.table.rollout_index[i]}
+        group = list(group.values())
+        if not group:
+            return 0.0
         centred = r[i] - statistics.fmean(group)
         if not algorithm.normalize_std or len(group) == 1:
             return centred
-        return centred / (statistics.stdev(group) + algorithm.std_eps)
+        std = statistics.pstdev(group) if algorithm.std_form == "population" else statistics.stdev(group)
+        return centred if algorithm.std_form == "leave-one-out" and std == 0 else centred / (std + algorithm.std_eps)
 
     return per_sample(case, value)
 

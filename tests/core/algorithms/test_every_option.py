@@ -44,6 +44,7 @@ OTHERS = {
     "reward_kl_coef": [0.2],
     "reward_kl_estimator": ["k2", "k3", "low_var_kl"],
     "normalize_std": [False],
+    "std_form": ["population", "leave-one-out"],
     "std_eps": [0.5],
     "gamma": [0.5],
     "lam": [0.5],

@@ -26,6 +26,8 @@ KL = {"reward_kl_coef": 0.3}
 ALGORITHMS = {
     "grpo": (GRPO(), literal.grpo),
     "grpo, no std": (GRPO(normalize_std=False), literal.grpo),
+    "grpo, population std": (GRPO(std_form="population"), literal.grpo),
+    "cispo, std of the others": (CISPO(std_form="leave-one-out", std_eps=0.1), literal.grpo),
     "grpo, kl in the reward": (GRPO(**KL, reward_kl_estimator="k3"), literal.grpo),
     "grpo, kl of the engine in the reward": (GRPO(**KL, old_policy="rollout"), literal.grpo),
     "grpo, kl in the loss": (GRPO(kl_coef=0.2, kl_estimator="k2", entropy_coef=0.1), literal.grpo),

@@ -62,6 +62,27 @@ def test_the_standard_deviation_divides_by_one_less_than_the_count():
     assert group_advantages(t, normalize_std=True, std_eps=1e-12).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
+def test_the_divisor_may_be_the_count():
+    t = table([0, 0], [0, 1], [0.0, 2.0])
+    got = group_advantages(t, normalize_std=True, std_eps=1e-12, std_form="population")
+    assert got.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_the_statistics_may_leave_the_rollout_out():
+    t = table([0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 4, 5], [1.0, 3.0, 8.0, 1.0, 4.0, 7.0])
+    got = group_advantages(t, normalize_std=True, std_eps=0.5, std_form="leave-one-out")
+    apart = [(1 - 5.5) / (12.5**0.5 + 0.5), (3 - 4.5) / (24.5**0.5 + 0.5), (8 - 2) / (2**0.5 + 0.5)]
+    assert got.tolist() == pytest.approx(
+        [*apart, -3.0, 3.0, 0.0]
+    )  # of one other there is no deviation, of none no mean
+
+
+def test_others_that_are_equal_divide_by_nothing():
+    t = table([0] * 4, [0, 1, 2, 3], [0.1, 0.1, 0.1, 0.9])
+    got = group_advantages(t, normalize_std=True, std_eps=1e-6, std_form="leave-one-out")
+    assert got[3] == pytest.approx(0.8)
+
+
 def test_a_group_of_one_has_no_advantage():
     t = table([0, 1, 1], [0, 1, 2], [5.0, 1.0, 2.0])
     assert group_advantages(t, normalize_std=True, std_eps=1e-6)[0] == 0.0

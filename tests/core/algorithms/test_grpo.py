@@ -79,6 +79,10 @@ def test_only_roles_that_are_read_are_scored(settings, steps, roles):
             "algorithm: std_eps = 0.5 is never read with normalize_std = false; remove it",
         ),
         (
+            {"normalize_std": False, "std_form": "population"},
+            "algorithm: std_form = 'population' is never read with normalize_std = false; remove it",
+        ),
+        (
             {"reduction": "constant"},
             'algorithm: reduction = "constant" divides by constant_length; set it, for example to 1024',
         ),

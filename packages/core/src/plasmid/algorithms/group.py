@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from ..batch import BatchTable
 
 F = NDArray[np.float64]
+StdForm = Literal["sample", "population", "leave-one-out"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,22 +40,41 @@ def _groups(table: BatchTable) -> _Groups:
     return _Groups(values, groups, size, mean, index)
 
 
-def group_advantages(table: BatchTable, *, normalize_std: bool, std_eps: float) -> F:
+def group_advantages(table: BatchTable, *, normalize_std: bool, std_eps: float, std_form: StdForm = "sample") -> F:
     """[N] (reward - mean) / (std + std_eps) in each prompt group, or reward - mean (Dr. GRPO, arXiv 2503.20783).
 
-    The statistics are those of rollouts: the samples of one rollout count once, with their mean reward. The standard
-    deviation has the divisor n - 1, as in TRL, verl and slime; GRPO's paper (Shao et al. 2024, arXiv 2402.03300) leaves
-    it open, and n (NumPy's default) gives advantages that are larger by sqrt(n / (n - 1)). A group of one rollout has
-    no standard deviation and is only centred.
+    The statistics are those of rollouts: the samples of one rollout count once, with their mean reward. A ``sample``
+    standard deviation has the divisor n - 1, as in TRL, verl and slime; GRPO's paper (Shao et al. 2024, arXiv
+    2402.03300) leaves it open, and n (``population``, NumPy's default) gives advantages that are larger by
+    sqrt(n / (n - 1)). With ``leave-one-out`` mean and deviation are those of the other rollouts, as in NeMo-RL.
+    Where there is no deviation (a group of one rollout; left out: fewer than two others, or equal ones) advantages are
+    only centred.
     """
     g = _groups(table)
+    if normalize_std and std_form == "leave-one-out":
+        std = _std_of_others(g)[g.rollout]
+        return np.asarray(leave_one_out_advantages(table) / np.where(std > 0, std + std_eps, 1.0), np.float64)
     advantages = table.rewards - g.mean[table.group_index]
     if normalize_std:
         squares = np.bincount(g.groups, weights=(g.values - g.mean[g.groups]) ** 2)
-        std = np.sqrt(squares / np.maximum(g.size - 1, 1))
+        std = np.sqrt(squares / np.maximum(g.size - (std_form == "sample"), 1))
         scale = np.where(g.size > 1, std + std_eps, 1.0)
         advantages = advantages / scale[table.group_index]
     return np.asarray(advantages, np.float64)
+
+
+def _std_of_others(g: _Groups) -> F:
+    """[R] of the group's other rollouts, divisor one less than their number; 0 where they are equal or fewer than two.
+
+    One after another, because sums that leave one out would turn others that are equal into a tiny deviation.
+    """
+    result = np.zeros(len(g.values))
+    for rollout, group in enumerate(g.groups):
+        here = np.flatnonzero(g.groups == group)
+        others = g.values[here[here != rollout]]
+        if len(others) > 1 and np.ptp(others) > 0:
+            result[rollout] = others.std(ddof=1)
+    return result
 
 
 def leave_one_out_advantages(table: BatchTable) -> F:

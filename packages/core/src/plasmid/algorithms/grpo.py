@@ -22,13 +22,17 @@ class GroupRelative(Rewarded):
 
     normalize_std: bool = True
     """Divide advantages by the standard deviation of their group; off in Dr. GRPO."""
+    std_form: Literal["sample", "population", "leave-one-out"] = "sample"
+    """Standard deviation with the divisor n - 1, with n, or, together with the mean, of the other rollouts alone; of
+    fewer than two others, or equal ones, there is none and nothing is divided (NeMo-RL)."""
     std_eps: float = Field(1e-6, gt=0.0, allow_inf_nan=False)
     """Added to the standard deviation."""
 
     @model_validator(mode="after")
-    def _std_eps_is_read(self) -> Self:
-        if not self.normalize_std and self._is_set("std_eps"):
-            raise ValueError(f"std_eps = {self.std_eps:g} is never read with normalize_std = false; remove it")
+    def _std_is_read(self) -> Self:
+        for name, shown in (("std_eps", f"{self.std_eps:g}"), ("std_form", repr(self.std_form))):
+            if not self.normalize_std and self._is_set(name):
+                raise ValueError(f"{name} = {shown} is never read with normalize_std = false; remove it")
         return self
 
     def needs(self) -> Needs:
@@ -39,7 +43,9 @@ class GroupRelative(Rewarded):
 
         from .group import group_advantages
 
-        values = group_advantages(self.table(inputs), normalize_std=self.normalize_std, std_eps=self.std_eps)
+        values = group_advantages(
+            self.table(inputs), normalize_std=self.normalize_std, std_eps=self.std_eps, std_form=self.std_form
+        )
         return inputs.spread(torch.from_numpy(values))
 
 
