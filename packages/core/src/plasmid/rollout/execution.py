@@ -30,6 +30,8 @@ from ..types import (
 from .seeds import seed_of
 
 log = logging.getLogger(__name__)
+ABORT_S = 10.0
+"""Longest time for an engine to take note that a request is given up."""
 
 
 class Codec(Protocol):
@@ -94,7 +96,7 @@ class Execution:
                 request = replace(request, token_ids=so_far, num_generated=done)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):  # the engine may be what failed
-                await self.client.abort([request.id])  # nobody waits for the rest
+                await asyncio.wait_for(self.client.abort([request.id]), ABORT_S)  # nobody waits for the rest
             raise
         finally:
             self.running.discard(request.id)
