@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -31,10 +31,17 @@ class Component(Settings, ABC):
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint must keep so that `restore` continues exactly; JSON types only.
 
-        Asked of trackers, which live in the driver. Rewards, filters and workflows live in several processes, and
-        algorithms on every rank: what they remember is lost on a resume. Data keep their place in a `PromptStream`.
+        Asked of trackers and buffer policies, which live in the driver, and of rewards, filters and workflows in each
+        worker process. What algorithms remember is lost: they live on every rank. Data keep theirs in a `PromptStream`.
         """
         return {}
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """One state out of several: a run that goes on with fewer worker processes has more states than processes.
+
+        By default the first: override it to add up counts, or to unite caches.
+        """
+        return states[0]
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up a saved state. Called after `open`."""

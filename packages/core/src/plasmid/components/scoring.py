@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Reward(Component):
-    """Scores one sample. Called many times at once; must not keep state between calls."""
+    """Scores one sample. Called many times at once; scores may depend on other calls only if `in_order` says so."""
 
     name: str = Field("auto", pattern=r"^[A-Za-z0-9_.-]+$")
     """What metrics and profiles call it; ``auto`` is its kind, numbered where one occurs twice."""
@@ -28,6 +28,10 @@ class Reward(Component):
     @abstractmethod
     async def __call__(self, prompt: Prompt, sample: Sample) -> float | Score:
         """The score of ``sample``. What a policy may write must not raise: return the failure value instead."""
+
+    def in_order(self) -> bool:
+        """True if scores depend on the calls before: groups are then shown one by one, on-policy as they were drawn."""
+        return False
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Score]:
         """Scores of all samples of one prompt; override it where a score depends on the other samples."""

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +46,19 @@ class Scorer:
         """Open every reward."""
         for reward in self._rewards:
             await self._elsewhere(reward.open(context))
+
+    @property
+    def in_order(self) -> bool:
+        """True if groups must be scored one after another."""
+        return any(reward.in_order() for reward in self._rewards)
+
+    async def on_thread(self, function: Callable[[], Any]) -> Any:
+        """Call a function where the rewards run, between two of their steps."""
+
+        async def call() -> Any:
+            return function()
+
+        return await self._elsewhere(call())
 
     async def close(self) -> None:
         """Close every reward and end the thread. One that blocks is not waited for: it may be why the run ends."""
@@ -91,6 +104,8 @@ class Scorer:
                 raise RewardError(
                     f"{self._where(reward)}: score_group returned {len(values)} scores for {len(samples)} samples"
                 )
+        elif reward.in_order():
+            values = [await self._guard(reward, reward(prompt, sample), [sample]) for sample in samples]
         else:
             calls = [self._guard(reward, reward(prompt, sample), [sample]) for sample in samples]
             values = await asyncio.gather(*calls)

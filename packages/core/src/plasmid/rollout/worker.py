@@ -22,6 +22,8 @@ from ..recipe import resolve_with
 from ..types import Prompt, PromptGroup, Sample, SamplingParams, StopReason
 from .execution import Execution, execute
 from .filtering import Filtering
+from .memory import Memory
+from .ordering import Line
 from .sample_hooks import SampleHooks
 from .scoring import Scorer
 from .seeds import seed_of
@@ -47,6 +49,8 @@ class Job:
     """Make one more rollout at temperature 0, whose reward is the group's baseline."""
     wants_kept_sets: bool = False
     """Ask the engine what restricted sampling left to draw from."""
+    after: str = ""
+    """Name of the job that the same worker judges before this one; empty where the order does not matter."""
 
     def sessions(self) -> tuple[str, ...]:
         """Session ids of its rollouts."""
@@ -102,6 +106,8 @@ class RolloutWorker:
         self._max_length = longest_sample(self._config.model)
         self._equipment = Equipment.all_of(self._config)
         self._filtering = Filtering(self._config.filters)
+        self._line = Line()
+        self._memory = Memory(self._config, lambda name, call: self._equipment[name].scorer.on_thread(call))
 
     async def open(self) -> None:
         """Open what the recipe's components need."""
@@ -118,29 +124,51 @@ class RolloutWorker:
         found: list[Workflow | Scorer] = [*workflows, *(one.scorer for one in every)]
         return list({id(part): part for part in found}.values())
 
+    async def mark(self) -> None:
+        """Remember the states of all components for `save`."""
+        await self._memory.mark()
+
+    async def save(self, path: Path) -> None:
+        """Write them as they were at the last `mark`."""
+        await self._memory.save(path)
+
+    async def restore(self, paths: Sequence[Path]) -> None:
+        """Take up what these files hold."""
+        await self._memory.restore(paths)
+
     async def roll_out(self, job: Job) -> GroupRef:
-        """Sample, score and filter one prompt group."""
-        samples, greedy = await asyncio.gather(self._sample(job), self._baseline(job))
-        group = PromptGroup(id=job.group_id, prompt=job.prompt, samples=tuple(samples))
-        dropped_by = self._filtering.dropped_by(group) if job.filtered else ""
+        """Sample, score and filter one prompt group. Rewards that need it, and filters, see groups in their order."""
+        samples, greedy = await asyncio.gather(self._sample(job), self._greedy(job))
+        in_order = self._equipment[job.eval_set].scorer.in_order
+        if not in_order:
+            samples, greedy = await self._score(job, samples, greedy)
+        async with self._line.turn(job.name, after=job.after):
+            if in_order:
+                samples, greedy = await self._score(job, samples, greedy)
+            group = PromptGroup(id=job.group_id, prompt=job.prompt, samples=tuple(samples))
+            dropped_by = self._filtering.dropped_by(group) if job.filtered else ""
         if any(sample.stop_reason is StopReason.ERROR for sample in greedy):
             dropped_by = "failed"
         return self.share(replace(group, samples=(*samples, *greedy)), dropped_by)
 
     async def _sample(self, job: Job) -> list[Sample]:
-        """All rollouts of the job, scored together."""
+        """All rollouts of the job."""
         runs = [self._run(job, str(index), seed_of(job.seed, index), job.sampling) for index in range(job.num_samples)]
-        samples = [sample for made in await asyncio.gather(*runs) for sample in made]
-        return await self._equipment[job.eval_set].scorer.score(job.prompt, samples)
+        return [sample for made in await asyncio.gather(*runs) for sample in made]
 
-    async def _baseline(self, job: Job) -> list[Sample]:
-        """The greedy rollout, scored by itself; nothing if none is wanted."""
+    async def _greedy(self, job: Job) -> list[Sample]:
+        """The greedy rollout; nothing if none is wanted."""
         if not job.greedy:
             return []
         sampling = job.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": "all", "min_p": 0.0})
-        samples = await self._run(job, "greedy", seed_of(job.seed, job.num_samples), sampling)
-        scored = await self._equipment[job.eval_set].scorer.score(job.prompt, samples)
-        return [replace(sample, metadata={**sample.metadata, "baseline": True}) for sample in scored]
+        return await self._run(job, "greedy", seed_of(job.seed, job.num_samples), sampling)
+
+    async def _score(self, job: Job, samples: list[Sample], greedy: list[Sample]) -> tuple[list[Sample], list[Sample]]:
+        """Rollouts together, and the greedy one by itself."""
+        scorer = self._equipment[job.eval_set].scorer
+        scored = await scorer.score(job.prompt, samples)
+        baseline = await scorer.score(job.prompt, greedy) if greedy else []
+        return scored, [replace(sample, metadata={**sample.metadata, "baseline": True}) for sample in baseline]
 
     async def _run(self, job: Job, name: str, seed: int, sampling: SamplingParams) -> list[Sample]:
         timeout_s = self._config.run.rollout_timeout_s

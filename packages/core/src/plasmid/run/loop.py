@@ -89,6 +89,8 @@ class LoopParts:
     evaluations: Evaluations | None
     """None where nothing can be sampled."""
     save: Callable[[Progress], Awaitable[None]]
+    settle: Callable[[], Awaitable[None]]
+    """Called between two batches, when all of the last one is done: what is saved from then on is as it is now."""
     change: Callable[[int, tuple[GroupRef, ...]], tuple[GroupRef, ...]] = lambda batch, groups: groups
     """Lets plugins change a batch, named by its number, before it is trained on."""
 
@@ -129,6 +131,7 @@ class Loop:
             await self.parts.evaluations.take_up(self._send)
         if self.progress.batch == 0:
             await self._evaluate()
+        await self.parts.settle()
         while self.progress.batch < self.config.run.batches and not self._may_stop() and await self._next():
             pass
         await self._finish()
@@ -213,6 +216,8 @@ class Loop:
         metrics |= self._timings(taken)
         self.parts.observers.emit("step_finished", step=step, metrics=metrics)
         await self._evaluate()
+        if self.progress.unpublished == 0:
+            await self.parts.settle()
         if self.config.checkpoint.every and step % self.config.checkpoint.every == 0 and step < self.config.run.batches:
             await self._save()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..batch import GroupRef
@@ -32,10 +32,17 @@ class Workers:
     """Longest time for the rollouts of a group, which run at once."""
     reward_s: float
     """Longest time for all rewards of one sample."""
+    in_order: bool = False
+    """Groups are judged in the order in which they are asked for, so that what components remember is repeatable."""
+    last: dict[str, str] = field(default_factory=dict)
+    """The job that was last given to each process."""
 
     async def roll_out(self, job: Job) -> GroupRef:
         """Make one prompt group. Raises what its rewards raise, `ActorDiedError`, `DeadlineError`."""
         actor = self.actors[job.group_id % len(self.actors)]
+        if self.in_order:
+            job = replace(job, after=self.last.get(actor.name, ""))
+            self.last[actor.name] = job.name
         limit_s = self.rollout_s + self.reward_s * len(job.sessions()) + GRACE_S
         group: GroupRef = await actor.call("roll_out", job, timeout_s=limit_s)
         return group
@@ -45,6 +52,23 @@ class Workers:
         dropped = {group.id: group.dropped_by for group in groups if group.dropped_by}
         refs = [group.whole for group in groups]
         await self.actors[0].call("write", path, refs, step, dropped, timeout_s=WRITE_S)
+
+    async def mark(self) -> None:
+        """What components remember now is what the next `save` writes."""
+        await together(actor.call("mark", timeout_s=WRITE_S) for actor in self.actors)
+
+    async def save(self, folder: Path) -> None:
+        """Write what the components of each process remember, one file each."""
+        folder.mkdir()
+        files = [folder / f"{index}.json" for index in range(len(self.actors))]
+        await together(a.call("save", file, timeout_s=WRITE_S) for a, file in zip(self.actors, files, strict=True))
+
+    async def restore(self, folder: Path) -> None:
+        """Take it up. What process j of then remembered goes to process j modulo the number of processes now."""
+        then = len(list(folder.glob("*.json")))
+        shares = [[folder / f"{j}.json" for j in range(i, then, len(self.actors))] for i in range(len(self.actors))]
+        given = [(actor, files) for actor, files in zip(self.actors, shares, strict=True) if files]
+        await together(actor.call("restore", files, timeout_s=WRITE_S) for actor, files in given)
 
     async def close(self) -> None:
         """Stop the processes."""
@@ -117,9 +141,19 @@ async def start_parts(
         await together(start() for needed, start in wanted if needed)
         if parts.engine is not None:
             count = config.placement.rollout_workers
-            parts.workers = await _start_workers(config, cluster, run_dir, parts.engine, "rollout-worker", count)
+            parts.workers = await _start_workers(
+                config,
+                cluster,
+                run_dir,
+                parts.engine,
+                name="rollout-worker",
+                count=count,
+                in_order=config.run.max_staleness == 0,
+            )
         if parts.eval_engine is not None:
-            parts.eval_workers = await _start_workers(config, cluster, run_dir, parts.eval_engine, "eval-worker", 1)
+            parts.eval_workers = await _start_workers(
+                config, cluster, run_dir, parts.eval_engine, name="eval-worker", count=1, in_order=False
+            )
     except BaseException:
         await parts.close()
         raise
@@ -127,7 +161,14 @@ async def start_parts(
 
 
 async def _start_workers(
-    config: RunConfig, cluster: Cluster, run_dir: Path, engine: RolloutEngine, name: str, count: int
+    config: RunConfig,
+    cluster: Cluster,
+    run_dir: Path,
+    engine: RolloutEngine,
+    *,
+    name: str,
+    count: int,
+    in_order: bool,
 ) -> Workers:
     dump = config.model_dump(mode="json")
     limit = config.placement.start_timeout_s
@@ -153,6 +194,7 @@ async def _start_workers(
         actors=tuple(actors),
         rollout_s=config.run.rollout_timeout_s,
         reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
+        in_order=in_order,
     )
 
 

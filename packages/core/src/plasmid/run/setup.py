@@ -20,6 +20,7 @@ from ..observe.system import SystemMonitor
 from ..protocols import Trainer
 from ..rollout.demonstrated import Demonstrated
 from ..rollout.draws import Draw, Draws
+from ..rollout.memory import remembers
 from ..rollout.producer import DropLimit, Producer
 from ..rollout.seeds import seed_of
 from ..rollout.stream import Stream
@@ -32,10 +33,12 @@ from .closing import Closing
 from .evaluation import Evaluator
 from .folder import RunFolder
 from .loop import Loop, LoopParts, Progress
-from .parts import Parts
+from .parts import Parts, Workers
 from .replay import Replay
 
 BUFFER = "buffer.parquet"
+MEMORY = "workers"
+"""Folder of a checkpoint with what the components of each worker process remember."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,7 @@ async def build_loop(
         write_samples=write_samples,
         evaluations=evaluator,
         save=saver.save,
+        settle=saver.settle,
         change=BatchHooks(plugins).changed,
     )
     return Loop(config=config, parts=loop_parts, progress=progress)
@@ -169,6 +173,16 @@ class Saver:
     queues: ObserverQueues
     evaluator: Evaluator | None = None
 
+    @property
+    def workers(self) -> Workers | None:
+        """The processes whose components may remember something; None if none does."""
+        return self.parts.workers if remembers(self.config) else None
+
+    async def settle(self) -> None:
+        """On-policy, a run that is stopped while it samples is saved as it was before: so are its components."""
+        if self.workers is not None and self.config.run.max_staleness == 0:
+            await self.workers.mark()
+
     async def save(self, progress: Progress) -> None:
         """One atomic checkpoint of everything. Raises `CheckpointError`; what was saved before stays."""
         folder = CheckpointFolder(self.folder.checkpoints, self.config.checkpoint)
@@ -183,6 +197,10 @@ class Saver:
                 await within(limit_s, "trainer.save (run.train_timeout_s)", saving)
             if self.parts.workers is not None and finished:
                 await self.parts.workers.write(temporary / BUFFER, finished, progress.batch)
+            if self.workers is not None:
+                if self.config.run.max_staleness > 0:  # rollouts go on: a save holds what is remembered now
+                    await self.workers.mark()
+                await self.workers.save(temporary / MEMORY)
             path = folder.commit(temporary, state)
         except (OSError, CheckpointError) as error:
             folder.discard()
@@ -237,6 +255,8 @@ async def _take_up(
     groups, dropped = (read_samples(buffered), read_dropped(buffered)) if buffered.exists() else ([], {})
     shared = [share(group, parts.cluster.store, dropped.get(group.id, "")) for group in groups]
     producer.restore(state.producer, shared)
+    if parts.workers is not None and (restored.path / MEMORY).is_dir():
+        await parts.workers.restore(restored.path / MEMORY)
     recorder.journal.truncate_after(state.batch)
     Journal(folder.evaluations).truncate_after(state.batch)
     _forget_samples(folder, state, buffered=[group.id for group in groups])

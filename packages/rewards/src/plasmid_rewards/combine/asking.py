@@ -44,7 +44,18 @@ class Combined(Reward):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for index, child in enumerate(self.children()):
-            child.restore(state[str(index)])
+            if state[str(index)]:
+                child.restore(state[str(index)])
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        merged: dict[str, Any] = {}
+        for index, child in enumerate(self.children()):
+            found = [state[str(index)] for state in states if state[str(index)]]
+            merged[str(index)] = dict(child.merge(found)) if found else {}
+        return merged
+
+    def in_order(self) -> bool:
+        return any(child.in_order() for child in self.children())
 
 
 def unweighted(reward: Reward) -> Reward:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from plasmid import Reward, RunContext, Score
 from plasmid.errors import RewardError
@@ -33,6 +34,18 @@ class WebReward(Reward):
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+    def state(self) -> Mapping[str, Any]:
+        breaker = {} if self._client is None else self._client.state()
+        return {"breaker": breaker} if breaker else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if "breaker" in state:
+            self.client().restore(state["breaker"])
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        breakers = [state["breaker"] for state in states if "breaker" in state]
+        return {"breaker": max(breakers, key=lambda breaker: float(breaker["failures"]))} if breakers else {}
 
     def address(self) -> str:
         """Where requests go."""

@@ -73,6 +73,16 @@ class Client:
                 break
         raise ServerFailure(reason)
 
+    def state(self) -> dict[str, float]:
+        """Failures in a row, and how long no more requests are sent; nothing while all is well."""
+        pause_s = max(0.0, self._closed_until - time.monotonic())
+        return {"failures": self._failures, "pause_s": pause_s} if self._failures else {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take up what `state` gave."""
+        self._failures = int(state["failures"])
+        self._closed_until = time.monotonic() + state["pause_s"]
+
     async def close(self) -> None:
         """Close the connections."""
         if self._http is not None and self._loop is asyncio.get_running_loop():

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -60,7 +60,7 @@ class Judge(WebReward):
     max_response_chars: int = Field(32_000, ge=1)
     """Characters of a response that are shown, the last ones."""
     cache_size: int = Field(100_000, ge=0)
-    """Grades that are remembered."""
+    """Grades that are remembered, over resumes too."""
     cache_file: str = ""
     """File that grades are also kept in over runs, one a line; empty for none."""
     _cache: OrderedDict[str, float] = PrivateAttr(default_factory=OrderedDict)
@@ -80,6 +80,18 @@ class Judge(WebReward):
         await super().open(context)
         if self.cache_file and Path(self.cache_file).exists():
             self._cache.update(_read(Path(self.cache_file)))
+
+    def state(self) -> Mapping[str, Any]:
+        cache = {} if self.cache_file or not self._cache else {"cache": dict(self._cache)}
+        return {**super().state(), **cache}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._cache.update(state.get("cache", {}))
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        cache = {key: grade for state in states for key, grade in state.get("cache", {}).items()}
+        return {**super().merge(states), **({"cache": cache} if cache else {})}
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
         question = self.question(prompt, sample.text)
