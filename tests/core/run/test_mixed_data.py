@@ -124,7 +124,7 @@ def test_facts_of_the_data_stand_in_the_run_s_folder(runner):
     assert (told["num_prompts"], told["left_out"]) == (10, 30)
 
 
-@pytest.mark.parametrize("at", [2, 4, 6])
+@pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.long), 4, pytest.param(6, marks=pytest.mark.long)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(make_runner, at):
     whole, cut = make_runner("whole"), make_runner("cut")
     for runner in (whole, cut):
