@@ -63,7 +63,7 @@ def test_a_floating_evaluation_never_delays_training_and_is_awaited_at_the_end(r
     }
     result = runner.run(changes, observers=(heard,))
     assert [step for step, _ in result.evaluations["few"]] == [0, 4, 8]
-    assert heard.events.index("batch 8") < heard.events.index("few 0")
+    assert heard.events.index("batch 1") < heard.events.index("few 0")
     assert "few 0: 0/3" in heard.events and "few 8: 3/3" in heard.events
 
 
