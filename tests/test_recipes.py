@@ -21,7 +21,8 @@ def test_a_recipe_resolves_and_its_dump_resolves_to_the_same(recipe):
 
     config = load_config(recipe)
     assert config.recipe == recipe.stem
-    assert resolve(config.model_dump(mode="json")) == config
+    dump = config.model_dump(mode="json")  # plugin files are loaded anew, and their classes are then others
+    assert resolve(dump).model_dump(mode="json") == dump
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
