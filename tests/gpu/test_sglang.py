@@ -57,14 +57,14 @@ def metrics_of(config):
 def test_trainer_and_engine_share_one_gpu(tmp_path, staleness):
     placement = {"colocated": True, "offload_trainer": True, "offload_engine": True, "max_staleness": staleness}
     metrics = metrics_of(recipe(tmp_path, placement))
-    assert max(m["sync/canary_difference"] for m in metrics if "sync/canary_difference" in m) < 0.3
+    assert max(m["sync/canary_difference"] for m in metrics if "sync/canary_difference" in m) < 0.5
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_weights_are_broadcast_to_an_engine_on_another_gpu(tmp_path, staleness):
     metrics = metrics_of(recipe(tmp_path, {"max_staleness": staleness}))
-    assert max(m["sync/canary_difference"] for m in metrics if "sync/canary_difference" in m) < 0.3
+    assert max(m["sync/canary_difference"] for m in metrics if "sync/canary_difference" in m) < 0.5
 
 
 @pytest.mark.parametrize("wire", ["ipc", "http", "disk"])

@@ -121,7 +121,7 @@ def test_a_tokenizer_is_loaded_only_where_texts_stop_a_sample(tmp_path):
 def test_a_broadcast_is_the_way_between_gpus(tmp_path):
     config = context(tmp_path).config
     assert wire_kind(config.rollout, config, on_gpu=True) == "broadcast"
-    assert wire_kind(config.rollout, config, on_gpu=False) == "http"
+    assert wire_kind(config.rollout, config, on_gpu=False) == "disk"
 
 
 def test_validation_imports_neither_sglang_nor_torch():

@@ -68,14 +68,14 @@ class SGLang(RolloutEngineConfig):
     """With pause_mode = "in_place": compute the KV cache of held requests anew after a weight sync."""
     wire: Literal["auto", "ipc", "broadcast", "disk", "http"] = "auto"
     """How weights travel: GPU memory shared by trainer and engine on one GPU (``ipc``), a broadcast by NCCL or gloo,
-    files in the run's folder, or the body of an HTTP request. ``auto`` is ipc or broadcast on GPUs, http on the CPU."""
+    files in the run's folder, or the body of an HTTP request. ``auto`` is ipc or broadcast on GPUs, disk on the CPU."""
     bucket_bytes: int = Field(256 << 20, ge=1 << 10)
     """Largest bucket of weights in a weight sync; a larger tensor travels alone."""
     read_back_every: int = Field(10, ge=0)
     """Compare the engine's own parameters with what was sent in every k-th weight sync and the first; 0 for never."""
     canary_tolerance: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
     """Largest difference of log-probabilities between engine and trainer on a prompt that is tried after every sync;
-    ``auto`` is 0.02 with dtype = "float32" and 0.3 otherwise."""
+    ``auto`` is 0.02 with dtype = "float32" and 0.5 otherwise."""
     deterministic: bool = False
     """SGLang's deterministic inference, with a seed for each sample. GPUs only."""
     health_interval_s: float = Field(5.0, gt=0.0)
@@ -152,7 +152,7 @@ class SGLang(RolloutEngineConfig):
         """Largest difference to the trainer after each weight sync: SGLang loads weights by code of its own."""
         if self.canary_tolerance != "auto":
             return self.canary_tolerance
-        return 0.02 if self.dtype == "float32" else 0.3
+        return 0.02 if self.dtype == "float32" else 0.5
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from .starting import start_engine

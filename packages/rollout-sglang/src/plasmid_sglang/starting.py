@@ -190,7 +190,7 @@ def wire_kind(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> Kind:
     elif settings.wire != "auto":
         kind = settings.wire
     elif not on_gpu:
-        kind = "http"
+        kind = "disk"
     else:
         kind = "ipc" if place.colocated else "broadcast"
     if kind == "ipc" and (not on_gpu or place.trainer_ranks < place.engine_ranks):
