@@ -19,6 +19,7 @@ READ = [
     "docs/quickstart.md",
     "docs/observability.md",
     "docs/checkpoints.md",
+    "docs/filters.md",
     "docs/data.md",
     "docs/debugging-rewards.md",
     "docs/evaluation.md",
@@ -30,7 +31,7 @@ READ = [
     "docs/workflows/environments.md",
     "docs/workflows/functions.md",
 ]
-LONG = {"docs/tasks.md"}
+LONG = {"docs/filters.md", "docs/tasks.md"}
 """Three runs whose rewards start worker processes and sandboxes, each of which has quick tests of its own."""
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""
