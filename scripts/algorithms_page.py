@@ -46,8 +46,8 @@ TAIL = """
   over its tokens), in `ppo` and `reinforce-plus-plus` off each token's. It is that of the policy before the first step.
 - **KL in the loss** is not clamped, except `low_var_kl` (k3 within -10..10). `unbiased_kl` multiplies it with the
   ratio to the old policy; with `old_policy = "decoupled"` that is the trainer's, not what drew the tokens.
-- **Clips bite from the second step on a batch on**: before the first one the ratio is 1, unless `old_policy =
-  "rollout"`. With `run.steps_per_batch = 1` the clips of ratio and value change nothing.
+- **Clips bite from the second step on a batch on**: before the first one the ratio is 1, unless the old policy is
+  `rollout`. With `run.steps_per_batch = 1` the clips of ratio and value change nothing.
 - **Whitening** is over all loss tokens of the batch on all ranks, in two passes in fp64, with the divisor n - 1. `ppo`
   whitens advantages, never the returns that its critic learns.
 - **The critic's loss** has no factor 1/2. Its returns include the KL in the reward, as the policy's advantages do.
@@ -83,14 +83,14 @@ algorithm = { kind = "grpo", old_policy = "decoupled", correction = { mode = "tr
 ```
 
 A token that was drawn from a part of the vocabulary was likelier than the whole softmax says. So the engine returns
-what was left to draw from at each position, the *kept set*, and the trainer takes every log-probability among these tokens:
-of the policy now and before the first step, of the reference and the teacher, and of the engine. Tokens outside of the
-set get no gradient (DeepSeek-V3.2, arXiv 2512.02556, keeps the sampling mask likewise). The entropy stays that of the
+what was left to draw from at each position, the *kept set*, and the trainer takes every log-probability among these
+tokens: of the policy now and before the first step, of the reference and the teacher, and of the engine. Tokens outside
+of the set get no gradient (DeepSeek-V3.2, arXiv 2512.02556, keeps the sampling mask likewise). The entropy stays that of the
 whole distribution. Nothing has to be switched on; samples drawn without restriction and greedy ones have no kept sets.
 
 Only `hf` gives kept sets so far. With another engine `rollout`, `decoupled` and `opsm` refuse restricted sampling,
-because ratios to its log-probabilities, which are taken before the restriction, would be wrong; `trainer` takes it and the
-gradient is that of the whole softmax. A kept token costs 4 bytes in memory and, before compression, in the sample
+because ratios to its log-probabilities, which are taken before the restriction, would be wrong; `trainer` takes it and
+the gradient is that of the whole softmax. A kept token costs 4 bytes in memory and, before compression, in the sample
 store: 200 MB for a million drawn tokens with sets of 50. What is decided and why:
 [kept sets](design/kept-sets.md).
 
