@@ -1,0 +1,93 @@
+"""What the settings refuse, before any process is started and without importing Megatron."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from plasmid.errors import ConfigError
+from plasmid.recipe import validate
+from plasmid_megatron.settings import Megatron
+from plasmid_megatron.trainer import check_split
+from plasmid_megatron.upstream import fields
+
+
+def mistake(**settings):
+    with pytest.raises(ConfigError) as error:
+        validate(Megatron, {"kind": "megatron", **settings}, "trainer")
+    return str(error.value)
+
+
+def test_fields_of_megatron_are_taken_by_name_and_type():
+    transformer = {"recompute_granularity": "full", "recompute_num_layers": 1, "moe_aux_loss_coeff": 0.01}
+    optimizer = {"adam_beta2": 0.98, "optimizer": "adam", "exp_avg_dtype": "float32"}
+    settings = Megatron(transformer=transformer, optimizer=optimizer)
+    assert (settings.transformer, settings.optimizer) == (transformer, optimizer)
+    assert len(fields()["transformer"]) > 150 and fields()["optimizer"]["adam_eps"] == ["float"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transformer": {"num_layer": 2}}, "num_layer is no field of TransformerConfig of megatron-core"),
+        ({"transformer": {"num_layer": 2}}, "; did you mean 'num_layers'?"),
+        ({"transformer": {"recompute_num_layers": "one"}}, "recompute_num_layers must be int, got 'one'"),
+        ({"transformer": {"recompute_granularity": True}}, "must be 'full' or 'selective', got True"),
+        ({"transformer": {"activation_func": "gelu"}}, "activation_func holds what a recipe cannot say"),
+        ({"transformer": {"context_parallel_size": 2}}, "follows from trainer.context_parallel; set that"),
+        ({"transformer": {"hidden_dropout": 0.1}}, "hidden_dropout cannot be set: trainer 'megatron' trains without"),
+        ({"optimizer": {"lr": 1e-5}}, "trainer.optimizer: lr follows from trainer.lr; set that"),
+        ({"optimizer": {"optimizer": "sgd"}}, "distributed_optimizer works with optimizer = 'adam' only"),
+        ({"virtual_pipeline": 2}, "virtual_pipeline = 2 has no effect with pipeline_parallel = 1"),
+        ({"sequence_parallel": True}, "sequence_parallel has no effect with tensor_parallel = 1"),
+        ({"min_lr_fraction": 0.1}, "min_lr_fraction has no effect with schedule = 'constant'"),
+        ({"microbatch_samples": 2, "microbatch_tokens": 10}, "microbatch_tokens has no effect"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_way_out(settings, message):
+    assert message in mistake(**settings)
+
+
+def test_ranks_make_model_replicas():
+    assert Megatron(tensor_parallel=2, pipeline_parallel=2).num_parts(8) == 2
+    with pytest.raises(ValueError, match="6 do not divide into model replicas of 4 ranks"):
+        Megatron(tensor_parallel=2, pipeline_parallel=2).num_parts(6)
+    with pytest.raises(ValueError, match="6 do not divide into groups of 4 ranks that hold all experts"):
+        Megatron(expert_parallel=4).num_parts(6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "num_attention_heads = 4 cannot be split into 3 parts (tensor_parallel x context_para",
+        ),
+        ({"tensor_parallel": 4}, "num_key_value_heads = 2 cannot be split into 4 parts (tensor_parallel)"),
+        ({"pipeline_parallel": 2, "virtual_pipeline": 2}, "num_hidden_layers = 2 cannot be split into 4 parts"),
+        ({"expert_parallel": 2}, "trainer.expert_parallel: the model has no experts, which 2 ranks cannot share"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
+    config = json.loads((tiny_model / "config.json").read_text())
+    with pytest.raises(ConfigError) as error:
+        check_split(Megatron(**settings), config)
+    assert message in str(error.value)
+
+
+def test_neither_listing_nor_starting_imports_torch_or_megatron():
+    code = (
+        "import sys, plasmid_megatron.plugin as p, plasmid_megatron.trainer; p.register_trainers();"
+        "print([m for m in ('torch', 'megatron', 'mbridge', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_a_cpu_without_support_is_refused(monkeypatch):
+    from plasmid_megatron import device
+
+    monkeypatch.setattr(device, "GROUP", "plasmid_megatron.nobody_registers_here")
+    with pytest.raises(ConfigError, match=r"trainer.kind: 'megatron' needs GPUs, but the trainer is placed on the cpu"):
+        device.check_device("cpu")
+    device.check_device("cuda")
