@@ -32,7 +32,7 @@ READ = [
     "docs/workflows/functions.md",
 ]
 LONG = {"docs/filters.md", "docs/tasks.md"}
-"""Three runs whose rewards start worker processes and sandboxes, each of which has quick tests of its own."""
+"""Several runs each, of parts that have quick tests of their own."""
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""
 READ_ELSEWHERE = {"docs/plugins/rewards.md", "docs/plugins/hooks.md"}
