@@ -85,8 +85,9 @@ algorithm = { kind = "grpo", old_policy = "decoupled", correction = { mode = "tr
 A token that was drawn from a part of the vocabulary was likelier than the whole softmax says. So the engine returns
 what was left to draw from at each position, the *kept set*, and the trainer takes every log-probability among these
 tokens: of the policy now and before the first step, of the reference and the teacher, and of the engine. Tokens outside
-of the set get no gradient (DeepSeek-V3.2, arXiv 2512.02556, keeps the sampling mask likewise). The entropy stays that of
-the whole distribution. Nothing has to be switched on; samples drawn without restriction and greedy ones have no kept sets.
+of the set get no gradient (DeepSeek-V3.2, arXiv 2512.02556, keeps the sampling mask likewise). The entropy stays that
+of the whole distribution. Nothing has to be switched on; samples drawn without restriction and greedy ones have no kept
+sets.
 
 Only `hf` gives kept sets so far. With another engine `rollout`, `decoupled` and `opsm` refuse restricted sampling,
 because ratios to its log-probabilities, which are taken before the restriction, would be wrong; `trainer` takes it and
