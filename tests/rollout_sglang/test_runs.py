@@ -91,11 +91,11 @@ class Chaos:
     @hookimpl
     def step_finished(self, step, metrics):
         """Another harm after some batches."""
-        servers = running_servers()
         if step == 1:
-            servers[0].kill()
+            first, self.other = running_servers()
+            first.kill()
         if step == 3:
-            os.killpg(servers[0].pid, signal.SIGSTOP)
+            os.killpg(self.other.pid, signal.SIGSTOP)
 
 
 @pytest.mark.long
