@@ -83,7 +83,11 @@ def test_listing_and_checking_import_no_backend(command):
         (["trainer.lr=-1"], "trainer.lr: must be at least 0, got -1"),
         (["trainer.lr"], "override 'trainer.lr' must look like key=value, for example trainer.lr=1e-6"),
         (["rewards=[]"], "rewards: algorithm 'grpo' needs at least one; add a [[rewards]] table"),
-        (["filters=[{}]"], "filters.0.kind: is missing; installed are max-truncated, nonzero-spread, reward-range"),
+        (
+            ["filters=[{}]"],
+            "filters.0.kind: is missing; installed are function, length-range, max-duplicates, max-truncated, "
+            "nonzero-spread, reward-range, staleness",
+        ),
         (["model.path=no/such/model", "--dry-run"], "model.path: no such folder: no/such/model, seen from HERE"),
         (["--plugin", "no-such.py"], "plugins: no such file: no-such.py"),
         (["--rollouts-only", "--resume"], "--rollouts-only starts no trainer; leave out --replay and --resume"),
