@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "requirements/cpu.txt"
+ELSEWHERE = {"sglang", "sglang-router"}
+"""Pinned with all they need on the CPU in requirements/sglang-cpu.txt; what they ask for besides needs CUDA."""
 
 
 def wanted() -> list[Requirement]:
@@ -32,7 +34,7 @@ def closure(todo: list[Requirement]) -> dict[str, str]:
         requirement = todo.pop()
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
         extras = frozenset(requirement.extras)
-        if (name, extras) in done or name == "plasmid" or name.startswith("plasmid-"):
+        if (name, extras) in done or name in ELSEWHERE or name == "plasmid" or name.startswith("plasmid-"):
             continue
         done.add((name, extras))
         try:
