@@ -56,7 +56,7 @@ class Resources:
 
     cpus: float = 1.0
     gpu: int | tuple[int, ...] | None = None
-    """Index of the GPU bundle in the run's placement, or several; None for no GPU. Parts that name one share the GPU."""
+    """Index of the GPU bundle in the run's placement, or several; None for no GPU. Parts that name one share it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables, set before anything is imported."""
 
