@@ -10,7 +10,7 @@ from plasmid import Prompt, Reward, Sample, Score
 from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..boxed_text import last_boxed
-from .asking import Combined, ask, alone
+from .asking import Combined, alone, ask
 
 
 class Boxed(Combined):

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..pooled import InWorkers
 from ..scores import pack_scores
-from .asking import ask, is_for_groups, alone
+from .asking import alone, ask, is_for_groups
 
 
 class Isolated(InWorkers):

@@ -9,7 +9,7 @@ from plasmid import Prompt, Reward, Sample, Score
 from plasmid.errors import RewardError
 from pydantic import AfterValidator, Field, SerializeAsAny
 
-from .asking import Combined, ask, kind_of, alone
+from .asking import Combined, alone, ask, kind_of
 
 
 class Part(Combined):
