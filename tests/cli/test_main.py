@@ -79,7 +79,7 @@ def test_listing_and_checking_import_no_backend(command):
     ("argv", "message"),
     [
         (["trainer.lrr=1"], "trainer.lrr: no such setting; did you mean 'lr'?"),
-        (["trainer.kind=megatron"], "trainer.kind: 'megatron' is not installed; installed are fsdp"),
+        (["trainer.kind=deepspeed"], "trainer.kind: 'deepspeed' is not installed; installed are fsdp, megatron"),
         (["trainer.lr=-1"], "trainer.lr: must be at least 0, got -1"),
         (["trainer.lr"], "override 'trainer.lr' must look like key=value, for example trainer.lr=1e-6"),
         (["rewards=[]"], "rewards: algorithm 'grpo' needs at least one; add a [[rewards]] table"),
@@ -109,7 +109,7 @@ def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, caps
         (["options", "hf"], "'hf' is the kind of several components; say which: converters/hf or rollout/hf"),
         (["options", "fsdb"], "no component or table 'fsdb'; did you mean 'fsdp'?"),
         (["options", "zzz"], "no component or table 'zzz'; `rl options` lists what there is"),
-        (["options", "trainer"], "'trainer' is a slot; its settings depend on the component: trainer/fsdp"),
+        (["options", "trainer"], "'trainer' is a slot; its settings depend on the component: trainer/fsdp, trainer/megatron"),
         (["convert", "no/such", "out"], "no/such: no such file or folder"),
         (["convert", "no/such", "out", "--from", "hf"], "no/such: no such folder"),
         (["convert", "x", "out", "--from", "megatron"], "--from: no layout 'megatron'; installed are gguf, hf"),

@@ -75,7 +75,8 @@ def test_every_part_of_a_recipe_names_settings_that_there_are(name):
         if block.language == FRAGMENT and not block.name:
             for table, settings in tomllib.loads(block.text).items():
                 for item in settings if isinstance(settings, list) else [settings]:
-                    validate(slots[table][item["kind"]], item, table)
+                    cls = slots[table][item["kind"]] if table in slots else RunConfig.model_fields[table].annotation
+                    validate(cls, item, table)
 
 
 @pytest.mark.parametrize("name", NAMES)
