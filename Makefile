@@ -54,7 +54,7 @@ contracts: $(VENV)/.dev  ## Check who imports whom
 
 wheels: $(VENV)/.dev  ## Build all distributions into dist/
 	@rm -rf dist
-	@for p in $(PACKAGES:%=packages/%) packages/backend-megatron .; do \
+	@for p in packages/* .; do \
 		$(BIN)/python -m build --no-isolation --wheel --outdir dist $$p >$(VENV)/build.log 2>&1 \
 			|| { cat $(VENV)/build.log; exit 1; }; done
 	@ls dist
