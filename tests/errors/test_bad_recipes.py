@@ -8,8 +8,8 @@ from plasmid.plugins import installed, load_plugins
 INSTALLED = {slot: ", ".join(sorted(kinds)) for slot, kinds in installed(load_plugins()).items()}
 """What the messages list; more packages install more."""
 TABLES = (
-    "algorithm, checkpoint, critic, data, eval, filters, model, placement, plugins, profiles, recipe, reference, "
-    "rewards, rollout, run, sampling, teacher, trackers, trainer, workflow"
+    "algorithm, buffer, checkpoint, critic, data, eval, filters, model, placement, plugins, profiles, recipe, "
+    "reference, rewards, rollout, run, sampling, teacher, trackers, trainer, workflow"
 )
 UNKNOWN = [
     ("trianer.lr=1", "trianer: no such setting; did you mean 'trainer'?"),

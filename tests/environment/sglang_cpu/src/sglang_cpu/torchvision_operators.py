@@ -6,6 +6,7 @@ Costs nothing until somebody imports torchvision.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -19,22 +20,35 @@ _kept: list[Any] = []
 
 
 class Declarer(MetaPathFinder):
-    """Sees the import of torchvision coming, declares the operators, and leaves the rest to others."""
+    """Has the operators declared just before torchvision is really imported; to ask for it costs nothing."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == "torchvision":
-            sys.meta_path.remove(self)
-            declare()
-        return None
+        if fullname != "torchvision":
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                declare()
+                execute(module)
+
+            loader.exec_module = exec_module
+        return spec
 
 
 def declare() -> None:
     """Declare the operators, unless torch has them."""
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or _kept:
         return
     library = torch.library.Library("torchvision", "DEF")
     for name in OPERATORS:
