@@ -109,7 +109,10 @@ def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, caps
         (["options", "hf"], "'hf' is the kind of several components; say which: converters/hf or rollout/hf"),
         (["options", "fsdb"], "no component or table 'fsdb'; did you mean 'fsdp'?"),
         (["options", "zzz"], "no component or table 'zzz'; `rl options` lists what there is"),
-        (["options", "trainer"], "'trainer' is a slot; its settings depend on the component: trainer/fsdp, trainer/megatron"),
+        (
+            ["options", "trainer"],
+            "'trainer' is a slot; its settings depend on the component: trainer/fsdp, trainer/megatron",
+        ),
         (["convert", "no/such", "out"], "no/such: no such file or folder"),
         (["convert", "no/such", "out", "--from", "hf"], "no/such: no such folder"),
         (["convert", "x", "out", "--from", "megatron"], "--from: no layout 'megatron'; installed are gguf, hf"),

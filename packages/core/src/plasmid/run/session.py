@@ -106,14 +106,14 @@ class _Session:
     def prepare(self, held: ExitStack) -> _Start:
         """Find every mistake that can be found without starting anything, and hold the run's folder."""
         check(self.config, training=not self.mode.rollouts_only)
+        if self.mode.replay is not None:
+            check_replay(self.config, self.mode.replay)
+        folder = newest_folder(self.config) if self.mode.resume else new_folder(self.config)
         encode = prompt_encoder(self.config.model)
         stream = self.config.data.stream(encode, seed=self.config.run.seed)
         held.callback(stream.close)
         check_named(stream.facts(), self.config.profiles)
         sets = open_sets(self.config, encode) if self._with_engine else ()
-        if self.mode.replay is not None:
-            check_replay(self.config, self.mode.replay)
-        folder = newest_folder(self.config) if self.mode.resume else new_folder(self.config)
         held.enter_context(locked(folder.path))
         state = restore(folder, self.config) if self.mode.resume else None
         return _Start(folder=folder, stream=stream, sets=sets, state=state)
