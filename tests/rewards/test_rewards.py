@@ -17,7 +17,7 @@ def test_every_reward_and_filter_is_registered_and_has_help_for_every_setting():
         *("exact-match", "format", "length", "number", "random", "regex", "dapo", "distinct", "f1", "gpqa"),
         *("code", "deepscaler", "ifbench", "ifeval", "math", "reasoning-gym", "judge", "remote"),
         *("boxed", "gate", "isolated", "part", "product", "sum"),
-        *("max-truncated", "nonzero-spread", "reward-range"),
+        *("function", "length-range", "max-duplicates", "max-truncated", "nonzero-spread", "reward-range", "staleness"),
     }
     for cls in ours:
         assert cls.__doc__
