@@ -58,6 +58,7 @@ def curve(folder):
     return [{k: v for k, v in entry.metrics.items() if k.startswith(kept)} for entry in entries]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2000)
 def test_megatron_trains_through_the_command_and_resumes_bit_by_bit(folder, tiny_model):
     write(folder, tiny_model)

@@ -25,7 +25,7 @@ async def until(what):
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "consistent_hashing"])
+@pytest.mark.parametrize("policy", ["round_robin", pytest.param("consistent_hashing", marks=pytest.mark.long)])
 def test_requests_go_through_the_router(shared, policy):
     async def test():
         async with routed(shared, policy=policy) as engine:
@@ -37,6 +37,7 @@ def test_requests_go_through_the_router(shared, policy):
         assert len(completion.logprobs) == len(completion.token_ids) > 0
 
 
+@pytest.mark.long
 def test_a_router_that_dies_is_started_anew_and_requests_go_on(shared):
     async def test():
         async with routed(shared) as engine:

@@ -132,7 +132,7 @@ class Interrupt:
 @pytest.mark.parametrize("mode", ["floating", "engine"])
 def test_what_a_stopped_run_was_evaluating_is_evaluated_once_after_the_resume(runner, mode):
     changes = {
-        "run": {"max_staleness": 1, "rollout_timeout_s": 3.0},
+        "run": {"max_staleness": 1, "rollout_timeout_s": 20.0},
         "rollout": {"hang": [SLOW] if mode == "floating" else ["eval-few-4-000000"]},
         "trainer": {"seconds": 0.05},
         "placement": {"eval_ranks": int(mode == "engine")},
