@@ -15,7 +15,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one", *(pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS if n != "one")])
 def test_the_trainer_keeps_its_promises(layout, ranks, tmp_path):
     num_ranks, trainer = LAYOUTS[layout]
 

@@ -26,6 +26,7 @@ async def attached(shared, tmp_path, model_path=None):
             await context.cluster.close()
 
 
+@pytest.mark.long
 def test_a_server_of_others_takes_a_version_over(shared, tmp_path):
     model = plain_model(shared.model_path)
 
@@ -56,6 +57,7 @@ def test_a_server_of_another_model_is_refused(shared, tmp_path):
         shared.run(test())
 
 
+@pytest.mark.long
 def test_the_server_lives_on_when_the_engine_is_closed(shared, tmp_path):
     async def test():
         async with attached(shared, tmp_path) as engine:

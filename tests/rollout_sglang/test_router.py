@@ -25,7 +25,8 @@ async def until(what):
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("policy", ["round_robin", pytest.param("consistent_hashing", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["round_robin", "consistent_hashing"])
 def test_requests_go_through_the_router(shared, policy):
     async def test():
         async with routed(shared, policy=policy) as engine:
