@@ -57,10 +57,15 @@ def test_a_checkpoint_continues_in_yet_another_layout(before, after, ranks, tmp_
 
 
 @pytest.mark.long
-def test_experts_continue_on_another_number_of_ranks(ranks, tiny_moe, tmp_path):
-    split = (2, {"expert_parallel": 2})
-    assert_continues(ranks, ONE, split, tmp_path, model=tiny_moe)
-    assert_continues(ranks, split, ONE, tmp_path, model=tiny_moe)
+@pytest.mark.parametrize("layout", [ONE, (2, {"expert_parallel": 2})], ids=["one", "ep2"])
+def test_experts_continue_in_the_same_layout(layout, ranks, tiny_moe, tmp_path):
+    assert_continues(ranks, layout, layout, tmp_path, model=tiny_moe)
+
+
+@pytest.mark.long
+def test_another_split_of_the_experts_is_refused_with_the_way_out(ranks, tiny_moe, tmp_path):
+    with pytest.raises(CheckpointError, match=r"set trainer\.expert_parallel to what it was saved with"):
+        assert_continues(ranks, ONE, (2, {"expert_parallel": 2}), tmp_path, model=tiny_moe)
 
 
 @pytest.mark.long

@@ -61,6 +61,12 @@ def load_state(path: Path, models: Trained) -> None:
             load_distributed_optimizer(model.updater.optimizer, state[name]["optimizer"])
             model.updater.step = int(common["steps"][name])
     except ERRORS as error:
+        if "param_state_sharding_type" in str(error):
+            # megatron-core 0.16.1 has an optimizer for experts of its own where they are split, and one for all else
+            raise CheckpointError(
+                f"{path}: its optimizer's state is of another split of the experts; set trainer.expert_parallel to "
+                "what it was saved with"
+            ) from None
         raise CheckpointError(f"{path}: the trainer's state cannot be read: {_cause(error)}") from None
     if "generators" in state:
         _set_generators(state["generators"])
