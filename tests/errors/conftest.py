@@ -46,15 +46,18 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def rl(folder, capsys) -> Rl:
-    """Run the command in this process; it must fail as a user's mistake does, and returns the lines of its errors."""
+    """Run the command in this process; it must fail as a user's mistake does, and returns the lines of its errors.
 
-    def run(*argv: object) -> list[str]:
+    What it printed before must be ``printed``.
+    """
+
+    def run(*argv: object, printed: str = "") -> list[str]:
         before = {path for path in folder.rglob("*") if path.is_file()}
         with pytest.raises(SystemExit) as stopped:
             app([str(a) for a in argv])
         out, err = capsys.readouterr()
         assert stopped.value.code == 2, out
-        assert out == ""
+        assert out == printed
         assert before <= set(folder.rglob("*")), "something was lost"
         lines = err.splitlines()
         assert all(line.startswith("error: ") for line in lines), err

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from plasmid.errors import ModelError
 from plasmid.testing.tiny import make_tiny_model
+from plasmid_cli.progress import STARTING
 
 SMALL = [
     "run={dir='run', batches=1, prompts_per_batch=2, samples_per_prompt=2}",
@@ -49,7 +50,7 @@ def test_the_engine_names_a_tensor_of_another_size_and_a_torn_file(real):
 def test_weights_that_do_not_fit_their_config_are_named(rl, real):
     config = json.loads((real / "model" / "config.json").read_text())
     (real / "model" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    said = rl("train", "recipe.toml", *SMALL)
+    said = rl("train", "recipe.toml", *SMALL, printed=STARTING.format("run") + "\n")
     assert len(said) == 1
     assert said[0].startswith("model.path: ")
     assert "model.layers.0.mlp" in said[0]
@@ -59,7 +60,7 @@ def test_weights_that_do_not_fit_their_config_are_named(rl, real):
 @pytest.mark.long
 def test_a_config_that_is_no_model_is_named(rl, real):
     (real / "model" / "config.json").write_text("{}")
-    said = rl("train", "recipe.toml", *SMALL)
+    said = rl("train", "recipe.toml", *SMALL, printed=STARTING.format("run") + "\n")
     assert len(said) == 1
     assert said[0].startswith("model.path: model ")  # trainer or engine, whichever looks first
     assert "model_type" in said[0]
@@ -75,7 +76,15 @@ def test_a_checkpoint_of_another_model_is_named(rl, real, capsys):
     make_tiny_model(real / "other", hidden_size=32)
     capsys.readouterr()
     start = "checkpoint.start_from='run/checkpoints/batch-000001'"
-    said = rl("train", "recipe.toml", *SMALL, "run.dir='run2'", "model.path='other'", start)
+    said = rl(
+        "train",
+        "recipe.toml",
+        *SMALL,
+        "run.dir='run2'",
+        "model.path='other'",
+        start,
+        printed=STARTING.format("run2") + "\n",
+    )
     assert len(said) == 1
     assert "it is a checkpoint of another model: " in said[0]
     assert (real / "run" / "checkpoints" / "batch-000001" / "state.json").is_file()

@@ -63,7 +63,7 @@ print(seen, subprocess.run([sys.executable, "-c", "print(5)"], capture_output=Tr
 
 HARMLESS = {
     "the parent's files": """
-for path in ("SECRET", "/etc/passwd", "/etc/shadow", "HERE", "/var/log", "/root/.bashrc"):
+for path in ("SECRET", "/etc/passwd", "/etc/shadow", "HERE", "/var/log", "HOME/.bashrc"):
     attempt(open, path)
 attempt(os.listdir, "/home"); attempt(os.listdir, "/proc"); attempt(os.listdir, "/sys")
 """,
@@ -149,7 +149,14 @@ def test_attempts_fail(source, tmp_path, monkeypatch):
         for listener in (named, abstract, server):
             listener.listen()
             listener.settimeout(0.1)
-        names = {"SECRET": secret, "HERE": __file__, "PORT": port, "NAMED": unix, "PARENT": os.getpid()}
+        names = {
+            "SECRET": secret,
+            "HERE": __file__,
+            "PORT": port,
+            "NAMED": unix,
+            "PARENT": os.getpid(),
+            "HOME": Path.home(),
+        }
         for name, value in names.items():
             source = source.replace(name, str(value))
         text = held(source)

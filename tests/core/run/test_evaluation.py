@@ -23,6 +23,8 @@ from plasmid.types import PromptGroup, Score, StopReason
 
 SLOW = "eval-few-0-000000"
 """The first rollout of the evaluation before the first batch."""
+FIFTH = "16/0"
+"""A rollout of the fifth batch, which then is not trained before the run stops."""
 
 
 def few(runner, rows="0:3", **fields):
@@ -132,8 +134,8 @@ class Interrupt:
 @pytest.mark.parametrize("mode", ["floating", "engine"])
 def test_what_a_stopped_run_was_evaluating_is_evaluated_once_after_the_resume(runner, mode):
     changes = {
-        "run": {"max_staleness": 1, "rollout_timeout_s": 20.0},
-        "rollout": {"hang": [SLOW] if mode == "floating" else ["eval-few-4-000000"]},
+        "run": {"max_staleness": int(mode == "floating"), "rollout_timeout_s": 20.0},
+        "rollout": {"hang": [SLOW] if mode == "floating" else ["eval-few-4-000000", FIFTH]},
         "trainer": {"seconds": 0.05},
         "placement": {"eval_ranks": int(mode == "engine")},
         "eval": [few(runner, mode=mode, every=4)],
