@@ -19,6 +19,20 @@ def define_router_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def let_sgd_be_loaded(optimizer: Any) -> None:
+    """Give the parts of a chained optimizer the function that Megatron-Core 0.16.1 calls, but does not have, for SGD.
+
+    It is to make the state that a checkpoint fills, which `Updater` has made already.
+    """
+    for part in optimizer.chained_optimizers:
+        if part.init_state_fn is None:
+            part.init_state_fn = _no_state
+
+
+def _no_state(optimizer: Any, config: Any = None) -> None:
+    pass
+
+
 def load_distributed_optimizer(optimizer: Any, state: Any) -> None:
     """Load what `sharded_state_dict` of a chained optimizer gave.
 

@@ -14,9 +14,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from plasmid.training.learning_rate import learning_rate
 from plasmid.training.learning_settings import LearningSettings
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .bridge import optimizer_config
+from .compat import let_sgd_be_loaded
 from .settings import Megatron
 
 DEFAULTS = {"optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
@@ -84,6 +85,7 @@ class Updater:
         )
         for inner in self.inner():
             _start_state(inner)
+        let_sgd_be_loaded(self.optimizer)
         self.clear()
 
     def inner(self) -> Iterator[Optimizer]:
@@ -124,10 +126,11 @@ class Updater:
 
 
 def _start_state(optimizer: Optimizer) -> None:
-    """Adam's state as zeros, which is what its first step would make: memory is known early, a save has all of it."""
-    if not isinstance(optimizer, Adam | AdamW):
-        return
+    """The state as zeros, which is what the first step starts from: memory is known early, a save has all of it."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+            if isinstance(optimizer, Adam | AdamW):
+                zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+            elif isinstance(optimizer, SGD) and group["momentum"]:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
