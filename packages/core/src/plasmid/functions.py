@@ -41,8 +41,7 @@ class FunctionName:
         return loaded
 
     def _from_path(self) -> object:
-        if HERE not in sys.path and "" not in sys.path:
-            sys.path.append(HERE)
+        with_here()
         return importlib.import_module(self.module)
 
     def _from_file(self) -> object:
@@ -62,3 +61,9 @@ class FunctionName:
             del sys.modules[name]
             raise
         return module
+
+
+def with_here() -> None:
+    """Let modules in the current folder be found."""
+    if HERE not in sys.path and "" not in sys.path:
+        sys.path.append(HERE)

@@ -13,9 +13,8 @@ import sys
 from typing import Any
 
 from plasmid.errors import PluginError
-from plasmid.functions import FunctionName
+from plasmid.functions import FunctionName, with_here
 
-from .target import with_here
 from .task import AgentFailed, Result, Task
 
 START_S = 120.0

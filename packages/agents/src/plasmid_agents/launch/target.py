@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import sys
 from pathlib import Path
 
-from plasmid.functions import HERE, FunctionName
+from plasmid.functions import FunctionName, with_here
 
 
 def check_function(name: FunctionName) -> None:
@@ -22,12 +21,6 @@ def check_function(name: FunctionName) -> None:
     names = _bound(tree)
     if name.function not in names and "*" not in names:
         raise ValueError(f"{name.module} has no {name.function!r}; it has {', '.join(sorted(names)) or 'nothing'}")
-
-
-def with_here() -> None:
-    """Let modules in the current folder be found."""
-    if HERE not in sys.path and "" not in sys.path:
-        sys.path.append(HERE)
 
 
 def _source(module: str) -> Path | None:
