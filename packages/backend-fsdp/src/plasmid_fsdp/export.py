@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from plasmid.training.folder_writer import ChangeConfig, FolderWriter
 from plasmid.training.model_folder import dtype_of
+from plasmid.training.model_source import Source
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from .loading import Source
 
 
 def whole_tensors(

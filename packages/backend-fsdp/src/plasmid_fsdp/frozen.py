@@ -9,10 +9,11 @@ from typing import Protocol
 
 import torch
 from plasmid.training.model_folder import differences, read_config
+from plasmid.training.model_source import Source
 from torch import Tensor
 
 from .launch import Shard
-from .loading import Source, reshard
+from .loading import reshard
 from .model import Policy, build_policy
 from .settings import FSDP
 from .weights import aliases, load_weights, local, named_weights

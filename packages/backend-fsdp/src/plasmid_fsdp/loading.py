@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from plasmid.errors import ModelError
 from plasmid.model_building import BUILDING
+from plasmid.training.model_source import Source
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .settings import FSDP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A model folder, and the table of the recipe that names it."""
-
-    where: str
-    path: Path
-    trust_remote_code: bool
 
 
 def on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

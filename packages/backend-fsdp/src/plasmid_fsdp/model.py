@@ -7,11 +7,12 @@ from plasmid.errors import ModelError
 from plasmid.training.collate import Microbatch
 from plasmid.training.linear_head import ChunkSize
 from plasmid.training.logprobs import TokenScores, token_logprobs
+from plasmid.training.model_source import Source
 from torch import nn
 from transformers import PreTrainedModel
 
 from .launch import Shard
-from .loading import Source, freeze, materialize, on_meta, prepare_training, shard_module
+from .loading import freeze, materialize, on_meta, prepare_training, shard_module
 from .settings import FSDP
 from .weights import aliases, load_weights, named_weights
 

@@ -16,6 +16,7 @@ from plasmid.training.folder_writer import classifier_config
 from plasmid.training.handover import Handover
 from plasmid.training.memory import give_back_memory, memory_metrics
 from plasmid.training.model_folder import dtype_of
+from plasmid.training.model_source import source
 from plasmid.training.rank_batch import RankBatch
 from plasmid.training.ranked_trainer import Seat
 from plasmid.types import Floats, Role, SyncReceipt
@@ -23,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .export import export_folder, whole_tensors
 from .launch import RankSetup
-from .models import make_models, source
+from .models import make_models
 from .ranks import Ranks
 from .settings import FSDP
 from .state import load_state, save_state

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError
-from plasmid.training.model_folder import check_folder
+from plasmid.training.model_source import check_models
 from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
 from plasmid.training.schedule import Microbatching
-from plasmid.training.vocabulary import check_vocabulary
 
 from .launch import RankSetup, Shard, launch
 from .settings import FSDP
@@ -37,17 +34,6 @@ async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
 
 
 def _check(settings: FSDP, context: BuildContext) -> None:
-    config, needs = context.config, context.config.algorithm.needs()
     if settings.cpu_offload and None in context.bundles:
         raise ConfigError("trainer.cpu_offload: moves weights between GPU and host, but the trainer runs on the cpu")
-    policy = Path(config.model.path)
-    check_folder("model", policy)
-    if needs.critic and config.critic.path != "auto":
-        check_folder("critic", Path(config.critic.path))
-    for where, needed, role in (
-        ("reference", needs.reference, config.reference),
-        ("teacher", needs.teacher, config.teacher),
-    ):
-        if needed and role is not None and role.path != "auto":
-            check_folder(where, Path(role.path))
-            check_vocabulary(where, Path(role.path), policy=policy, tokenizer=Path(config.model.tokenizer_path))
+    check_models(context.config)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from plasmid.errors import ModelError
 from plasmid.training.collate import Microbatch
+from plasmid.training.model_source import Source
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .launch import Shard
-from .loading import Source, freeze, materialize, on_meta, prepare_training, shard_module
+from .loading import freeze, materialize, on_meta, prepare_training, shard_module
 from .settings import FSDP
 from .weights import aliases, load_weights, local, named_weights
 

@@ -14,11 +14,11 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ModelError
 from plasmid.model_building import BUILDING
+from plasmid.training.model_source import Source
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .loading import Source
 from .settings import Megatron
 
 MAPPINGS = ("_DIRECT_MAPPING", "_ATTENTION_MAPPING", "_MLP_MAPPING", "_OTHER_MAPPING")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from plasmid.errors import ModelError
+from plasmid.training.model_source import Source
 from torch import nn
 
 from .bridge import Architecture
-from .loading import Source
 from .model import LanguageModel, ValueModel
 from .settings import Megatron
 from .weights import HEAD, freeze, load_weights, weights

@@ -13,11 +13,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import MegatronModule
 from plasmid.training.linear_head import ChunkSize
 from plasmid.training.logprobs import TokenScores, token_logprobs
+from plasmid.training.model_source import Source
 from plasmid.training.vocab_shard import VocabShard
 from torch import Tensor, nn
 
 from .bridge import Architecture, inverse_frequencies
-from .loading import Source
 from .packing import Packed
 from .spec import block_spec
 

@@ -11,6 +11,7 @@ import torch
 from plasmid.batch import Rows
 from plasmid.components import ActorCritic
 from plasmid.config import RunConfig
+from plasmid.training.model_source import source
 from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Role
 from torch import Tensor
@@ -21,7 +22,6 @@ from .critic import Critic
 from .frozen import Frozen, load_frozen
 from .layout import Ranks
 from .learner import Learner, Scores, StepReports
-from .loading import Source
 from .offload import Offloaded
 from .optimizer import Updater, wrap
 from .settings import Megatron
@@ -108,18 +108,6 @@ def make_models(config: RunConfig, ranks: Ranks) -> Models:
         frozen=frozen,
     )
     return Models(learner=learner, critic=critic, critic_warmup=warmup)
-
-
-def source(config: RunConfig, where: str) -> Source:
-    """The folder of one of the recipe's models: ``model``, ``reference``, ``teacher`` or ``critic``."""
-    paths = {
-        "model": config.model.path,
-        "reference": config.reference.path,
-        "teacher": "auto" if config.teacher is None else config.teacher.path,
-        "critic": config.critic.path,
-    }
-    path = config.model.path if paths[where] == "auto" else paths[where]
-    return Source(where=where, path=Path(path), trust_remote_code=config.model.trust_remote_code)
 
 
 def _make_critic(config: RunConfig, settings: Megatron, algorithm: ActorCritic, ranks: Ranks) -> Critic:

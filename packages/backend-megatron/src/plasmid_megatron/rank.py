@@ -18,6 +18,7 @@ from plasmid.training.folder_writer import ChangeConfig, FolderWriter, classifie
 from plasmid.training.handover import Handover
 from plasmid.training.memory import give_back_memory, memory_metrics
 from plasmid.training.model_folder import dtype_of
+from plasmid.training.model_source import source
 from plasmid.training.rank_batch import RankBatch
 from plasmid.training.ranked_trainer import Seat
 from plasmid.types import Floats, Role, SyncReceipt
@@ -26,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from .gathering import Gatherer
 from .launch import RankSetup
 from .layout import Ranks, answers, leave_groups, make_groups
-from .models import make_models, source
+from .models import make_models
 from .settings import Megatron
 from .state import load_state, save_state
 

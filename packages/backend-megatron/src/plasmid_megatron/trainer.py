@@ -8,10 +8,10 @@ from typing import Any
 
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError
-from plasmid.training.model_folder import check_folder, read_config
+from plasmid.training.model_folder import read_config
+from plasmid.training.model_source import check_models
 from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
 from plasmid.training.schedule import Microbatching
-from plasmid.training.vocabulary import check_vocabulary
 
 from .device import check_device
 from .launch import RankSetup, launch
@@ -50,20 +50,9 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
 
 
 def _check(settings: Megatron, context: BuildContext) -> None:
-    config, needs = context.config, context.config.algorithm.needs()
     check_device("cpu" if None in context.bundles else "cuda")
-    policy = Path(config.model.path)
-    check_folder("model", policy)
-    check_split(settings, read_config("model", policy))
-    if needs.critic and config.critic.path != "auto":
-        check_folder("critic", Path(config.critic.path))
-    for where, needed, role in (
-        ("reference", needs.reference, config.reference),
-        ("teacher", needs.teacher, config.teacher),
-    ):
-        if needed and role is not None and role.path != "auto":
-            check_folder(where, Path(role.path))
-            check_vocabulary(where, Path(role.path), policy=policy, tokenizer=Path(config.model.tokenizer_path))
+    check_models(context.config)
+    check_split(settings, read_config("model", Path(context.config.model.path)))
 
 
 def check_split(settings: Megatron, config: Mapping[str, Any]) -> None:
