@@ -9,6 +9,9 @@ import time
 
 import pytest
 from plasmid.observe.sample_store import read_samples
+from plasmid.recipe import merge, resolve
+from plasmid.run.local import LocalCluster
+from plasmid.run.session import Mode, run
 
 UNTIMED = ("train/", "reward/", "rollout/", "version")
 SETTINGS = {
@@ -39,6 +42,75 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(job):
     for late in ("batch-000004", "batch-000006"):
         shutil.rmtree(job.folder / "run" / "checkpoints" / late)
     job.run(SETTINGS, resume=True)
+    assert curve(job.metrics()) == curve(job.metrics("whole"))
+    assert samples(job.folder / "run") == samples(job.folder / "whole")
+
+
+REMEMBERING = '''
+from typing import Literal
+from plasmid import Filter, Reward, hookimpl
+
+class Unusual(Reward):
+    """How much more digits an answer has than those before it."""
+    kind: Literal["unusual"] = "unusual"
+    _sum: float = 0.0
+    _count: int = 0
+    async def __call__(self, prompt, sample):
+        share = sum(c.isdigit() for c in sample.text) / max(1, sample.num_generated)
+        mean = self._sum / max(1, self._count)
+        self._sum, self._count = self._sum + share, self._count + 1
+        return share - mean
+    def state(self):
+        return {"sum": self._sum, "count": self._count}
+    def restore(self, state):
+        self._sum, self._count = state["sum"], state["count"]
+
+class EveryThird(Filter):
+    """Drops every third group."""
+    kind: Literal["every-third"] = "every-third"
+    _seen: int = 0
+    def __call__(self, group):
+        self._seen += 1
+        return self._seen % 3 != 0
+    def state(self):
+        return {"seen": self._seen}
+    def restore(self, state):
+        self._seen = state["seen"]
+
+@hookimpl
+def register_rewards():
+    return [Unusual]
+
+@hookimpl
+def register_filters():
+    return [EveryThird]
+'''
+
+
+@pytest.mark.long
+def test_a_resume_is_exact_with_everything_that_remembers(job):
+    """Reward, filter, curriculum, pool of old groups, optimizer and random states of the real trainer and engine."""
+    plugin = job.folder / "remembering.py"
+    plugin.write_text(REMEMBERING)
+    settings = SETTINGS | {
+        "plugins": [*job.plain()["plugins"], str(plugin)],
+        "rewards": [{"kind": "digit-share"}, {"kind": "unusual", "weight": 0.5}],
+        "filters": [{"kind": "every-third"}],
+        "algorithm": {"old_policy": "rollout"},
+        "reuse": {"groups_per_batch": 2},
+    }
+    source = {"kind": "files", "path": str(job.folder / "train.jsonl")}
+    plain = job.plain() | {"data": {"kind": "curriculum", "source": source, "pass_threshold": 0.5}}
+
+    def start(folder="run", **mode):
+        config = resolve(merge(plain, settings | {"run": {"steps_per_batch": 2, "dir": str(job.folder / folder)}}))
+        run(config, mode=Mode(**mode), make_cluster=lambda _: LocalCluster())
+
+    start("whole")
+    start()
+    for late in ("batch-000004", "batch-000006"):
+        shutil.rmtree(job.folder / "run" / "checkpoints" / late)
+    start(resume=True)
     assert curve(job.metrics()) == curve(job.metrics("whole"))
     assert samples(job.folder / "run") == samples(job.folder / "whole")
 

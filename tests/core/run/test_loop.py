@@ -212,6 +212,7 @@ def test_replay_trains_on_stored_samples_without_an_engine(runner):
     first = [m["train/loss"] for m in runner.metrics()]
     runner.run({"run": {"dir": str(runner.folder / "again")}}, replay=runner.folder / "run")
     assert [m["train/loss"] for m in runner.metrics("again")] == first
+    assert not any("rollout/staleness_mean" in m for m in runner.metrics("again"))
 
 
 CLUMSY = '''

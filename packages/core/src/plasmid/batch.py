@@ -147,6 +147,8 @@ class GroupRef:
     """Kind of the filter that dropped the group; empty if it is to be trained on."""
     source: str = ""
     """Name of the prompt's source in a mixture; empty where there is only one."""
+    uses: int = 0
+    """Batches that the group was trained in before this one."""
     baseline: float | None = None
     """Reward of the greedy rollout (`Needs.greedy_baseline`); None without one."""
     rows: Ref[Rows]

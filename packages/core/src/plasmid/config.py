@@ -22,6 +22,7 @@ from .components import (
 from .evaluation_config import EvalConfig
 from .profiles import Profile, profile_of
 from .profiles import mistakes as mistakes_of_profiles
+from .reuse_config import ReuseConfig
 from .types import Prompt, SamplingParams
 
 Positive = Annotated[int, Field(ge=1)]
@@ -167,6 +168,8 @@ class RunConfig(Settings):
     """How one prompt becomes samples."""
     buffer: SerializeAsAny[BufferPolicy]
     """Which of the groups that wait for training are taken first."""
+    reuse: ReuseConfig | None = None
+    """Training again on groups of earlier batches; by default each is trained on once."""
     trainer: SerializeAsAny[TrainerConfig]
     """Training backend."""
     rollout: SerializeAsAny[RolloutEngineConfig] | None = None
@@ -197,6 +200,7 @@ class RunConfig(Settings):
             *self._restricted_sampling(),
             *self._uneven_batches(),
             *self._unread_buffer(),
+            *self._reuse_without_correction(),
             *self._names_used_twice(),
             *mistakes_of_profiles(self.profiles, self.rewards),
             *self._evaluation_modes(),
@@ -252,7 +256,7 @@ class RunConfig(Settings):
         if self.algorithm.needs().engine:
             return
         kind = self.algorithm.model_fields["kind"].default
-        for name in ("rewards", "filters", "eval", "profiles"):
+        for name in ("rewards", "filters", "eval", "profiles", "reuse"):
             if getattr(self, name):
                 yield f"{name}: algorithm {kind!r} samples nothing that could be scored; remove the tables"
         if self.sampling != SamplingParams():
@@ -331,6 +335,15 @@ class RunConfig(Settings):
             yield (
                 f"buffer.when_stale: {self.buffer.when_stale!r} has no effect with run.max_staleness = 0, where no "
                 "group waits; remove it"
+            )
+
+    def _reuse_without_correction(self) -> Iterator[str]:
+        needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
+        if self.reuse is not None and needs.engine and not self.algorithm.reads_rollout_logprobs():
+            yield (
+                f"reuse: groups of earlier batches were drawn by older policies, and algorithm {kind!r} with these "
+                'settings takes all for the present one\'s; set algorithm.old_policy to "rollout" or "decoupled", or '
+                "remove the table"
             )
 
     def _names_used_twice(self) -> Iterator[str]:

@@ -19,11 +19,17 @@ class Taken:
     """Groups to train on, and those that were dropped since the last take."""
 
     groups: tuple[GroupRef, ...]
-    """In order of their draw. Fewer than asked for only if the data have ended."""
+    """New ones in order of their draw, fewer than asked for only if the data have ended. With ``[reuse]`` there are
+    groups of earlier batches between them."""
     dropped: tuple[GroupRef, ...]
     """With the reason in ``dropped_by``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What else is worth logging about them."""
+
+    @property
+    def new(self) -> tuple[GroupRef, ...]:
+        """The groups that were not trained on before."""
+        return tuple(group for group in self.groups if not group.uses)
 
 
 class Producer(Protocol):

@@ -26,6 +26,7 @@ from .turns import Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+STALENESS = "rollout/staleness"
 PHASES = ("sample", "score", "train", "sync")
 """What the time of a batch is reported by."""
 
@@ -222,12 +223,15 @@ class Loop:
             await self._save()
 
     def _rollout_metrics(self, taken: Taken) -> dict[str, float]:
-        """Over all groups, or filters would hide how good the policy is; staleness over trained ones."""
-        trained = rollout_metrics(taken.groups, version=self.progress.version)
-        everything = rollout_metrics([*taken.groups, *taken.dropped], version=self.progress.version)
+        """Over all new groups, or filters would hide how good the policy is; staleness over trained ones."""
+        trained = rollout_metrics(taken.new, version=self.progress.version)
+        everything = rollout_metrics([*taken.new, *taken.dropped], version=self.progress.version)
         if not self.config.rewards:  # what nobody scored has a reward of 0
             everything = {name: value for name, value in everything.items() if not name.startswith("reward/")}
-        staleness = {name: value for name, value in trained.items() if name.startswith("rollout/staleness")}
+        everything = {name: value for name, value in everything.items() if not name.startswith(STALENESS)}
+        staleness = {name: value for name, value in trained.items() if name.startswith(STALENESS)}
+        if self.turns is None:  # nobody publishes: versions say nothing
+            staleness = {}
         return {**everything, **staleness, **taken.metrics}
 
     async def _train(self, trainer: Trainer, taken: Taken) -> dict[str, float]:
@@ -309,7 +313,7 @@ class Loop:
             await self._save()
 
     def _check_failures(self, taken: Taken) -> None:
-        groups = [*taken.groups, *taken.dropped]
+        groups = [*taken.new, *taken.dropped]
         failed = [error for group in groups for error in group.errors]
         total = len(failed) + sum(group.num_samples for group in groups)
         if failed and len(failed) / total > self.config.run.max_failed:

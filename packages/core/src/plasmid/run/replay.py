@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..batch import GroupRef
 from ..config import RunConfig
 from ..errors import CheckpointError
-from ..observe.sample_store import read_dropped, read_samples
+from ..observe.sample_store import read_dropped, read_samples, read_table
 from ..protocols import Store
 from ..rollout.producer import Taken
 from ..rollout.worker import share
@@ -47,6 +49,7 @@ class Replay:
         self._files = stored_batches(run_dir)
         self._store = store
         self._next = 0
+        self._uses: Counter[int] = Counter()
 
     async def take(self, count: int, *, version: int) -> Taken:
         """The groups of the next batch, however many it had; none when all batches have been replayed."""
@@ -54,8 +57,10 @@ class Replay:
             return Taken(groups=(), dropped=())
         file, self._next = self._files[self._next], self._next + 1
         dropped = read_dropped(file)
-        groups = [share(group, self._store) for group in read_samples(file) if group.id not in dropped]
-        return Taken(groups=tuple(groups), dropped=())
+        groups = [group for group in read_samples(file) if group.id not in dropped]
+        shared = [replace(share(group, self._store), uses=self._uses[group.id]) for group in groups]
+        self._uses.update(group.id for group in groups)
+        return Taken(groups=tuple(shared), dropped=())
 
     def release(self, count: int, *, version: int) -> None:
         """Nothing waits for slots here."""
@@ -68,6 +73,8 @@ class Replay:
 
     def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
         self._next = int(state["next"])
+        for file in self._files[: self._next]:
+            self._uses.update(set(read_table(file, columns=("group_id",)).column("group_id").to_pylist()))
 
     async def close(self) -> None:
         """Nothing is in flight."""

@@ -22,6 +22,7 @@ from ..rollout.demonstrated import Demonstrated
 from ..rollout.draws import Draw, Draws
 from ..rollout.memory import remembers
 from ..rollout.producer import DropLimit, Producer
+from ..rollout.reuse import Reusing
 from ..rollout.seeds import seed_of
 from ..rollout.stream import Stream
 from ..rollout.waves import Waves
@@ -76,6 +77,8 @@ async def build_loop(
         producer = Replay(replay, parts.cluster.store)
     else:
         producer = make_producer(config, parts, Draws(stream), queues)
+        if config.reuse is not None and parts.trainer is not None:
+            producer = Reusing(producer, config.reuse, seed=config.run.seed)
     stack.later("rollouts", producer.close)
     monitor = SystemMonitor()
     stack.later("the system monitor", monitor.close)
