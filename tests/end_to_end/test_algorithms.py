@@ -36,14 +36,22 @@ def test_the_held_out_reward_rises(job, kind, seed):
     assert after > 0.9
 
 
-def test_the_mismatch_between_trainer_and_engine_is_reported(job):
+def test_the_mismatch_between_trainer_and_engine_is_reported(job, caplog):
     job.run({"run": {"batches": 2}})
+    assert "far apart" not in caplog.text
     for metrics in job.metrics():
         assert 0 <= metrics["train/mismatch_kl"] < 1e-9
         assert metrics["train/mismatch_ess"] == pytest.approx(1, abs=1e-6)
         assert metrics["train/mismatch_chi2"] == pytest.approx(0, abs=1e-5)
         quantiles = [metrics[f"train/mismatch_ratio_{p}"] for p in ("p1", "p50", "p99")]
         assert quantiles == sorted(quantiles) == pytest.approx([1, 1, 1], abs=1e-4)
+
+
+def test_a_warning_says_in_which_batches_trainer_and_engine_are_far_apart(job, caplog):
+    job.run({"run": {"batches": 4, "max_staleness": 1, "warn_mismatch": 1e-6}, "eval": []})
+    far = [batch for batch, m in enumerate(job.metrics(), 1) if m["train/mismatch_kl"] > 1e-6]
+    warned = [r.getMessage() for r in caplog.records if "trainer and engine are far apart" in r.getMessage()]
+    assert far and [f"batch {batch}" for batch in far] == [text.split(":")[0] for text in warned]
 
 
 DECOUPLED = {"old_policy": "decoupled"}

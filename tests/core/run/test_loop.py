@@ -207,6 +207,12 @@ def test_rollouts_only_starts_no_trainer(runner):
     assert len(stored(runner, 3)) == 4
 
 
+def test_what_the_engine_says_of_itself_is_logged_with_each_batch(runner):
+    runner.run({"run": {"batches": 2}})
+    asked = [m["engine/requests"] for m in runner.metrics()]
+    assert asked[0] >= 12 and asked[1] >= asked[0] + 12  # 4 prompts, 3 rollouts each
+
+
 def test_replay_trains_on_stored_samples_without_an_engine(runner):
     runner.run({"run": {"batches": 3}, "filters": [{"kind": "even-group"}]})
     first = [m["train/loss"] for m in runner.metrics()]

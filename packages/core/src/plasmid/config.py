@@ -120,6 +120,10 @@ class LoopConfig(Settings):
     max_failed: float = Field(0.5, ge=0.0, le=1.0)
     """Fraction of a batch's samples that may be failed rollouts before the run ends with an error."""
 
+    warn_mismatch: float = Field(0.1, ge=0.0)
+    """Warn where the trainer's probabilities of the sampled tokens are this far (``train/mismatch_kl``, nats a token)
+    from those that the engine drew them with; 0 never warns."""
+
     @property
     def rollouts_per_batch(self) -> int:
         """Rollouts in one batch."""

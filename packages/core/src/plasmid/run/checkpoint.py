@@ -111,6 +111,7 @@ CHANGEABLE = (
     "run.dir",
     "run.max_dropped",
     "run.max_failed",
+    "run.warn_mismatch",
     "run.rollout_timeout_s",
     "run.train_timeout_s",
     "run.sync_timeout_s",

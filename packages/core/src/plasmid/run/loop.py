@@ -16,19 +16,17 @@ from typing import Any, Protocol, TypeVar
 from ..batch import BatchRef, GroupRef
 from ..config import RunConfig
 from ..errors import DataError, EngineError
-from ..observe.metrics import rollout_metrics, step_metrics
+from ..observe.metrics import step_metrics
 from ..protocols import RolloutEngine, Trainer
 from ..rollout.producer import Producer, Taken
 from ..waiting import GRACE, within
+from .batch_metrics import of_rollouts, of_times, warn_of_mismatch
 from .canary import Canary
 from .mending import wait_mending
 from .turns import Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-STALENESS = "rollout/staleness"
-PHASES = ("sample", "score", "train", "sync")
-"""What the time of a batch is reported by."""
 
 
 class Telling(Protocol):
@@ -203,7 +201,7 @@ class Loop:
     async def _batch(self, taken: Taken) -> None:
         self._check_failures(taken)
         taken = replace(taken, groups=self.parts.change(self.progress.batch, taken.groups))
-        metrics = self._rollout_metrics(taken)
+        metrics = await self._measured(taken)
         if self.parts.trainer is not None:
             metrics |= await self._train(self.parts.trainer, taken)
         self.progress.batch += 1
@@ -214,7 +212,9 @@ class Loop:
         elif self.turns is None:
             self._release()
         await self.parts.write_samples(tuple([*taken.groups, *taken.dropped]), step, "batch")
-        metrics |= self._timings(taken)
+        metrics |= of_times(self.seconds, time.monotonic() - self.begun, taken.groups)
+        metrics["version"] = float(self.progress.version)
+        warn_of_mismatch(metrics, batch=step, limit=self.config.run.warn_mismatch)
         self.parts.observers.emit("step_finished", step=step, metrics=metrics)
         await self._evaluate()
         if self.progress.unpublished == 0:
@@ -222,17 +222,15 @@ class Loop:
         if self.config.checkpoint.every and step % self.config.checkpoint.every == 0 and step < self.config.run.batches:
             await self._save()
 
-    def _rollout_metrics(self, taken: Taken) -> dict[str, float]:
-        """Over all new groups, or filters would hide how good the policy is; staleness over trained ones."""
-        trained = rollout_metrics(taken.new, version=self.progress.version)
-        everything = rollout_metrics([*taken.new, *taken.dropped], version=self.progress.version)
-        if not self.config.rewards:  # what nobody scored has a reward of 0
-            everything = {name: value for name, value in everything.items() if not name.startswith("reward/")}
-        everything = {name: value for name, value in everything.items() if not name.startswith(STALENESS)}
-        staleness = {name: value for name, value in trained.items() if name.startswith(STALENESS)}
-        if self.turns is None:  # nobody publishes: versions say nothing
-            staleness = {}
-        return {**everything, **staleness, **taken.metrics}
+    async def _measured(self, taken: Taken) -> dict[str, float]:
+        """Of the rollouts, and what the engine says of itself just after them."""
+        metrics = of_rollouts(
+            taken, version=self.progress.version, scored=bool(self.config.rewards), published=self.turns is not None
+        )
+        if self.parts.engine is not None:
+            limit_s = self.config.run.sync_timeout_s * GRACE
+            metrics |= await within(limit_s, "engine.metrics (run.sync_timeout_s)", self.parts.engine.metrics())
+        return metrics
 
     async def _train(self, trainer: Trainer, taken: Taken) -> dict[str, float]:
         """Score and train one batch, with the engine out of the way if it shares the GPU."""
@@ -321,13 +319,6 @@ class Loop:
                 f"rollouts: {len(failed)} of {total} failed, more than run.max_failed = "
                 f"{self.config.run.max_failed:g}; the last error was: {failed[-1]}"
             )
-
-    def _timings(self, taken: Taken) -> dict[str, float]:
-        total = time.monotonic() - self.begun
-        tokens = float(sum(group.lengths.sum() for group in taken.groups))
-        named = {f"perf/{name}_s": self.seconds[name] for name in PHASES if name in self.seconds}
-        rate = {"perf/tokens_per_s": tokens / total} if total > 0 else {}
-        return {**named, "perf/batch_s": total, **rate, "version": float(self.progress.version)}
 
     async def _timed(self, name: str, work: Awaitable[T]) -> T:
         """Await an operation of the trainer, with its deadline."""
