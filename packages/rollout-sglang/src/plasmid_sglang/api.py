@@ -10,6 +10,8 @@ from typing import Any, cast
 import aiohttp
 from plasmid.errors import EngineError, one_line
 
+from .gauges import Load, flat
+
 CONTROL_S = 120.0
 """Longest time for a control call that moves no weights."""
 
@@ -90,15 +92,10 @@ class Api:
             has_disk_updates="/update_weights_from_disk" in about["paths"],
         )
 
-    async def load(self, *, timeout_s: float) -> Mapping[str, float]:
-        """Gauges of the server, asked of the process that computes: it answers only if that one lives."""
+    async def loads(self, *, timeout_s: float) -> tuple[Load, ...]:
+        """Gauges of each of the server's schedulers, asked of the processes that compute: an answer shows they live."""
         answer = await self.get("/v1/loads", timeout_s=timeout_s)
-        totals: dict[str, float] = {}
-        for load in answer["loads"]:
-            for name, value in load.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    totals[name] = totals.get(name, 0.0) + float(value)
-        return totals
+        return tuple(flat(load) for load in answer["loads"])
 
     async def pause(self, mode: str, *, timeout_s: float) -> None:
         """Stop drawing tokens; ``abort``, ``retract`` or ``in_place`` say what happens to running requests."""

@@ -15,6 +15,7 @@ from plasmid.types import SyncReceipt
 
 from .bulletin import Bulletin, BulletinFile
 from .client import ClientOptions, SGLangClient
+from .gauges import Load, busy, gauges
 from .members import Condition, Member, Members, Watch, each
 from .planning import Planner
 from .router import Router
@@ -136,14 +137,13 @@ class SGLangEngine:
         async with asyncio.timeout(self._options.sync_s):
             while quiet < 2:
                 await asyncio.sleep(DRAIN_S)
-                loads: list[Mapping[str, float]] = []
+                loads: list[Load] = []
 
-                async def look(member: Member, into: list[Mapping[str, float]] = loads) -> None:
-                    into.append(await member.api.load(timeout_s=self._options.watch.timeout_s))
+                async def look(member: Member, into: list[Load] = loads) -> None:
+                    into += await member.api.loads(timeout_s=self._options.watch.timeout_s)
 
                 await self._each_running(look)
-                busy = sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-                quiet = 0 if busy else quiet + 1
+                quiet = 0 if busy(loads) else quiet + 1
 
     async def resume(self) -> None:
         """Undo `pause` on the servers that hold a proved version. Raises `SyncError` if none does."""
@@ -249,21 +249,19 @@ class SGLangEngine:
         self.members.check()
 
     async def metrics(self) -> Mapping[str, float]:
-        """Sums over the servers; usage and hit rate are means."""
-        loads: list[Mapping[str, float]] = []
+        """What the servers say that answer; how many serve, and how often one was started anew."""
+        loads: dict[str, tuple[Load, ...]] = {}
 
         async def look(member: Member) -> None:
-            loads.append(await member.api.load(timeout_s=self._options.watch.timeout_s))
+            loads[member.name] = await member.api.loads(timeout_s=self._options.watch.timeout_s)
 
         await each(self.members.running(), look)  # those that do not answer are somebody else's business
-        sums = {"running": "num_running_reqs", "queued": "num_waiting_reqs", "tokens_per_s": "gen_throughput"}
-        means = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
-        found = {f"engine/{name}": sum(load.get(key, 0.0) for load in loads) for name, key in sums.items()}
-        for name, key in means.items():
-            found[f"engine/{name}"] = sum(load.get(key, 0.0) for load in loads) / max(len(loads), 1)
-        found["engine/serving"] = float(len(self.members.serving()))
-        found["engine/restarts"] = float(sum(m.restarts for m in self.members.all))
-        return found
+        restarts = sum(member.restarts for member in self.members.all)
+        return {
+            **gauges(dict(sorted(loads.items()))),
+            "engine/serving": float(len(self.members.serving())),
+            "engine/restarts": float(restarts),
+        }
 
     async def close(self) -> None:
         """Stop the servers."""

@@ -124,7 +124,7 @@ class Members:
             raise _Ended(f"its actor is gone: {error}") from None
         if code is not None:
             raise _Ended(f"its server ended with code {code}")
-        await member.api.load(timeout_s=timeout_s)
+        await member.api.loads(timeout_s=timeout_s)
 
     async def give_up(self, member: Member, error: str) -> None:
         """Take a server out, and start it anew if it may be."""
