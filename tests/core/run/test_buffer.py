@@ -1,6 +1,7 @@
 """Which groups are trained on first, and what becomes of those that are past the bound."""
 
 import asyncio
+import json
 
 import pytest
 from plasmid.components import PromptStream
@@ -150,6 +151,37 @@ def test_a_straggler_is_sampled_again_and_the_data_are_told_once():
     assert sampled.rolled_out.count(1) == 2
     assert sampled.rows.told.count(1) == 1
     assert any(1 in batch for batch in taken)
+
+
+def test_a_resume_while_a_group_is_sampled_again_tells_the_data_nothing_new_and_takes_it_first():
+    async def stopped():
+        sampled = Sampled(Priority(when_stale="resample"), slots=6, rewards={0: (1.0, 1.0)})
+        await sampled.take(2)
+        await sampled.publish(2)
+        await sampled.take(2)
+        await sampled.publish(2)
+        taking = asyncio.create_task(sampled.take(99))  # never ends: what is stale is sampled again meanwhile
+        await asyncio.sleep(0.5)
+        saved = json.dumps(sampled.stream.state()), sampled.stream.finished()
+        taking.cancel()
+        await sampled.stream.close()
+        assert sampled.rolled_out.count(0) == 2 and sampled.rows.told.count(0) == 1
+        return saved
+
+    async def resumed(state, finished):
+        sampled = Sampled(Priority(when_stale="resample"), slots=6, rewards={0: (1.0, 1.0)})
+        sampled.version = 2
+        sampled.stream.restore(json.loads(state), finished)
+        sampled.stream.release(0, version=2)
+        await asyncio.sleep(5)
+        taken = await sampled.take(2)
+        await sampled.publish(2)
+        await sampled.stream.close()
+        return sampled, taken
+
+    sampled, taken = run_virtual(resumed(*run_virtual(stopped())))
+    assert sampled.rolled_out.count(0) == 1 and 0 in taken
+    assert sampled.rows.told == [10, 11], "only the draws that are new"
 
 
 def test_groups_that_are_sampled_again_come_first():

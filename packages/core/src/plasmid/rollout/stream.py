@@ -21,8 +21,6 @@ class _Running:
     draw: Draw
     version: int
     """The trainer's when it was admitted: none of its tokens is older."""
-    is_again: bool = False
-    """True if it has been rolled out before, and the data have been told what became of it."""
 
 
 class Stream:
@@ -54,7 +52,7 @@ class Stream:
         self._ended = self._closed = False
         self._changed = asyncio.Event()
         self._error: Exception | None = None
-        self._again: set[int] = set()
+        self._again: set[int] = set()  # rolled out before, so the data have been told what became of it
         self._version = self._resampled = 0
 
     def _admit(self) -> None:
@@ -90,7 +88,7 @@ class Stream:
             if task.cancelled():  # by the worker: `close` ends collecting first
                 raise EngineError(f"rollouts: prompt group {running.draw.id} was abandoned by its worker")
             group = task.result()
-            if not running.is_again:
+            if group.id not in self._again:
                 self._draws.finished(running.draw, group)
             if group.dropped_by:
                 self._drop(group)
@@ -100,6 +98,7 @@ class Stream:
 
     def _drop(self, group: GroupRef) -> None:
         self._dropped.append(group)
+        self._again.discard(group.id)
         self._free += 1
         if group.dropped_by != "stale":
             self._limit.dropped(group)
@@ -149,7 +148,7 @@ class Stream:
             if self._policy.when_stale == "resample":
                 self._resampled += 1
                 self._again.add(group.id)
-                self._start(_Running(self._draws.again(group), self._version, is_again=True))
+                self._start(_Running(self._draws.again(group), self._version))
             else:
                 self._drop(replace(group, dropped_by="stale"))
 
@@ -160,13 +159,15 @@ class Stream:
         self._admit()
 
     def state(self) -> dict[str, Any]:
-        return self._draws.state([running.draw for running in self._running.values()])
+        pending = [running.draw for running in self._running.values()]
+        return {**self._draws.state(pending), "again": sorted(self._again)}
 
     def finished(self) -> tuple[GroupRef, ...]:
         return (*self._ready, *self._dropped)
 
     def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
         self._draws.restore(state)
+        self._again = set(state.get("again", ()))
         self._ready = [group for group in finished if not group.dropped_by]
         self._dropped = [group for group in finished if group.dropped_by]
         self._free -= len(self._ready)
