@@ -180,6 +180,12 @@ REWARDS = [Dapo(), F1(), GPQA()]
 WORDS = r"\boxed{ } Answer: answer is ( ) $ = \frac 1 , . / A B yes"
 PIECES = st.sampled_from([*WORDS.split(), " ", "\n", "\ud800"])
 HUGE = [r"\boxed{" * 100_000, "Answer: " * 100_000, "the " * 200_000, "A " * 400_000, "answer is " * 100_000]
+HUGE += [
+    r"\boxed" * 150_000,
+    r"\boxed $ " * 100_000,
+    "answer is" + " " * 10**6 + "!",
+    "answer is option" + "\n" * 10**6 + "?",
+]
 HUGE += [" " * 10**6, "{" * 10**6, "\\" * 10**6, "\n" * 10**6, r"\text{" * 100_000]
 
 

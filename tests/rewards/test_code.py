@@ -1,5 +1,7 @@
 """Programs against their tests, in all the forms that tests have."""
 
+import time
+
 import pytest
 from plasmid.errors import RewardError
 from plasmid_rewards import Code
@@ -77,6 +79,15 @@ def test_each_test_that_passes_may_count_its_part(score):
 )
 def test_the_program_is_the_last_block_after_thinking(text, program):
     assert program_in(text) == program
+
+
+@pytest.mark.parametrize(
+    "text", ["```" + " " * 10**6, "```python\n" * 10**5, "```python\n" + "x\n" * 10**5], ids=[0, 1, 2]
+)
+def test_a_megabyte_is_searched_for_programs_within_two_seconds(text):
+    started = time.process_time()
+    program_in(text)
+    assert time.process_time() - started < 2
 
 
 def test_a_text_without_a_block_may_be_a_program(score):

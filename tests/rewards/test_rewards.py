@@ -1,5 +1,6 @@
 """What each reward gives for which text."""
 
+import asyncio
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 from plasmid.errors import ConfigError, RewardError
 from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import validate
+from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import ExactMatch, Format, Length, Number, Random, Regex
 
 
@@ -141,6 +143,18 @@ def test_regex(score, settings, text, value):
 def test_a_pattern_that_takes_exponential_time_gives_the_failure_value(score):
     given = score(Regex(pattern="(a|a)+", where="whole", match_timeout_s=0.2), "a" * 40 + "b")
     assert (given.value, given.error) == (0.0, "no match found within match_timeout_s = 0.2")
+
+
+def test_a_pattern_that_takes_long_holds_up_no_other_reward():
+    async def work():
+        slow = Regex(pattern="(a|a)+", where="whole", match_timeout_s=1.0)
+        matching, ticks = asyncio.create_task(slow(make_prompt(), make_sample("a" * 40 + "b"))), 0
+        while not matching.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(work()) > 5
 
 
 @pytest.mark.parametrize(

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-BOXES = ("\\boxed", "\\fbox")
+import re
+
+BOX = re.compile(r"\\(?:boxed|fbox)")
+WORD = re.compile(r"\S+")
 THOUGHT = "</think>"
 
 
 def last_boxed(text: str) -> str | None:
     r"""What the last complete ``\boxed{...}`` (or ``\fbox{...}``, ``\boxed x``) holds; None if there is none."""
     end = len(text)
-    while True:
-        start, command = max((text.rfind(box, 0, end), box) for box in BOXES)
-        if start < 0:
-            return None
-        content = _content(text, start + len(command))
+    for box in reversed(list(BOX.finditer(text))):
+        content = _content(text, box.end())
         if content is not None:
             return content
-        if "{" in text[start:end]:
+        if "{" in text[box.start() : end]:
             return None  # an unfinished box; those before it are not the answer
-        end = start
+        end = box.start()
+    return None
 
 
 def _content(text: str, start: int) -> str | None:
     """The group that begins at ``start``: in braces, or one word after a space."""
     if text[start : start + 1] == " " and text[start + 1 : start + 2] not in ("", "{"):
-        word = text[start + 1 :].split(maxsplit=1)
+        word = WORD.search(text, start + 1)
         return word[0].rstrip("$.,") or None if word else None
     start = start + 1 if text[start : start + 1] == " " else start
     if text[start : start + 1] != "{":

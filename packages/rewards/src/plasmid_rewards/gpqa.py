@@ -13,9 +13,9 @@ from plasmid.errors import RewardError
 from .boxed_text import after_thinking, last_boxed
 
 LETTER = r"[*_$(\[{`\"']*(?:\\(?:text|mathrm|textbf)\{)?([A-Za-z])(?![A-Za-z'])"
-STATED = re.compile(
+STATED = re.compile(  # *+ leaves one way only to match spaces, of which a policy may write thousands
     r"(?:final\s+answer|correct\s+answer|answer|correct\s+option|correct\s+choice|option|choice)"
-    rf"\s*(?:is|:|=|would\s+be|must\s+be)\s*:?\s*(?:option|choice)?\s*{LETTER}",
+    rf"\s*(?:is|:|=|would\s+be|must\s+be)\s*+:?\s*+(?:option|choice)?\s*+{LETTER}",
     re.IGNORECASE,
 )
 JUDGED = re.compile(r"(?<![A-Za-z])([A-Z])[)\]*.]*\s+is\s+(?:the\s+)?(?:correct|right|best)(?![A-Za-z])")

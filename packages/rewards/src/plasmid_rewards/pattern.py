@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 import regex
@@ -33,6 +34,8 @@ class Regex(Reward):
         pattern = regex.compile(self.pattern, regex.DOTALL)
         match = pattern.fullmatch if self.where == "whole" else pattern.search
         try:
-            return Score(value=float(match(sample.text, timeout=self.match_timeout_s) is not None))
+            # concurrent: other threads go on meanwhile
+            found = await asyncio.to_thread(match, sample.text, timeout=self.match_timeout_s, concurrent=True)
+            return Score(value=float(found is not None))
         except TimeoutError:
             return Score(value=0.0, error=f"no match found within match_timeout_s = {self.match_timeout_s:g}")

@@ -18,7 +18,9 @@ from ..boxed_text import after_thinking
 from . import calls
 from .cases import CallCase, Case, TextCase, cases_of, same_text, same_value
 
-BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+BLOCK = re.compile(  # *+ leaves one way only to match spaces, of which a policy may write thousands
+    r"^[ \t]*```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
 
 
 class Code(Reward):
