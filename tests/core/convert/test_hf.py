@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from plasmid.convert import HF, compare, convert, verify_sha256
+from plasmid.convert.staging import staged
 from plasmid.errors import ModelError
+
+
+def write(folder: Path, tensors) -> None:
+    with staged(folder) as stage:
+        HF().write(stage, tensors)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -56,7 +62,7 @@ def test_every_type_and_shape_can_be_read_by_the_safetensors_library(tmp_path):
         "i64": torch.arange(3),
         "strided": torch.arange(6.0).reshape(2, 3).T,
     }
-    HF().write(tmp_path / "out", tensors.items())
+    write(tmp_path / "out", tensors.items())
     loaded = load_file(tmp_path / "out/model.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -89,7 +95,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path):
             yield f"t{i}", tensor
             del tensor
 
-    HF().write(tmp_path / "out", tensors())
+    write(tmp_path / "out", tensors())
     assert len(dict(HF().read(tmp_path / "out"))) == 8
 
 
@@ -111,7 +117,7 @@ def test_a_source_that_breaks_off_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        HF().write(tmp_path / "out", tensors())
+        write(tmp_path / "out", tensors())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,13 +186,13 @@ def test_one_line_says_what_is_wrong_with_a_folder(tiny_model, tmp_path, spoil, 
 
 def test_one_name_twice_is_an_error(tmp_path):
     with pytest.raises(ModelError, match=r"^a: comes twice in the source$"):
-        HF().write(tmp_path / "out", [("a", torch.zeros(1)), ("a", torch.ones(1))])
+        write(tmp_path / "out", [("a", torch.zeros(1)), ("a", torch.ones(1))])
 
 
 def test_comparing_names_every_difference(tmp_path):
     same, bf16 = torch.arange(4.0), torch.zeros(2, dtype=torch.bfloat16)
-    HF().write(tmp_path / "a", [("same", same), ("moved", same), ("type", bf16.float()), ("left", same)])
-    HF().write(tmp_path / "b", [("right", same), ("type", bf16), ("moved", same + 0.5), ("same", same)])
+    write(tmp_path / "a", [("same", same), ("moved", same), ("type", bf16.float()), ("left", same)])
+    write(tmp_path / "b", [("right", same), ("type", bf16), ("moved", same + 0.5), ("same", same)])
     found = compare(tmp_path / "a", tmp_path / "b", left_reader=HF(), right_reader=HF())
     assert found.num_equal == 1
     assert found.differences == (

@@ -16,7 +16,7 @@ from .algorithms.rloo import RLOO
 from .algorithms.sft import SFT
 from .buffer_policy import BufferPolicy
 from .components import Algorithm, Converter, DataSource, Reward, RolloutEngineConfig, Tracker, Workflow
-from .convert import GGUF, HF
+from .convert import DCP, GGUF, HF
 from .data.curriculum import Curriculum
 from .data.datasets_folder import Datasets
 from .data.demonstrations import Demonstrations
@@ -67,7 +67,7 @@ def register_trackers() -> list[type[Tracker]]:
 
 @hookimpl
 def register_converters() -> list[type[Converter]]:
-    return [GGUF, HF]
+    return [DCP, GGUF, HF]
 
 
 @hookimpl

@@ -24,7 +24,10 @@ class Converter(Component):
 
     @abstractmethod
     def write(self, path: Path, tensors: Iterable[NamedTensor]) -> None:
-        """Write a checkpoint; the target is complete or absent afterwards. Raises `ModelError`."""
+        """Write into the folder ``path``, which has the Hugging Face files of the model already.
+
+        The folder gets its name once this returns, and vanishes if it raises: `ModelError`, or `OSError` of the disk.
+        """
 
     def recognises(self, path: Path) -> bool:
         """True if ``path`` is surely a checkpoint of this layout; lets `rl convert` do without ``--from``."""

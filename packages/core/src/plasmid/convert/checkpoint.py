@@ -40,8 +40,8 @@ def convert(
     if not source.exists():
         raise ModelError(f"{source}: no such file or folder")
     with staged(target) as stage:
+        reader.write_companions(source, stage)  # first: some layouts need the config to know what tensors mean
         writer.write(stage, _told(reader.read(source), progress))
-        reader.write_companions(source, stage)
 
 
 def compare(left: Path, right: Path, *, left_reader: Converter, right_reader: Converter) -> Comparison:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,14 +11,11 @@ from pydantic import Field
 
 from ..components import Converter
 from ..errors import ModelError
+from .companions import change_config, copy_files
 from .safetensors_writer import INDEX, write_safetensors
-from .staging import staged
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
-"""What travels beside the weights."""
 
 
 class HF(Converter):
@@ -52,20 +48,13 @@ class HF(Converter):
                 raise ModelError(f"{file}: is no complete safetensors file: {error}") from None
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with staged(path) as stage:
-            if not write_safetensors(stage, tensors, max_shard_bytes=round(self.max_shard_gb * 1e9)):
-                raise ModelError(f"{path}: there are no tensors to write")
+        if not write_safetensors(path, tensors, max_shard_bytes=round(self.max_shard_gb * 1e9)):
+            raise ModelError("the source has no tensors")
 
     def write_companions(self, source: Path, target: Path) -> None:
-        for pattern in COMPANIONS:
-            for file in sorted(source.glob(pattern)):
-                if file.is_file() and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, target / file.name)
-        config = target / "config.json"
-        if self.dtype != "keep" and config.is_file():
-            settings = json.loads(config.read_text(encoding="utf-8"))
-            settings.pop("torch_dtype", None)  # the older name of the same key
-            config.write_text(json.dumps(settings | {"dtype": self.dtype}, indent=2) + "\n", encoding="utf-8")
+        copy_files(source, target)
+        if self.dtype != "keep":
+            change_config(target, dtype=self.dtype)
 
     def _plan(self, path: Path) -> list[tuple[Path, list[str]]]:
         """Weight files and the names to read from each, checked against the index if there is one."""

@@ -28,16 +28,10 @@ def staged(target: Path) -> Iterator[Path]:
         os.replace(stage, target)
     except OSError as error:
         shutil.rmtree(stage, ignore_errors=True)
-        raise ModelError(f"{_final(target)}: cannot write: {_reason(error)}; nothing is left of it") from error
+        raise ModelError(f"{target}: cannot write: {_reason(error)}; nothing is left of it") from error
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
-
-
-def _final(target: Path) -> Path:
-    """The name that the user knows, where a stage is written inside another."""
-    name = target.name
-    return target.with_name(name[1:].removesuffix(".partial")) if name.endswith(".partial") else target
 
 
 def _reason(error: OSError) -> str:

@@ -1,0 +1,158 @@
+"""Folders of torch.distributed.checkpoint: there and back is the identity, torch reads and writes them as well."""
+
+import json
+import pickle
+import re
+import resource
+
+import pytest
+import torch
+from plasmid.convert import DCP, HF, compare, convert
+from plasmid.errors import ModelError
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+
+def assert_same(left, right, reader=None, other=None):
+    found = compare(left, right, left_reader=reader or HF(), right_reader=other or HF())
+    assert found.differences == ()
+    assert found.num_equal > 0
+
+
+@pytest.fixture
+def as_dcp(tiny_model, tmp_path):
+    convert(tiny_model, tmp_path / "dcp", reader=HF(), writer=DCP(max_file_gb=1e-4))
+    return tmp_path / "dcp"
+
+
+def test_there_and_back_is_bit_identical_with_everything_beside_the_weights(tiny_model, as_dcp, tmp_path):
+    assert len(list(as_dcp.glob("*.distcp"))) > 2  # files keep to the limit
+    assert_same(as_dcp, tiny_model, DCP())
+    convert(as_dcp, tmp_path / "again", reader=DCP(), writer=DCP())
+    convert(tmp_path / "again", tmp_path / "back", reader=DCP(), writer=HF())
+    assert_same(tmp_path / "back", tiny_model)
+    for file in tiny_model.iterdir():
+        if file.suffix != ".safetensors":
+            assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_every_type_comes_back(tmp_path):
+    from plasmid.convert.staging import staged
+
+    bits = torch.randint(0, 256, (24,), dtype=torch.uint8, generator=torch.manual_seed(0))
+    tensors = {
+        "flags": torch.tensor([True, False]),
+        "bf16": bits.view(torch.bfloat16).reshape(3, 4),
+        "scalar": torch.tensor(2.5),
+        "strided": torch.arange(6.0).reshape(2, 3).T,
+        "part": torch.arange(1000.0)[3:5],
+    }
+    with staged(tmp_path / "dcp") as stage:
+        DCP().write(stage, tensors.items())
+    read = dict(DCP().read(tmp_path / "dcp"))
+    assert list(read) == list(tensors)
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+    assert (tmp_path / "dcp/__0_0.distcp").stat().st_size < 10_000  # no storage of 1000 numbers
+
+
+def test_torch_reads_what_is_written(tiny_model, as_dcp):
+    wanted = {f"weights.{name}": torch.zeros_like(tensor) for name, tensor in HF().read(tiny_model)}
+    load(wanted, storage_reader=FileSystemReader(as_dcp), no_dist=True)
+    for name, tensor in HF().read(tiny_model):
+        assert torch.equal(wanted[f"weights.{name}"], tensor)
+
+
+def test_what_torch_writes_is_read_under_any_prefix(tiny_model, tmp_path):
+    tensors = dict(HF().read(tiny_model))
+    save({"step": 3, "net": tensors}, storage_writer=FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    reader = DCP(prefix="net.", model=str(tiny_model))
+    convert(tmp_path / "theirs", tmp_path / "back", reader=reader, writer=HF())
+    assert_same(tmp_path / "back", tiny_model)
+    with pytest.raises(ModelError, match=r"no name in it begins with 'weights\.'; it holds .*; set from\.prefix"):
+        list(DCP().read(tmp_path / "theirs"))
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing(tiny_model, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(ModelError) as error:
+            convert(tiny_model, tmp_path / "out", reader=HF(), writer=DCP())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; nothing is left of it"
+    assert list(tmp_path.iterdir()) == []
+
+
+class Evil:
+    def __reduce__(self):
+        return eval, ("print('TRICKED')",)
+
+
+def spoil_file(folder):
+    (folder / "__0_1.distcp").unlink()
+
+
+def spoil_cut(folder):
+    file = folder / "__0_1.distcp"
+    file.write_bytes(file.read_bytes()[:-2000])
+
+
+def spoil_metadata(folder):
+    (folder / ".metadata").write_bytes(b"junk")
+
+
+def spoil_trick(folder):
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+
+
+def spoil_config(folder):
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_file, r"/__0_1\.distcp: is missing; \.metadata says that weights\.\S+ is in it"),
+        (spoil_cut, r"/__0_1\.distcp: weights\.\S+ cannot be read from it; the file is cut off or damaged"),
+        (spoil_metadata, r"/\.metadata: cannot be read: "),
+        (spoil_trick, r"/\.metadata: cannot be read: UnpicklingError: it names builtins\.eval, which has no place in"),
+        (spoil_config, r": nothing says which model it is of \(there is no config\.json in it\); name .* from\.model="),
+    ],
+)
+def test_one_line_says_what_is_wrong(as_dcp, tmp_path, capsys, spoil, message):
+    spoil(as_dcp)
+    with pytest.raises(ModelError) as error:
+        convert(as_dcp, tmp_path / "out", reader=DCP(), writer=HF())
+    assert re.match(re.escape(str(as_dcp)) + message, str(error.value))
+    assert "\n" not in str(error.value)
+    assert "TRICKED" not in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp"]
+
+
+def test_the_checkpoint_of_a_run_becomes_what_the_run_would_export(tiny_model, tmp_path, monkeypatch):
+    """fp32 weights, a recipe that names a bf16 model, an optimizer and a critic beside the policy."""
+    convert(tiny_model, tmp_path / "model", reader=HF(dtype="bfloat16"), writer=HF())
+    checkpoint = tmp_path / "batch-000001"
+    state = {f"weights.{name}": tensor for name, tensor in HF().read(tiny_model)}
+    critic = {"weights.critic.model.norm.weight": torch.ones(3), "weights.critic.score.bias": torch.ones(1)}
+    optimizer = {"optimizer.lm_head.weight.exp_avg": torch.ones(2), "numbers.step": torch.tensor(3)}
+    save(state | critic | optimizer, storage_writer=FileSystemWriter(checkpoint / "trainer"), no_dist=True)
+    (checkpoint / "state.json").write_text(json.dumps({"config": {"model": {"path": "model", "tokenizer": "auto"}}}))
+    monkeypatch.chdir(tmp_path)
+    assert DCP().recognises(checkpoint) and DCP().recognises(checkpoint / "trainer")
+    convert(checkpoint, tmp_path / "out", reader=DCP(), writer=HF())
+    assert_same(tmp_path / "out", tmp_path / "model")
+    assert (tmp_path / "out/config.json").read_bytes() == (tmp_path / "model/config.json").read_bytes()
+    convert(checkpoint, tmp_path / "whole", reader=DCP(dtype="keep"), writer=HF())
+    assert_same(tmp_path / "whole", tiny_model)
+    assert dict(DCP(prefix="weights.critic.", dtype="keep").read(checkpoint)).keys() == {
+        "model.norm.weight",
+        "score.bias",
+    }
+    monkeypatch.chdir("/")
+    with pytest.raises(ModelError, match=r"state\.json: says that the run's model is model, which is not there seen"):
+        convert(checkpoint, tmp_path / "lost", reader=DCP(), writer=HF())
