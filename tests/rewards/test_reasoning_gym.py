@@ -11,8 +11,8 @@ from plasmid.errors import CheckpointError, DataError, RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import ReasoningGym, ReasoningGymSource
 from plasmid_rewards.gym import entries
-from plasmid_rewards.gym.entries import BROKEN
 from plasmid_rewards.gym.generator import Generator
+from plasmid_rewards.gym.verifiers import OURS
 from pydantic import ValidationError
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
@@ -92,13 +92,25 @@ def test_families_and_options_that_do_not_exist_are_refused_when_the_source_is_o
         ReasoningGymSource(**settings).stream(encode, seed=0)
 
 
-@pytest.mark.parametrize("family", BROKEN)
-def test_broken_verifiers_are_refused_with_the_reason(family):
-    with pytest.raises(ValidationError, match=f"{family}' is no reward: its verifier accepts any"):
-        ReasoningGymSource(families=(family,))
-    prompt = make_prompt(metadata={"reasoning_gym": {"family": family, "seed": 1}})
-    with pytest.raises(RewardError, match=f"{family}' is no reward: its verifier accepts any"):
-        ReasoningGym().prepare(prompt)
+COIN = {"metadata": {"rational": {"numerator": 15, "denominator": 64}}, "answer": "0.234375"}
+RARE = {"metadata": {"rational": {"numerator": 1, "denominator": 32768}}, "answer": "3.051757812e-05"}
+VERIFIED = [
+    (
+        "coin_flip",
+        COIN,
+        ["0.234375", "15/64", "0.2344", " .234375 "],
+        ["0", "0.2", "0.2343750x", "23", "1/0", "nan", "1e999"],
+    ),
+    ("coin_flip", RARE, ["3.05e-5", "1/32768", "0.0000305"], ["0", "0.0", "0.0001", "3", "-3.05e-5"]),
+    ("game_of_life_halting", {"answer": "False"}, ["False", "false", "False."], ["True", "0", "no", "", "the answer"]),
+    ("game_of_life_halting", {"answer": "True"}, ["True"], ["False", "1", "x"]),
+]
+
+
+@pytest.mark.parametrize(("family", "entry", "right", "wrong"), VERIFIED)
+def test_families_whose_verifiers_accept_wrong_answers_have_some_of_ours(family, entry, right, wrong):
+    assert [OURS[family](answer, entry) for answer in right] == [1.0] * len(right)
+    assert [OURS[family](answer, entry) for answer in wrong] == [0.0] * len(wrong)
 
 
 def test_settings_without_effect_are_refused():
@@ -134,14 +146,14 @@ UNANSWERED = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "ru
 
 
 @pytest.mark.long
-def test_all_families_that_can_be_rewards_accept_their_answer_and_no_constant():
+def test_all_families_accept_their_answer_and_no_constant():
     generator = Generator()
     families = generator.families()
     generator.close()
-    assert len(families) == 103
+    assert len(families) == 105
     stream = ReasoningGymSource(families="all", instruction="").stream(encode, seed=1)
     seen = {}
-    while len(seen) < 103:  # all drawn alike often: some 500 draws
+    while len(seen) < 105:  # all drawn alike often: some 550 draws
         prompt = stream.draw()
         seen.setdefault(prompt.metadata["reasoning_gym"]["family"], prompt)
     stream.close()

@@ -13,12 +13,8 @@ from typing import Any
 from plasmid.errors import RewardError, one_line
 
 from ..extras import needed
+from .verifiers import OURS
 
-BROKEN: Mapping[str, str] = {
-    "coin_flip": "its verifier accepts any prefix of the answer, so that '0' is right nearly always",
-    "game_of_life_halting": "its verifier accepts any text that is not empty",
-}
-"""Families that cannot be rewards (measured with reasoning-gym 0.1.25)."""
 KEY = "reasoning_gym"
 """Column that says how to make an entry again: family, seed and options."""
 
@@ -33,9 +29,9 @@ class Entry:
 
 
 def families() -> list[str]:
-    """Names of all families that can be used."""
+    """Names of all families."""
     gym = needed("reasoning_gym.factory", extra="reasoning-gym", kind="reasoning-gym")
-    return sorted(set(gym.DATASETS) - {"composite", *BROKEN})
+    return sorted(set(gym.DATASETS) - {"composite"})
 
 
 def make(family: str, seed: int, options: Mapping[str, Any]) -> Entry:
@@ -48,6 +44,8 @@ def make(family: str, seed: int, options: Mapping[str, Any]) -> Entry:
 def score(family: str, seed: int, options: Mapping[str, Any], answer: str) -> float:
     """What the family's verifier says of an answer, from 0 to 1. One that it cannot read gets 0."""
     dataset, entry = _made(family, seed, json.dumps(dict(options), sort_keys=True))
+    if family in OURS:
+        return OURS[family](answer, entry)
     try:
         value = float(dataset.score_answer(answer, entry))
     except (MemoryError, RecursionError):
@@ -60,8 +58,6 @@ def score(family: str, seed: int, options: Mapping[str, Any], answer: str) -> fl
 @lru_cache(maxsize=256)
 def _made(family: str, seed: int, options: str) -> tuple[Any, Any]:
     """Dataset and entry. The options are JSON."""
-    if family in BROKEN:
-        raise RewardError(f"reasoning-gym: {family!r} is no reward: {BROKEN[family]}")
     gym = needed("reasoning_gym", extra="reasoning-gym", kind="reasoning-gym")
     if family not in families():
         close = difflib.get_close_matches(family, families(), n=1)

@@ -22,7 +22,7 @@ class ReasoningGym(PooledReward):
     """1.0 if the family's own verifier accepts the answer, else 0.0, also if there is no answer in the text.
 
     For prompts of the data source ``reasoning-gym``, or rows with a column ``reasoning_gym`` that says
-    ``{"family", "seed", "options"}``. Families whose verifier is broken are refused.
+    ``{"family", "seed", "options"}``. Two families whose verifiers accept wrong answers have verifiers of ours.
     """
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"

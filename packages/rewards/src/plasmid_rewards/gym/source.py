@@ -12,7 +12,7 @@ from plasmid.components import PromptEncoder, PromptStream
 from plasmid.errors import CheckpointError, DataError
 from pydantic import Field, field_validator, model_validator
 
-from .entries import BROKEN, KEY
+from .entries import KEY
 from .generator import Generator
 
 Positive = Annotated[int, Field(ge=1)]
@@ -27,7 +27,7 @@ class ReasoningGymSource(DataSource):
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     families: Literal["all"] | tuple[str, ...] = "all"
-    """Names of the families, drawn alike often; ``all`` is every one whose verifier works."""
+    """Names of the families, drawn alike often."""
     options: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict)
     """Settings of families: ``options.chain_sum.max_terms = 3``."""
     seed: int = Field(0, ge=0)
@@ -47,18 +47,15 @@ class ReasoningGymSource(DataSource):
 
     @field_validator("families")
     @classmethod
-    def _families_can_be_rewards(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
+    def _families_are_some(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
         if not value:
             raise ValueError("name at least one family")
-        for family in () if value == "all" else value:
-            if family in BROKEN:
-                raise ValueError(f"{family!r} is no reward: {BROKEN[family]}")
         return value
 
     @model_validator(mode="after")
     def _options_are_used(self) -> Self:
         for family in self.options:
-            if family in BROKEN or (self.families != "all" and family not in self.families):
+            if self.families != "all" and family not in self.families:
                 raise ValueError(f"options.{family} has no effect, {family!r} is not among families; remove it")
         if self.prompt_as == "text" and (self.system or self.template):
             name = "system" if self.system else "template"
