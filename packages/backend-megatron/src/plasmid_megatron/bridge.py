@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.bridge import Bridge
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ModelError
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from . import families
 from .settings import Megatron
 
 MAPPINGS = ("_DIRECT_MAPPING", "_ATTENTION_MAPPING", "_MLP_MAPPING", "_OTHER_MAPPING")
@@ -74,15 +75,15 @@ def read_architecture(source: Source, settings: Megatron) -> Architecture:
     except (ValueError, KeyError, ImportError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(f"{source.where}.path: {source.path} has no config that transformers reads: {first}") from None
-    family = _MODEL_REGISTRY.get(hf.model_type)
+    family = families.FAMILIES.get(hf.model_type)
     if family is None:
-        known = ", ".join(sorted(_MODEL_REGISTRY))
         raise ModelError(
-            f"{source.where}.path: {source.path} is of model type {hf.model_type!r}, which mbridge does not know; "
-            f"it knows {known}"
+            f"{source.where}.path: {source.path} is of model type {hf.model_type!r}, which trainer 'megatron' does "
+            f"not train; it trains {', '.join(sorted(families.FAMILIES))}"
         )
-    if not hasattr(hf, "rope_theta"):
-        hf.rope_theta = (hf.rope_parameters or {}).get("rope_theta", 10000.0)  # transformers 5 moved it
+    families.prepare(hf)
+    for setting in families.unsupported(hf):
+        raise ModelError(f"{source.where}.path: {source.path} has {setting}, which trainer 'megatron' cannot compute")
     try:
         bridge = _own(family, hf)(hf, dtype=getattr(torch, settings.dtype))
         bridge.set_extra_args(**_overrides(hf, settings))
@@ -102,7 +103,7 @@ def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any) -> Te
     if kind == "default":
         size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         size = int(size * (hf.rope_parameters or {}).get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+        exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         unscaled: Tensor = 1.0 / hf.rope_theta**exponents
         return unscaled.to(device)
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, "cpu")
@@ -134,12 +135,14 @@ def _converted(hint: Any, value: Any) -> Any:
 
 def _own(family: type[Bridge], hf: PreTrainedConfig) -> type[Bridge]:
     """A class with tables of its own: mbridge changes those of the family for a model with tied weights."""
-    tables = {name: {**getattr(family, name), **NORMS.get(name, {})} for name in MAPPINGS}
+    tables: dict[str, Any] = {name: {**getattr(family, name), **NORMS.get(name, {})} for name in MAPPINGS}
     if getattr(hf, "tie_word_embeddings", False):
         tables["_DIRECT_MAPPING"]["output_layer.weight"] = tables["_DIRECT_MAPPING"]["embedding.word_embeddings.weight"]
     # norms first: names are found by parts of them
     tables["_MLP_MAPPING"] = {**NORMS["_MLP_MAPPING"], **tables["_MLP_MAPPING"]}
-    return type(family.__name__, (family,), tables)
+    # families that predict further tokens look names up otherwise, which we do not train
+    names = {"_weight_name_mapping_mcore_to_hf": Bridge._weight_name_mapping_mcore_to_hf}
+    return type(family.__name__, (family,), tables | names)
 
 
 def _overrides(hf: PreTrainedConfig, settings: Megatron) -> dict[str, Any]:
@@ -155,7 +158,8 @@ def _overrides(hf: PreTrainedConfig, settings: Megatron) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
+        **families.fields(hf),
     }
-    if getattr(hf, "norm_topk_prob", True) is False and not hasattr(hf, "scoring_func"):
+    if getattr(hf, "norm_topk_prob", True) is False:
         fields["moe_router_pre_softmax"] = True
     return fields | to_upstream(TransformerConfig, settings.transformer)

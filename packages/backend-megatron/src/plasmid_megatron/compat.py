@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.moe import moe_utils
 
 
@@ -17,6 +19,16 @@ def define_router_gemm() -> None:
     if not moe_utils.HAVE_TE:
         assert vars(moe_utils).get("te_general_gemm") is None, "upstream has another use of the name now"
         moe_utils.te_general_gemm = None
+
+
+def tell_latent_attention_what_is_installed() -> None:
+    """Let Megatron's latent attention (MLA) know that TransformerEngine is missing where it is.
+
+    Megatron-Core 0.16.1 takes the import of its own wrapper for proof of it, which succeeds with mock objects for
+    classes, and then raises TypeError (isinstance with an object) when a layer is made.
+    """
+    assert isinstance(mla.HAVE_TE, bool), "upstream has another use of the name now"
+    mla.HAVE_TE = transformer_engine.HAVE_TE
 
 
 def let_sgd_be_loaded(optimizer: Any) -> None:

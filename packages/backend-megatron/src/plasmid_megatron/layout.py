@@ -12,13 +12,14 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from plasmid.training.metrics import StepMetrics
 from torch import Tensor
 
-from .compat import define_router_gemm
+from .compat import define_router_gemm, tell_latent_attention_what_is_installed
 from .settings import Megatron
 
 
 def make_groups(settings: Megatron, *, seed: int) -> None:
     """Tell Megatron-Core how the ranks of the process group, which exists, are laid out."""
     define_router_gemm()
+    tell_latent_attention_what_is_installed()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_parallel,
         pipeline_model_parallel_size=settings.pipeline_parallel,

@@ -18,6 +18,7 @@ from plasmid.training.vocab_shard import VocabShard
 from torch import Tensor, nn
 
 from .bridge import Architecture, inverse_frequencies
+from .families import has_output_norms
 from .packing import Packed
 from .spec import block_spec
 
@@ -32,14 +33,15 @@ class Backbone(GPTModel):  # type: ignore[misc]
         arguments.pop("seq_len_interpolation_factor", None)  # rotary positions are scaled below
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, chunk=chunk),
+            transformer_layer_spec=block_spec(config, chunk=chunk, output_norms=has_output_norms(architecture.hf)),
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **stage),
             share_embeddings_and_output_weights=self.shares_embedding and architecture.tied,
             **(arguments | stage | {"vocab_size": architecture.bridge.padded_vocab_size}),
         )
         if self.position_embedding_type == "rope" and not config.multi_latent_attention:
-            self.rotary_pos_emb.inv_freq = inverse_frequencies(source, architecture.hf, torch.cuda.current_device())
+            rotary = self.rotary_pos_emb
+            rotary.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device)
 
     shares_embedding = True
 

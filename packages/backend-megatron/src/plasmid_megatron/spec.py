@@ -10,14 +10,18 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
 from .attention import PackedAttention
+from .modules import LatentAttention, NormedRowParallelLinear
 from .norm import RMSNorm
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 HEAD_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 
-def block_spec(config: TransformerConfig, *, chunk: int | None) -> Any:
-    """Layers of this pipeline rank, of its group ``chunk`` where it has several."""
+def block_spec(config: TransformerConfig, *, chunk: int | None, output_norms: bool = False) -> Any:
+    """Layers of this pipeline rank, of its group ``chunk`` where it has several.
+
+    With ``output_norms`` those of dense layers normalise what attention and MLP give.
+    """
     spec = copy.deepcopy(
         get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization, vp_stage=chunk
@@ -26,6 +30,10 @@ def block_spec(config: TransformerConfig, *, chunk: int | None) -> Any:
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
+        if config.multi_latent_attention:
+            layer.submodules.self_attention.module = LatentAttention
+        if output_norms:
+            attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = NormedRowParallelLinear
         _replace_norms(layer.submodules, NORMS)
         _replace_norms(attention, HEAD_NORMS)
     spec.layer_norm = RMSNorm

@@ -60,12 +60,13 @@ def activate():
 
 
 def _on_cpu(factory):
-    """The factory, for which ``device="cuda"`` is the CPU."""
+    """The factory, for which ``device="cuda"`` is the CPU, whose memory need not be pinned."""
 
     @functools.wraps(factory)
     def made(*args, **kwargs):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return made

@@ -1,0 +1,126 @@
+"""A tiny random model of every family, and what its network computes, rank by rank."""
+
+from plasmid.testing.tiny import make_tiny_model
+
+EXPERTS = {
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}
+FAMILIES = {
+    "Qwen2": {"family": "qwen2"},
+    "Qwen2, tied": {"family": "qwen2", "tied": True},
+    "Qwen3": {"family": "qwen3"},
+    "Qwen3-MoE": {
+        "family": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "Llama 3": {
+        "family": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "GLM-4": {"family": "glm4", "attention_bias": True},
+    "GLM-4.5": {"family": "glm4_moe", "attention_bias": True, "use_qk_norm": True, **EXPERTS},
+    "DeepSeek-V3": {
+        "family": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "v_head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 4,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 8,
+        },
+        **EXPERTS,
+    },
+}
+
+
+def make_family(path, name, *, num_layers=2, **overrides):
+    """The model folder; biases, norms and the experts' corrections are random, too, as none is in a new model."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_tiny_model(path, num_layers=num_layers, **(FAMILIES[name] | overrides))
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    torch.manual_seed(1)
+    for tensor in tensors.values():
+        if tensor.ndim == 1:
+            tensor.add_(torch.randn_like(tensor), alpha=0.1)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+async def network_logits(ranks, model, rows, *, num_ranks=1, trainer=None, folder):
+    """[T, V] of the tokens that predict each token, by Megatron; the folder gets the weights that it exports."""
+    import asyncio
+
+    started, _ = await ranks.start(model=model, num_ranks=num_ranks, trainer=trainer)
+    await started.export(folder)
+    found = await asyncio.gather(*(ranks._processes.run(rank, _rank_logits, rows) for rank in range(num_ranks)))
+    return found[0]
+
+
+def plain_logits(model, rows):
+    """The same by transformers, one sample at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    parts = []
+    for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
+        with torch.no_grad():
+            logits = lm(input_ids=torch.from_numpy(rows.token_ids[start:end]).long()[None]).logits[0]
+        parts += [logits.new_zeros(1, logits.shape[1]), logits[:-1]]
+    return torch.cat(parts).numpy()
+
+
+def _rank_logits(rows):
+    """Runs in the process of a rank, which holds a part of the network."""
+    import torch
+    from fsdp_processes import _held
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from plasmid.training.collate import collate
+    from plasmid_megatron.packing import pack
+
+    policy = _held["object"]._models.learner.network
+    (model,) = policy.bare
+    divisor = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    batch = collate(rows, range(rows.num_samples), table_index=range(rows.num_samples), only_masked=False)
+    packed = pack(batch, device=torch.device("cpu"), divisor=divisor)
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    with torch.no_grad():
+        logits = gather_from_tensor_model_parallel_region(model.predicting(packed) @ weight.T)
+    found = torch.zeros(len(rows.token_ids), policy.architecture.vocab_size)
+    found[packed.batch.token_index] = logits[:, : policy.architecture.vocab_size]
+    return found.numpy()

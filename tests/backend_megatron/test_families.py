@@ -1,0 +1,79 @@
+"""Every family of models comes out as it went in, and computes and learns what transformers computes."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from fsdp_cases import whole_rows
+from megatron_cases import ADAM, assert_alike, largest_difference, make_batch, outcome, plain_outcome
+from megatron_families import FAMILIES, make_family, network_logits, plain_logits
+from safetensors.torch import load_file
+
+TP2 = {"tensor_parallel": 2}
+SPLIT = [name if name in ("GLM-4", "DeepSeek-V3") else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+LAYOUTS = {
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "cp2": (2, {"context_parallel": 2}),
+    "ep2": (2, {"expert_parallel": 2}),
+    "ep2 tp2": (2, TP2 | {"expert_parallel": 2, "expert_tensor_parallel": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model folder of each family, made when it is first asked for."""
+    known = {}
+
+    def give(name):
+        if name not in known:
+            known[name] = make_family(tmp_path_factory.mktemp("families") / "model", name)
+        return known[name]
+
+    return give
+
+
+def assert_same_network(ranks, model, folder, **options):
+    rows = whole_rows(make_batch())
+    found = asyncio.run(network_logits(ranks, model, rows, folder=folder / "out", **options))
+    ours, theirs = (load_file(path / "model.safetensors") for path in (folder / "out", model))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == theirs[name].dtype and ours[name].equal(theirs[name]) for name in ours)
+    expected = plain_logits(model, rows)
+    assert np.abs(expected).max() > 0.5
+    assert np.abs(found - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_comes_out_as_it_went_in_and_its_logits_are_those_of_transformers(family, ranks, models, tmp_path):
+    assert_same_network(ranks, models(family), tmp_path)
+
+
+@pytest.mark.parametrize("family", SPLIT)
+def test_so_do_two_ranks_with_a_part_of_every_matrix_each(family, ranks, models, tmp_path):
+    assert_same_network(ranks, models(family), tmp_path, num_ranks=2, trainer=TP2)
+
+
+def assert_learns(ranks, model, folder, num_ranks, trainer):
+    expected = plain_outcome(model, folder / "plain")
+    found = asyncio.run(outcome(ranks, folder / "out", model=model, num_ranks=num_ranks, trainer=ADAM | trainer))
+    assert_alike(found, expected, 1e-5)
+    before = load_file(model / "model.safetensors")
+    assert largest_difference(found.weights, before) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["GLM-4", "DeepSeek-V3"])
+def test_a_split_family_learns_what_it_learns_with_transformers(family, ranks, models, tmp_path):
+    assert_learns(ranks, models(family), tmp_path, 2, TP2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_learns_what_it_learns_with_transformers(family, ranks, models, tmp_path):
+    assert_learns(ranks, models(family), tmp_path, 1, {})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["GLM-4.5", "DeepSeek-V3"])
+def test_families_of_experts_learn_the_same_in_every_layout(family, layout, ranks, models, tmp_path):
+    assert_learns(ranks, models(family), tmp_path, *LAYOUTS[layout])
