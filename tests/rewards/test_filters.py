@@ -8,7 +8,6 @@ from plasmid import PromptGroup, StopReason, VersionSpan
 from plasmid.errors import ConfigError, RewardError
 from plasmid.recipe import resolve, validate
 from plasmid.rollout.filtering import Filtering
-from plasmid.testing.light_contracts import check_filter
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import (
     FunctionFilter,
@@ -175,23 +174,6 @@ def test_a_function_that_returns_something_else_ends_the_run_with_its_name(funct
     filtering = Filtering([FunctionFilter(function=f"{functions}:says_nothing")])
     with pytest.raises(RewardError, match=r"filters.0 \(says_nothing\): raised on prompt .* got None"):
         filtering.dropped_by(group_of(said("yes")))
-
-
-@pytest.mark.parametrize(
-    "filter_",
-    [
-        NonzeroSpread(),
-        RewardRange(low=0, high=1),
-        MaxTruncated(),
-        LengthRange(max_tokens=9),
-        MaxDuplicates(),
-        MaxDuplicates(similarity=0.5),
-        Staleness(max_versions=0),
-    ],
-    ids=repr,
-)
-def test_filters_keep_their_contract(filter_):
-    check_filter(filter_)
 
 
 def test_a_staleness_filter_that_drops_nothing_is_refused():

@@ -1,11 +1,7 @@
 """Rewards that ask a server: a real one on this machine, which fails as it is told to."""
 
 import asyncio
-import json
-import threading
 import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from plasmid import RunContext
@@ -13,34 +9,9 @@ from plasmid.errors import RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Judge, Remote
 
+from tests.rewards.json_server import server
+
 FAST = {"backoff_s": 0.01, "max_backoff_s": 0.02}
-
-
-@contextmanager
-def server(answer):
-    """Serves ``answer(body, number)`` -> (status, body); yields its address and the requests that it got."""
-    got = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            got.append({"path": self.path, "body": body, "key": self.headers.get("Authorization")})
-            status, reply = answer(body, len(got))
-            data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{httpd.server_address[1]}", got
-        finally:
-            httpd.shutdown()
 
 
 def ask(reward, *texts, target=12):

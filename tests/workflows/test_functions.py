@@ -3,13 +3,11 @@
 import asyncio
 
 import pytest
-from plasmid import RunContext
 from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import _pick
 from plasmid.rollout.execution import execute
 from plasmid.testing.light_contracts import check_workflow
 from plasmid.workflows import EnvironmentWorkflow, FunctionWorkflow, Tools
-from plasmid.workflows.environments import Calculator, Guess
 from plasmid.workflows.kit import CalculatorTool
 
 from tests.workflows.scripted import chat, coloured, rollout
@@ -85,23 +83,25 @@ def test_mistakes_in_a_recipe_are_found_before_anything_runs(file, data, mistake
     assert any(mistake in line for line in checked.mistakes), checked.mistakes
 
 
-def test_tools_keep_the_promises_of_workflows(chatml, tmp_path):
-    async def work():
-        workflow = Tools(tools=(CalculatorTool(),), workers=1)
-        await workflow.open(RunContext(seed=0, run_dir=tmp_path))
-        try:
-            await check_workflow(workflow, prompt=chat(chatml, "6+6?"), codec=chatml)
-        finally:
-            await workflow.close()
-
-    asyncio.run(work())
+def test_tools_keep_the_promises_of_workflows(chatml):
+    workflow = Tools(tools=(CalculatorTool(),), workers=1)
+    asyncio.run(check_workflow(workflow, prompt=chat(chatml, "6+6?"), codec=chatml))
 
 
-@pytest.mark.parametrize("name", ["calculator", "guess", "function"])
-def test_our_workflows_keep_the_promises_of_workflows(name, file):
-    ways = {
-        "calculator": EnvironmentWorkflow(environment=Calculator()),
-        "guess": EnvironmentWorkflow(environment=Guess(), max_turns=3),
-        "function": FunctionWorkflow(function=f"{file}:plain"),
-    }
-    asyncio.run(check_workflow(ways[name]))
+ENVIRONMENTS = installed(load_plugins())["environments"]
+
+
+@pytest.mark.parametrize("kind", sorted(ENVIRONMENTS))
+def test_our_environments_keep_the_promises_of_workflows(kind, tmp_path):
+    (tmp_path / "notes.txt").write_text("The Elbe flows through Dresden.")
+    settings = {"corpus": str(tmp_path / "notes.txt")} if kind == "search" else {}
+    asyncio.run(check_workflow(EnvironmentWorkflow(environment=ENVIRONMENTS[kind](**settings), max_turns=3)))
+
+
+def test_functions_keep_the_promises_of_workflows(file):
+    asyncio.run(check_workflow(FunctionWorkflow(function=f"{file}:plain")))
+
+
+def test_every_installed_workflow_is_checked_somewhere():
+    # the last in tests/agents/test_workflow.py, the plain one in tests/core/rollout/test_contracts.py, the others above
+    assert set(installed(load_plugins())["workflow"]) == {"tools", "environment", "function", "single-turn", "agent"}

@@ -6,24 +6,11 @@ from typing import Literal
 import numpy as np
 import pytest
 from plasmid import Filter, Reward, Workflow
-from plasmid.plugins import installed, load_plugins
 from plasmid.rollout.single_turn import SingleTurn
 from plasmid.testing.contracts import check_engine, check_trainer
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.light_contracts import check_filter, check_reward, check_workflow
 from plasmid.testing.rewards import make_prompt
-
-SLOTS = installed(load_plugins())
-
-
-@pytest.mark.parametrize("kind", ["max-truncated", "nonzero-spread"])
-def test_installed_filters_keep_their_promises(kind):
-    check_filter(SLOTS["filters"][kind]())
-
-
-@pytest.mark.parametrize("kind", ["deepscaler", "exact-match", "f1", "gpqa", "math", "number", "random"])
-def test_installed_rewards_keep_their_promises(kind):
-    check_reward(SLOTS["rewards"][kind](), make_prompt(target="B" if kind == "gpqa" else "12"))
 
 
 def test_the_plain_workflow_keeps_its_promises():
@@ -37,11 +24,32 @@ class Counting(Reward):
 
     async def __call__(self, prompt, sample):
         self._calls += 1
-        return float(self._calls) if self.how == "count" else float("nan")
+        return float("nan") if self.how == "nan" else float(self._calls)
+
+    def in_order(self):
+        return self.how in ("ordered", "forgets", "binary")
+
+    def state(self):
+        return {"calls": {"binary": b"1"}.get(self.how, self._calls)} if self._calls else {}
+
+    def restore(self, state):
+        self._calls = 0 if self.how == "forgets" else state["calls"]
 
 
-@pytest.mark.parametrize(("how", "message"), [("count", "depends on calls before"), ("nan", "is nan")])
-def test_a_reward_without_one_finite_score_is_found(how, message):
+def test_a_reward_that_counts_its_calls_says_so():
+    check_reward(Counting(how="ordered"), make_prompt())
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("count", "depends on calls before"),
+        ("nan", "is nan"),
+        ("forgets", "what was restored is saved again"),
+        ("binary", "a state has JSON types only"),
+    ],
+)
+def test_a_reward_that_breaks_a_promise_is_found(how, message):
     with pytest.raises(AssertionError, match=message):
         check_reward(Counting(how=how), make_prompt())
 

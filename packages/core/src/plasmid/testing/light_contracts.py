@@ -10,9 +10,10 @@ A promise that is not kept is an `AssertionError` that says which.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,34 @@ TEXTS = (
 """What a policy may write: a reward must have a number for all of it."""
 
 
-def check_reward(reward: Reward, prompt: Prompt, *, texts: tuple[str, ...] = TEXTS) -> None:
-    """Check that every text has one finite score. The prompt has what the reward needs: a target, metadata, ..."""
+def check_reward(
+    reward: Reward,
+    prompt: Prompt,
+    *,
+    texts: tuple[str, ...] = TEXTS,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Check that every text has one finite score, from `open` to `close`.
+
+    The prompt has what the reward needs: a target, metadata, ... ``metadata`` is what a workflow leaves in samples.
+    """
     _check_settings(reward)
-    for text in texts:
-        first, second = (_score(reward, prompt, text) for _ in range(2))
-        assert math.isfinite(first.value), f"the score of {text[:40]!r} is {first.value}"
-        assert first.value == second.value, f"the score of {text[:40]!r} depends on calls before"
+    samples = [make_sample(text, metadata=dict(metadata or {})) for text in texts]
+    asyncio.run(_within(reward, lambda: _check_scores(reward, prompt, samples)))
+
+
+async def _check_scores(reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> None:
+    for sample in samples:
+        said = repr(sample.text[:40])
+        first, second = [await _score(reward, prompt, sample) for _ in range(2)]
+        assert math.isfinite(first.value), f"the score of {said} is {first.value}"
+        assert reward.in_order() or first.value == second.value, f"the score of {said} depends on calls before"
         wrong = {name: value for name, value in first.components.items() if not math.isfinite(value)}
-        assert not wrong, f"components of {text[:40]!r} are no numbers: {wrong}"
+        assert not wrong, f"components of {said} are no numbers: {wrong}"
 
 
-def _score(reward: Reward, prompt: Prompt, text: str) -> Score:
-    given = asyncio.run(reward.score_group(prompt, [make_sample(text)]))
+async def _score(reward: Reward, prompt: Prompt, sample: Sample) -> Score:
+    given = await reward.score_group(prompt, [sample])
     assert len(given) == 1, "score_group gives one score for each sample"
     return given[0] if isinstance(given[0], Score) else Score(value=float(given[0]))
 
@@ -61,6 +77,10 @@ def _score(reward: Reward, prompt: Prompt, text: str) -> Score:
 def check_filter(filter_: Filter) -> None:
     """Check that groups of equal, different, single and partly failed samples are each kept or dropped."""
     _check_settings(filter_)
+    asyncio.run(_within(filter_, lambda: _check_choices(filter_)))
+
+
+async def _check_choices(filter_: Filter) -> None:
     for rewards in ((1.0, 1.0), (0.0, 1.0), (0.5,), (None, 1.0), (0.0, None, 0.0)):
         kept = filter_(make_group(*rewards))
         assert isinstance(kept, bool | np.bool_), f"a filter returns True or False, got {kept!r} for {rewards}"
@@ -79,12 +99,11 @@ async def check_workflow(workflow: Workflow, *, prompt: Prompt | None = None, co
         seed=1,
         deadline_s=10.0,
     )
-    with tempfile.TemporaryDirectory(prefix="plasmid-check-") as folder:
-        await workflow.open(RunContext(seed=0, run_dir=Path(folder), engine=rollout.client))
-        try:
-            samples = await workflow.run(rollout, prompt)
-        finally:
-            await workflow.close()
+    await _within(workflow, lambda: _check_rollout(workflow, rollout, prompt), engine=rollout.client)
+
+
+async def _check_rollout(workflow: Workflow, rollout: Execution, prompt: Prompt) -> None:
+    samples = await workflow.run(rollout, prompt)
     assert samples, "a rollout makes at least one sample"
     assert len({sample.id for sample in samples}) == len(samples), "samples of one rollout have ids of their own"
     for sample in samples:
@@ -107,6 +126,35 @@ def _check_settings(component: Component) -> None:
     """Other processes get a component as plain data."""
     copy = revive(component)
     assert copy.model_dump() == component.model_dump(), "settings survive JSON"
+
+
+async def _within(component: Component, check: Callable[[], Awaitable[None]], *, engine: Any = None) -> None:
+    """Open the component, check it, save what it remembers, close it; a new one takes that up again."""
+    with tempfile.TemporaryDirectory(prefix="plasmid-check-") as folder:
+        context = RunContext(seed=0, run_dir=Path(folder), engine=engine)
+        await component.open(context)
+        try:
+            await check()
+            saved = dict(component.state())
+        finally:
+            await component.close()
+        assert _is_json(saved), "a state has JSON types only"
+        if not saved:
+            return
+        again = revive(component)
+        await again.open(context)
+        try:
+            again.restore(again.merge([saved]))
+            assert dict(again.state()).keys() == saved.keys(), "what was restored is saved again"
+        finally:
+            await again.close()
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except TypeError:
+        return False
 
 
 class Digits:
