@@ -14,7 +14,8 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         """Options of Megatron's fused norms have no meaning here and are not read."""
         super().__init__()
-        device = torch.cuda.current_device()
+        # on the CPU, weights are made where torch makes tensors: a model that is only outlined needs no memory
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         # Megatron sums the gradients of marked weights over the tensor-parallel ranks: each has seen other tokens
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

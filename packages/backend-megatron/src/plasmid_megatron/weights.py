@@ -33,6 +33,8 @@ class Weight:
 
     name: str
     """mbridge's name of it, with the layer's number in the whole model and the expert's number on this rank."""
+    own_name: str
+    """The module's name of it, which counts from this rank's first layer."""
     tensor: Tensor
     expert: int | None
     """The expert's number on this rank."""
@@ -49,14 +51,16 @@ def weights(chunks: Sequence[nn.Module]) -> list[Weight]:
         named: dict[str, Tensor] = dict(chunk.named_parameters())
         named |= {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")}
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
-        for name, tensor in named.items():
+        for own_name, tensor in named.items():
+            name = own_name
             place = LAYER.search(name)
             if place:
                 name = name.replace(place[0], f"decoder.layers.{numbers[int(place[1])]}.", 1)
             expert = EXPERT.search(name)
             if expert:
                 name = name.replace(expert[0], f".experts.{expert[2]}.weight")
-            found.append(Weight(name=name, tensor=tensor, expert=int(expert[1]) if expert else None))
+            number = int(expert[1]) if expert else None
+            found.append(Weight(name=name, own_name=own_name, tensor=tensor, expert=number))
     return found
 
 

@@ -43,19 +43,16 @@ class DCP(Converter):
         return len(self._names(path, DistributedFiles(_weights(path)).tensors))
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        import torch
-
+        from .casting import cast
         from .distributed_files import DistributedFiles
 
         weights = _weights(path)
         files = DistributedFiles(weights)
-        asked: str | None = self.dtype
-        if asked == "auto":
-            asked = self._described(path).dtype(asked) if is_of_run(weights) else "keep"
-        dtype = None if asked in (None, "keep") else getattr(torch, str(asked))
+        dtype: str | None = None if self.dtype in ("auto", "keep") else self.dtype
+        if self.dtype == "auto" and is_of_run(weights):
+            dtype = self._described(path).dtype("auto")
         for name in self._names(path, files.tensors):
-            tensor = files.read(self.prefix + name)
-            yield name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+            yield name, cast(files.read(self.prefix + name), dtype)
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from .distributed_files import DistributedWriter

@@ -1,0 +1,90 @@
+"""Megatron's distributed format, read and written weight by weight: torch's, with names and metadata of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from plasmid.errors import ModelError
+from pydantic import Field
+
+from .layout import MegatronLayout, Weights, newest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..placement import TorchDist
+    from .outline import Entry, Outline
+
+METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
+VERSIONS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+SHOWN = 3
+
+
+class TorchDistFolder(MegatronLayout):
+    """Megatron's distributed format, as trainer 'megatron' writes it: a run's batch-000010, or a folder of weights."""
+
+    kind: Literal["torch_dist"] = "torch_dist"
+    vocab_multiple: int = Field(1, ge=1)
+    """Rows of the vocabulary are filled up with zeros to a multiple of this when they are written."""
+    max_file_gb: float = Field(5.0, gt=0)
+    """Largest file to write, in units of 10^9 bytes; one tensor is never split."""
+
+    def folder_of(self, path: Path) -> Path | None:
+        folders = (path, path / "trainer", newest(path))
+        return next((f for f in folders if (f / METADATA).is_file() and (f / CONFIG).is_file()), None)
+
+    def open_weights(self, folder: Path, outline: Outline) -> Weights:
+        from ..placement import TorchDist
+
+        files = TorchDist(folder, f"{folder}: the weights do not fit the model in {outline.source}: it")
+        known = {place.key for entry in outline.entries for place in entry.places}
+        surplus = sorted(files.names - known)
+        if surplus:
+            more = f" and {len(surplus) - SHOWN} more" if len(surplus) > SHOWN else ""
+            raise ModelError(
+                f"{folder}: the weights do not fit the model in {outline.source}: it has unknown "
+                f"{', '.join(surplus[:SHOWN])}{more}"
+            )
+        return _Weights(files, outline)
+
+    def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        import torch
+        from plasmid.convert.distributed_files import DistributedWriter
+
+        from .outline import read_outline
+
+        if not (path / "config.json").is_file():
+            raise ModelError("the source has no config.json, from which layout torch_dist derives Megatron's names")
+        outline = read_outline(path, multiple=self.vocab_multiple)
+        writer = DistributedWriter(path, max_file_bytes=round(self.max_file_gb * 1e9))
+        try:
+            for entry, whole in outline.from_hf(tensors):
+                parts = whole.chunk(len(entry.places)) if len(entry.places) > 1 else (whole,)
+                for place, part in zip(entry.places, parts, strict=True):
+                    writer.add(place.key, part.reshape(place.shape), start=place.start, size=place.size)
+            for one in outline.others:
+                data = io.BytesIO()
+                torch.save([one.data], data)
+                writer.add_object(one.unique_key, data)
+            writer.finish()
+        finally:
+            writer.close()
+        torch.save({"checkpoint_version": 3.0}, path / COMMON)
+        (path / CONFIG).write_text(json.dumps(VERSIONS), encoding="utf-8")
+
+
+class _Weights:
+    def __init__(self, files: TorchDist, outline: Outline) -> None:
+        self._files, self._rows = files, outline.architecture.vocab_size
+
+    def read(self, entry: Entry) -> Tensor:
+        return self._files.read(entry.places, rows=self._rows if entry.over_vocabulary else None)
