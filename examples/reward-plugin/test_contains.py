@@ -1,6 +1,7 @@
 """The plugin's own tests; they need nothing but plasmid-core."""
 
-from plasmid.testing.rewards import score_text
+from plasmid.testing.light_contracts import check_reward
+from plasmid.testing.rewards import make_prompt, score_text
 from plasmid_reward_contains import Contains
 
 
@@ -15,3 +16,7 @@ def test_a_sample_without_the_text_gets_nothing():
 def test_case_counts_unless_told_otherwise():
     assert score_text(Contains(needle="Yes"), "yes").value == 0.0
     assert score_text(Contains(needle="Yes", ignore_case=True), "yes").value == 1.0
+
+
+def test_it_keeps_what_rewards_promise():
+    check_reward(Contains(needle="12"), make_prompt())
