@@ -1,5 +1,7 @@
 """A tiny random model of every family, and what its network computes, rank by rank."""
 
+import json
+
 from plasmid.testing.tiny import make_tiny_model
 
 EXPERTS = {
@@ -78,6 +80,21 @@ def make_family(path, name, *, num_layers=2, **overrides):
             tensor.add_(torch.randn_like(tensor), alpha=0.1)
     save_file(tensors, file, metadata={"format": "pt"})
     return path
+
+
+def in_bfloat16_with_a_draft_layer(model):
+    """The folder as real ones are: weights in bfloat16, corrections in float32, and a layer for a further token."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors = {k: t if k.endswith("e_score_correction_bias") else t.bfloat16() for k, t in tensors.items()}
+    tensors["model.layers.2.eh_proj.weight"] = torch.randn(64, 128).bfloat16()
+    tensors["model.layers.2.enorm.weight"] = torch.randn(64).bfloat16()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "num_nextn_predict_layers": 1}))
+    return model
 
 
 async def network_logits(ranks, model, rows, *, num_ranks=1, trainer=None, folder):

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 from fsdp_cases import whole_rows
-from megatron_cases import ADAM, assert_alike, largest_difference, make_batch, outcome, plain_outcome
-from megatron_families import FAMILIES, make_family, network_logits, plain_logits
+from megatron_cases import ADAM, assert_alike, largest_difference, make_batch, outcome, plain_outcome, weights_of
+from megatron_families import FAMILIES, in_bfloat16_with_a_draft_layer, make_family, network_logits, plain_logits
 from safetensors.torch import load_file
 
 TP2 = {"tensor_parallel": 2}
@@ -32,12 +32,16 @@ def models(tmp_path_factory):
     return give
 
 
+def assert_identical(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == theirs[name].dtype and ours[name].equal(theirs[name]) for name in ours)
+
+
 def assert_same_network(ranks, model, folder, **options):
     rows = whole_rows(make_batch())
     found = asyncio.run(network_logits(ranks, model, rows, folder=folder / "out", **options))
     ours, theirs = (load_file(path / "model.safetensors") for path in (folder / "out", model))
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].dtype == theirs[name].dtype and ours[name].equal(theirs[name]) for name in ours)
+    assert_identical(ours, theirs)
     expected = plain_logits(model, rows)
     assert np.abs(expected).max() > 0.5
     assert np.abs(found - expected).max() < 1e-5
@@ -51,6 +55,20 @@ def test_a_family_comes_out_as_it_went_in_and_its_logits_are_those_of_transforme
 @pytest.mark.parametrize("family", SPLIT)
 def test_so_do_two_ranks_with_a_part_of_every_matrix_each(family, ranks, models, tmp_path):
     assert_same_network(ranks, models(family), tmp_path, num_ranks=2, trainer=TP2)
+
+
+@pytest.mark.parametrize("layout", [(1, {}), (2, {"pipeline_parallel": 2})], ids=["one", "pp2"])
+def test_corrections_stay_in_float32_and_draft_layers_go_along(layout, ranks, tmp_path):
+    model = in_bfloat16_with_a_draft_layer(make_family(tmp_path / "model", "DeepSeek-V3"))
+    num_ranks, trainer = layout
+
+    async def export():
+        started, _ = await ranks.start(model=model, num_ranks=num_ranks, trainer=trainer | {"dtype": "bfloat16"})
+        return await weights_of(started, tmp_path / "out")
+
+    ours, theirs = asyncio.run(export()), load_file(model / "model.safetensors")
+    assert len({tensor.dtype for tensor in theirs.values()}) == 2
+    assert_identical(ours, theirs)
 
 
 def assert_learns(ranks, model, folder, num_ranks, trainer):

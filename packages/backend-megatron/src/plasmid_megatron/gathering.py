@@ -20,22 +20,31 @@ class Outline:
     """What comes out of one weight of one pipeline rank."""
 
     stage: int
+    is_cast: bool
+    """False for what keeps its dtype, whatever that of the other weights is."""
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
     """Name, shape, and the dtype that it is kept in."""
+
+    def dtype(self, kept: str, wanted: torch.dtype) -> torch.dtype:
+        """Of a tensor that comes out, which is kept as ``kept``, where others come out as ``wanted``."""
+        return wanted if self.is_cast else getattr(torch, kept)  # type: ignore[no-any-return]
 
 
 class Gatherer:
     """Gathers one model again and again. All ranks call every method together."""
 
     def __init__(self, chunks: Sequence[nn.Module], architecture: Architecture) -> None:
-        self._architecture = architecture
+        self.architecture = architecture
         last = mpu.is_pipeline_last_stage(ignore_virtual=True)
         first = mpu.is_pipeline_first_stage(ignore_virtual=True)
         # a tied head on another pipeline rank is the embedding once more
         twice = architecture.tied and last and not first
         self._weights = [w for w in weights(chunks) if not (twice and w.name == "output_layer.weight")]
         self._stage = mpu.get_pipeline_model_parallel_rank()
-        own = [Outline(stage=self._stage, tensors=tuple(self._outline(weight))) for weight in self._weights]
+        own = [
+            Outline(stage=self._stage, is_cast=_is_cast(weight), tensors=tuple(self._outline(weight)))
+            for weight in self._weights
+        ]
         stages: list[list[Outline]] = [[]] * mpu.get_pipeline_model_parallel_world_size()
         dist.all_gather_object(stages, own, group=mpu.get_pipeline_model_parallel_group())
         self._outlines = [outline for stage in stages for outline in stage]
@@ -45,23 +54,23 @@ class Gatherer:
         return [name for outline in self._outlines for name, _, _ in outline.tensors]
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes of every tensor in the order of `tensors`, floats in ``dtype``."""
+        """Bytes of every tensor in the order of `tensors`, weights in ``dtype``."""
         return {
-            name: math.prod(shape) * (dtype.itemsize if _floats(kept) else getattr(torch, kept).itemsize)
+            name: math.prod(shape) * outline.dtype(kept, dtype).itemsize
             for outline in self._outlines
             for name, shape, kept in outline.tensors
         }
 
     @torch.no_grad()
     def tensors(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole on every rank; floats are cast first, so that less is sent."""
+        """Every tensor whole on every rank; weights are cast first, so that less is sent."""
         own = iter(self._weights)
         for outline in self._outlines:
             if outline.stage == self._stage:
                 gathered = list(self._whole(next(own), dtype))
             else:
                 gathered = [
-                    (name, torch.empty(shape, dtype=dtype if _floats(kept) else getattr(torch, kept)))
+                    (name, torch.empty(shape, dtype=outline.dtype(kept, dtype)))
                     for name, shape, kept in outline.tensors
                 ]
             yield from self._from_stage(outline.stage, gathered, device)
@@ -78,13 +87,13 @@ class Gatherer:
 
     def _whole(self, weight: Weight, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         tensor = weight.tensor.detach()
-        tensor = (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+        tensor = (tensor.to(dtype) if _is_cast(weight) else tensor).contiguous()
         parts = _gather(tensor, tensor_group(weight)) if is_split(weight) else [tensor]
         whole = join(weight.name, parts, weight)
         experts = [whole] if weight.expert is None else _gather(whole, mpu.get_expert_model_parallel_group())
-        per_rank = experts_per_rank(self._architecture)
+        per_rank = experts_per_rank(self.architecture)
         for rank, one in enumerate(experts):
-            yield from to_hf(self._architecture, weight.named(rank, per_rank), one)
+            yield from to_hf(self.architecture, weight.named(rank, per_rank), one)
 
     def _outline(self, weight: Weight) -> Iterator[tuple[str, tuple[int, ...], str]]:
         """Shapes without data and without other ranks."""
@@ -94,7 +103,7 @@ class Gatherer:
         experts = 1 if weight.expert is None else mpu.get_expert_model_parallel_world_size()
         for rank in range(experts):
             for name, tensor in to_hf(
-                self._architecture, weight.named(rank, experts_per_rank(self._architecture)), whole
+                self.architecture, weight.named(rank, experts_per_rank(self.architecture)), whole
             ):
                 yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
@@ -107,5 +116,6 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return parts
 
 
-def _floats(dtype: str) -> bool:
-    return bool(getattr(torch, dtype).is_floating_point)
+def _is_cast(weight: Weight) -> bool:
+    """The experts' corrections stay in float32: models and engines have them so in folders of any dtype."""
+    return not weight.name.endswith("expert_bias")

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from .layout import Ranks, answers, leave_groups, make_groups
 from .models import make_models
 from .settings import Megatron
 from .state import load_state, save_state
+from .untrained import Untrained
 
 
 class RankProcess:
@@ -142,7 +144,8 @@ class RankProcess:
             if self._setup.rank == 0:
                 tokenizer = Path(self._config.model.tokenizer_path)
                 writer = FolderWriter(path, source=of_model.path, tokenizer=tokenizer, change_config=change_config)
-                writer.write(tensors, sizes=gatherer.sizes(dtype))
+                rest = Untrained(gatherer.architecture, of_model.path, where=where)
+                writer.write(chain(tensors, rest.tensors()), sizes=gatherer.sizes(dtype) | rest.sizes())
         finally:
             for _ in tensors:  # the other ranks gather to the end, and so must a rank that cannot write
                 pass

@@ -73,6 +73,10 @@ def check_split(settings: Megatron, config: Mapping[str, Any]) -> None:
         count = config.get(name)
         if isinstance(count, int) and count % parts and name not in free:
             raise ConfigError(f"trainer: the model's {name} = {count} cannot be split into {parts} parts ({by})")
+    if experts and settings.tensor_parallel > 1 and not settings.splits_sequences:
+        raise ConfigError(
+            "trainer.sequence_parallel: a model with experts needs it with tensor_parallel; remove the setting"
+        )
     if settings.expert_parallel > 1 and (not experts or experts % settings.expert_parallel):
         have = f"{experts} experts" if experts else "no experts"
         raise ConfigError(

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .bridge import Architecture
+from .families import prediction_layers
 
 SHOWN = 3
 HEAD = "score."
@@ -113,7 +114,8 @@ def load_weights(
                 shapes = ", ".join(f"{n} {list(part.shape)}" for n, part in zip(names, parts, strict=True))
                 raise ModelError(_misfit(path, where, f"has other shapes: {shapes}"))
             weight.tensor.copy_(own)
-        _check_surplus(set(found), used, path, where, ignored)
+        further = prediction_layers(architecture.hf)
+        _check_surplus({name for name in found if not name.startswith(further)}, used, path, where, ignored)
     return absent
 
 
