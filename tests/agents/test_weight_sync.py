@@ -9,6 +9,7 @@ import torch
 from agent_cases import make_rules
 from plasmid.components import BuildContext
 from plasmid.data.tokenizer import Tokenizer
+from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
 from plasmid.rollout.execution import Execution
 from plasmid.run.local import LocalCluster
@@ -35,7 +36,7 @@ async def publish(engine, model, version):
 
 
 async def talk(chat_model, config, cluster):
-    context = BuildContext(cluster=cluster, config=config, run_dir=Path(), bundles=(None,), threads=1)
+    context = BuildContext(cluster=cluster, config=config, run_dir=Path(), bundles=(Bundle(),), threads=1)
     engine = await config.rollout.build(context)
     model = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
     await publish(engine, model, 0)

@@ -7,6 +7,7 @@ import numpy as np
 from plasmid.batch import BatchRef, GroupRef, Rows
 from plasmid.components import BuildContext
 from plasmid.kept import KeptSet
+from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
 from plasmid.run.local import LocalCluster, LocalRef
 
@@ -104,7 +105,7 @@ class OneRank:
 
     def __init__(self, model, run_dir, *, gpus=False):
         self.model, self._run_dir = model, run_dir
-        self.bundles = tuple(rank if gpus else None for rank in range(self.num_ranks))
+        self.bundles = tuple(Bundle(gpu=rank if gpus else None) for rank in range(self.num_ranks))
         self._trainer = None
 
     def cluster(self):

@@ -79,7 +79,7 @@ class ProcessCluster:
     async def start(self, factory, /, *args, name, resources, timeout_s=120.0, **kwargs):
         actor = ProcessActor(name, len(self.actors), self._processes)
         self.actors.append(actor)
-        await actor.run("start", timeout_s, _make, factory, args, kwargs, resources.gpu)
+        await actor.run("start", timeout_s, _make, factory, args, kwargs, resources.bundles[0].gpu)
         return actor
 
     async def close(self):

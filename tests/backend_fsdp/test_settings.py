@@ -11,6 +11,7 @@ import torch
 from fsdp_cases import make_config
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError, ModelError
+from plasmid.protocols import Bundle
 from plasmid.recipe import validate
 from plasmid.run.local import LocalCluster
 from plasmid.testing.tiny import make_tiny_model
@@ -102,11 +103,11 @@ def test_the_plugin_imports_no_torch():
     assert out.strip() == "[<class 'plasmid_fsdp.settings.FSDP'>] False"
 
 
-def build_error(config, *, bundles=(None,), error=ModelError):
+def build_error(config, *, error=ModelError):
     async def run():
         cluster = LocalCluster()
         try:
-            await config.trainer.build(BuildContext(cluster=cluster, config=config, run_dir=None, bundles=bundles))
+            await config.trainer.build(BuildContext(cluster=cluster, config=config, run_dir=None, bundles=(Bundle(),)))
         finally:
             await cluster.close()
 

@@ -5,6 +5,7 @@ import dataclasses
 from fsdp_cases import fit, largest_difference, make_batch, weights_of
 from fsdp_cases import make_config as fsdp_config
 from plasmid.components import BuildContext
+from plasmid.protocols import Bundle
 from plasmid.testing.tiny import make_tiny_model
 
 SGD = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0}, "distributed_optimizer": False}
@@ -29,7 +30,7 @@ class Ranks:
 
         await self.close()
         config = make_config(model or self.model, ranks=num_ranks, **options)
-        bundles = tuple(rank if self._gpus else None for rank in range(num_ranks))
+        bundles = tuple(Bundle(gpu=rank if self._gpus else None) for rank in range(num_ranks))
         cluster = ProcessCluster(self._processes)
         context = BuildContext(cluster=cluster, config=config, run_dir=self._run_dir, bundles=bundles)
         self._trainer = await config.trainer.build(context)

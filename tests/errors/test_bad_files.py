@@ -134,7 +134,7 @@ def test_gpus_that_are_not_there_are_missed_before_anything_is_started(rl):
     said = rl("train", "recipe.toml", "placement.device='cuda'", *ranks)
     assert len(said) == 1
     if any(Path("/dev").glob("nvidia[0-9]*")):
-        assert said[0].startswith("placement: trainer_ranks = 99 and engine_ranks = 1 need 100 GPUs, this cluster has ")
+        assert said[0].startswith("placement: the ranks need 100 GPUs, this machine has ")
     else:
         assert said == ['placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"']
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from plasmid.components import BuildContext
+from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
 from plasmid.run.local import LocalCluster
 from plasmid.sync import send_weights
@@ -46,7 +47,7 @@ async def started(path, *, ranks=1, cluster=None, gpu=False, **options):
     """An engine, on a cluster of threads unless told otherwise; with ``gpu`` on the first GPU."""
     config, cluster = make_config(path, **options), cluster or LocalCluster()
     context = BuildContext(
-        cluster=cluster, config=config, run_dir=Path(), bundles=(0 if gpu else None,) * ranks, threads=1
+        cluster=cluster, config=config, run_dir=Path(), bundles=(Bundle(gpu=0 if gpu else None),) * ranks, threads=1
     )
     try:
         yield await config.rollout.build(context)

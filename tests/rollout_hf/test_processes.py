@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hf_cases import changed, generate_all, make_request, plain_logprobs, plain_model, publish, run, started
 from plasmid.errors import ModelError
+from plasmid.protocols import Share
 from plasmid.run.cluster import RayCluster
 from plasmid.sync import compare
 
@@ -17,6 +18,7 @@ def test_the_engine_runs_in_processes_of_its_own(tiny_model, tmp_path):
 
     async def test():
         cluster = RayCluster(log_dir=tmp_path)
+        await cluster.reserve([Share()])
         async with started(tiny_model, ranks=2, cluster=cluster) as engine:
             await engine.expect([request.session_id for request in requests])
             answers = [asyncio.create_task(answer(engine, request)) for request in requests]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from plasmid.components import BuildContext
+from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
 from plasmid.run.local import LocalCluster
 from plasmid.sync import send_weights
@@ -40,7 +41,7 @@ def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), 
             "plugins": [str(HERE / "sgl_plugin.py")],
         }
     )
-    bundles = (None,) * ranks
+    bundles = (Bundle(),) * ranks
     return BuildContext(cluster=LocalCluster(), config=config, run_dir=Path(run_dir), bundles=bundles, threads=1)
 
 
@@ -119,12 +120,17 @@ def plain_model(path):
 
 
 @torch.no_grad()
-def plain_logprobs(model, request, completion):
-    """[C] log-softmax of logits / temperature of the completion's tokens, by one forward pass of transformers."""
+def plain_distributions(model, request, completion):
+    """[C, V] log-softmax of logits / temperature where each token was drawn, by one forward pass of transformers."""
     ids = torch.tensor(np.concatenate([request.token_ids, completion.token_ids]), dtype=torch.long)[None]
     logits = model(ids).logits[0, len(request.token_ids) - 1 : -1].float()
-    table = (logits / request.sampling.scoring_temperature).log_softmax(-1)
-    return table.gather(1, ids[0, len(request.token_ids) :, None])[:, 0].numpy()
+    return (logits / request.sampling.scoring_temperature).log_softmax(-1).numpy()
+
+
+@torch.no_grad()
+def plain_logprobs(model, request, completion):
+    """[C] of the completion's tokens."""
+    return plain_distributions(model, request, completion)[range(len(completion.token_ids)), completion.token_ids]
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import numpy as np
 from aiohttp import web
 from plasmid.components import BuildContext
 from plasmid.data.tokenizer import Tokenizer
+from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
 from plasmid.run.local import LocalCluster
 from plasmid.types import GenerateRequest, SamplingParams
@@ -32,7 +33,7 @@ class ModelServer:
         config = resolve({**self._plain, "model": {"path": str(self._model)}, "eval": []})
         self._cluster = LocalCluster()
         self._engine = await config.rollout.build(
-            BuildContext(cluster=self._cluster, config=config, run_dir=self._model, bundles=(None,))
+            BuildContext(cluster=self._cluster, config=config, run_dir=self._model, bundles=(Bundle(),))
         )
         self._tokenizer = Tokenizer(self._model)
         app = web.Application()

@@ -15,8 +15,8 @@ from plasmid.observe.sample_store import read_samples
 from plasmid.run.evaluate import evaluate
 from plasmid.run.evaluation import Bench, EvaluationSet, Evaluator
 from plasmid.run.evaluation_metrics import mean_over_sets, summarize
+from plasmid.run.layout import Layout, check_gpus
 from plasmid.run.local import LocalCluster
-from plasmid.run.parts import Layout
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, StopReason
@@ -312,9 +312,10 @@ def test_the_engine_for_evaluations_gets_gpus_behind_all_others(runner):
     changes = {"placement": {"device": "cuda", "trainer_ranks": 2, "engine_ranks": 2, "eval_ranks": 1}}
     config = runner.config({**changes, "eval": [few(runner, mode="engine")]})
     layout = Layout.of(config, 5, with_trainer=True, with_engine=True, with_eval=True)
-    assert (layout.trainer, layout.engine, layout.evaluation) == ((0, 1), (2, 3), (4,))
-    with pytest.raises(ConfigError, match="engine_ranks = 2 and eval_ranks = 1 need 5 GPUs, this cluster has 4"):
-        Layout.of(config, 4, with_trainer=True, with_engine=True, with_eval=True)
+    gpus = [tuple(bundle.gpu for bundle in part) for part in (layout.trainer, layout.engine, layout.evaluation)]
+    assert gpus == [(0, 1), (2, 3), (4,)]
+    with pytest.raises(ConfigError, match="the ranks need 5 GPUs, this machine has 4"):
+        check_gpus(layout.shares(1), 4)
 
 
 class OneByOne:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from plasmid.protocols import SyncPlan
 from plasmid.recipe import resolve
+from plasmid.run.host import own_address
 from plasmid.sync import send_weights
 from plasmid.training.folder_writer import classifier_config
 from plasmid.training.handover import Handover
@@ -46,7 +46,7 @@ class RankProcess:
 
     def listen(self) -> tuple[str, int]:
         """Open the meeting point of all ranks on a free port; rank 0 alone is asked."""
-        host = "127.0.0.1" if self._config.placement.nodes == 1 else socket.gethostbyname(socket.gethostname())
+        host = own_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 

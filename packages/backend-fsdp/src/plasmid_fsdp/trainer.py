@@ -19,10 +19,10 @@ async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
         RankSetup(
             config=context.config.model_dump(mode="json"),
             shard=Shard(rank=rank, num_ranks=len(context.bundles)),
-            device="cpu" if bundle is None else "cuda",
+            device="cuda" if context.on_gpu else "cpu",
             threads=context.threads,
         )
-        for rank, bundle in enumerate(context.bundles)
+        for rank in range(len(context.bundles))
     ]
     fixed = settings.microbatch_samples
     microbatching = (
@@ -34,6 +34,6 @@ async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
 
 
 def _check(settings: FSDP, context: BuildContext) -> None:
-    if settings.cpu_offload and None in context.bundles:
+    if settings.cpu_offload and not context.on_gpu:
         raise ConfigError("trainer.cpu_offload: moves weights between GPU and host, but the trainer runs on the cpu")
     check_models(context.config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from plasmid.errors import ModelError
 from plasmid.protocols import SyncPlan
 from plasmid.recipe import resolve
+from plasmid.run.host import own_address
 from plasmid.sync import send_weights
 from plasmid.training.folder_writer import ChangeConfig, FolderWriter, classifier_config
 from plasmid.training.handover import Handover
@@ -49,7 +49,7 @@ class RankProcess:
 
     def listen(self) -> tuple[str, int]:
         """Open the meeting point of all ranks on a free port; rank 0 alone is asked."""
-        host = "127.0.0.1" if self._config.placement.nodes == 1 else socket.gethostbyname(socket.gethostname())
+        host = own_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 

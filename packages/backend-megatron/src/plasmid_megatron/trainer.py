@@ -35,10 +35,10 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
             config=context.config.model_dump(mode="json"),
             rank=rank,
             num_ranks=len(context.bundles),
-            device="cpu" if bundle is None else "cuda",
+            device="cuda" if context.on_gpu else "cpu",
             threads=context.threads,
         )
-        for rank, bundle in enumerate(context.bundles)
+        for rank in range(len(context.bundles))
     ]
     fixed = settings.microbatch_samples
     microbatching = (
@@ -50,7 +50,7 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
 
 
 def _check(settings: Megatron, context: BuildContext) -> None:
-    check_device("cpu" if None in context.bundles else "cuda")
+    check_device("cuda" if context.on_gpu else "cpu")
     check_models(context.config)
     check_split(settings, read_config("model", Path(context.config.model.path)))
 

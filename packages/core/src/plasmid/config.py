@@ -20,6 +20,7 @@ from .components import (
     Workflow,
 )
 from .evaluation_config import EvalConfig
+from .placement_config import PlacementConfig
 from .profiles import Profile, profile_of
 from .profiles import mistakes as mistakes_of_profiles
 from .reuse_config import ReuseConfig
@@ -53,39 +54,6 @@ class RoleConfig(Settings):
 
     path: str = "auto"
     """Hugging Face folder; ``auto`` is the model that the policy starts from."""
-
-
-class PlacementConfig(Settings):
-    """``[placement]``: which part runs where."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What trainer and engines compute on; ``auto`` takes GPUs where the machine has any."""
-    nodes: int = Field(1, ge=1)
-    """Machines to use."""
-    trainer_ranks: int = Field(1, ge=1)
-    """Processes of the trainer, one GPU each (on the CPU: one process each)."""
-    engine_ranks: int = Field(1, ge=1)
-    """GPUs that all rollout engines have together (on the CPU: processes)."""
-    colocated: bool = False
-    """Trainer and engines share the same GPUs and take turns."""
-    offload_trainer: bool = False
-    """Move the trainer to host memory while the engine samples."""
-    offload_engine: bool = False
-    """Let the engine give up its GPU memory while the trainer trains."""
-    eval_ranks: int = Field(0, ge=0)
-    """GPUs (on the CPU: processes) of an engine of their own for evaluation sets with mode = "engine"."""
-    rollout_workers: int = Field(1, ge=1)
-    """Processes that run workflows, rewards and filters."""
-    threads: Literal["auto"] | Positive = "auto"
-    """CPU threads of each rank; ``auto`` shares the cores out."""
-    start_timeout_s: float = Field(300.0, gt=0)
-    """Longest time for a process to come up."""
-
-    @model_validator(mode="after")
-    def _offload_needs_colocation(self) -> Self:
-        if (self.offload_trainer or self.offload_engine) and not self.colocated:
-            raise ValueError("offload_trainer and offload_engine make room for a colocated part; set colocated = true")
-        return self
 
 
 class LoopConfig(Settings):
@@ -203,6 +171,7 @@ class RunConfig(Settings):
             *self._unread_without_engine(),
             *self._restricted_sampling(),
             *self._uneven_batches(),
+            *self._idle_nodes(),
             *self._unread_buffer(),
             *self._reuse_without_correction(),
             *self._names_used_twice(),
@@ -217,6 +186,11 @@ class RunConfig(Settings):
     def rollouts_per_batch(self) -> int:
         """Rollouts in one batch; a demonstration counts as one."""
         return self.run.prompts_per_batch if self.algorithm.needs().demonstrations else self.run.rollouts_per_batch
+
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks of the rollout engines; 0 where the run starts none that would compute."""
+        return self.placement.engine_ranks if self.rollout is not None and self.rollout.owns_weights else 0
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
         """How rollouts of a prompt are sampled. Raises `DataError` if it names a profile that there is not."""
@@ -328,6 +302,15 @@ class RunConfig(Settings):
                 )
         if run.over_sampling > 1 and run.max_staleness == 0:
             yield "run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept"
+
+    def _idle_nodes(self) -> Iterator[str]:
+        place = self.placement
+        slots = place.slots(trainers=place.trainer_ranks, engines=self.engine_ranks, evals=place.eval_ranks)
+        if place.nodes > len(slots.nodes):
+            yield (
+                f"placement.nodes: {place.nodes} machines are more than the {len(slots.nodes)} ranks that compute; set "
+                "fewer, or more trainer_ranks or engine_ranks"
+            )
 
     def _unread_buffer(self) -> Iterator[str]:
         if self.run.max_staleness > 0:

@@ -50,19 +50,57 @@ class Actor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Where one rank or worker process of a run goes."""
+
+    node: int = 0
+    """Index of the machine among those of the run."""
+    gpu: int | None = None
+    """Index of the GPU among those that the run has on that machine; None on the CPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """What one actor needs."""
 
-    cpus: float = 1.0
-    gpu: int | tuple[int, ...] | None = None
-    """Index of the GPU bundle in the run's placement, or several; None for no GPU. Parts that name one share it."""
+    bundles: tuple[Bundle, ...] = (Bundle(),)
+    """All on one machine. An actor sees their GPUs and no others; actors that name one share it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables, set before anything is imported."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a run takes of one machine."""
+
+    gpus: int = 0
+    cpus: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of a run."""
+
+    address: str
+    """IP by which the processes of the run reach it; the loopback where all of them are on it."""
+    cores: int
+    """CPU cores that a process on it may use."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs that the run may use there, as in CUDA_VISIBLE_DEVICES."""
+    agent: Actor | None = None
+    """A `plasmid.run.node_agent.NodeAgent` there; None for the driver's own machine."""
+
+
 class Cluster(Protocol):
     """Processes, placement and shared values; Ray implements it for runs, a local one for tests."""
+
+    async def reserve(self, shares: Sequence[Share]) -> tuple[Node, ...]:
+        """Take machines for the run, one for each share, and say which. Called once, before the first `start`.
+
+        Raises `ConfigError` if they can never be had, `DeadlineError` if not in time.
+        """
+        ...
 
     async def start(
         self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
@@ -77,7 +115,7 @@ class Cluster(Protocol):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the cluster has."""
+        """GPUs that the cluster has now; a cluster of others may grow."""
         ...
 
     async def close(self) -> None:

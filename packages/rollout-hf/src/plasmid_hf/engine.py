@@ -9,7 +9,7 @@ from typing import Any
 
 from plasmid.components import BuildContext
 from plasmid.errors import SyncError
-from plasmid.protocols import Actor, PauseMode, Resources, SyncPlan
+from plasmid.protocols import Actor, Bundle, PauseMode, Resources, SyncPlan
 from plasmid.types import SyncReceipt
 
 from .client import ANSWER_S, HFClient
@@ -120,14 +120,14 @@ async def start_engine(settings: HF, context: BuildContext) -> HFEngine:
     """Start one process for each rank of the placement."""
     config, model = context.config, context.config.model
 
-    async def start(index: int, bundle: int | None) -> Actor:
+    async def start(index: int, bundle: Bundle) -> Actor:
         options = WorkerOptions(
             settings=settings,
             model_path=model.path,
             tokenizer_path=model.tokenizer_path,
             trust_remote_code=model.trust_remote_code,
             max_length=model.max_length,
-            on_gpu=bundle is not None,
+            on_gpu=context.on_gpu,
             threads=context.threads,
             num_engines=len(context.bundles),
         )
@@ -136,14 +136,12 @@ async def start_engine(settings: HF, context: BuildContext) -> HFEngine:
             options,
             name=f"{context.engine_name}-{index}",
             resources=Resources(
-                cpus=context.threads,
-                gpu=bundle,
+                bundles=(bundle,),
                 env={"OMP_NUM_THREADS": str(context.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
             ),
             timeout_s=config.placement.start_timeout_s,
         )
 
     actors = await asyncio.gather(*(start(i, bundle) for i, bundle in enumerate(context.bundles)))
-    on_gpu = any(bundle is not None for bundle in context.bundles)
-    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if context.on_gpu else "float32"
     return HFEngine(actors, settings, dtype=dtype, sync_timeout_s=config.run.sync_timeout_s)

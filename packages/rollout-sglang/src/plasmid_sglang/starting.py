@@ -48,7 +48,7 @@ async def start_engine(settings: SGLang, context: BuildContext) -> RolloutEngine
 async def start_members(settings: SGLang, context: BuildContext) -> list[Member]:
     """The servers, one for every `gpus_per_engine` bundles."""
     size, bundles, place = settings.gpus_per_engine, context.bundles, context.config.placement
-    on_gpu = is_on_gpu(context)
+    on_gpu = context.on_gpu
     arguments = server_arguments(settings, context.config, on_gpu=on_gpu)
 
     async def start(index: int) -> Member:
@@ -62,10 +62,9 @@ async def start_members(settings: SGLang, context: BuildContext) -> list[Member]
             start_s=place.start_timeout_s,
             env=environment(context.threads, on_gpu=on_gpu),
         )
-        gpus = tuple(bundle for bundle in bundles[index * size : (index + 1) * size] if bundle is not None)
+        resources = Resources(bundles=bundles[index * size : (index + 1) * size], env={"OMP_NUM_THREADS": "1"})
 
         async def make() -> Actor:
-            resources = Resources(cpus=context.threads, gpu=gpus or None, env={"OMP_NUM_THREADS": "1"})
             return await context.cluster.start(EngineServer, options, name=name, resources=resources, timeout_s=ACTOR_S)
 
         actor = await make()
@@ -96,7 +95,7 @@ async def attach_members(settings: SGLang, context: BuildContext) -> list[Member
 
 def put_together(settings: SGLang, context: BuildContext, members: list[Member]) -> SGLangEngine:
     """The engine over servers that run."""
-    config, on_gpu, folder = context.config, is_on_gpu(context), folder_of(context)
+    config, on_gpu, folder = context.config, context.on_gpu, folder_of(context)
     limit_s = config.run.sync_timeout_s
     planner = Planner(
         kind=wire_kind(settings, config, on_gpu=on_gpu),
@@ -125,11 +124,6 @@ def put_together(settings: SGLang, context: BuildContext, members: list[Member])
         log_file=context.run_dir.absolute() / "logs" / f"{context.engine_name}-router.log",
     )
     return SGLangEngine(members, planner, BulletinFile(folder / "bulletin.json"), options)
-
-
-def is_on_gpu(context: BuildContext) -> bool:
-    """True if the servers compute on GPUs."""
-    return any(bundle is not None for bundle in context.bundles)
 
 
 def folder_of(context: BuildContext) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ..protocols import Cluster, RolloutEngine, Trainer
+from ..protocols import Bundle, Cluster, RolloutEngine, Trainer
 from .base import Component
 from .methods import Algorithm
 
@@ -31,12 +31,17 @@ class BuildContext:
     cluster: Cluster
     config: RunConfig
     run_dir: Path
-    bundles: tuple[int | None, ...]
-    """GPU bundle of each rank of this part, in rank order; None where it runs on the CPU."""
+    bundles: tuple[Bundle, ...]
+    """Machine and GPU of each rank of this part, in rank order."""
     threads: int = 1
     """CPU threads that each rank may use."""
     engine_name: str = "engine"
     """What the processes of an engine are called, before their number: a run may have two engines."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the ranks compute on GPUs."""
+        return any(bundle.gpu is not None for bundle in self.bundles)
 
 
 class TrainerConfig(Component):

@@ -47,7 +47,7 @@ def evaluate(
                 parts = await start_all(
                     config,
                     folder,
-                    make_cluster or on_ray,
+                    make_cluster or on_ray(config),
                     with_trainer=checkpoint is not None,
                     with_engine=True,
                     is_new=True,

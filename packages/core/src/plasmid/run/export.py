@@ -67,7 +67,7 @@ def export_checkpoint(
             run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = RunFolder(run_dir)
         folder.logs.mkdir(exist_ok=True)
-        interruptible(_export(config, checkpoint, target, state.batch, folder, make_cluster or on_ray))
+        interruptible(_export(config, checkpoint, target, state.batch, folder, make_cluster or on_ray(config)))
     return state.batch
 
 

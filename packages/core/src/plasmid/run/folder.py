@@ -96,13 +96,18 @@ def _numbered(base: Path, number: int) -> Path:
     return base if number == 1 else base.with_name(f"{base.name}-{number}")
 
 
-def _info(config: RunConfig) -> dict[str, Any]:
-    libraries = {}
+def library_versions() -> dict[str, str]:
+    """Of the libraries that a run depends on most, those that are installed."""
+    found = {}
     for name in LIBRARIES:
         try:
-            libraries[name] = version(name)
+            found[name] = version(name)
         except PackageNotFoundError:
             continue
+    return found
+
+
+def _info(config: RunConfig) -> dict[str, Any]:
     return {
         "recipe": config.recipe,
         "seed": config.run.seed,
@@ -110,5 +115,5 @@ def _info(config: RunConfig) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.platform(),
         "plugins": versions(),
-        "libraries": libraries,
+        "libraries": library_versions(),
     }

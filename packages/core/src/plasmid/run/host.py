@@ -15,6 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LOOPBACK = "127.0.0.1"
+ADDRESS = "PLASMID_ADDRESS"
+"""Environment variable that the cluster sets in every process of a run, unless all of them are on one machine."""
+
+
+def own_address() -> str:
+    """IP by which the other processes of the run reach this one: listen there, and tell it to them."""
+    return os.environ.get(ADDRESS, LOOPBACK)
+
 
 @dataclass(frozen=True, slots=True)
 class Success:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..errors import ActorDiedError, DeadlineError
-from ..protocols import Actor, Resources
-from .host import Host, unwrap
+from ..protocols import Actor, Node, Resources, Share
+from .host import LOOPBACK, Host, unwrap
+from .layout import check_gpus
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -104,6 +106,10 @@ class LocalCluster:
     @property
     def num_gpus(self) -> int:
         return 0
+
+    async def reserve(self, shares: Sequence[Share]) -> tuple[Node, ...]:
+        check_gpus(shares, 0)
+        return (Node(address=LOOPBACK, cores=len(os.sched_getaffinity(0))),) * len(shares)
 
     async def start(
         self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any

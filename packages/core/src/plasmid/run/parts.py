@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..batch import GroupRef
 from ..components import BuildContext
 from ..config import RunConfig
-from ..errors import ConfigError
-from ..protocols import Actor, Cluster, Resources, RolloutEngine, Trainer
+from ..protocols import Actor, Bundle, Cluster, Resources, RolloutEngine, Trainer
 from ..rollout.worker import Job, RolloutWorker
 from ..waiting import together
+from .layout import Layout
+from .nodes import prepare
 
 log = logging.getLogger(__name__)
 GRACE_S = 60.0
@@ -121,38 +121,29 @@ async def start_parts(
         layout = Layout.of(
             config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine, with_eval=with_eval
         )
+        site = await _site(config, cluster, run_dir, layout)
 
         async def start_trainer() -> None:
-            parts.trainer = await config.trainer.build(layout.context(config, cluster, run_dir, layout.trainer))
+            parts.trainer = await config.trainer.build(site.context(layout.trainer))
 
         async def start_engine() -> None:
             assert config.rollout is not None
-            parts.engine = await config.rollout.build(layout.context(config, cluster, run_dir, layout.engine))
+            parts.engine = await config.rollout.build(site.context(layout.engine))
 
         async def start_eval_engine() -> None:
             assert config.rollout is not None
-            # an engine sees its own number of ranks where it looks for it
-            place = config.placement.model_copy(update={"engine_ranks": config.placement.eval_ranks})
-            own = config.model_copy(update={"placement": place})
-            context = layout.context(own, cluster, run_dir, layout.evaluation, name="eval-engine")
-            parts.eval_engine = await config.rollout.build(context)
+            parts.eval_engine = await config.rollout.build(site.of_evaluation())
 
         wanted = [(with_trainer, start_trainer), (with_engine, start_engine), (with_eval, start_eval_engine)]
         await together(start() for needed, start in wanted if needed)
         if parts.engine is not None:
-            count = config.placement.rollout_workers
+            in_order = config.run.max_staleness == 0
             parts.workers = await _start_workers(
-                config,
-                cluster,
-                run_dir,
-                parts.engine,
-                name="rollout-worker",
-                count=count,
-                in_order=config.run.max_staleness == 0,
+                site, parts.engine, layout.workers, name="rollout-worker", in_order=in_order
             )
         if parts.eval_engine is not None:
             parts.eval_workers = await _start_workers(
-                config, cluster, run_dir, parts.eval_engine, name="eval-worker", count=1, in_order=False
+                site, parts.eval_engine, layout.workers[:1], name="eval-worker", in_order=False
             )
     except BaseException:
         await parts.close()
@@ -160,21 +151,52 @@ async def start_parts(
     return parts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Site:
+    """What all parts are built with."""
+
+    cluster: Cluster
+    config: RunConfig
+    """As processes on every machine of the run can use it."""
+    run_dir: Path
+    layout: Layout
+    threads: int
+
+    def context(self, bundles: tuple[Bundle, ...]) -> BuildContext:
+        """Of one part."""
+        return BuildContext(
+            cluster=self.cluster, config=self.config, run_dir=self.run_dir, bundles=bundles, threads=self.threads
+        )
+
+    def of_evaluation(self) -> BuildContext:
+        """Of the engine for evaluation sets alone, which sees its own number of ranks where it looks for it."""
+        place = self.config.placement.model_copy(update={"engine_ranks": self.config.placement.eval_ranks})
+        own = self.config.model_copy(update={"placement": place})
+        return replace(self.context(self.layout.evaluation), config=own, engine_name="eval-engine")
+
+
+async def _site(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layout) -> _Site:
+    """Take the machines, and check them."""
+    given = config.placement.threads
+    nodes = await cluster.reserve(layout.shares(1 if given == "auto" else given))
+    return _Site(
+        cluster=cluster,
+        config=await prepare(config, nodes, run_dir),
+        run_dir=run_dir,
+        layout=layout,
+        threads=layout.threads([node.cores for node in nodes]) if given == "auto" else given,
+    )
+
+
 async def _start_workers(
-    config: RunConfig,
-    cluster: Cluster,
-    run_dir: Path,
-    engine: RolloutEngine,
-    *,
-    name: str,
-    count: int,
-    in_order: bool,
+    site: _Site, engine: RolloutEngine, bundles: tuple[Bundle, ...], *, name: str, in_order: bool
 ) -> Workers:
+    config, cluster, run_dir = site.config, site.cluster, site.run_dir
     dump = config.model_dump(mode="json")
     limit = config.placement.start_timeout_s
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 
-    async def start(index: int) -> Actor:
+    async def start(index: int, bundle: Bundle) -> Actor:
         actor = await cluster.start(
             RolloutWorker,
             dump,
@@ -182,81 +204,17 @@ async def _start_workers(
             engine.client,
             cluster.store,
             name=f"{name}-{index}",
-            resources=Resources(env=env),
+            resources=Resources(bundles=(bundle,), env=env),
             timeout_s=limit,
         )
         await actor.call("open", timeout_s=limit)
         return actor
 
     rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
-    actors = await together(start(i) for i in range(count))
+    actors = await together(start(i, bundle) for i, bundle in enumerate(bundles))
     return Workers(
         actors=tuple(actors),
         rollout_s=config.run.rollout_timeout_s,
         reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
         in_order=in_order,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Which rank gets which GPU, and how many CPU threads."""
-
-    trainer: tuple[int | None, ...]
-    engine: tuple[int | None, ...]
-    evaluation: tuple[int | None, ...]
-    """The engine for evaluation sets alone."""
-    threads: int
-
-    @staticmethod
-    def of(
-        config: RunConfig, num_gpus: int, *, with_trainer: bool, with_engine: bool, with_eval: bool = False
-    ) -> Layout:
-        """Lay trainer and engine ranks out over the GPUs. Raises `ConfigError` if there are too few."""
-        place = config.placement
-        trainers = place.trainer_ranks if with_trainer else 0
-        own = config.rollout is not None and config.rollout.owns_weights
-        engines = place.engine_ranks if with_engine and own else 0
-        evals = place.eval_ranks if with_eval else 0
-        threads = _threads(config, trainers, engines, evals)
-        if place.device == "cpu" or (place.device == "auto" and num_gpus == 0):
-            return Layout(
-                trainer=(None,) * trainers, engine=(None,) * engines, evaluation=(None,) * evals, threads=threads
-            )
-        used = max(trainers, engines) if place.colocated else trainers + engines
-        if used + evals > num_gpus:
-            besides = f" and eval_ranks = {evals}" if evals else ""
-            raise ConfigError(
-                f"placement: trainer_ranks = {trainers} and engine_ranks = {engines}{besides} need {used + evals} "
-                f'GPUs, this cluster has {num_gpus}; set fewer ranks, colocated = true, or device = "cpu"'
-            )
-        first = 0 if place.colocated else trainers
-        return Layout(
-            trainer=tuple(range(trainers)),
-            engine=tuple(range(first, first + engines)),
-            evaluation=tuple(range(used, used + evals)),
-            threads=threads,
-        )
-
-    def context(
-        self,
-        config: RunConfig,
-        cluster: Cluster,
-        run_dir: Path,
-        bundles: tuple[int | None, ...],
-        *,
-        name: str = "engine",
-    ) -> BuildContext:
-        """What one part is built with."""
-        return BuildContext(
-            cluster=cluster, config=config, run_dir=run_dir, bundles=bundles, threads=self.threads, engine_name=name
-        )
-
-
-def _threads(config: RunConfig, trainers: int, engines: int, evals: int) -> int:
-    """Cores for each rank. On-policy, trainer and engine take turns; else they share the cores."""
-    if isinstance(config.placement.threads, int):
-        return config.placement.threads
-    cores = len(os.sched_getaffinity(0))
-    busy = evals + (max(trainers, engines) if config.run.max_staleness == 0 else trainers + engines)
-    return max(1, cores // max(1, busy))

@@ -63,7 +63,7 @@ def sample(
                 parts = await start_all(
                     config,
                     folder,
-                    make_cluster or on_ray,
+                    make_cluster or on_ray(config),
                     with_trainer=False,
                     with_engine=True,
                     is_new=True,

@@ -76,7 +76,7 @@ def run(
     Ctrl-C (or SIGTERM) ends a run after the current batch, all saved; a second one, or one before there is anything to
     save, ends it at once with `KeyboardInterrupt`. Either way no process is left behind.
     """
-    session = _Session(config, mode or Mode(), observers, make_cluster or on_ray)
+    session = _Session(config, mode or Mode(), observers, make_cluster or on_ray(config))
     with ExitStack() as held:
         start = session.prepare(held)  # reads files only: Ctrl-C needs no cleaning up yet
         if start.state is not None and start.state.state.batch >= config.run.batches:

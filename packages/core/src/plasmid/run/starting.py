@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ..config import RunConfig
 from ..protocols import Cluster
+from .address import address_of
 from .folder import RunFolder
 from .parts import Parts, start_parts
 
@@ -23,11 +24,16 @@ def interruptible(main: Coroutine[Any, Any, T]) -> T:
         raise KeyboardInterrupt from None
 
 
-def on_ray(folder: RunFolder) -> Cluster:
-    """A cluster whose processes log into the run's folder."""
-    from .cluster import RayCluster  # imports ray: only a run needs it
+def on_ray(config: RunConfig) -> MakeCluster:
+    """Makes a cluster as the recipe says, whose processes log into the run's folder."""
 
-    return RayCluster(log_dir=folder.logs)
+    def make(folder: RunFolder) -> Cluster:
+        from .cluster import RayCluster  # imports ray: only a run needs it
+
+        place = config.placement
+        return RayCluster(log_dir=folder.logs, address=address_of(place), wait_s=place.wait_timeout_s)
+
+    return make
 
 
 async def start_all(

@@ -45,7 +45,7 @@ async def start_ranks(
             launch,
             setup,
             name=f"trainer-{rank}",
-            resources=Resources(cpus=float(threads), gpu=bundle, env={"OMP_NUM_THREADS": str(threads)}),
+            resources=Resources(bundles=(bundle,), env={"OMP_NUM_THREADS": str(threads)}),
             timeout_s=timeout_s,
         )
         for rank, (setup, bundle) in enumerate(zip(setups, context.bundles, strict=True))

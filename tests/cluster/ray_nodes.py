@@ -1,0 +1,21 @@
+"""A Ray cluster of several nodes on this machine, as a program: prints its address, ends when its input ends."""
+
+import json
+import sys
+
+from ray.cluster_utils import Cluster
+
+
+def main(nodes):
+    cluster = Cluster()
+    for node in nodes:
+        cluster.add_node(**node)
+    print(cluster.address, flush=True)
+    for line in sys.stdin:  # each line is one more node
+        cluster.add_node(**json.loads(line))
+        print("added", flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

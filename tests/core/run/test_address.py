@@ -1,0 +1,59 @@
+"""Which Ray cluster a recipe and the environment name."""
+
+import pytest
+from plasmid.errors import ConfigError
+from plasmid.placement_config import PlacementConfig
+from plasmid.run.address import address_of
+from plasmid.run.preflight import check
+
+
+@pytest.fixture
+def in_environment(monkeypatch):
+    def put(address):
+        if address is None:
+            monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        else:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "found"),
+    [
+        ("auto", None, None),
+        ("auto", "", None),
+        ("auto", "local", None),
+        ("auto", "head:6379", "head:6379"),
+        ("auto", "auto", "auto"),
+        ("local", "head:6379", None),
+        ("10.0.0.1:6379", "head:6379", "10.0.0.1:6379"),
+        ("[fd00::1]:6379", None, "[fd00::1]:6379"),
+    ],
+)
+def test_the_recipe_comes_before_the_environment(in_environment, setting, variable, found):
+    in_environment(variable)
+    assert address_of(PlacementConfig(address=setting)) == found
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001", "head", "head:port"])
+def test_what_no_run_can_join_is_refused_wherever_it_stands(in_environment, address):
+    with pytest.raises(ValueError, match=r"host:port|Ray's client"):
+        PlacementConfig(address=address)
+    in_environment(address)
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS: "):
+        address_of(PlacementConfig())
+
+
+def test_several_machines_need_a_cluster(in_environment, runner):
+    in_environment(None)
+    config = runner.config({"placement": {"nodes": 2}})
+    with pytest.raises(ConfigError, match=r"^placement.nodes: 2 machines need a Ray cluster, and neither"):
+        check(config)
+    in_environment("head:6379")
+    check(config)
+
+
+def test_gpus_of_a_cluster_need_not_be_on_this_machine(in_environment, runner):
+    in_environment("head:6379")
+    check(runner.config({"placement": {"device": "cuda"}}))
