@@ -141,6 +141,16 @@ def test_the_judges_last_grade_counts_and_equal_questions_are_asked_once(monkeyp
     assert "<answer>\ntwelve\n</answer>" in message["content"] and "1 + 11 =" in message["content"]
 
 
+def test_equal_texts_of_a_group_are_asked_about_once_though_they_come_together():
+    with server(lambda body, n: reply(f"Score: {n}")) as (url, got):
+        same = ask(Judge(url=url, model="m", server=FAST), *["twelve"] * 5)
+        assert len(got) == 1 and [s.value for s in same] == [0.1] * 5
+        assert sum(s.components["cached"] for s in same) == 4
+    with server(lambda body, n: reply("who knows")) as (url, got):
+        failed = ask(Judge(url=url, model="m", on_failure="value", failure_value=-1.0, server=FAST), *["twelve"] * 5)
+        assert len(got) == 2 and [s.value for s in failed] == [-1.0] * 5
+
+
 def test_a_policy_cannot_fill_in_the_rubric_and_grades_out_of_range_are_none():
     with server(lambda body, n: reply("Score: 99")) as (url, got):
         judge = Judge(url=url, model="m", rubric="{response}|{target}", on_failure="value", server=FAST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -64,6 +65,7 @@ class Judge(WebReward):
     cache_file: str = ""
     """File that grades are also kept in over runs, one a line; empty for none."""
     _cache: OrderedDict[str, float] = PrivateAttr(default_factory=OrderedDict)
+    _asking: dict[str, asyncio.Task[float]] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _asks_something(self) -> Self:
@@ -80,6 +82,11 @@ class Judge(WebReward):
         await super().open(context)
         if self.cache_file and Path(self.cache_file).exists():
             self._cache.update(_read(Path(self.cache_file)))
+
+    async def close(self) -> None:
+        for asking in list(self._asking.values()):
+            asking.cancel()
+        await super().close()
 
     def state(self) -> Mapping[str, Any]:
         cache = {} if self.cache_file or not self._cache else {"cache": dict(self._cache)}
@@ -100,6 +107,18 @@ class Judge(WebReward):
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._graded(self._cache[key], cached=True)
+        first = key not in self._asking
+        if first:
+            self._asking[key] = asyncio.create_task(self._ask(key, question))
+            self._asking[key].add_done_callback(lambda _: self._asking.pop(key, None))
+        try:
+            # shielded, because others may wait for the same grade
+            return self._graded(await asyncio.shield(self._asking[key]), cached=not first)
+        except ServerFailure as failure:
+            return self.failed(failure)
+
+    async def _ask(self, key: str, question: str) -> float:
+        """The server's grade, remembered. Raises `ServerFailure`."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],
@@ -108,16 +127,13 @@ class Judge(WebReward):
             **self.request,
         }
         reply = ""
-        try:
-            for _ in range(2):
-                reply = _content(await self.client().post(body))
-                grade = self.grade(reply)
-                if grade is not None:
-                    self._keep(key, grade)
-                    return self._graded(grade, cached=False)
-        except ServerFailure as failure:
-            return self.failed(failure)
-        return self.failed(f"no line 'Score: N' within {self.low:g} to {self.high:g} in the reply {reply[-100:]!r}")
+        for _ in range(2):
+            reply = _content(await self.client().post(body))
+            grade = self.grade(reply)
+            if grade is not None:
+                self._keep(key, grade)
+                return grade
+        raise ServerFailure(f"no line 'Score: N' within {self.low:g} to {self.high:g} in the reply {reply[-100:]!r}")
 
     def question(self, prompt: Prompt, text: str) -> str:
         """The rubric, filled in. What is filled in is not looked through for further names."""
