@@ -116,6 +116,7 @@ def test_agents_are_trained_in_a_run_that_samples_ahead(tmp_path, chat_model):
     assert max(m["rollout/staleness_max"] for m in metrics) == 1
 
 
+@pytest.mark.long
 def test_a_run_repeats_itself(tmp_path, chat_model):
     seen = []
     for name in ("first", "second"):

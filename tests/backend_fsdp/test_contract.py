@@ -7,7 +7,7 @@ from plasmid.testing.contracts import check_trainer
 from plasmid.types import Role
 
 
-@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("ranks", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 def test_the_trainer_keeps_its_promises(request, ranks, tmp_path):
     starts = request.getfixturevalue(ranks)
 

@@ -5,7 +5,8 @@ import pytest
 from plasmid.testing.tiny import make_tiny_model
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_policy_comes_closer_to_a_teacher_of_another_architecture(job, tmp_path, seed):
     teacher = make_tiny_model(tmp_path / "teacher", family="qwen3", num_layers=1, seed=11, initializer_range=0.2)
     job.run(

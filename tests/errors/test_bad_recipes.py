@@ -9,7 +9,7 @@ INSTALLED = {slot: ", ".join(sorted(kinds)) for slot, kinds in installed(load_pl
 """What the messages list; more packages install more."""
 TABLES = (
     "algorithm, buffer, checkpoint, critic, data, eval, filters, model, placement, plugins, profiles, recipe, "
-    "reference, rewards, rollout, run, sampling, teacher, trackers, trainer, workflow"
+    "reference, reuse, rewards, rollout, run, sampling, teacher, trackers, trainer, workflow"
 )
 UNKNOWN = [
     ("trianer.lr=1", "trianer: no such setting; did you mean 'trainer'?"),

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,6 +19,7 @@ def chosen(folder: Path, seed: str) -> set[str]:
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 
+@pytest.mark.long
 def test_seeds_choose_a_quarter_of_the_long_tests_and_all_of_them_in_time(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long: x\n    gpu: x\naddopts = -m 'not long'\n")
     body = "".join(f"@pytest.mark.long\ndef test_long_{i}(): pass\n" for i in range(9))
