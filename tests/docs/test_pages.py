@@ -26,6 +26,7 @@ READ = [
     "docs/sglang.md",
     "docs/tasks.md",
     "docs/plugins/index.md",
+    "docs/workflows/single-turn.md",
     "docs/workflows/agents.md",
     "docs/workflows/tools.md",
     "docs/workflows/environments.md",

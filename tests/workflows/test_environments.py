@@ -129,6 +129,12 @@ def test_the_calculator_answers_and_ends_with_the_answer(chatml):
     )
 
 
+def test_an_answer_without_a_target_is_no_guess_at_none(chatml):
+    sample = play(Calculator(), rollout(chatml, ["answer: none"]), chat(chatml, "?", target=None))
+    assert sample.stop_reason is StopReason.ERROR
+    assert "has no target to compare with; set data.target_key to its column" in sample.error
+
+
 def test_the_number_is_found_by_its_hints_and_is_the_same_for_all_rollouts_of_a_prompt(chatml):
     for _ in range(2):
         low, high, turns = 1, 100, []

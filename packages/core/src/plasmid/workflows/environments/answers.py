@@ -17,8 +17,13 @@ def command(action: str, words: Iterable[str]) -> tuple[str, str]:
 
 
 def is_right(prompt: Prompt, answer: str) -> bool:
-    """True if the answer is the prompt's target, or one of them; numbers are compared as numbers."""
+    """True if the answer is the prompt's target, or one of them; numbers are compared as numbers.
+
+    Raises `ValueError` if there is none.
+    """
     targets = prompt.target if isinstance(prompt.target, list | tuple) else [prompt.target]
+    if not targets or None in targets:
+        raise ValueError(f"prompt {prompt.id} has no target to compare with; set data.target_key to its column")
     return any(_same(target, answer) for target in targets)
 
 
