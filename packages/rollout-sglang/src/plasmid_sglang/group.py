@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from plasmid.run.host import own_address
 from torch import Tensor
 
 
@@ -20,20 +22,39 @@ class Group:
 
     @classmethod
     def join(cls, backend: str, *, host: str, port: int, rank: int, size: int, timeout: timedelta) -> Self:
-        """Meet the others; rank 0 keeps the address. All must set NCCL_CUMEM_ENABLE alike (SGLang sets it to 0)."""
+        """Meet the others at the address of rank 0. All must set NCCL_CUMEM_ENABLE alike (SGLang sets it to 0)."""
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, size, rank == 0, timeout=timeout, wait_for_workers=False
+            host, port, size, False, timeout=timeout, wait_for_workers=False
         )
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        return cls(group, store)
+        return cls(_group(backend, store, rank, size, timeout), store)
 
     def broadcast(self, data: Tensor) -> None:
         """From rank 0 into the others' tensor; returns when it is there."""
         self.group.broadcast([data], dist.BroadcastOptions()).wait()
         if data.is_cuda:
             torch.cuda.current_stream().synchronize()
+
+
+class Host:
+    """Rank 0: opens the meeting point on its own machine, so that nobody has to choose a port for it."""
+
+    def __init__(self, backend: str, *, size: int, timeout: timedelta) -> None:
+        self.address = own_address()
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            self.address, 0, size, True, timeout=timeout, wait_for_workers=False
+        )
+        self.port: int = self._store.port
+        self._backend, self._size, self._timeout = backend, size, timeout
+
+    @cached_property
+    def group(self) -> Group:
+        """The first call meets the others, who must be on their way."""
+        return Group(_group(self._backend, self._store, 0, self._size, self._timeout), self._store)
+
+
+def _group(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    if backend != "nccl":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from pathlib import Path
 from plasmid.errors import SyncError
 
 from .members import Member, each
-from .process import free_port
 from .receiving import Order
 from .wire import Kind, Meeting, SGLangWire
 
@@ -28,8 +26,6 @@ class Planner:
     timeout_s: float
     read_back_every: int
     flush_cache: bool
-    host: str
-    """Address of the sending rank's machine, as servers see it."""
     on_gpu: bool
     count: int = 0
     restarts: int = 0
@@ -92,14 +88,7 @@ class Planner:
             self.meeting = Meeting(
                 name=uuid.uuid4().hex,
                 backend="nccl" if self.on_gpu else "gloo",
-                host=self.host,
-                port=free_port(self.host),
                 first_ranks=tuple(firsts),
                 size=first,
             )
         return self.meeting
-
-
-def own_address(host: str) -> str:
-    """What other processes reach this machine by: loopback if the servers listen there only."""
-    return host if host in ("127.0.0.1", "localhost", "::1") else socket.gethostbyname(socket.gethostname())

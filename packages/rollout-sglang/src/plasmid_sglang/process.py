@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import EngineError
-from plasmid.run.host import last_lines
+from plasmid.run.host import last_lines, own_address
 
 from .api import Api
 
@@ -37,6 +37,7 @@ class ServerOptions:
     arguments: Mapping[str, Any]
     """Fields of SGLang's ``ServerArgs``, without those that each start chooses."""
     host: str
+    """Address to listen on, or ``auto``."""
     folder: Path
     """Where its files lie: arguments, receipts of weights."""
     log_file: Path
@@ -57,18 +58,19 @@ class Server:
         """Bring it up; returns its address. Raises `EngineError` with the last lines of its log."""
         deadline = time.monotonic() + self._options.start_s
         for _ in range(TRIES):
-            port, name = free_port(self._options.host), uuid.uuid4().hex
-            self._spawn(port, name)
-            if await self._ready(port, name, deadline):
+            host = address_to_listen_on(self._options.host)
+            port, name = free_port(host), uuid.uuid4().hex
+            self._spawn(host, port, name)
+            if await self._ready(f"http://{_bracketed(host)}:{port}", name, deadline):
                 return self.url
         raise EngineError(f"{self._options.name}: no port of {TRIES} tried could be had; {self._last_words()}")
 
-    def _spawn(self, port: int, name: str) -> None:
+    def _spawn(self, host: str, port: int, name: str) -> None:
         options = self._options
         options.folder.mkdir(parents=True, exist_ok=True)
         options.log_file.parent.mkdir(parents=True, exist_ok=True)
         file = options.folder / "arguments.json"
-        arguments = {**options.arguments, "host": options.host, "port": port, "served_model_name": name}
+        arguments = {**options.arguments, "host": host, "port": port, "served_model_name": name}
         file.write_text(json.dumps(arguments, indent=1))
         with options.log_file.open("ab") as log:
             self._begin = log.tell()
@@ -81,9 +83,8 @@ class Server:
                 env={**os.environ, **options.env},
             )
 
-    async def _ready(self, port: int, name: str, deadline: float) -> bool:
+    async def _ready(self, url: str, name: str, deadline: float) -> bool:
         """True once the server that we started answers; False if its port was taken."""
-        url = f"http://{_bracketed(self._options.host)}:{port}"
         api = Api(url)
         try:
             while True:
@@ -141,6 +142,11 @@ class Server:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def address_to_listen_on(setting: str) -> str:
+    """On this machine, out of `SGLang.host`."""
+    return own_address() if setting == "auto" else setting
 
 
 def free_port(host: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from plasmid.errors import EngineError
 
 from .api import Api
-from .process import free_port
+from .process import address_to_listen_on, free_port
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
@@ -30,7 +30,8 @@ class Router:
         self, arguments: Mapping[str, Any], *, host: str, folder: Path, log_file: Path, changed: Callable[[], None]
     ) -> None:
         """``changed`` is called when the router comes up or goes away."""
-        self._arguments, self._host, self._folder, self._log_file = dict(arguments), host, folder, log_file
+        self._arguments, self._folder, self._log_file = dict(arguments), folder, log_file
+        self._host = address_to_listen_on(host)
         self._changed = changed
         self._process: subprocess.Popen[bytes] | None = None
         self._api: Api | None = None

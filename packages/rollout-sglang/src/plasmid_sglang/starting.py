@@ -19,7 +19,7 @@ from .engine import EngineOptions, SGLangEngine
 from .external import ExternalServer
 from .loader import NAME
 from .members import Member, Watch
-from .planning import Planner, own_address
+from .planning import Planner
 from .process import ServerOptions
 from .schema import installed_version
 from .settings import SGLang
@@ -103,7 +103,6 @@ def put_together(settings: SGLang, context: BuildContext, members: list[Member])
         timeout_s=limit_s,
         read_back_every=settings.read_back_every,
         flush_cache=settings.pause_mode != "in_place" or settings.recompute_kv,
-        host=own_address(settings.host),
         on_gpu=on_gpu,
     )
     watch = Watch(

@@ -19,13 +19,13 @@ from plasmid.errors import SyncError
 from plasmid.protocols import Actor, Bucket, Sender
 from plasmid.sync import unpack
 
-from .group import Group
+from .group import Host
 
 Kind = Literal["ipc", "broadcast", "disk", "http"]
 IN_FLIGHT: Mapping[Kind, int] = {"ipc": 1, "broadcast": 1, "disk": 2, "http": 2}
 """Buckets on the way besides the one that is being made; each is one more in memory."""
-GROUPS: dict[str, Group] = {}
-"""The one that this rank broadcasts in: joining takes long, so it serves every later sync with the same engines."""
+HOSTED: dict[str, Host] = {}
+"""The group that this rank broadcasts in: joining takes long, so it serves every later sync with the same engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +34,16 @@ class Meeting:
 
     name: str
     backend: str
-    host: str
-    port: int
     first_ranks: tuple[int, ...]
     """Of each actor's server, in the order of the actors."""
     size: int
 
-    def join(self, timeout_s: float) -> Group:
-        """As rank 0; the group is kept for later syncs."""
-        if self.name not in GROUPS:
-            GROUPS.clear()
-            limit = timedelta(seconds=timeout_s)
-            GROUPS[self.name] = Group.join(
-                self.backend, host=self.host, port=self.port, rank=0, size=self.size, timeout=limit
-            )
-        return GROUPS[self.name]
+    def host(self, timeout_s: float) -> Host:
+        """As rank 0, on this machine; kept for later syncs."""
+        if self.name not in HOSTED:
+            HOSTED.clear()
+            HOSTED[self.name] = Host(self.backend, size=self.size, timeout=timedelta(seconds=timeout_s))
+        return HOSTED[self.name]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +102,7 @@ class SGLangSender:
         # the bucket is kept with its call: what lies in shared memory must live until it is taken over
         self._sent.append((self._start(self._put(header, source, data)), bucket))
         if self._wire.meeting is not None and self._actors:
-            self._wire.meeting.join(self._wire.timeout_s).broadcast(bucket.data)
+            self._wire.meeting.host(self._wire.timeout_s).group.broadcast(bucket.data)
 
     def _source(self, bucket: Bucket) -> tuple[dict[str, Any], Any]:
         kind = self._wire.kind
@@ -119,7 +114,8 @@ class SGLangSender:
             return {"kind": kind, "handle": _handle(bucket.data)}, None
         meeting = self._wire.meeting
         assert meeting is not None
-        where = {"host": meeting.host, "port": meeting.port, "size": meeting.size, "backend": meeting.backend}
+        host = meeting.host(self._wire.timeout_s)
+        where = {"host": host.address, "port": host.port, "size": meeting.size, "backend": meeting.backend}
         return {"kind": kind, "group": meeting.name, "timeout_s": self._wire.timeout_s, **where}, None
 
     def _write(self, bucket: Bucket) -> Path:
