@@ -13,7 +13,7 @@ from plasmid_hf.settings import HF
 def test_the_embedded_engine_keeps_its_promises(tiny_model, ranks, mode):
     async def check():
         async with started(tiny_model, ranks=ranks, pause_mode=mode) as engine:
-            await check_engine(engine, token_ids=[7, 8, 9], gives_kept_sets=HF.gives_kept_sets)
+            await check_engine(engine, token_ids=[7, 8, 9], gives_kept_sets=HF().gives_kept_sets())
 
     run(check())
 

@@ -9,7 +9,7 @@ from plasmid.errors import EngineError
 from plasmid.testing.contracts import check_engine
 from plasmid.types import StopReason, VersionSpan
 from plasmid_sglang import wording
-from sgl_cases import make_request, plain_logprobs, plain_model
+from sgl_cases import make_request, plain_distributions, plain_logprobs, plain_model
 
 SAMPLING = [
     {},
@@ -33,6 +33,36 @@ def test_log_probabilities_are_those_of_the_whole_distribution(shared):
         assert completion.stop_reason in (StopReason.LENGTH, StopReason.STOP)
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=2e-5)
         assert completion.versions == (VersionSpan(version=0, start=0, end=len(completion.token_ids)),)
+
+
+def test_what_was_left_to_draw_from_is_told_with_its_mass(shared):
+    model = plain_model(shared.model_path)
+    settings = [{"temperature": 0.5, "top_p": 0.6, "top_k": 100}, {"temperature": 1.7, "top_k": 5}, {}]
+    settings += [{"min_p": 0.05, "top_k": 4096}]
+    settings += [{"temperature": 0.0, "top_k": 5}]
+    requests = [replace(make_request(i, num=12, **s), wants_kept_set=True) for i, s in enumerate(settings)]
+
+    async def test():
+        async with shared.engine() as engine:
+            return await asyncio.gather(*map(engine.client.generate, requests))
+
+    for request, completion in zip(requests, shared.run(test()), strict=True):
+        kept, sampling = completion.kept, request.sampling
+        assert completion.error is None
+        assert kept.num_positions == len(completion.token_ids) > 0
+        if not sampling.is_restricted or sampling.temperature == 0:
+            assert not kept.sizes().any() and not kept.log_mass.any()
+            continue
+        whole = plain_distributions(model, request, completion)
+        for position, left in enumerate(np.split(kept.token_ids, kept.offsets[1:-1])):
+            logprobs = whole[position]
+            assert completion.token_ids[position] in left
+            assert kept.log_mass[position] == pytest.approx(np.logaddexp.reduce(logprobs[left]), abs=2e-5)
+            out = np.delete(logprobs, left)
+            assert out.size == 0 or out.max() <= logprobs[left].min() + 1e-6
+            assert len(left) <= sampling.top_k
+            if sampling.top_p == 1 and sampling.min_p == 0:
+                assert len(left) == sampling.top_k
 
 
 def test_a_greedy_request_takes_the_most_likely_token(shared):
@@ -146,7 +176,7 @@ def test_one_request_is_aborted_and_others_go_on(shared):
 def test_the_engine_keeps_its_promises(shared, mode):
     async def test():
         async with shared.engine(pause_mode=mode) as engine:
-            await check_engine(engine, token_ids=[7, 8, 9], temperature=0.0, timeout_s=200)
+            await check_engine(engine, token_ids=[7, 8, 9], temperature=0.0, gives_kept_sets=True, timeout_s=200)
 
     shared.run(test())
 

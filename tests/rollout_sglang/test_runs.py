@@ -85,6 +85,22 @@ def test_a_run_trains_on_policy_and_proves_every_version(shared, tmp_path):
     np.testing.assert_allclose([m["train/mismatch_kl"] for m in metrics], 0.0, atol=1e-6)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_trains_within_what_top_p_left(sglang, tiny_model, tmp_path):
+    config = recipe(tmp_path, tiny_model, {"dtype": "float32", "server_args": {"max_total_tokens": 4096}})
+    plain = config.model_dump()
+    plain["sampling"] = {"max_new_tokens": 8, "top_p": 0.7, "top_k": 50}
+    plain["algorithm"] = {"kind": "grpo", "old_policy": "rollout"}
+    run(resolve(plain), make_cluster=lambda _: LocalCluster())
+    check_batches(tmp_path)
+    for _, group in trained_groups(tmp_path):
+        for sample in group.samples:
+            assert sample.kept.sizes()[sample.loss_mask].min() >= 1
+    metrics = [entry.metrics for entry in read_journal(tmp_path / "run" / "metrics.jsonl")]
+    assert max(m["train/logprob_diff_max"] for m in metrics) < 1e-4
+
+
 def running_servers():
     """Children that lead a process group of their own; SGLang changes their names."""
     return [p for p in psutil.Process().children() if os.getpgid(p.pid) == p.pid]

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from plasmid.errors import ConfigError
+from plasmid.recipe import resolve
 from plasmid_sglang.schema import NEWEST, SHIPPED, extract, installed_version, mistakes, schema_of
 from plasmid_sglang.settings import FIXED, OWN
 from plasmid_sglang.starting import server_arguments, wire_kind
@@ -147,3 +148,27 @@ def test_shipped_schemas_are_of_the_newest_release(product):
 def test_shipped_schemas_are_what_the_release_says(sglang, product):
     shipped = json.loads((SHIPPED / f"{product}-{NEWEST[product]}.json").read_text())
     assert json.loads(extract(product)) == shipped
+
+
+def test_restricted_sampling_needs_a_top_k_that_sglang_can_tell_the_set_of(tmp_path, monkeypatch):
+    def recipe(server_args=None, **sampling):
+        plain = context(tmp_path, server_args=server_args).config.model_dump()
+        return resolve(plain | {"sampling": sampling})
+
+    assert recipe(top_p=0.9, top_k=50).rollout.gives_kept_sets()
+    for sampling, limit, got in (({"top_p": 0.9}, 4096, "'all'"), ({"top_k": 5000}, 4096, "5000")):
+        with pytest.raises(ConfigError) as error:
+            recipe(**sampling)
+        assert str(error.value) == (
+            f"sampling.top_k: must be at most {limit} with top_p, top_k or min_p, so that SGLang can say what they "
+            f"left to draw from, got {got}; lower it, or raise rollout.server_args.sampling_mask_max_tokens"
+        )
+    recipe({"sampling_mask_max_tokens": 6000}, top_k=5000)
+    recipe(temperature=1.2)
+    monkeypatch.setattr("plasmid_sglang.schema.installed_version", lambda product: "0.5.17")
+    assert not recipe(top_p=0.9).rollout.gives_kept_sets()
+
+
+def test_servers_of_others_say_nothing_of_sets(tmp_path):
+    found = context(tmp_path, urls=["http://somewhere:1"], server_args=None, read_back_every=0).config.rollout
+    assert not found.gives_kept_sets()

@@ -248,7 +248,7 @@ class RunConfig(Settings):
     def replays_kept_sets(self) -> bool:
         """True if log-probabilities are taken within what top-p, top-k and min-p left to draw from."""
         restricted = any(sampling.is_restricted for sampling in self.samplings().values())
-        return restricted and self.rollout is not None and self.rollout.gives_kept_sets
+        return restricted and self.rollout is not None and self.rollout.gives_kept_sets()
 
     def samplings(self) -> dict[str, SamplingParams]:
         """Everything that training samples with, by its place in the recipe."""

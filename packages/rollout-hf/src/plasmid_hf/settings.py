@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from plasmid.components import BuildContext, RolloutEngineConfig
 from plasmid.protocols import PauseMode, RolloutEngine
@@ -11,8 +11,6 @@ from pydantic import Field, model_validator
 
 class HF(RolloutEngineConfig):
     """Hugging Face models in the run's own processes, on CPU or GPU, with continuous batching."""
-
-    gives_kept_sets: ClassVar[bool] = True
 
     kind: Literal["hf"] = "hf"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -43,6 +41,9 @@ class HF(RolloutEngineConfig):
         if isinstance(self.kv_tokens, int) and self.kv_tokens < self.kv_block:
             raise ValueError(f"kv_tokens must be 'auto' or at least kv_block = {self.kv_block}, got {self.kv_tokens}")
         return self
+
+    def gives_kept_sets(self) -> bool:
+        return True
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from .engine import start_engine

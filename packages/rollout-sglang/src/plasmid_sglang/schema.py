@@ -81,6 +81,11 @@ def mistakes(product: Product, table: Mapping[str, Any], *, release: str | None 
             yield f"{name}: must be one of {', '.join(map(repr, schema[name]['choices']))}, got {value!r}"
 
 
+def knows(product: Product, name: str) -> bool:
+    """True if the installed release, or else the newest, has an argument of this name."""
+    return name in schema_of(product, installed_version(product) or NEWEST[product])
+
+
 def _fits(value: Any, types: list[str]) -> bool:
     kinds = {
         "boolean": isinstance(value, bool),

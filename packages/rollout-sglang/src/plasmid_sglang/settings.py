@@ -9,10 +9,11 @@ from plasmid.components import BuildContext, RolloutEngineConfig
 from plasmid.protocols import PauseMode, RolloutEngine
 from pydantic import Field, field_validator, model_validator
 
-from .schema import mistakes
+from .schema import knows, mistakes
 
 if TYPE_CHECKING:
     from plasmid.config import RunConfig
+    from plasmid.placement_config import PlacementConfig
 
 OWN = {
     "model_path": "model.path",
@@ -41,6 +42,10 @@ FIXED = (
 """Server arguments that the engine itself needs for what it does."""
 
 
+LARGEST_SET = 4096
+"""SGLang's own default of ``sampling_mask_max_tokens``."""
+
+
 class SGLang(RolloutEngineConfig):
     """SGLang servers, one for every `gpus_per_engine` GPUs (on the CPU: one for each process of the placement)."""
 
@@ -57,8 +62,9 @@ class SGLang(RolloutEngineConfig):
     """Put the SGLang router in front; without, each rollout worker asks the server that has fewest of its requests."""
     urls: tuple[str, ...] = ()
     """Servers that somebody else runs, in place of own ones. They must serve `model.path`."""
-    host: str = "127.0.0.1"
-    """Address that the servers listen on; other machines need one that they can reach."""
+    host: str = "auto"
+    """Address that servers and router listen on; ``auto`` is the loopback, or in a cluster that the run has joined the
+    one by which its machines reach each other. Whoever reaches it can use the servers."""
     max_requests: int = Field(256, ge=1)
     """Requests that each rollout worker has open at once; the others wait in it."""
     pause_mode: PauseMode = "abort"
@@ -139,6 +145,8 @@ class SGLang(RolloutEngineConfig):
                 f"placement.engine_ranks: {place.engine_ranks} does not divide into engines of "
                 f"rollout.gpus_per_engine = {self.gpus_per_engine}"
             )
+        if not self.urls:
+            yield from self._split_engines(place)
         if self.min_engines > max(engines, 1):
             yield f"rollout.min_engines: {self.min_engines} is more than the {engines} engines that are started"
         if self.wire == "ipc" and not place.colocated:
@@ -147,12 +155,41 @@ class SGLang(RolloutEngineConfig):
             yield 'rollout.wire: "broadcast" needs trainer and engines on GPUs of their own; set "auto"'
         if self.deterministic and place.device == "cpu":
             yield "rollout.deterministic: SGLang's deterministic kernels run on GPUs only; remove it"
+        if self.gives_kept_sets():
+            yield from self._too_large_sets(config)
+
+    def _too_large_sets(self, config: RunConfig) -> Iterator[str]:
+        """SGLang refuses to say what was left to draw from unless top-k bounds it."""
+        limit = self.server_args.get("sampling_mask_max_tokens", LARGEST_SET)
+        for place, sampling in config.samplings().items():
+            if sampling.is_restricted and sampling.temperature and (sampling.top_k == "all" or sampling.top_k > limit):
+                yield (
+                    f"{place}.top_k: must be at most {limit} with top_p, top_k or min_p, so that SGLang can say what "
+                    f"they left to draw from, got {sampling.top_k!r}; lower it, or raise "
+                    "rollout.server_args.sampling_mask_max_tokens"
+                )
+
+    def _split_engines(self, place: PlacementConfig) -> Iterator[str]:
+        size = self.gpus_per_engine
+        slots = place.slots(trainers=place.trainer_ranks, engines=place.engine_ranks, evals=place.eval_ranks)
+        for nodes in (slots.engine, slots.evaluation):
+            parts = (set(nodes[first : first + size]) for first in range(0, len(nodes), size))
+            if any(len(part) > 1 for part in parts):
+                yield (
+                    f"rollout.gpus_per_engine: {size} GPUs of an engine must be on one machine, and over "
+                    f"placement.nodes = {place.nodes} they would not; choose ranks so that machines hold whole engines"
+                )
+                return
 
     def canary(self) -> float:
         """Largest difference to the trainer after each weight sync: SGLang loads weights by code of its own."""
         if self.canary_tolerance != "auto":
             return self.canary_tolerance
         return 0.02 if self.dtype == "float32" else 0.5
+
+    def gives_kept_sets(self) -> bool:
+        """Releases that return what was left to draw from can be told how much; servers of others may be older."""
+        return not self.urls and knows("sglang", "sampling_mask_max_tokens")
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from .starting import start_engine

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from plasmid.kept import KeptSet
 from plasmid.types import Completion, GenerateRequest, StopReason, VersionSpan
 
 REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
@@ -30,12 +32,18 @@ def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int, see
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     if seeded:
         params["sampling_seed"] = request.seed % (1 << SEED_BITS)
-    return {
+    body = {
         "rid": rid,
         "input_ids": [int(token) for token in request.token_ids],
         "sampling_params": params,
         "return_logprob": True,
     }
+    return body | {"return_sampling_mask": True} if _has_sets(request) else body
+
+
+def _has_sets(request: GenerateRequest) -> bool:
+    """True if something was left out; a greedy token is not drawn at all."""
+    return request.wants_kept_set and request.sampling.is_restricted and request.sampling.temperature > 0
 
 
 def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any], *, has_spans: bool) -> Completion:
@@ -50,10 +58,12 @@ def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any],
     stop = REASONS.get(reason["type"])
     if stop is None or (stop is StopReason.ABORT and reason.get("status_code") not in (None, 503)):
         return finished(request, error=f"the server ended the request: {reason.get('message') or reason['type']}")
+    logprobs = np.minimum(np.array([logprob for logprob, *_ in drawn], np.float32), 0.0)
     return Completion(
         request_id=request.id,
         token_ids=np.array([token for _, token, *_ in drawn], np.int32),
-        logprobs=np.minimum(np.array([logprob for logprob, *_ in drawn], np.float32), 0.0),
+        logprobs=logprobs,
+        kept=_kept_set(request, meta, logprobs),
         versions=tuple(_spans(meta, len(drawn), has_spans=has_spans)),
         stop_reason=stop,
         timings=_timings(meta),
@@ -69,9 +79,21 @@ def finished(request: GenerateRequest, *, error: str | None = None) -> Completio
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
         versions=(),
+        kept=KeptSet.whole(0) if request.wants_kept_set else None,
         stop_reason=StopReason.LENGTH if error is None else StopReason.ERROR,
         error=error,
     )
+
+
+def _kept_set(request: GenerateRequest, meta: Mapping[str, Any], logprobs: NDArray[np.float32]) -> KeptSet | None:
+    """SGLang gives each token's log-probability within its set; the whole one is below it by the set's mass."""
+    if not request.wants_kept_set:
+        return None
+    if not _has_sets(request):
+        return KeptSet.whole(len(logprobs))
+    within = np.array(meta.get("output_token_sampling_logprobs") or [], np.float32)
+    sets = [np.array(tokens, np.int32) for tokens in meta.get("output_token_sampling_mask") or []]
+    return KeptSet.of(sets, np.minimum(logprobs - within, 0.0))
 
 
 def _spans(meta: Mapping[str, Any], count: int, *, has_spans: bool) -> Iterator[VersionSpan]:

@@ -68,8 +68,10 @@ class RolloutEngineConfig(Component):
 
     owns_weights: ClassVar[bool] = True
     """False if somebody else serves the model: `model.path` needs no weights, and nothing can be trained with it."""
-    gives_kept_sets: ClassVar[bool] = False
-    """True if completions say what top-p, top-k and min-p left to draw from (`GenerateRequest.wants_kept_set`)."""
+
+    def gives_kept_sets(self) -> bool:
+        """True if completions say what top-p, top-k and min-p left to draw from (`GenerateRequest.wants_kept_set`)."""
+        return False
 
     def mistakes(self, config: RunConfig) -> Iterator[str]:
         """What these settings say that does not fit the rest of the recipe, one ``<table>.<key>: ...`` each."""

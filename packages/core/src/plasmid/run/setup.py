@@ -129,7 +129,7 @@ def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: Observe
             sampling=config.sampling_of(draw.prompt),
             seed=seed_of(run.seed, draw.id),
             greedy=needs.greedy_baseline,
-            wants_kept_sets=config.rollout is not None and config.rollout.gives_kept_sets,
+            wants_kept_sets=config.rollout is not None and config.rollout.gives_kept_sets(),
         )
 
     async def roll_out(draw: Draw) -> GroupRef:

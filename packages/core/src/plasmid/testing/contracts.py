@@ -55,7 +55,7 @@ async def check_engine(
         await _check_pause(engine, replace(request, id="contract/0#2"), first)
         await _check_sleep(engine, replace(request, id="contract/0#3"), first)
         if gives_kept_sets:
-            sampling = request.sampling.model_copy(update={"top_k": 3})
+            sampling = request.sampling.model_copy(update={"top_k": 3, "temperature": 1.0})
             restricted = replace(request, id="contract/0#4", sampling=sampling, wants_kept_set=True)
             _check_kept(await engine.client.generate(restricted), restricted)
         await engine.client.abort(["contract/unknown"])
