@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from mbridge.core.bridge import Bridge
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
-from plasmid.errors import ModelError
+from plasmid.errors import ModelError, one_line
 from plasmid.model_building import BUILDING
 from plasmid.training.model_source import Source
 from torch import Tensor
@@ -72,9 +73,9 @@ def read_architecture(source: Source, settings: Megatron) -> Architecture:
     try:
         with BUILDING:
             hf = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-    except (ValueError, KeyError, ImportError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ModelError(f"{source.where}.path: {source.path} has no config that transformers reads: {first}") from None
+    except (ValueError, KeyError, ImportError, OSError, StrictDataclassError) as error:
+        why = one_line(error)
+        raise ModelError(f"{source.where}.path: {source.path} has no config that transformers reads: {why}") from None
     family = families.FAMILIES.get(hf.model_type)
     if family is None:
         raise ModelError(
@@ -103,7 +104,7 @@ def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any) -> Te
     if kind == "default":
         size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         size = int(size * (hf.rope_parameters or {}).get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         unscaled: Tensor = 1.0 / hf.rope_theta**exponents
         return unscaled.to(device)
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, "cpu")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import multi_latent_attention as mla
@@ -29,6 +32,22 @@ def tell_latent_attention_what_is_installed() -> None:
     """
     assert isinstance(mla.HAVE_TE, bool), "upstream has another use of the name now"
     mla.HAVE_TE = transformer_engine.HAVE_TE
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """Have modules made on torch's meta device, without memory, also where there is no GPU.
+
+    Megatron-Core 0.16.1 asks for the number of the GPU where it makes the routers and latent attentions of a model,
+    even with `use_cpu_initialization`.
+    """
+    asked, meta = torch.cuda.current_device, torch.device("meta")
+    torch.cuda.current_device = lambda: meta  # type: ignore[assignment, return-value]
+    try:
+        with meta:
+            yield
+    finally:
+        torch.cuda.current_device = asked
 
 
 def let_sgd_be_loaded(optimizer: Any) -> None:

@@ -41,7 +41,8 @@ class Backbone(GPTModel):  # type: ignore[misc]
         )
         if self.position_embedding_type == "rope" and not config.multi_latent_attention:
             rotary = self.rotary_pos_emb
-            rotary.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device)
+            with torch.device("cpu"):  # also where all else is made without memory
+                rotary.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device)
 
     shares_embedding = True
 

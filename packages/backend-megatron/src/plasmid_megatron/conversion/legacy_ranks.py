@@ -134,7 +134,8 @@ def _own_name(name: str, first_layer: int, first_expert: int) -> str:
 def _load(folder: Path, files: Ranks, place: tuple[int, int, int]) -> dict[str, Any]:
     file = files.get(place)
     if file is None:
-        raise ModelError(f"{folder}: the file of the rank at {place} (tensor, pipeline, expert) is missing")
+        t, p, e = place
+        raise ModelError(f"{folder}: the file of rank {t} (tensor), {p} (pipeline), {e} (expert) is missing")
     try:
         with torch.serialization.safe_globals(CLASSES):
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError
@@ -18,7 +17,7 @@ from plasmid.training.model_source import Source
 from torch import Tensor, nn
 
 from ..bridge import Architecture, read_architecture
-from ..compat import define_router_gemm
+from ..compat import define_router_gemm, tell_latent_attention_what_is_installed, without_gpu
 from ..model import LanguageModel
 from ..placement import VOCABULARY, Place, objects, places
 from ..settings import Megatron
@@ -115,7 +114,7 @@ def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int =
         bridge.padded_vocab_size = -(-architecture.vocab_size // multiple) * multiple
         bridge.dtype = None  # weights keep their types
         architecture.config.moe_token_dispatcher_type = "allgather"  # the other one takes a stream of a GPU
-        with BUILDING, torch.device("meta"):
+        with BUILDING, without_gpu():
             module = LanguageModel(described, architecture, chunk=None, chunk_size="auto")
         return Outline(
             source=source,
@@ -141,6 +140,7 @@ def _alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         define_router_gemm()
+        tell_latent_attention_what_is_installed()
         mpu.initialize_model_parallel()
         yield
     finally:

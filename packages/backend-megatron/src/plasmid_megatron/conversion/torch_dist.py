@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +34,8 @@ class TorchDistFolder(MegatronLayout):
     kind: Literal["torch_dist"] = "torch_dist"
     vocab_multiple: int = Field(1, ge=1)
     """Rows of the vocabulary are filled up with zeros to a multiple of this when they are written."""
+    leave_out: tuple[str, ...] = ()
+    """Beginnings of names that are not written, such as those of layers that predict further tokens."""
     max_file_gb: float = Field(5.0, gt=0)
     """Largest file to write, in units of 10^9 bytes; one tensor is never split."""
 
@@ -67,14 +68,13 @@ class TorchDistFolder(MegatronLayout):
         outline = read_outline(path, multiple=self.vocab_multiple)
         writer = DistributedWriter(path, max_file_bytes=round(self.max_file_gb * 1e9))
         try:
-            for entry, whole in outline.from_hf(tensors):
+            kept = ((name, tensor) for name, tensor in tensors if not name.startswith(self.leave_out))
+            for entry, whole in outline.from_hf(kept):
                 parts = whole.chunk(len(entry.places)) if len(entry.places) > 1 else (whole,)
                 for place, part in zip(entry.places, parts, strict=True):
                     writer.add(place.key, part.reshape(place.shape), start=place.start, size=place.size)
             for one in outline.others:
-                data = io.BytesIO()
-                torch.save([one.data], data)
-                writer.add_object(one.unique_key, data)
+                writer.add_object(one.unique_key, [one.data])
             writer.finish()
         finally:
             writer.close()

@@ -29,6 +29,13 @@ ALLOWED = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
 }
 """Modules and names that may be in it. Types of tensors are allowed besides."""

@@ -1,0 +1,289 @@
+"""Megatron's layouts of checkpoints: every pair goes there and back without a changed bit, or says what is wrong."""
+
+import asyncio
+import json
+import re
+import resource
+import shutil
+
+import pytest
+import torch
+from megatron_cases import fit, make_batch
+from megatron_families import FAMILIES, make_family
+from megatron_legacy import write_legacy
+from plasmid.convert import DCP, HF, compare, convert
+from plasmid.errors import ModelError
+from plasmid_megatron.conversion import MegatronTorch, TorchDistFolder
+
+
+def assert_same(left, right, reader=None, other=None):
+    found = compare(left, right, left_reader=reader or HF(), right_reader=other or HF())
+    assert found.differences == ()
+    assert found.num_equal > 0
+
+
+@pytest.fixture
+def model(request, tmp_path):
+    """One of the random models by its name, or that of a family."""
+    if request.param in FAMILIES:
+        return make_family(tmp_path / "model", request.param)
+    return request.getfixturevalue(request.param)
+
+
+MODELS = ["tiny_qwen", "tiny_tied", "tiny_moe", *FAMILIES]
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_a_model_goes_there_and_back_without_a_changed_bit(model, tmp_path):
+    """Padded to 64 tokens there, unpadded here, in files of 100 kB; with everything beside the weights."""
+    writer = TorchDistFolder(vocab_multiple=64, max_file_gb=1e-4)
+    convert(model, tmp_path / "there", reader=HF(), writer=writer)
+    convert(tmp_path / "there", tmp_path / "back", reader=TorchDistFolder(), writer=HF())
+    assert_same(model, tmp_path / "back")
+    assert len(list((tmp_path / "there").glob("*.distcp"))) > 1
+    for file in model.iterdir():
+        if file.suffix != ".safetensors":
+            assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("model", ["tiny_moe"], indirect=True)
+def test_types_stay_what_they_are(model, tmp_path):
+    convert(model, tmp_path / "bf16", reader=HF(dtype="bfloat16"), writer=HF())
+    convert(tmp_path / "bf16", tmp_path / "there", reader=HF(), writer=TorchDistFolder())
+    assert_same(tmp_path / "bf16", tmp_path / "there", other=TorchDistFolder())
+    convert(tmp_path / "there", tmp_path / "wide", reader=TorchDistFolder(dtype="float32"), writer=HF())
+    assert {tensor.dtype for _, tensor in HF().read(tmp_path / "wide")} == {torch.float32}
+    assert json.loads((tmp_path / "wide/config.json").read_text())["dtype"] == "float32"
+
+
+def test_every_writer_takes_what_every_reader_gives(tiny_qwen, tmp_path):
+    write_legacy(tiny_qwen, tmp_path / "megatron-torch")
+    for kind, writer in (("hf", HF()), ("dcp", DCP()), ("torch_dist", TorchDistFolder())):
+        convert(tiny_qwen, tmp_path / kind, reader=HF(), writer=writer)
+    readers = {"hf": HF(), "dcp": DCP(), "torch_dist": TorchDistFolder(), "megatron-torch": MegatronTorch()}
+    for name, reader in readers.items():
+        assert [kind for kind, other in readers.items() if other.recognises(tmp_path / name)] == [name]
+        for kind in ("hf", "dcp", "torch_dist"):
+            target = tmp_path / f"{name}-{kind}"
+            convert(tmp_path / name, target, reader=reader, writer=readers[kind])
+            assert_same(tiny_qwen, target, other=readers[kind])
+            assert (target / "tokenizer.json").read_bytes() == (tiny_qwen / "tokenizer.json").read_bytes()
+
+
+def test_megatron_itself_loads_what_is_written(tiny_moe, tmp_path):
+    from megatron.core import dist_checkpointing
+    from plasmid.training.model_source import Source
+    from plasmid_megatron.bridge import read_architecture
+    from plasmid_megatron.conversion import outline
+    from plasmid_megatron.model import LanguageModel
+    from plasmid_megatron.settings import Megatron
+    from plasmid_megatron.weights import to_hf, weights
+
+    convert(tiny_moe, tmp_path / "there", reader=HF(), writer=TorchDistFolder(vocab_multiple=8))
+    source = Source(where="model", path=tiny_moe, trust_remote_code=False)
+    found = {}
+    with outline._alone():
+        settings = Megatron(transformer={"use_cpu_initialization": True}, dtype="float32")
+        architecture = read_architecture(source, settings)
+        architecture.config.moe_token_dispatcher_type = "allgather"
+        module = LanguageModel(source, architecture, chunk=None, chunk_size="auto")
+        state = dist_checkpointing.load({"model": module.sharded_state_dict()}, str(tmp_path / "there"))
+        module.load_state_dict(state["model"])
+        for weight in weights([module]):
+            found |= dict(to_hf(architecture, weight.named(0, 0), weight.tensor.detach()))
+    expected = dict(HF().read(tiny_moe))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+async def trained(ranks, folder, layout, model, **options):
+    """Save and export after a batch, as a run does."""
+    trainer, config = await ranks.start(num_ranks=layout[0], trainer={"lr": 1e-2} | layout[1], model=model, **options)
+    await fit(trainer, config, make_batch())
+    await trainer.save(folder / "batch-000001/trainer")
+    await trainer.export(folder / "exported")
+    state = {"config": {"model": {"path": str(model), "tokenizer": "auto"}}}
+    (folder / "batch-000001/state.json").write_text(json.dumps(state))
+
+
+LAYOUTS = {
+    "tp2": (2, {"tensor_parallel": 2}, "tiny_qwen"),
+    "pp2 interleaved": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "tiny_qwen"),
+    "tied pp2": (2, {"pipeline_parallel": 2}, "tiny_tied"),
+    "ep2": (2, {"expert_parallel": 2}, "tiny_moe"),
+}
+
+
+@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(name, marks=pytest.mark.long) for name in list(LAYOUTS)[1:])])
+def test_the_checkpoint_of_a_run_becomes_what_the_run_exports(layout, ranks, request, tmp_path):
+    num_ranks, settings, name = LAYOUTS[layout]
+    asyncio.run(trained(ranks, tmp_path, (num_ranks, settings), request.getfixturevalue(name)))
+    checkpoint = tmp_path / "batch-000001"
+    assert TorchDistFolder().recognises(checkpoint) and not DCP().recognises(checkpoint)
+    convert(checkpoint, tmp_path / "out", reader=TorchDistFolder(), writer=HF())
+    assert_same(tmp_path / "exported", tmp_path / "out")
+    convert(checkpoint, tmp_path / "dcp", reader=TorchDistFolder(), writer=DCP())
+    assert_same(tmp_path / "exported", tmp_path / "dcp", other=DCP())
+
+
+@pytest.mark.long
+def test_a_critic_beside_the_policy_is_no_obstacle(ranks, tiny_qwen, tmp_path):
+    asyncio.run(trained(ranks, tmp_path, (1, {}), tiny_qwen, algorithm={"kind": "ppo"}))
+    assert_same(tmp_path / "exported", tmp_path / "batch-000001", other=TorchDistFolder())
+
+
+OLD = {
+    "one": ("tiny_qwen", {}),
+    "tp2": ("tiny_qwen", {"tensor": 2, "padded": 64}),
+    "pp2": ("tiny_qwen", {"pipeline": 2}),
+    "tp2 pp2 interleaved": ("tiny_qwen", {"tensor": 2, "pipeline": 2, "chunks": 2, "padded": 64}),
+    "tied": ("tiny_tied", {"tensor": 2, "padded": 58}),
+    "experts": ("tiny_moe", {"expert": 2, "tensor": 2, "padded": 58}),
+    "transformer engine": ("tiny_moe", {"expert": 2, "engine": True}),
+    "dense engine": ("tiny_qwen", {"tensor": 2, "padded": 64, "engine": True}),
+}
+
+
+@pytest.mark.parametrize("case", OLD)
+def test_the_older_format_is_read_in_every_layout(case, request, tmp_path):
+    name, layout = OLD[case]
+    model = request.getfixturevalue(name)
+    write_legacy(model, tmp_path / "old", **layout)
+    convert(tmp_path / "old", tmp_path / "out", reader=MegatronTorch(), writer=HF())
+    assert_same(model, tmp_path / "out")
+
+
+def test_the_size_of_the_vocabulary_can_be_said(tiny_qwen, tmp_path):
+    convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder(vocab_multiple=64))
+    convert(tmp_path / "there", tmp_path / "back", reader=TorchDistFolder(vocab_size=60), writer=HF())
+    before, after = dict(HF().read(tiny_qwen)), dict(HF().read(tmp_path / "back"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert len(before[name]) == 57 and len(after[name]) == 60
+        assert torch.equal(after[name][:57], before[name]) and not after[name][57:].any()
+    assert json.loads((tmp_path / "back/config.json").read_text())["vocab_size"] == 60
+    with pytest.raises(ModelError, match=r"it has 64 rows of the vocabulary in \S+, and the config says 65$"):
+        list(TorchDistFolder(vocab_size=65).read(tmp_path / "there"))
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": 96}, r"it has other shapes: \S*mlp.linear_fc1.weight \[4, 256, 64\] instead of \["),
+        (
+            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+            r"it has other shapes: \S+ \[4, .*\] instead of \[3, ",
+        ),
+        ({"num_hidden_layers": 3}, r"has no config that transformers reads: .*`num_hidden_layers` \(3\) must be equal"),
+        ({"tie_word_embeddings": True}, r"it has unknown output_layer\.weight$"),
+        ({"vocab_size": 99}, r"it has 57 rows of the vocabulary in embedding\S+, and the config says 99$"),
+        ({"model_type": "gpt2"}, r"is of model type 'gpt2', which trainer 'megatron' does not train"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_checkpoint_of_another_model_says_what_differs(tiny_qwen, tmp_path, changes, message):
+    convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
+    change_config(tmp_path / "there", **changes)
+    with pytest.raises(ModelError, match=message) as error:
+        convert(tmp_path / "there", tmp_path / "out", reader=TorchDistFolder(), writer=HF())
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_checkpoint_that_lacks_a_weight_says_which(tiny_tied, tmp_path):
+    convert(tiny_tied, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
+    change_config(tmp_path / "there", tie_word_embeddings=False)
+    with pytest.raises(
+        ModelError, match=r"the weights do not fit the model in \S+there: it lacks output_layer\.weight$"
+    ):
+        list(TorchDistFolder().read(tmp_path / "there"))
+
+
+def without(path, name):
+    tensors = {key: tensor for key, tensor in HF().read(path) if key != name}
+    from safetensors.torch import save_file
+
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_a_source_that_lacks_something_or_has_more_says_so(tiny_qwen, tmp_path):
+    shutil.copytree(tiny_qwen, tmp_path / "bad")
+    without(tmp_path / "bad", "model.layers.2.mlp.up_proj.weight")
+    with pytest.raises(ModelError, match=r"do not fit the model: the source lacks model\.layers\.2\.mlp\.up_proj\.w"):
+        convert(tmp_path / "bad", tmp_path / "out", reader=HF(), writer=TorchDistFolder())
+    change_config(tmp_path / "bad", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    with pytest.raises(ModelError, match=r"the source has unknown model\.layers\.2\S+, .* and \d+ more$"):
+        convert(tmp_path / "bad", tmp_path / "out", reader=HF(), writer=TorchDistFolder())
+    rest = ("model.layers.2.", "model.layers.3.")
+    convert(tmp_path / "bad", tmp_path / "out", reader=HF(), writer=TorchDistFolder(leave_out=rest))
+    assert len(list(TorchDistFolder().read(tmp_path / "out"))) == 2 * 11 + 3
+
+
+def test_what_cannot_be_written_says_what_can(tiny_qwen, tmp_path):
+    with pytest.raises(ModelError, match=r"^layout megatron-torch can only be read; write torch_dist"):
+        convert(tiny_qwen, tmp_path / "out", reader=HF(), writer=MegatronTorch())
+    (tmp_path / "bare").mkdir()
+    shutil.copyfile(tiny_qwen / "model.safetensors", tmp_path / "bare/model.safetensors")
+    with pytest.raises(ModelError, match=r"^the source has no config\.json, from which layout torch_dist derives"):
+        convert(tmp_path / "bare", tmp_path / "out", reader=HF(), writer=TorchDistFolder())
+    with pytest.raises(ModelError, match=r"bare: holds no checkpoint of layout torch_dist$"):
+        convert(tmp_path / "bare", tmp_path / "out", reader=TorchDistFolder(), writer=HF())
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing(tiny_qwen, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(ModelError) as error:
+            convert(tiny_qwen, tmp_path / "out", reader=HF(), writer=TorchDistFolder())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; nothing is left of it"
+    assert list(tmp_path.iterdir()) == []
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("TRICKED",)
+
+
+def spoil_rank(folder):
+    shutil.rmtree(folder / "iter_0000007/mp_rank_00")
+
+
+def spoil_cut(folder):
+    file = folder / "iter_0000007/mp_rank_01/model_optim_rng.pt"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def spoil_class(folder):
+    torch.save({"model": {}, "args": Evil()}, folder / "iter_0000007/mp_rank_01/model_optim_rng.pt")
+
+
+def spoil_age(folder):
+    torch.save({"model": {"language_model": {}}}, folder / "iter_0000007/mp_rank_01/model_optim_rng.pt")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_rank, r"iter_0000007: the file of rank 0 \(tensor\), 0 \(pipeline\), 0 \(expert\) is missing$"),
+        (spoil_cut, r"mp_rank_01/model_optim_rng\.pt: cannot be read: .*; it is cut off, damaged or too old$"),
+        (spoil_class, r"mp_rank_01/model_optim_rng\.pt: names \S*print, which is not made out of a file of somebody"),
+        (spoil_age, r"it is of the modules before Megatron-Core \('language_model'\), which are not read$"),
+    ],
+)
+def test_a_damaged_checkpoint_of_the_older_format_says_so(tiny_qwen, tmp_path, capsys, spoil, message):
+    write_legacy(tiny_qwen, tmp_path / "old", tensor=2, padded=64)
+    spoil(tmp_path / "old")
+    with pytest.raises(ModelError) as error:
+        convert(tmp_path / "old", tmp_path / "out", reader=MegatronTorch(), writer=HF())
+    assert re.search(message, str(error.value))
+    assert "\n" not in str(error.value)
+    assert "TRICKED" not in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
