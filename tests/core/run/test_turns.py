@@ -4,9 +4,10 @@ import asyncio
 import itertools
 
 import pytest
-from plasmid.errors import DeadlineError
+from plasmid.errors import DeadlineError, EngineError, EngineLostError
 from plasmid.run.local import LocalCluster
 from plasmid.run.session import run
+from plasmid.run.turns import Turns
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
 from pydantic import PrivateAttr
 
@@ -186,3 +187,36 @@ def test_a_trainer_that_does_not_answer_ends_the_run(runner, operation):
     config = runner.config({"run": {"train_timeout_s": 0.2, "batches": 1}, "checkpoint": {"export": True}})
     with pytest.raises(DeadlineError, match=rf"trainer.{operation} \(run.train_timeout_s\): no end within 0.25 s"):
         run(config.model_copy(update={"trainer": SilentConfig()}), make_cluster=lambda _: LocalCluster())
+
+
+class Leaving(FakeEngine):
+    """Is lost in the first tries of each weight sync; `health` says when nothing is left."""
+
+    def __init__(self, times, *, left=True):
+        super().__init__(FakeEngineConfig(max_delay_s=0.0))
+        self.times, self.left, self.lost = times, left, 0
+
+    async def receive(self, plan, version):
+        if self.lost < self.times:
+            self.lost += 1
+            raise EngineLostError("server 0 ended")
+        self.lost = 0
+        return await super().receive(plan, version)
+
+    async def health(self):
+        if not self.left:
+            raise EngineError("0 of 1 servers are left")
+
+
+def test_a_weight_sync_is_tried_again_with_what_comes_up(runner, monkeypatch):
+    monkeypatch.setattr("plasmid.run.turns.AGAIN_S", 0.0)
+    engine = Leaving(2)
+    turns = Turns(config=runner.config(), trainer=FakeTrainer(), engine=engine)
+    assert asyncio.run(turns.publish(3)).version == 3
+    assert engine.version == 3
+
+
+def test_a_weight_sync_to_an_engine_of_which_nothing_is_left_ends_the_run(runner):
+    turns = Turns(config=runner.config(), trainer=FakeTrainer(), engine=Leaving(1, left=False))
+    with pytest.raises(EngineError, match="0 of 1 servers are left"):
+        asyncio.run(turns.publish(3))

@@ -44,6 +44,10 @@ class EngineError(PlasmidError):
     """A rollout engine cannot serve."""
 
 
+class EngineLostError(EngineError):
+    """Every part of an engine went away that was to take weights. Others may come up; the sync can be tried again."""
+
+
 class TemplateError(PlasmidError):
     """A chat template cannot continue a conversation without rendering its past anew."""
 

@@ -300,11 +300,17 @@ class RolloutEngine(Protocol):
         ...
 
     async def plan_sync(self) -> SyncPlan:
-        """How to send the next version: which wire, which type, how large the buckets are."""
+        """How to send the next version: which wire, which type, how large the buckets are.
+
+        Waits while no part of the engine runs and some are being started.
+        """
         ...
 
     async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Update: take over every weight of the version, completely or not at all as far as requests can see."""
+        """Update: take over every weight of the version, completely or not at all as far as requests can see.
+
+        Raises `EngineLostError` if every part that was to take them went away: the loop then tries again.
+        """
         ...
 
     async def checksum(self) -> Mapping[str, int]:

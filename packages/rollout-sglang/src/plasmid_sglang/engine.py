@@ -16,6 +16,7 @@ from plasmid.types import SyncReceipt
 from .bulletin import Bulletin, BulletinFile
 from .client import ClientOptions, SGLangClient
 from .gauges import Load, busy, gauges
+from .lost import lost
 from .members import Condition, Member, Members, Watch, each
 from .planning import Planner
 from .router import Router
@@ -161,8 +162,9 @@ class SGLangEngine:
         self._announce()
 
     async def plan_sync(self) -> SyncPlan:
-        """A plan for one weight sync to every server that runs."""
+        """A plan for one weight sync to every server that runs, or to the first that does."""
         settings = self._options.settings
+        await self.members.some_running()
         wire = await self._planner.plan(self.members.running())
         return SyncPlan(wire=wire, dtype=self._options.dtype, bucket_bytes=settings.bucket_bytes)
 
@@ -189,7 +191,7 @@ class SGLangEngine:
         for member, error in failed.items():
             await self.members.give_up(member, str(error))
         if not receipts:
-            raise next(iter(failed.values()), SyncError(f"weight sync of version {version}: no server is left"))
+            raise lost(failed.values())
         first = next(iter(receipts.values()))
         for member, receipt in receipts.items():
             if (receipt.num_tensors, receipt.buckets) != (first.num_tensors, first.buckets):

@@ -16,6 +16,7 @@ from .api import Abilities, Api
 
 log = logging.getLogger(__name__)
 STOP_S = 15.0
+LOOK_S = 0.2
 
 
 class Condition(StrEnum):
@@ -90,6 +91,15 @@ class Members:
     def running(self) -> tuple[Member, ...]:
         """Those that can take weights."""
         return tuple(m for m in self.all if m.runs)
+
+    async def some_running(self) -> None:
+        """Wait until one can take weights. Raises `EngineError` when too few are left."""
+        self.check()
+        if not self.running():
+            log.warning("no server runs; waiting for one of those that are being started")
+        while not self.running():
+            await asyncio.sleep(LOOK_S)
+            self.check()
 
     def check(self) -> None:
         """Raises `EngineError` when too few are left to go on."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plasmid.errors import SyncError
-
+from .lost import lost
 from .members import Member, each
 from .receiving import Order
 from .wire import Kind, Meeting, SGLangWire
@@ -34,7 +33,7 @@ class Planner:
     members: tuple[str, ...] = field(default=(), init=False)
 
     async def plan(self, running: Sequence[Member]) -> SGLangWire:
-        """Get the servers ready and say how to reach them. Raises `SyncError` if there is none."""
+        """Get the servers ready and say how to reach them. Raises `EngineLostError` if there is none."""
         token = uuid.uuid4().hex
         ranks = running[0].abilities.ranks if running else 1
         ipc = self.kind == "ipc"
@@ -53,7 +52,7 @@ class Planner:
         failed = await each(running, open_update)
         ready = [member for member in running if member not in failed]
         if not ready:
-            raise next(iter(failed.values()), SyncError("weight sync: no server runs"))
+            raise lost(failed.values())
         return SGLangWire(
             kind=self.kind,
             actors=tuple(member.actor for member in ready),

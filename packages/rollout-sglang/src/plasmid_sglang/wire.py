@@ -20,6 +20,7 @@ from plasmid.protocols import Actor, Bucket, Sender
 from plasmid.sync import unpack
 
 from .group import Host
+from .lost import lost
 
 Kind = Literal["ipc", "broadcast", "disk", "http"]
 IN_FLIGHT: Mapping[Kind, int] = {"ipc": 1, "broadcast": 1, "disk": 2, "http": 2}
@@ -143,7 +144,7 @@ class SGLangSender:
 
     def _check_any_left(self) -> None:
         if not self._actors:
-            raise self._errors[0] if self._errors else SyncError("weight sync: there is no engine to send to")
+            raise lost(self._errors)
 
     async def _put(self, header: Mapping[str, Any], source: Mapping[str, Any], data: Any) -> None:
         meeting = self._wire.meeting

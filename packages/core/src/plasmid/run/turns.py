@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ..config import RunConfig
+from ..errors import EngineLostError
 from ..protocols import RolloutEngine, Trainer
 from ..types import SyncReceipt
 from ..waiting import GRACE, within
 from .publish import transfer
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+AGAIN_S = 1.0
+"""Between two tries of a weight sync."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,10 +77,22 @@ class Turns:
             await self._engine("pause", self.engine.pause(self.engine.pause_mode))
         if place.offload_engine:
             await self._engine("wake", self.engine.wake(kv_cache=False))
-        receipt = await transfer(self.trainer, self.engine, version=version, timeout_s=self.config.run.sync_timeout_s)
+        receipt = await self._transfer(version)
         await self._make_room()
         await self._engine("resume", self.engine.resume())
         return receipt
+
+    async def _transfer(self, version: int) -> SyncReceipt:
+        """Try again with the servers that come up when all that were to take the weights have gone meanwhile."""
+        while True:
+            try:
+                return await transfer(
+                    self.trainer, self.engine, version=version, timeout_s=self.config.run.sync_timeout_s
+                )
+            except EngineLostError as error:
+                log.warning("weight sync of version %d: trying again: %s", version, error)
+                await self.engine.health()  # raises when too little of the engine is left to wait for
+                await asyncio.sleep(AGAIN_S)
 
     async def _clear(self) -> None:
         """A colocated engine stops; its memory is the trainer's."""

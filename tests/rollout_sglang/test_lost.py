@@ -1,0 +1,16 @@
+"""A weight sync that every server has failed: what is tried again, and what ends the run."""
+
+from plasmid.errors import ActorDiedError, EngineError, EngineLostError, SyncError
+from plasmid_sglang.lost import lost
+
+
+def test_servers_that_went_away_are_waited_for():
+    error = lost([EngineError("connection refused"), ActorDiedError("engine-1 ended")])
+    assert isinstance(error, EngineLostError)
+    assert str(error) == "EngineError: connection refused; ActorDiedError: engine-1 ended"
+    assert str(lost([])) == "no server runs"
+
+
+def test_a_proof_that_failed_is_never_tried_again():
+    proof = SyncError("bucket 1 was sent with another checksum")
+    assert lost([EngineError("connection refused"), proof]) is proof
