@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from plasmid.data.curriculum import Curriculum
 from plasmid.errors import CheckpointError, DataError, RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import ReasoningGym, ReasoningGymSource
@@ -57,6 +58,15 @@ def test_prompts_are_resumed_exactly_and_verified_in_another_process():
     scores = ask(ReasoningGym(workers=1), *pairs, *wrong)
     assert [s.value for s in scores] == [1.0] * 24 + [0.0] * 3
     assert scores[-1].error == "no answer found (answer_in = 'tags')"
+
+
+def test_a_curriculum_passes_over_families_that_are_solved():
+    source = Curriculum(by="family", floor=0.01, source=ReasoningGymSource(families=("chain_sum", "gcd")))
+    stream = source.stream(encode, seed=3)
+    for prompt in draw(stream, 20):
+        stream.learn(prompt, [1.0, 1.0] if prompt.metadata["family"] == "gcd" else [0.0, 1.0])
+    assert {prompt.metadata["family"] for prompt in draw(stream, 20)} == {"chain_sum"}
+    stream.close()
 
 
 @pytest.mark.long

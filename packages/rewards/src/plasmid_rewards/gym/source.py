@@ -23,7 +23,10 @@ LONG_IN_A_ROW = 200
 
 
 class ReasoningGymSource(DataSource):
-    """Tasks of reasoning-gym without end: each draw is a new one. The reward ``reasoning-gym`` verifies them."""
+    """Tasks of reasoning-gym without end: each draw is a new one. The reward ``reasoning-gym`` verifies them.
+
+    The column ``family`` tells families apart, in curricula and in results of evaluations.
+    """
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     families: Literal["all"] | tuple[str, ...] = "all"
@@ -136,7 +139,7 @@ class GymStream(PromptStream):
             text=text,
             messages=messages,
             target=entry.answer,
-            metadata={KEY: {"family": family, "seed": seed, "options": options}},
+            metadata={"family": family, KEY: {"family": family, "seed": seed, "options": options}},
         )
 
     def state(self) -> Mapping[str, Any]:
