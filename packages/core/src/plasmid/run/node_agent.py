@@ -39,13 +39,16 @@ class PluginFile:
 class NodeAgent:
     """Runs on a machine of the cluster, in the process that holds the run's GPUs there."""
 
+    def __init__(self, *, shared_s: float = SHARED_S) -> None:
+        self._shared_s = shared_s
+
     def versions(self) -> dict[str, str]:
         """Of Python, the libraries and everything that registers plugins."""
         return versions_here()
 
     async def sees(self, path: Path, text: str) -> bool:
         """Whether a file that the driver has just written is here, too."""
-        deadline = time.monotonic() + SHARED_S
+        deadline = time.monotonic() + self._shared_s
         while _read(path) != text:
             if time.monotonic() > deadline:
                 return False
