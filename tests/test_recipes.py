@@ -35,6 +35,82 @@ def test_the_data_of_a_recipe_are_there(recipe, monkeypatch):
             assert Path(path.partition("@[")[0]).is_file()
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_the_models_of_a_recipe_can_be_laid_out_as_it_says(recipe):
+    from plasmid.run.shapes import plan_models
+
+    assert plan_models(load_config(recipe), recipes=[recipe])[0][0] == "model"
+
+
+TASKS_TAKE_SECONDS = [
+    pytest.param(path, marks=pytest.mark.long) if "reasoning" in path.name and "deepseek" not in path.name else path
+    for path in RECIPES
+]
+
+
+@pytest.mark.parametrize("recipe", TASKS_TAKE_SECONDS, ids=lambda path: path.name)
+def test_a_recipe_is_checked_without_its_model(recipe, monkeypatch, capsys):
+    from plasmid_cli.main import app
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        app(["train", str(recipe.relative_to(ROOT)), "--dry-run", "--offline"])
+    printed, mistakes = capsys.readouterr()
+    assert (stopped.value.code or 0, mistakes) == (0, "")
+    table = printed[printed.index("\nplan") :]
+    assert "recipes/models/" in table or "models/SmolLM2-135M-Instruct" in table
+    assert "rollouts per batch" in table
+
+
+OFFLINE = "recipes/glm-4.5-reasoning-128gpus.toml"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            [OFFLINE, "trainer.expert_parallel=64", "placement.trainer_ranks=256"],
+            "trainer.expert_parallel: the model has 160 experts, which 64 ranks cannot share",
+        ),
+        (
+            [OFFLINE, "trainer.tensor_parallel=16"],
+            "trainer: the model's num_key_value_heads = 8 cannot be split into 16 parts (tensor_parallel)",
+        ),
+        (
+            [OFFLINE, "trainer.pipeline_parallel=8", "trainer.expert_parallel=16"],
+            "trainer: the model's num_hidden_layers = 92 cannot be split into 8 parts "
+            "(pipeline_parallel x virtual_pipeline); transformer.num_layers_in_last_pipeline_stage gives the last rank "
+            "another number",
+        ),
+        (
+            [OFFLINE, "model.path=models/GLM-4.5-Air"],
+            "model.path: models/GLM-4.5-Air has no config.json, and recipes/models/GLM-4.5-Air does not describe it; "
+            "put the model's config.json there",
+        ),
+        (
+            ["recipes/smollm2-sums-sglang-cpu.toml", "rollout.gpus_per_engine=2", "placement.engine_ranks=2"],
+            "rollout.gpus_per_engine: the model's num_attention_heads = 9 cannot be split over 2 GPUs",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_told_without_the_model(changes, message, monkeypatch, capsys):
+    from plasmid_cli.main import app
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        app(["train", *changes, "--dry-run", "--offline"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [f"error: {message}"]
+
+
+def test_a_run_is_not_offline(monkeypatch, capsys):
+    from plasmid_cli.main import app
+
+    with pytest.raises(SystemExit):
+        app(["train", OFFLINE, "--offline"])
+    assert capsys.readouterr().err == "error: --offline checks a recipe without its models; add --dry-run\n"
+
+
 def test_resolving_a_recipe_imports_no_backend():
     code = (
         "import sys\n"

@@ -8,7 +8,7 @@ import pytest
 from plasmid.errors import ConfigError
 from plasmid.recipe import validate
 from plasmid_megatron.settings import Megatron
-from plasmid_megatron.trainer import check_split
+from plasmid_megatron.shapes import check_split
 from plasmid_megatron.upstream import fields
 
 

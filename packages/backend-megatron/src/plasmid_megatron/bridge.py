@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from mbridge.core.bridge import Bridge
+from mbridge.core.parallel_states import ParallelStates
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ModelError, one_line
@@ -68,8 +69,8 @@ class Architecture:
         return int(self.hf.vocab_size)
 
 
-def read_architecture(source: Source, settings: Megatron) -> Architecture:
-    """Read a model folder's config. The groups of ranks exist. Raises `ModelError`."""
+def read_architecture(source: Source, settings: Megatron, *, states: ParallelStates | None = None) -> Architecture:
+    """Read a model folder's config, for the groups of ranks that exist, or for ``states``. Raises `ModelError`."""
     try:
         with BUILDING:
             hf = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
@@ -86,7 +87,7 @@ def read_architecture(source: Source, settings: Megatron) -> Architecture:
     for setting in families.unsupported(hf):
         raise ModelError(f"{source.where}.path: {source.path} has {setting}, which trainer 'megatron' cannot compute")
     try:
-        bridge = _own(family, hf)(hf, dtype=getattr(torch, settings.dtype))
+        bridge = _own(family, hf)(hf, dtype=getattr(torch, settings.dtype), parallel_states=states)
         bridge.set_extra_args(**_overrides(hf, settings))
     except (ValueError, AssertionError, NotImplementedError, ZeroDivisionError) as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__

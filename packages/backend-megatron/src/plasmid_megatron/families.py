@@ -10,6 +10,8 @@ from mbridge.core.llm_bridge import LLMBridge
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from transformers import PreTrainedConfig
 
+from .shapes import MODEL_TYPES
+
 Table = dict[str, list[str]]
 LAYER = "model.layers.{layer_number}"
 
@@ -53,8 +55,7 @@ class DeepseekV3(DeepseekV3Bridge):  # type: ignore[misc]
 
 
 OWN = {"glm4": Glm4, "deepseek_v3": DeepseekV3}
-FROM_MBRIDGE = ("glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
-FAMILIES: dict[str, type[Bridge]] = OWN | {name: _MODEL_REGISTRY[name] for name in FROM_MBRIDGE}
+FAMILIES: dict[str, type[Bridge]] = {name: OWN.get(name) or _MODEL_REGISTRY[name] for name in MODEL_TYPES}
 """By model type; mbridge has more, which are not compared with transformers here."""
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from plasmid.components import Algorithm, BuildContext, TrainerConfig
+from plasmid.components import Algorithm, BuildContext, PlanRow, TrainerConfig
 from plasmid.protocols import Trainer
 from plasmid.training.learning_settings import LearningSettings
 from pydantic import Field, field_validator, model_validator
@@ -170,6 +170,11 @@ class Megatron(LearningSettings, TrainerConfig):
                 "(trainer.expert_parallel x expert_tensor_parallel x pipeline_parallel)"
             )
         return ranks // replica
+
+    def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
+        from .shapes import plan
+
+        return plan(self, model, ranks)
 
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process for each rank. Raises `ConfigError` or `ModelError` before any is started, where it can."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .output import table_console
 
 if TYPE_CHECKING:
     from plasmid import RunConfig
-    from plasmid.components import DataFacts
+    from plasmid.components import DataFacts, PlanRow
     from plasmid.evaluation_config import EvalConfig
 
 
-def print_plan(config: RunConfig, data: DataFacts) -> None:
-    """Print the configuration as TOML, coloured on a terminal, then the prompts and the batch algebra."""
+def print_plan(config: RunConfig, data: DataFacts, models: Sequence[PlanRow]) -> None:
+    """Print the configuration as TOML, coloured on a terminal, then models, prompts and the batch algebra."""
     from rich.syntax import Syntax
     from rich.table import Table
 
@@ -25,7 +25,7 @@ def print_plan(config: RunConfig, data: DataFacts) -> None:
     else:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     table = Table("what", "how many", "from", box=None, title="plan", title_justify="left")
-    for row in (*prompt_rows(data), *batch_algebra(config)):
+    for row in (*models, *prompt_rows(data), *batch_algebra(config)):
         table.add_row(*row)
     console.print(table)
 
@@ -51,6 +51,8 @@ def to_toml(config: RunConfig) -> str:
 def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
     """What the numbers of the recipe come to: (what, how many, how it is worked out)."""
     run, ranks = config.run, config.placement.trainer_ranks
+    parts = config.trainer.num_parts(ranks)
+    part, of = ("rank", "trainer ranks") if parts == ranks else ("replica", "model replicas")
     rollouts, per_step = config.rollouts_per_batch, config.rollouts_per_batch // run.steps_per_batch
     each = rollouts // run.prompts_per_batch
     rows = [
@@ -62,7 +64,7 @@ def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
             f"{run.batches} x {run.steps_per_batch} per batch",
         ),
         ("rollouts per step", f"{per_step:,}", f"{rollouts} / {run.steps_per_batch} steps"),
-        ("samples per rank and step", _spread(per_step, ranks), f"{per_step} over {ranks} trainer ranks"),
+        (f"samples per {part} and step", _spread(per_step, parts), f"{per_step} over {parts} {of}"),
     ]
     if config.rollout is not None:
         rows += [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from plasmid.components import BuildContext, RolloutEngineConfig
+from plasmid.components import BuildContext, PlanRow, RolloutEngineConfig
+from plasmid.errors import ConfigError
 from plasmid.protocols import PauseMode, RolloutEngine
 from pydantic import Field, field_validator, model_validator
 
@@ -190,6 +191,22 @@ class SGLang(RolloutEngineConfig):
     def gives_kept_sets(self) -> bool:
         """Releases that return what was left to draw from can be told how much; servers of others may be older."""
         return not self.urls and knows("sglang", "sampling_mask_max_tokens")
+
+    def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
+        """Servers, and the heads of each GPU."""
+        if self.urls:
+            return
+        pipeline, shards = self.server_args.get("pp_size", 1), self.server_args.get("dp_size", 1)
+        split = self.gpus_per_engine // pipeline // (shards if self.server_args.get("enable_dp_attention") else 1)
+        yield "servers", str(ranks // self.gpus_per_engine), f"{ranks} engine ranks / {self.gpus_per_engine} of each"
+        heads = model.get("num_attention_heads")
+        if isinstance(heads, int) and split > 1:
+            if heads % split:
+                raise ConfigError(
+                    f"rollout.gpus_per_engine: the model's num_attention_heads = {heads} cannot be split over {split} "
+                    "GPUs"
+                )
+            yield "attention heads of a GPU", str(heads // split), f"{heads} over {split} GPUs of a server"
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from .starting import start_engine

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from plasmid import RunConfig
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved configuration, stop.")]
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline", help="With --dry-run: needs no model and no GPU; reads shapes from models/ by the recipe."
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the newest run of this recipe from its checkpoint.")]
 Replay = Annotated[
     Path | None,
@@ -26,6 +32,7 @@ RolloutsOnly = Annotated[bool, typer.Option("--rollouts-only", help="Sample and 
 def train(
     items: Items,
     dry_run: DryRun = False,
+    offline: Offline = False,
     resume: Resume = False,
     replay: Replay = None,
     rollouts_only: RolloutsOnly = False,
@@ -38,20 +45,25 @@ def train(
         raise ConfigError("--rollouts-only starts no trainer; leave out --replay and --resume")
     if replay is not None and resume:
         raise ConfigError("--replay begins a run of its own; leave out --resume")
+    if offline and not dry_run:
+        raise ConfigError("--offline checks a recipe without its models; add --dry-run")
     config = load(items, plugin)
     if dry_run:
-        _explain(config)
+        _explain(config, [Path(item) for item in items if item.endswith(".toml")], offline=offline)
     else:
         _run(config, items, plugin or (), resume=resume, replay=replay, rollouts_only=rollouts_only)
 
 
-def _explain(config: RunConfig) -> None:
+def _explain(config: RunConfig, recipes: Sequence[Path], *, offline: bool) -> None:
     from plasmid.run.preflight import check, check_data
+    from plasmid.run.shapes import plan_models
 
     from ..dry_run import print_plan
 
-    check(config)
-    print_plan(config, check_data(config))
+    if not offline:
+        check(config)
+    models = plan_models(config, recipes=recipes if offline else ())
+    print_plan(config, check_data(config, offline=offline), models)
 
 
 def _run(

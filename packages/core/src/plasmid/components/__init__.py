@@ -5,7 +5,7 @@ Light components (rewards, filters, algorithms, ...) do their work themselves. H
 settings whose ``build()`` imports and starts the real thing, so that listing plugins never imports torch.
 """
 
-from .backends import BuildContext, RolloutEngineConfig, Tracker, TrainerConfig
+from .backends import BuildContext, PlanRow, RolloutEngineConfig, Tracker, TrainerConfig
 from .base import Component, Settings
 from .conversion import Converter
 from .methods import ActorCritic, Algorithm, Needs, Reduction
@@ -23,6 +23,7 @@ __all__ = [
     "DataSource",
     "Filter",
     "Needs",
+    "PlanRow",
     "PromptEncoder",
     "PromptStream",
     "Reduction",

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..protocols import Bundle, Cluster, RolloutEngine, Trainer
 from .base import Component
@@ -14,6 +14,10 @@ from .methods import Algorithm
 
 if TYPE_CHECKING:
     from ..config import RunConfig
+
+
+PlanRow = tuple[str, str, str]
+"""A line of a dry run's plan: what, how many, how it is worked out."""
 
 
 class Tracker(Component):
@@ -58,6 +62,10 @@ class TrainerConfig(Component):
         """
         return ranks
 
+    def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
+        """How a model with this ``config.json`` lies on so many ranks. Raises `ConfigError` if it cannot."""
+        yield from ()
+
     @abstractmethod
     async def build(self, context: BuildContext) -> Trainer:
         """Start the backend. Import torch in here, not at the top of the plugin's module."""
@@ -83,6 +91,10 @@ class RolloutEngineConfig(Component):
         An engine needs one that loads weights by code which is not the trainer's (see `run/canary.py`).
         """
         return None
+
+    def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
+        """How a model with this ``config.json`` lies on so many ranks. Raises `ConfigError` if it cannot."""
+        yield from ()
 
     @abstractmethod
     async def build(self, context: BuildContext) -> RolloutEngine:

@@ -52,17 +52,17 @@ def _cluster(config: RunConfig) -> list[str]:
     return []
 
 
-def check_data(config: RunConfig) -> DataFacts:
+def check_data(config: RunConfig, *, offline: bool = False) -> DataFacts:
     """Read every row that the recipe names, as a dry run does. Raises `DataError`.
 
-    A tokenizer is opened only if some source limits the tokens of prompts.
+    A tokenizer is opened only if some source limits the tokens of prompts; ``offline``, never: none is too long then.
     """
 
     def encode(prompt: str | Sequence[object], template: object) -> tuple[Ints, str]:
         return np.zeros(1, np.int32), prompt if isinstance(prompt, str) else "".join(map(str, prompt))
 
     limited = any(source.counts_tokens() for source in (config.data, *(set_.data for set_ in config.eval)))
-    encoder = prompt_encoder(config.model) if limited else encode
+    encoder = prompt_encoder(config.model) if limited and not offline else encode
     stream = config.data.stream(encoder, seed=config.run.seed)
     try:
         check_named(stream.facts(), config.profiles)

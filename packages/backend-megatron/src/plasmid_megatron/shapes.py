@@ -1,0 +1,108 @@
+"""How a model is cut into parts, told from its ``config.json``. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from plasmid.components import PlanRow
+from plasmid.errors import ConfigError
+
+from .settings import Megatron
+
+MODEL_TYPES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families that were compared with transformers."""
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+UNEVEN = {
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+}
+"""Other fields of Megatron that give pipeline ranks different numbers of layers."""
+Model = Mapping[str, Any]
+
+
+def check_split(settings: Megatron, model: Model) -> None:
+    """Raises `ConfigError` if a model with this ``config.json`` cannot be split as the settings say."""
+    family = model.get("model_type")
+    if family is not None and family not in MODEL_TYPES:
+        raise ConfigError(
+            f"model.path: the model is of type {family!r}, which trainer 'megatron' does not train; it trains "
+            f"{', '.join(MODEL_TYPES)}"
+        )
+    for name, by, parts in _splits(settings):
+        count = model.get(name)
+        if isinstance(count, int) and count % parts:
+            raise ConfigError(f"trainer: the model's {name} = {count} cannot be split into {parts} parts ({by})")
+    _check_layers(settings, model)
+    _check_experts(settings, model)
+
+
+def plan(settings: Megatron, model: Model, ranks: int) -> Iterator[PlanRow]:
+    """What each rank has of a model with this ``config.json``. Raises `ConfigError` like `check_split`."""
+    check_split(settings, model)
+    replicas = settings.num_parts(ranks)
+    yield "model replicas", str(replicas), f"{ranks} trainer ranks / {settings.ranks_per_replica} of each"
+    heads, layers = model.get("num_attention_heads"), layers_of_stages(settings, model)
+    if layers is not None and len(layers) > 1:
+        shown = str(layers[0]) if len(set(layers)) == 1 else ", ".join(map(str, layers))
+        yield "layers of a stage", shown, f"{sum(layers)} over {len(layers)} pipeline ranks"
+    if isinstance(heads, int):
+        each = heads // settings.tensor_parallel
+        yield "attention heads of a rank", str(each), f"{heads} over {settings.tensor_parallel} tensor-parallel ranks"
+    experts = _experts(model)
+    if experts:
+        each = experts // settings.expert_parallel
+        yield "experts of a rank", str(each), f"{experts} over {settings.expert_parallel} expert-parallel ranks"
+
+
+def layers_of_stages(settings: Megatron, model: Model) -> list[int] | None:
+    """Layers of each pipeline rank; None if Megatron is told them in another way, or the model does not say."""
+    layers, stages = model.get("num_hidden_layers"), settings.pipeline_parallel
+    if not isinstance(layers, int) or set(settings.transformer) & UNEVEN:
+        return None
+    first, last = settings.transformer.get(FIRST), settings.transformer.get(LAST)
+    given = [count for count in (first, last) if count is not None]
+    middle = max(stages - len(given), 0)
+    each = (layers - sum(given)) // middle if middle else 0
+    return [*([first] if first is not None else []), *[each] * middle, *([last] if last is not None else [])]
+
+
+def _check_layers(settings: Megatron, model: Model) -> None:
+    stages, layers = layers_of_stages(settings, model), model.get("num_hidden_layers")
+    if stages is None:
+        return
+    if sum(stages) != layers or any(count < 1 or count % settings.virtual_pipeline for count in stages):
+        parts = settings.pipeline_parallel * settings.virtual_pipeline
+        uneven = f" with {stages[0]} in the first and {stages[-1]} in the last" if len(set(stages)) > 1 else ""
+        raise ConfigError(
+            f"trainer: the model's num_hidden_layers = {layers} cannot be split into {parts} parts "
+            f"(pipeline_parallel x virtual_pipeline){uneven}; transformer.{LAST} gives the last rank another number"
+        )
+
+
+def _check_experts(settings: Megatron, model: Model) -> None:
+    experts = _experts(model)
+    if experts and settings.tensor_parallel > 1 and not settings.splits_sequences:
+        raise ConfigError(
+            "trainer.sequence_parallel: a model with experts needs it with tensor_parallel; remove the setting"
+        )
+    if settings.expert_parallel > 1 and (not experts or experts % settings.expert_parallel):
+        have = f"{experts} experts" if experts else "no experts"
+        raise ConfigError(
+            f"trainer.expert_parallel: the model has {have}, which {settings.expert_parallel} ranks cannot share"
+        )
+
+
+def _experts(model: Model) -> int:
+    return int(model.get("num_experts") or model.get("n_routed_experts") or model.get("num_local_experts") or 0)
+
+
+def _splits(settings: Megatron) -> Iterator[tuple[str, str, int]]:
+    """Keys of a ``config.json``, and into how many parts what they count is split, by which settings."""
+    tensor, experts = settings.tensor_parallel, settings.expert_tensor_size
+    yield "num_attention_heads", "tensor_parallel x context_parallel", tensor * settings.context_parallel
+    yield "num_key_value_heads", "tensor_parallel", tensor
+    yield "intermediate_size", "tensor_parallel", tensor
+    yield "q_lora_rank", "tensor_parallel", tensor
+    yield "moe_intermediate_size", "expert_tensor_parallel", experts

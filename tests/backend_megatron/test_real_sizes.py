@@ -1,0 +1,49 @@
+"""Megatron takes the configuration of every recipe that trains with it, at the real size of its model."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from plasmid import load_config
+from plasmid_megatron.settings import Megatron
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+BY_MEGATRON = [path for path in sorted(RECIPES.glob("*.toml")) if isinstance(load_config(path).trainer, Megatron)]
+SIZES = {
+    "deepseek-r1-reasoning-128gpus": (61, 7168, 128, 256),
+    "glm-4-9b-reasoning-8gpus": (40, 4096, 32, None),
+    "glm-4.5-reasoning-128gpus": (92, 5120, 96, 160),
+    "llama-3.1-8b-reasoning-8gpus": (32, 4096, 32, None),
+    "qwen3-235b-a22b-reasoning-64gpus": (94, 4096, 64, 128),
+    "qwen3-30b-a3b-reasoning-8gpus": (48, 2048, 32, 128),
+    "qwen3-4b-reasoning-8gpus": (36, 2560, 32, None),
+    "smollm2-sums-megatron-2gpus": (30, 576, 9, None),
+}
+"""Layers, hidden size, attention heads and experts."""
+
+
+def _megatron_config(recipe):
+    """Runs in a process of its own, with the sizes of the recipe's groups of ranks but without the ranks."""
+    from mbridge.core.parallel_states import ParallelStates
+    from plasmid.training.model_source import Source
+    from plasmid_megatron.bridge import read_architecture
+
+    config = load_config(recipe)
+    settings = config.trainer
+    states = ParallelStates(
+        tp_size=settings.tensor_parallel,
+        pp_size=settings.pipeline_parallel,
+        vpp_size=settings.chunks_per_stage,
+        cp_size=settings.context_parallel,
+        ep_size=settings.expert_parallel,
+        etp_size=settings.expert_tensor_size,
+    )
+    folder = recipe.parent / "models" / Path(config.model.path).name
+    source = Source(where="model", path=folder, trust_remote_code=False)
+    found = read_architecture(source, settings, states=states).config
+    return found.num_layers, found.hidden_size, found.num_attention_heads, found.num_moe_experts
+
+
+@pytest.mark.parametrize("recipe", BY_MEGATRON, ids=lambda path: path.stem)
+def test_megatron_takes_the_configuration_of_a_recipe(recipe, rank_processes):
+    assert asyncio.run(rank_processes.run(0, _megatron_config, recipe)) == SIZES[recipe.stem]
