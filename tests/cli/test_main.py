@@ -11,6 +11,7 @@ from plasmid_cli.dry_run import batch_algebra
 from plasmid_cli.main import app
 
 ROOT = Path(__file__).parents[2]
+LAYOUTS = "dcp, gguf, hf, megatron-torch, torch_dist"
 RECIPE = str(ROOT / "recipes/smollm2-sums-cpu.toml")
 PLUGIN = """
 from typing import Literal
@@ -115,8 +116,8 @@ def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, caps
         ),
         (["convert", "no/such", "out"], "no/such: no such file or folder"),
         (["convert", "no/such", "out", "--from", "hf"], "no/such: no such folder"),
-        (["convert", "x", "out", "--from", "megatron"], "--from: no layout 'megatron'; installed are gguf, hf"),
-        (["convert", "x", "out", "--from", "hf", "--to", "y"], "--to: no layout 'y'; installed are gguf, hf"),
+        (["convert", "x", "out", "--from", "megatron"], "--from: no layout 'megatron'; installed are " + LAYOUTS),
+        (["convert", "x", "out", "--from", "hf", "--to", "y"], "--to: no layout 'y'; installed are " + LAYOUTS),
         (
             ["convert", "x", "out", "--from", "hf", "from.dtypes=1"],
             "from.dtypes: no such setting; did you mean 'dtype'?",
@@ -242,6 +243,24 @@ def test_convert_finds_the_layout_and_checks_the_result(tiny_model, tmp_path, ca
     assert capsys.readouterr().out.splitlines()[-1] == "0 tensors are equal, 21 differ"
 
 
+def test_convert_goes_through_the_layouts_of_both_trainers(tiny_model, tmp_path, capsys):
+    there, over, back = tmp_path / "there", tmp_path / "over", tmp_path / "back"
+    assert rl("convert", tiny_model, there, "--to", "torch_dist", "to.vocab_multiple=64") == 0
+    assert rl("convert", there, over, "--to", "dcp") == 0
+    assert rl("convert", over, back, "to.max_shard_gb=1e-4") == 0
+    assert rl("convert", "--check", back, tiny_model) == 0
+    assert rl("convert", "--check", there, over, "--vocab-size", "57") == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["21 tensors are equal, 0 differ"] * 2
+    assert rl("convert", "--check", there, over, "--vocab-size", "60") == 1
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "model.embed_tokens.weight: float32 [60, 64] and float32 [57, 64]",
+        "lm_head.weight: float32 [60, 64] and float32 [57, 64]",
+        "19 tensors are equal, 2 differ",
+    ]
+    assert rl("convert", over, tmp_path / "x", "--vocab-size", "60") == 2
+    assert "error: --vocab-size: layout dcp does not fill the vocabulary up; of those" in capsys.readouterr().err
+
+
 def test_convert_verifies_the_digest_first(tmp_path, capsys):
     file = tmp_path / "x.gguf"
     file.write_bytes(b"GGUF")
@@ -253,5 +272,5 @@ def test_convert_verifies_the_digest_first(tmp_path, capsys):
 def test_convert_says_when_it_does_not_recognise_a_layout(tmp_path, capsys):
     (tmp_path / "x").mkdir()
     assert rl("convert", tmp_path / "x", tmp_path / "out") == 2
-    expected = f"{tmp_path}/x: is of no layout that is recognised; name it with --from or --to, one of gguf, hf"
+    expected = f"{tmp_path}/x: is of no layout that is recognised; name it with --from or --to, one of {LAYOUTS}"
     assert capsys.readouterr().err == f"error: {expected}\n"

@@ -106,7 +106,7 @@ class TorchDist:
             raise ModelError(f"{self._beginning} has other shapes: {place.key} {size} instead of {wanted}")
         if size[0] < rows:
             raise ModelError(
-                f"{self._beginning} has {size[0]} rows of the vocabulary in {place.key}, and the config says {rows}"
+                f"{self._beginning} has {size[0]} rows of the vocabulary in {place.key}, and {rows} are wanted"
             )
         there = max(0, min(rows - place.start[0], place.shape[0]))
         result = torch.zeros(place.shape, dtype=entry.properties.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,10 +53,8 @@ class MegatronLayout(Converter):
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
         from plasmid.convert.casting import cast
 
-        from .outline import read_outline
-
         of = self._described(path)
-        outline = read_outline(of.model, vocab_size=self._rows())
+        outline = outline_of(of.model, vocab_size=self._rows())
         weights = self.open_weights(self._folder(path), outline)
         dtype = of.dtype(self.dtype)
         for entry in outline.entries:
@@ -77,6 +76,18 @@ class MegatronLayout(Converter):
 
     def _rows(self) -> int | None:
         return None if self.vocab_size == "auto" else self.vocab_size
+
+
+def outline_of(source: Path, *, vocab_size: int | None = None, multiple: int = 1) -> Outline:
+    """`read_outline`, without what Megatron says of packages that are not installed. Raises `ModelError`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from .outline import read_outline
+
+        try:
+            return read_outline(source, vocab_size=vocab_size, multiple=multiple)
+        except ModelError as error:
+            raise ModelError(str(error).removeprefix("model.path: ").removeprefix("trainer: ")) from error
 
 
 def newest(path: Path) -> Path:

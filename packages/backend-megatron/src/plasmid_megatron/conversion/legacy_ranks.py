@@ -89,8 +89,8 @@ class RankFiles:
             whole = torch.cat(parts)
             if len(whole) < self._rows:
                 raise ModelError(
-                    f"{self._beginning} has {len(whole)} rows of the vocabulary in {entry.name}, and the config says "
-                    f"{self._rows}"
+                    f"{self._beginning} has {len(whole)} rows of the vocabulary in {entry.name}, and "
+                    f"{self._rows} are wanted"
                 )
             whole = whole[: self._rows]
         else:

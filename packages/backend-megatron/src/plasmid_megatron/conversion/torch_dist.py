@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from plasmid.errors import ModelError
 from pydantic import Field
 
-from .layout import MegatronLayout, Weights, newest
+from .layout import MegatronLayout, Weights, newest, outline_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,11 +61,9 @@ class TorchDistFolder(MegatronLayout):
         import torch
         from plasmid.convert.distributed_files import DistributedWriter
 
-        from .outline import read_outline
-
         if not (path / "config.json").is_file():
             raise ModelError("the source has no config.json, from which layout torch_dist derives Megatron's names")
-        outline = read_outline(path, multiple=self.vocab_multiple)
+        outline = outline_of(path, multiple=self.vocab_multiple)
         writer = DistributedWriter(path, max_file_bytes=round(self.max_file_gb * 1e9))
         try:
             kept = ((name, tensor) for name, tensor in tensors if not name.startswith(self.leave_out))

@@ -22,10 +22,17 @@ Settings = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of the two layouts: from.dtype=float32")
 ]
 From = Annotated[
-    str | None, typer.Option("--from", metavar="KIND", help="Layout of SOURCE; found out where it can be.")
+    str | None,
+    typer.Option(
+        "--from", metavar="KIND", help="Layout of SOURCE, as `rl plugins` lists them; found out where it can be."
+    ),
 ]
 To = Annotated[str | None, typer.Option("--to", metavar="KIND", help="Layout of TARGET; hf unless given.")]
 Check = Annotated[bool, typer.Option("--check", help="Compare the two tensor by tensor instead of writing.")]
+VocabSize = Annotated[
+    int | None,
+    typer.Option("--vocab-size", metavar="N", help="Tokens to keep, where SOURCE fills the vocabulary up."),
+]
 Sha256 = Annotated[
     str | None, typer.Option("--sha256", metavar="HEX", help="First verify the digest of the file SOURCE.")
 ]
@@ -38,18 +45,27 @@ def convert(
     from_: From = None,
     to: To = None,
     check: Check = False,
+    vocab_size: VocabSize = None,
     sha256: Sha256 = None,
     plugin: PluginFiles = None,
 ) -> None:
-    """Convert a checkpoint: rl convert model.gguf models/mine --from gguf --to hf"""
+    """Convert a checkpoint: rl convert runs/sums/checkpoints/batch-000010 models/sums --from torch_dist --to hf
+
+    Between any two layouts, tensor by tensor, with config and tokenizer. TARGET is complete in the end, or absent.
+    """
     from plasmid.convert import convert as write
     from plasmid.convert import verify_sha256
     from plasmid.plugins import converters, load_plugins
 
     layouts: Layouts = converters(load_plugins(files=plugin or ()))
     given = _settings(settings or ())
-    reader = _make("from", from_ or _detect(source, layouts), given, layouts)
+    from_kind = from_ or _detect(source, layouts)
     to_kind = to or (_detect(target, layouts) if check else "hf")
+    if vocab_size is not None:
+        _set_vocab_size(
+            vocab_size, given, {"from": from_kind, "to": to_kind} if check else {"from": from_kind}, layouts
+        )
+    reader = _make("from", from_kind, given, layouts)
     writer = _make("to", to_kind, given, layouts)
     if sha256 is not None:
         verify_sha256(source, sha256)
@@ -74,6 +90,21 @@ def _settings(items: Sequence[str]) -> dict[str, dict[str, object]]:
             )
         merged = merge(merged, parsed)
     return merged
+
+
+def _set_vocab_size(size: int, given: dict[str, dict[str, object]], kinds: Mapping[str, str], layouts: Layouts) -> None:
+    """Of all layouts that are read and may hold more rows than there are tokens."""
+    from plasmid.errors import ConfigError
+
+    padded = sorted(kind for kind, cls in layouts.items() if "vocab_size" in cls.model_fields)
+    sides = [side for side, kind in kinds.items() if kind in padded]
+    if not sides:
+        raise ConfigError(
+            f"--vocab-size: layout {kinds['from']} does not fill the vocabulary up; of those that are installed, "
+            f"{', '.join(padded) or 'none'} can"
+        )
+    for side in sides:
+        given[side]["vocab_size"] = size
 
 
 def _make(side: str, kind: str, given: Mapping[str, Mapping[str, object]], layouts: Layouts) -> Converter:

@@ -51,9 +51,7 @@ class GGUF(Converter):
             yield name, model.arrange(name, values.reshape(shape)).to(getattr(torch, self.dtype))
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        raise ModelError(
-            f"{path}: layout gguf can only be read; convert to hf and use llama.cpp's own tools from there"
-        )
+        raise ModelError("layout gguf can only be read; convert to hf and use llama.cpp's own tools from there")
 
     def write_companions(self, source: Path, target: Path) -> None:
         reader = _open(source)
