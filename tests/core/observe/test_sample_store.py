@@ -130,6 +130,21 @@ def test_values_of_parquet_data_sets_are_kept_as_their_json_likeness(tmp_path):
     assert read_samples(tmp_path / "a.parquet")[0].prompt.metadata == {"v": 1.5, "a": [0, 1]}
 
 
+def test_metadata_that_json_cannot_hold_are_kept_as_far_as_they_can_be_told(tmp_path):
+    endless = {"name": "x"}
+    endless["itself"] = [endless, endless]
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    metadata = {"board": {(0, 1): "rook"}, "endless": endless, "deep": deep, 3: np.int64(4)}
+    write_samples(tmp_path / "s.parquet", [group(1, [sample(1, 0, [0.0] * 4, metadata=metadata)])], step=1)
+    (read,) = read_samples(tmp_path / "s.parquet")
+    kept = dict(read.samples[0].metadata)
+    assert kept["board"] == {"(0, 1)": "rook"} and kept["3"] == 4
+    assert kept["endless"] == {"name": "x", "itself": ["...", "..."]}
+    assert str(kept["deep"]).startswith("[[[") and "..." in str(kept["deep"])
+
+
 def test_groups_that_cannot_come_back_are_refused(tmp_path):
     twice = [group(1, [sample(1, 0, [0.0])])] * 2
     with pytest.raises(ValueError, match="distinct ids"):
