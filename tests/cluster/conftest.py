@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 BIN = Path(sys.executable).parent
+SECOND = "127.0.0.2"
+"""Address of the second machine; the first has the one that Ray finds."""
 NODES = Path(__file__).parent / "ray_nodes.py"
 REWARD = '''
 import os
@@ -84,19 +86,22 @@ def job(tmp_path, tiny_model):
 
 
 @pytest.fixture
-def ray_folder():
-    """Short: paths of sockets in it must not exceed 107 characters."""
-    path = tempfile.mkdtemp(prefix="r", dir="/tmp")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+def plain_environment():
+    """For Ray's commands and for `rl`: a folder for Ray, and no trace of other clusters on this machine."""
+    with ray_environment() as environment:
+        yield environment
 
 
-@pytest.fixture
-def plain_environment(ray_folder):
-    """For Ray's commands and for `rl`, without a trace of other clusters on this machine."""
+@contextlib.contextmanager
+def ray_environment():
     own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PLASMID_"))}
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    return {**own, "PATH": path, "RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: paths of sockets must not exceed 107 characters
+    ray = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    try:
+        yield {**own, "PATH": path, **ray}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass
@@ -108,6 +113,11 @@ class Cluster:
     """Of drivers that are to join it."""
     process: subprocess.Popen
 
+    @property
+    def first(self):
+        """Address of the first machine."""
+        return self.address.partition(":")[0]
+
     def add(self, **node):
         """One more node; returns when the cluster knows it."""
         self.process.stdin.write(json.dumps(node) + "\n")
@@ -115,17 +125,29 @@ class Cluster:
         assert self.process.stdout.readline().strip() == "added"
 
 
-@pytest.fixture
-def cluster_of(plain_environment):
-    """Starts a cluster with these nodes."""
-    with contextlib.ExitStack() as stack:
-
-        def start(*nodes):
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            command = [sys.executable, NODES, json.dumps(nodes)]
-            process = stack.enter_context(subprocess.Popen(command, env=plain_environment, **pipes))
-            stack.callback(process.stdin.close)  # which ends it
+@contextlib.contextmanager
+def cluster_of(*nodes):
+    """A cluster with these nodes."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, NODES, json.dumps(nodes)]
+    with ray_environment() as environment, subprocess.Popen(command, env=environment, **pipes) as process:
+        try:
             address = process.stdout.readline().strip()
-            return Cluster(address, {**plain_environment, "RAY_ADDRESS": address}, process)
+            assert address, "the cluster did not start"
+            yield Cluster(address, {**environment, "RAY_ADDRESS": address}, process)
+        finally:
+            process.stdin.close()  # which ends it
+            process.wait()
 
-        yield start
+
+@pytest.fixture(name="cluster_of")
+def _cluster_of():
+    return cluster_of
+
+
+@pytest.fixture(scope="module")
+def two_machines():
+    """A cluster of two."""
+    node = {"num_cpus": 3, "num_gpus": 3}
+    with cluster_of(node, {**node, "node_ip_address": SECOND}) as cluster:
+        yield cluster

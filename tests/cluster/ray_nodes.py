@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 def main(nodes):
     cluster = Cluster()
     for node in nodes:
-        cluster.add_node(**node)
+        cluster.add_node(**{"include_dashboard": False, **node})
     print(cluster.address, flush=True)
     for line in sys.stdin:  # each line is one more node
         cluster.add_node(**json.loads(line))

@@ -2,25 +2,23 @@
 
 import asyncio
 import os
-import sys
 
 import pytest
 
-FIRST, SECOND = "127.0.0.1", "127.0.0.2"
+SECOND = "127.0.0.2"
 TWO = "placement.nodes=2"
 
 
-def test_actors_see_the_gpus_of_their_machine_that_the_run_was_given(cluster_of, tmp_path):
-    nodes = [{"num_cpus": 3, "num_gpus": 3, "node_ip_address": address} for address in (FIRST, SECOND)]
-    cluster = cluster_of(*nodes)
-    found = asyncio.run(look_at_gpus(cluster, tmp_path))
-    assert {address for address, _ in found} == {FIRST, SECOND}
+def test_actors_see_the_gpus_of_their_machine_that_the_run_was_given(two_machines, tmp_path):
+    found = asyncio.run(look_at_gpus(two_machines, tmp_path))
+    assert {address for address, _ in found} == {two_machines.first, SECOND}
     for address, gpus in found:
         assert len(gpus.split(",")) == 2 and set(gpus.split(",")) < {"0", "1", "2"}, address
+    assert "GPUs for the run: " in (tmp_path / "node-1.log").read_text()
 
 
 async def look_at_gpus(cluster, folder):
-    """On two machines an actor with two GPUs, as programs see them; another program holds one GPU of each."""
+    """What an actor with two GPUs sees on either machine, while somebody else holds one GPU of each."""
     import ray
     from plasmid.protocols import Bundle, Resources, Share
     from plasmid.run.cluster import RayCluster
@@ -28,7 +26,7 @@ async def look_at_gpus(cluster, folder):
     os.environ["RAY_AUTH_MODE"] = "disabled"
     found = RayCluster(log_dir=folder, address=cluster.address)
     try:
-        holders = [ray.remote(num_gpus=1, num_cpus=0)(Looking).remote() for _ in range(2)]
+        holders = [ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy="SPREAD")(Looking).remote() for _ in "ab"]
         ray.get([holder.look.remote() for holder in holders])
         await found.reserve([Share(gpus=2, cpus=1)] * 2)
         both = [Resources(bundles=(Bundle(node, 0), Bundle(node, 1))) for node in range(2)]
@@ -47,12 +45,11 @@ class Looking:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_run_over_two_machines_trains_on_both(cluster_of, job):
-    cluster = cluster_of(*({"num_cpus": 3, "node_ip_address": address} for address in (FIRST, SECOND)))
-    code, out = job.train(TWO, environment=cluster.environment)
+def test_a_run_over_two_machines_trains_on_both(two_machines, job):
+    code, out = job.train(TWO, environment=two_machines.environment)
     assert code == 0, out
     assert "batch 2/2" in out
-    assert set(job.machines()) == {FIRST, SECOND}
+    assert set(job.machines()) == {two_machines.first, SECOND}
     logs = job.folder / "runs/job/logs"
     assert {log.name for log in logs.iterdir()} >= {"node-0.log", "node-1.log", "trainer-1.log", "engine-1.log"}
     assert not [log for log in logs.iterdir() if "blocking ray.get" in log.read_text()]
@@ -60,36 +57,47 @@ def test_a_run_over_two_machines_trains_on_both(cluster_of, job):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_a_run_that_gets_too_little_says_what_it_wanted_and_what_there_is(two_machines, job):
+    short = ["placement.nodes=3", "placement.wait_timeout_s=2"]
+    code, out = job.train(*short, environment=two_machines.environment)
+    said = " ".join(out.split())
+    each = "with 3 GPUs and 3 CPUs"
+    assert code == 2, out
+    assert (
+        "error: placement: the Ray cluster could not give the run what it needs within 2 s (placement.wait_timeout_s): "
+        f"2 machines with 2 CPUs each and 1 machine with 1 CPU; it has {two_machines.first} {each}, {SECOND} {each}, "
+        "of which are free 6 GPUs and 6 CPUs; add machines, wait until others have ended, or set fewer nodes or ranks"
+    ) in said, out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_run_waits_for_machines_and_says_for_what(cluster_of, job):
-    cluster = cluster_of({"num_cpus": 3, "node_ip_address": FIRST})
-    process = job.begin(TWO, environment=cluster.environment)
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "waiting for the Ray cluster" in line:
-            cluster.add(num_cpus=3, node_ip_address=SECOND)
-    assert process.wait() == 0, lines
+    with cluster_of({"num_cpus": 3}) as cluster:
+        process = job.begin(TWO, environment=cluster.environment)
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "waiting for the Ray cluster" in line:
+                cluster.add(num_cpus=3, node_ip_address=SECOND)
+        assert process.wait() == 0, lines
     (said,) = {line.strip() for line in lines if "waiting for the Ray cluster" in line}
-    wanted = "2 machines with 3 CPUs each; it has 127.0.0.1 with 3 CPUs, of which are free 3 CPUs"
+    wanted = f"2 machines with 3 CPUs each; it has {cluster.first} with 3 CPUs, of which are free 3 CPUs"
     assert said.endswith(f"waiting for the Ray cluster to have {wanted}"), said
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_what_a_machine_lacks_ends_the_run_with_its_name(cluster_of, job, tmp_path):
-    shadow = tmp_path / "older/plasmid_rewards-0.0.1.dist-info"
-    shadow.mkdir(parents=True)
-    (shadow / "METADATA").write_text("Metadata-Version: 2.1\nName: plasmid-rewards\nVersion: 0.0.1\n")
-    (shadow / "entry_points.txt").write_text("[plasmid]\nrewards = plasmid_rewards.plugin\n")
-    older = {"PYTHONPATH": os.pathsep.join([str(shadow.parent), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    cluster = cluster_of(
-        {"num_cpus": 3, "node_ip_address": FIRST}, {"num_cpus": 3, "node_ip_address": SECOND, "env_vars": older}
-    )
-    short = ["placement.wait_timeout_s=2"]
-    code, out = job.train("placement.nodes=3", *short, environment=cluster.environment)
-    assert code == 2 and "error: placement: the Ray cluster could not give the run what it needs within 2 s" in out
-    code, out = job.train(TWO, environment=cluster.environment)
-    assert code == 2
+def test_a_machine_with_other_versions_ends_the_run_with_its_name(cluster_of, job, tmp_path):
+    older = tmp_path / "older/plasmid_rewards-0.0.1.dist-info"
+    older.mkdir(parents=True)
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: plasmid-rewards\nVersion: 0.0.1\n")
+    (older / "entry_points.txt").write_text("[plasmid]\nrewards = plasmid_rewards.plugin\n")
+    path = os.pathsep.join([str(older.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    second = {"num_cpus": 3, "node_ip_address": SECOND, "env_vars": {"PYTHONPATH": path}}
+    with cluster_of({"num_cpus": 3}, second) as cluster:
+        code, out = job.train(TWO, environment=cluster.environment)
+    assert code == 2, out
     version = "plasmid-rewards is 0.0.1 there and 0.1.0 where rl was called; install the same on all machines"
-    assert f"error: node {SECOND}: {version}" in out.replace("\n", " "), out
-    assert sys.version_info[:2] and not (job.folder / "runs/job/config.json").exists()
+    assert f"error: node {SECOND}: {version}" in " ".join(out.split()), out
+    assert not (job.folder / "runs/job/config.json").exists()

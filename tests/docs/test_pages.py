@@ -19,6 +19,7 @@ READ = [
     "docs/quickstart.md",
     "docs/observability.md",
     "docs/checkpoints.md",
+    "docs/clusters.md",
     "docs/converting.md",
     "docs/filters.md",
     "docs/data.md",

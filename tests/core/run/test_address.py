@@ -57,3 +57,12 @@ def test_several_machines_need_a_cluster(in_environment, runner):
 def test_gpus_of_a_cluster_need_not_be_on_this_machine(in_environment, runner):
     in_environment("head:6379")
     check(runner.config({"placement": {"device": "cuda"}}))
+
+
+def test_a_run_is_not_written_where_ray_will_remove_it(runner, tmp_path, monkeypatch):
+    unpacked = tmp_path / "working_dir_files/_ray_pkg_0123456789abcdef"
+    unpacked.mkdir(parents=True)
+    monkeypatch.chdir(unpacked)
+    with pytest.raises(ConfigError, match=r"^run.dir: .*_ray_pkg_0123456789abcdef/runs/x is in the copy of a folder"):
+        check(runner.config({"run": {"dir": "runs/x"}}))
+    check(runner.config({"run": {"dir": str(tmp_path / "runs")}}))

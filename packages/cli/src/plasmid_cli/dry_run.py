@@ -80,6 +80,25 @@ def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
     return rows
 
 
+def machine_rows(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Which ranks compute on each machine, where there are several."""
+    place = config.placement
+    if place.nodes == 1:
+        return []
+    slots = place.slots(trainers=place.trainer_ranks, engines=config.engine_ranks, evals=place.eval_ranks)
+    parts = {"trainer": slots.trainer, "engine": slots.engine, "evaluation engine": slots.evaluation}
+    rows = []
+    for node in range(place.nodes):
+        ranks = {name: [i for i, its in enumerate(nodes) if its == node] for name, nodes in parts.items()}
+        told = [f"{name} {_numbers(found)}" for name, found in ranks.items() if found]
+        rows.append((f"ranks on machine {node}", f"{sum(map(len, ranks.values()))}", ", ".join(told)))
+    return rows
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
 def _longest(config: RunConfig) -> tuple[str, str]:
     """The most tokens of a rollout, and the setting that says so."""
     place, sampling = max(config.samplings().items(), key=lambda item: item[1].max_new_tokens)

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from ..config import RunConfig
+from ..training.model_folder import is_torch_dist
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -38,7 +39,7 @@ def _model(key: str, path: str, *, weights: bool = True) -> list[str]:
         return []  # only the tokenizer is read, which says itself what it misses
     if not (folder / "config.json").is_file():
         return [f"{key}: {path} is no Hugging Face folder (it has no config.json)"]
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+    if not is_torch_dist(folder) and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
         return [f"{key}: {path} holds no weights (*.safetensors); convert or download them into it"]
     return []
 

@@ -12,6 +12,7 @@ from ..config import RunConfig
 from ..data.tokenizer import prompt_encoder
 from ..errors import ConfigError
 from ..profiles import check_named
+from ..training.model_folder import is_torch_dist
 from ..types import Ints
 from .address import address_of
 from .evaluation import open_sets
@@ -30,7 +31,12 @@ def check(config: RunConfig, *, training: bool = True) -> None:
             f"rollout.kind: {kind!r} takes no weights from a trainer; choose another engine to train with, or only "
             "sample with this one: rl eval, rl sample, rl train --rollouts-only"
         )
-    problems = [*missing_files(config), *_cluster(config)]
+    if not training and not served and is_torch_dist(Path(config.model.path)):
+        raise ConfigError(
+            f"model.path: {config.model.path} is of Megatron's distributed format, which engines do not read; make a "
+            f"Hugging Face folder of it: rl convert {config.model.path} FOLDER"
+        )
+    problems = [*missing_files(config), *_cluster(config), *_vanishing(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -50,6 +56,17 @@ def _cluster(config: RunConfig) -> list[str]:
     if address is None and place.device == "cuda" and not _has_gpu():
         return ['placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"']
     return []
+
+
+def _vanishing(config: RunConfig) -> list[str]:
+    """Ray unpacks the working folder of a job under a name of its own, and makes room there when it needs some."""
+    path = Path("runs" if config.run.dir == "auto" else config.run.dir).absolute()
+    if not any(part.startswith("_ray_pkg_") for part in path.parts):
+        return []
+    return [
+        f"run.dir: {path} is in the copy of a folder that Ray has made for this job and may remove after it; set it to "
+        "a folder that stays, and that all machines share if there are several"
+    ]
 
 
 def check_data(config: RunConfig, *, offline: bool = False) -> DataFacts:

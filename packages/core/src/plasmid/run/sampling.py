@@ -19,6 +19,7 @@ from ..rollout.seeds import seed_of
 from ..rollout.worker import Job
 from ..types import Prompt, PromptGroup
 from ..waiting import GRACE, together, within
+from .address import address_of
 from .closing import Closing
 from .folder import RunFolder
 from .interrupts import Interrupts
@@ -54,7 +55,7 @@ def sample(
 ) -> list[Sampled]:
     """``each`` rollouts of every prompt by the recipe's engine and workflow, scored. Raises `PlasmidError`."""
     check(config, training=False)
-    folder = RunFolder(Path(tempfile.mkdtemp(prefix="plasmid-sample-")))
+    folder = RunFolder(_folder(config))
 
     async def main() -> list[Sampled]:
         with Interrupts():
@@ -81,6 +82,15 @@ def sample(
     found = interruptible(main())
     shutil.rmtree(folder.path, ignore_errors=True)  # kept where something failed: its logs say what
     return found
+
+
+def _folder(config: RunConfig) -> Path:
+    """A temporary one; in a cluster it lies beside the runs, where all machines see it."""
+    if address_of(config.placement) is None:
+        return Path(tempfile.mkdtemp(prefix="plasmid-sample-"))
+    runs = Path("runs") if config.run.dir == "auto" else Path(config.run.dir).parent
+    runs.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".sample-", dir=runs))
 
 
 def _set(config: RunConfig, name: str) -> EvalConfig:

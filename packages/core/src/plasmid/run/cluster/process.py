@@ -20,6 +20,7 @@ from ...errors import ActorDiedError, DeadlineError, PlasmidError, one_line
 from ..host import Host, Outcome, last_lines, redirect_output, unwrap
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 GET_S = 600.0
 """Longest time to fetch a shared value, from another machine at worst."""
 
@@ -74,11 +75,13 @@ class Process:
 
     async def machine(self, address: str) -> Machine:
         interfaces = psutil.net_if_addrs().items()
-        return Machine(
+        found = Machine(
             cores=len(os.sched_getaffinity(0)),
             gpus=tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ())),
             interface=next((name for name, found in interfaces if address in {one.address for one in found}), ""),
         )
+        log.info("on %s with %d cores, GPUs for the run: %s", address, found.cores, ", ".join(found.gpus) or "none")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,104 @@
+"""Clusters that are started by Ray's own commands, as the documentation says, and jobs that are submitted to them."""
+
+import contextlib
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs/clusters.md"
+
+
+def command(beginning):
+    """The command of the page that begins so."""
+    (found,) = re.findall(rf"^```text\n({re.escape(beginning)}.*)\n```$", PAGE.read_text(), re.MULTILINE)
+    return found
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@pytest.fixture
+def started(plain_environment):
+    """Starts nodes by ``ray start``, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(line, *options):
+            """Returns the node's address."""
+            process = subprocess.Popen(
+                [*shlex.split(line), "--block", "--num-cpus=4", "--num-gpus=0", *options],
+                env=plain_environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+            def end():
+                process.send_signal(signal.SIGTERM)
+                process.communicate()
+
+            stack.callback(end)
+            said = ""
+            for line in process.stdout:  # ends also if the process does
+                said += line
+                if "Ray runtime started" in line:
+                    return re.search(r"Local node IP: (\S+)", said)[1]
+            raise AssertionError(f"ended with {process.wait()}: {said}")
+
+        yield start
+
+
+def wait_for_page(url):
+    """The job server comes up after the rest."""
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/api/version", timeout=10):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_submitted_job_trains_over_two_machines(started, job, plain_environment, tmp_path):
+    port, page = free_ports(2)
+    url = f"http://127.0.0.1:{page}"
+    first = command("ray start --head").replace("6379", str(port))
+    head = started(first, f"--dashboard-port={page}", "--include-dashboard=true")
+    other = command("ray start --address").replace("10.0.0.1:6379", f"{head}:{port}")
+    assert started(other, "--node-ip-address=127.0.0.2") == "127.0.0.2"
+    wait_for_page(url)
+    line = command("ray job submit").replace("http://10.0.0.1:8265", url)
+    wrong = subprocess.run(
+        shlex.split(line.replace(" run.dir=/shared/runs/job", "")),
+        cwd=job.folder,
+        env=plain_environment,
+        capture_output=True,
+        text=True,
+    )
+    assert wrong.returncode == 1 and "error: run.dir: " in wrong.stdout, wrong.stdout + wrong.stderr
+    run = tmp_path / "runs/job"
+    done = subprocess.run(
+        shlex.split(line.replace("/shared/runs/job", str(run))),
+        cwd=job.folder,
+        env=plain_environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "batch 2/2" in done.stdout, done.stdout + done.stderr
+    found = job.machines()
+    assert set(found) == {head, "127.0.0.2"}
+    assert all("_ray_pkg_" in str(plugin) for plugin in found.values())  # the job's own copy of the folder
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
