@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from plasmid.batch import Rows
 from plasmid.components import ActorCritic
+from plasmid.training.actor_critic import Scores, StepReports
 from plasmid.training.critic import compute_returns, explained_variance, value_microbatch_loss
 from plasmid.training.metrics import StepMetrics
 from plasmid.training.objective import step_weights
@@ -14,7 +15,7 @@ from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Role
 from torch import Tensor
 
-from .learner import Scores, StepReports, microbatches
+from .learner import microbatches
 from .loading import reshard
 from .optimizer import Updater
 from .ranks import Ranks

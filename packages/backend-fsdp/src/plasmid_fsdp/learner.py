@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from plasmid.batch import Rows
 from plasmid.components import Algorithm
+from plasmid.training.actor_critic import Scores, StepReports
 from plasmid.training.collate import Microbatch, collate
 from plasmid.training.metrics import StepMetrics
 from plasmid.training.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
@@ -21,9 +22,6 @@ from .loading import reshard
 from .model import Policy
 from .optimizer import Updater
 from .ranks import Ranks
-
-Scores = Mapping[Role, Tensor]
-StepReports = tuple[dict[str, float], ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from plasmid.batch import Rows
 from plasmid.components import ActorCritic
+from plasmid.training.actor_critic import Scores, StepReports
 from plasmid.training.critic import compute_returns, explained_variance, value_microbatch_loss
 from plasmid.training.metrics import StepMetrics
 from plasmid.training.objective import step_weights
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from .build import Network
 from .layout import Ranks, on_last_stage
-from .learner import Scores, StepReports
 from .optimizer import Updater
 from .packing import Packed
 from .passes import microbatches, run

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from plasmid.batch import Rows
 from plasmid.components import Algorithm
+from plasmid.training.actor_critic import Scores, StepReports
 from plasmid.training.logprobs import TokenScores
 from plasmid.training.metrics import StepMetrics
 from plasmid.training.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
@@ -23,9 +24,6 @@ from .optimizer import Updater
 from .packing import Packed
 from .passes import microbatches, run
 from .settings import Megatron
-
-Scores = Mapping[Role, Tensor]
-StepReports = tuple[dict[str, float], ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

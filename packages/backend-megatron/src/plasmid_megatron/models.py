@@ -11,6 +11,7 @@ import torch
 from plasmid.batch import Rows
 from plasmid.components import ActorCritic
 from plasmid.config import RunConfig
+from plasmid.training.actor_critic import Scores, StepReports, score_role, train_both
 from plasmid.training.model_source import source
 from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Role
@@ -21,7 +22,7 @@ from .build import Network, build_language_model, build_value_model
 from .critic import Critic
 from .frozen import Frozen, load_frozen
 from .layout import Ranks
-from .learner import Learner, Scores, StepReports
+from .learner import Learner
 from .offload import Offloaded
 from .optimizer import Updater, wrap
 from .settings import Megatron
@@ -39,23 +40,12 @@ class Models:
 
     def score(self, batch: RankBatch, rows: Rows, roles: Sequence[Role]) -> dict[Role, Tensor]:
         """[T] scores of the rank's loss tokens by role; 0 at other tokens."""
-        return {role: self._score(batch, rows, role) for role in roles}
-
-    def _score(self, batch: RankBatch, rows: Rows, role: Role) -> Tensor:
-        if role is Role.CRITIC and self.critic is not None:
-            return self.critic.values(batch, rows)
-        return self.learner.score(batch, rows, role)
+        return {role: score_role(self.learner, self.critic, batch, rows, role) for role in roles}
 
     def train(self, batch: RankBatch, rows: Rows, scores: Scores) -> StepReports:
         """Metrics of every optimizer step: the policy's, the critic's, or both."""
-        if self.critic is None:
-            return self.learner.train(batch, rows, scores)
-        if batch.index < self.critic_warmup:
-            now = {"train/step": float(self.learner.updater.step)}
-            return tuple(report | now for report in self.critic.train(batch, rows, scores))
-        policy = self.learner.train(batch, rows, scores)
-        critic = self.critic.train(batch, rows, scores)
-        return tuple(a | b for a, b in zip(policy, critic, strict=True))
+        step = self.learner.updater.step
+        return train_both(self.learner, self.critic, batch, rows, scores, warmup=self.critic_warmup, step=step)
 
     def trained(self) -> dict[str, Learner | Critic]:
         """By the name that a checkpoint has for each."""
