@@ -5,12 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 from fsdp_cases import whole_rows
-from megatron_cases import ADAM, assert_alike, largest_difference, make_batch, outcome, plain_outcome, weights_of
+from megatron_cases import ADAM, assert_alike, fit, largest_difference, make_batch, outcome, plain_outcome, weights_of
 from megatron_families import FAMILIES, in_bfloat16_with_a_draft_layer, make_family, network_logits, plain_logits
 from safetensors.torch import load_file
 
 TP2 = {"tensor_parallel": 2}
 SPLIT = [name if name in ("GLM-4", "DeepSeek-V3") else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+SAVED = ["GLM-4", *(pytest.param(name, marks=pytest.mark.long) for name in ("GLM-4.5", "DeepSeek-V3"))]
 LAYOUTS = {
     "pp2": (2, {"pipeline_parallel": 2}),
     "cp2": (2, {"context_parallel": 2}),
@@ -95,3 +96,30 @@ def test_every_family_learns_what_it_learns_with_transformers(family, ranks, mod
 @pytest.mark.parametrize("family", ["GLM-4.5", "DeepSeek-V3"])
 def test_families_of_experts_learn_the_same_in_every_layout(family, layout, ranks, models, tmp_path):
     assert_learns(ranks, models(family), tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.long
+def test_stages_of_unlike_numbers_of_layers_learn_the_same(ranks, tmp_path):
+    model = make_family(tmp_path / "model", "DeepSeek-V3", num_layers=5)
+    uneven = {"pipeline_parallel": 2, "transformer": {"num_layers_in_last_pipeline_stage": 2}}
+    assert_learns(ranks, model, tmp_path, 2, uneven)
+
+
+@pytest.mark.parametrize("family", SAVED)
+@pytest.mark.parametrize("after", [TP2, {"pipeline_parallel": 2}], ids=["tp2", "pp2"])
+def test_a_checkpoint_of_a_family_continues_in_another_layout(family, after, ranks, models, tmp_path):
+    batches = [make_batch(seed=seed, index=seed) for seed in range(2)]
+
+    async def run():
+        trainer, config = await ranks.start(model=models(family), num_ranks=2, trainer=ADAM | TP2)
+        await fit(trainer, config, batches[0])
+        await trainer.save(tmp_path / "saved")
+        expected = await fit(trainer, config, batches[1])
+        weights = await weights_of(trainer, tmp_path / "a")
+        trainer, config = await ranks.start(model=models(family), num_ranks=2, trainer=ADAM | after)
+        await trainer.load(tmp_path / "saved")
+        found = await fit(trainer, config, batches[1])
+        assert found[0]["train/grad_norm"] == pytest.approx(expected[0]["train/grad_norm"], rel=1e-5)
+        assert largest_difference(await weights_of(trainer, tmp_path / "b"), weights) < 2e-6
+
+    asyncio.run(run())

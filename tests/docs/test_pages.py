@@ -25,6 +25,7 @@ READ = [
     "docs/data.md",
     "docs/debugging-rewards.md",
     "docs/evaluation.md",
+    "docs/megatron.md",
     "docs/sglang.md",
     "docs/tasks.md",
     "docs/plugins/index.md",

@@ -27,7 +27,8 @@ class Outline:
 
     def dtype(self, kept: str, wanted: torch.dtype) -> torch.dtype:
         """Of a tensor that comes out, which is kept as ``kept``, where others come out as ``wanted``."""
-        return wanted if self.is_cast else getattr(torch, kept)  # type: ignore[no-any-return]
+        own: torch.dtype = getattr(torch, kept)
+        return wanted if self.is_cast else own
 
 
 class Gatherer:
