@@ -65,7 +65,7 @@ def test_a_run_that_gets_too_little_says_what_it_wanted_and_what_there_is(two_ma
     assert code == 2, out
     assert (
         "error: placement: the Ray cluster could not give the run what it needs within 2 s (placement.wait_timeout_s): "
-        f"2 machines with 2 CPUs each and 1 machine with 1 CPU; it has {two_machines.first} {each}, {SECOND} {each}, "
+        f"1 machine with 3 CPUs, 1 machine with 2 CPUs, 1 machine with 1 CPU; it has {two_machines.first} {each}, {SECOND} {each}, "
         "of which are free 6 GPUs and 6 CPUs; add machines, wait until others have ended, or set fewer nodes or ranks"
     ) in said, out
 

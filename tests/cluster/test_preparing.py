@@ -11,6 +11,7 @@ from plasmid.protocols import Node, Resources
 from plasmid.run.local import LocalCluster
 from plasmid.run.node_agent import NodeAgent, PluginFile
 from plasmid.run.nodes import prepare
+from plasmid_cli.dry_run import machine_rows
 
 
 class Elsewhere(NodeAgent):
@@ -94,3 +95,12 @@ def test_files_of_the_recipe_are_looked_for_on_every_machine(config, tmp_path):
     lost = config.model_copy(update={"model": config.model.model_copy(update={"path": "models/lost"})})
     with pytest.raises(ConfigError, match=r"^node 10.0.0.2: model.path: no such folder: models/lost, seen from "):
         prepared(lost, tmp_path, NodeAgent)
+
+
+def test_a_dry_run_shows_which_ranks_compute_where(config):
+    assert machine_rows(config) == []
+    place = config.placement.model_copy(update={"nodes": 2, "trainer_ranks": 3, "engine_ranks": 2})
+    assert machine_rows(config.model_copy(update={"placement": place})) == [
+        ("ranks on machine 0", "3", "trainer 0-2"),
+        ("ranks on machine 1", "2", "engine 0-1"),
+    ]

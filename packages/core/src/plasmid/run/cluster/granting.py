@@ -57,7 +57,7 @@ def wanted(shares: Sequence[Share]) -> str:
         count = sum(one == share for one in shares)
         what = _amounts(share.gpus, share.cpus)
         found.append(f"{count} machines with {what} each" if count > 1 else f"1 machine with {what}")
-    return " and ".join(found)
+    return ", ".join(found)
 
 
 def there() -> str:
