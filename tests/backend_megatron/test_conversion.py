@@ -132,6 +132,59 @@ def test_a_critic_beside_the_policy_is_no_obstacle(ranks, tiny_qwen, tmp_path):
     assert_same(tmp_path / "exported", tmp_path / "batch-000001", other=TorchDistFolder())
 
 
+START = {
+    "tp2": (2, {"tensor_parallel": 2}, "tiny_qwen"),
+    "pp2 interleaved": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "tiny_qwen"),
+    "tied pp2": (2, {"pipeline_parallel": 2}, "tiny_tied"),
+    "ep2": (2, {"expert_parallel": 2}, "tiny_moe"),
+}
+
+
+@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(name, marks=pytest.mark.long) for name in list(START)[1:])])
+def test_a_trainer_starts_from_the_distributed_format_without_conversion(layout, ranks, request, tmp_path):
+    """Policy and reference; the vocabulary is filled up otherwise than it is here."""
+    num_ranks, settings, name = START[layout]
+    model = request.getfixturevalue(name)
+    there = tmp_path / "there"
+    convert(model, there, reader=HF(), writer=TorchDistFolder(vocab_multiple=64))
+
+    async def run(folder, policy, reference):
+        trainer, config = await ranks.start(
+            num_ranks=num_ranks,
+            trainer={"lr": 1e-2} | settings,
+            model=policy,
+            algorithm={"kind": "grpo", "kl_coef": 0.1},
+            reference=reference,
+        )
+        await trainer.export(tmp_path / folder)
+        return await fit(trainer, config, make_batch())
+
+    assert asyncio.run(run("torch_dist", there, model)) == asyncio.run(run("hf", model, there))
+    assert_same(model, tmp_path / "torch_dist")
+    assert not (tmp_path / "torch_dist/metadata.json").exists()
+
+
+@pytest.mark.long
+def test_a_critic_starts_from_the_distributed_format_too(ranks, tiny_qwen, tmp_path):
+    convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
+
+    async def run(critic):
+        options = {"algorithm": {"kind": "ppo"}, "critic": {"path": str(critic)}}
+        trainer, config = await ranks.start(trainer={"critic": {"head_std": 0.1}}, **options)
+        return await fit(trainer, config, make_batch())
+
+    assert asyncio.run(run(tmp_path / "there")) == asyncio.run(run(tiny_qwen))
+
+
+def test_what_a_trainer_cannot_start_from_is_said_before_anything_starts(ranks, tiny_qwen, tiny_moe, tmp_path):
+    convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
+    with pytest.raises(ModelError, match=r"^model\.path: \S+ is of Megatron's distributed format, which trainer 'mega"):
+        asyncio.run(ranks.start(model=tmp_path / "there", trainer={"kind": "fsdp"}))
+    change_config(tmp_path / "there", intermediate_size=96)
+    with pytest.raises(ModelError, match=r"^model\.path: the weights in \S+ do not fit its model: it has other sha"):
+        asyncio.run(ranks.start(model=tmp_path / "there"))
+
+
 OLD = {
     "one": ("tiny_qwen", {}),
     "tp2": ("tiny_qwen", {"tensor": 2, "padded": 64}),

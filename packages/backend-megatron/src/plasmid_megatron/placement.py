@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from plasmid.convert.distributed_files import METADATA, DistributedFiles
+from plasmid.convert.distributed_files import DistributedFiles
 from plasmid.errors import ModelError
 from torch import Tensor, nn
 
-CONFIG = "metadata.json"
 OF_MODEL = ("decoder.", "embedding.", "output_layer.", "mtp.", "score.")
 """What the names of a language model's own weights begin with; optimizers and critics have others."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -32,11 +31,6 @@ class Place:
     shape: tuple[int, ...]
     data: Tensor
     """The part of the weight; it may be without memory."""
-
-
-def is_torch_dist(path: Path) -> bool:
-    """True if the folder is of Megatron's distributed format."""
-    return (path / METADATA).is_file() and (path / CONFIG).is_file()
 
 
 def sharding() -> dict[str, Any]:

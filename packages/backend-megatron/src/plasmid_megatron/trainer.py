@@ -40,5 +40,5 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
 
 def _check(settings: Megatron, context: BuildContext) -> None:
     check_device("cuda" if context.on_gpu else "cpu")
-    check_models(context.config)
+    check_models(context.config, torch_dist=True)
     check_split(settings, read_config("model", Path(context.config.model.path)))

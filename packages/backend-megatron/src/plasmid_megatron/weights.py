@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError
-from plasmid.training.model_folder import weight_files
+from plasmid.training.model_folder import is_torch_dist, weight_files
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .bridge import Architecture
 from .families import prediction_layers
+from .placement import VOCABULARY, TorchDist, places
 
 SHOWN = 3
 HEAD = "score."
@@ -88,11 +89,13 @@ def load_weights(
     optional: Collection[str] = (),
     ignored: Collection[str] = (),
 ) -> set[str]:
-    """Fill this rank's weights from a Hugging Face folder, one at a time.
+    """Fill this rank's weights from a Hugging Face folder, or one of Megatron's distributed format, one at a time.
 
     Names in ``ignored`` may be in the files as well, those in ``optional`` may be missing from them; what was missing
     is returned. Raises `ModelError` if names or shapes do not fit.
     """
+    if is_torch_dist(path):
+        return _load_torch_dist(chunks, architecture, path, where=where, optional=optional, ignored=ignored)
     used: set[str] = set()
     absent: set[str] = set()
     with ExitStack() as stack:
@@ -116,6 +119,32 @@ def load_weights(
             weight.tensor.copy_(own)
         further = prediction_layers(architecture.hf)
         _check_surplus({name for name in found if not name.startswith(further)}, used, path, where, ignored)
+    return absent
+
+
+def _load_torch_dist(
+    chunks: Sequence[nn.Module],
+    architecture: Architecture,
+    path: Path,
+    *,
+    where: str,
+    optional: Collection[str],
+    ignored: Collection[str],
+) -> set[str]:
+    files = TorchDist(path, _misfit(path, where, "").rstrip())
+    used: set[str] = set()
+    absent: set[str] = set()
+    for chunk in chunks:
+        places_of = places(chunk)
+        for weight in weights([chunk]):
+            parts = places_of[weight.own_name]
+            if weight.name in optional and not files.has(parts):
+                absent.add(weight.name)
+                continue
+            rows = architecture.vocab_size if parts[0].key in VOCABULARY else None
+            weight.tensor.copy_(files.read(parts, rows=rows))
+            used.update(place.key for place in parts)
+    _check_surplus(files.names, used, path, where, ["output_layer.weight"] if "lm_head.weight" in ignored else [])
     return absent
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from plasmid.errors import ModelError, one_line
 from plasmid.model_building import BUILDING
+from plasmid.training.model_folder import is_torch_dist
 from plasmid.types import Ints
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .attention import NAME, Decode, Plan, Prefill, Prompts
 from .cache import SlotCache, round_up
@@ -133,7 +134,11 @@ def _stop_ids(hf: PreTrainedModel) -> frozenset[int]:
 
 
 def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> LanguageModel:
-    """Read a Hugging Face folder. Raises `ModelError` if it is incomplete or its attention is not supported."""
+    """Read a Hugging Face folder. Raises `ModelError` if it is incomplete or its attention is not supported.
+
+    Of one with weights in Megatron's distributed format only the config is read: the trainer sends the weights before
+    anything is sampled.
+    """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
     options |= {"output_loading_info": True, "local_files_only": True}
     options["ignore_mismatched_sizes"] = True  # they are named below; transformers raises without a name
@@ -142,7 +147,10 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
         raise ModelError(f"model.path: no such folder: {path}")
     try:
         with BUILDING:
-            loaded = AutoModelForCausalLM.from_pretrained(path, **options)
+            if is_torch_dist(path):
+                loaded = _without_weights(path, dtype, trust_remote_code), {"missing_keys": [], "mismatched_keys": []}
+            else:
+                loaded = AutoModelForCausalLM.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model.path: {path} cannot be loaded: {one_line(error)}") from error
     hf, info = loaded
@@ -156,6 +164,13 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
     hf.eval().requires_grad_(False)
     hf.to(device)
     return LanguageModel(hf, device)
+
+
+def _without_weights(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+    return model
 
 
 def _check_windows(hf: PreTrainedModel, path: Path) -> None:

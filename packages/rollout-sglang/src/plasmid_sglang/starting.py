@@ -10,6 +10,7 @@ from plasmid.components import BuildContext
 from plasmid.config import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.protocols import Actor, Resources, RolloutEngine
+from plasmid.training.model_folder import is_torch_dist
 from plasmid.waiting import together
 
 from .actor import EngineServer, Started
@@ -154,6 +155,8 @@ def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> di
         "skip_tokenizer_init": not wants_text,
         "log_level": "info",
     }
+    if is_torch_dist(Path(model.path)):
+        arguments["load_format"] = "dummy"  # weights that it does not read; the trainer sends them before all else
     if model.max_length != "auto":
         arguments["context_length"] = model.max_length
     if settings.deterministic:

@@ -12,13 +12,28 @@ from ..errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}
-NOT_COMPANIONS = {INDEX, "pytorch_model.bin.index.json"}
+NOT_COMPANIONS = {INDEX, "pytorch_model.bin.index.json", "metadata.json"}
+OF_TORCH_DIST = (".metadata", "metadata.json")
 
 
-def check_folder(where: str, path: Path) -> None:
-    """Raises `ModelError` unless the folder has a config and readable weight files. ``where`` is the recipe's table."""
+def is_torch_dist(path: Path) -> bool:
+    """True if the folder's weights are in Megatron's distributed format."""
+    return all((path / name).is_file() for name in OF_TORCH_DIST)
+
+
+def check_folder(where: str, path: Path, *, torch_dist: bool = False) -> None:
+    """Raises `ModelError` unless the folder has a config and readable weight files. ``where`` is the recipe's table.
+
+    With ``torch_dist`` the weights may be in Megatron's distributed format, which is not looked into.
+    """
     read_config(where, path)
-    weight_files(where, path)
+    if not is_torch_dist(path):
+        weight_files(where, path)
+    elif not torch_dist:
+        raise ModelError(
+            f"{where}.path: {path} is of Megatron's distributed format, which trainer 'megatron' alone reads; make a "
+            f"Hugging Face folder of it: rl convert {path} FOLDER"
+        )
 
 
 def read_config(where: str, path: Path) -> dict[str, Any]:

@@ -31,16 +31,19 @@ def source(config: RunConfig, where: str) -> Source:
     return Source(where=where, path=Path(path), trust_remote_code=config.model.trust_remote_code)
 
 
-def check_models(config: RunConfig) -> None:
-    """Raises `ModelError` if a model that the algorithm needs has no usable folder, or means others by token ids."""
+def check_models(config: RunConfig, *, torch_dist: bool = False) -> None:
+    """Raises `ModelError` if a model that the algorithm needs has no usable folder, or means others by token ids.
+
+    ``torch_dist`` is for a trainer that reads Megatron's distributed format as well.
+    """
     needs, policy = config.algorithm.needs(), Path(config.model.path)
-    check_folder("model", policy)
+    check_folder("model", policy, torch_dist=torch_dist)
     if needs.critic and config.critic.path != "auto":
-        check_folder("critic", Path(config.critic.path))
+        check_folder("critic", Path(config.critic.path), torch_dist=torch_dist)
     for where, needed, role in (
         ("reference", needs.reference, config.reference),
         ("teacher", needs.teacher, config.teacher),
     ):
         if needed and role is not None and role.path != "auto":
-            check_folder(where, Path(role.path))
+            check_folder(where, Path(role.path), torch_dist=torch_dist)
             check_vocabulary(where, Path(role.path), policy=policy, tokenizer=Path(config.model.tokenizer_path))
