@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from plasmid.observe.journal import read_journal
+from plasmid.testing.tiny import make_tiny_model
 
 RECIPE = """
 plugins = ["digit_share.py"]
@@ -74,6 +75,17 @@ def test_megatron_trains_through_the_command_and_resumes_bit_by_bit(folder, tiny
     code, _, err = rl(folder, "train", "digits.toml", "run.dir=again", "--resume")
     assert code == 0, err
     assert curve(folder / "again") == whole
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+def test_glm_4_trains_through_the_command(folder, tmp_path):
+    write(folder, make_tiny_model(tmp_path / "glm-4", family="glm4", attention_bias=True))
+    code, out, err = rl(folder, "train", "digits.toml", "run.dir=whole", "run.batches=2")
+    assert code == 0, err
+    assert "batch 2/2" in out
+    assert max(metrics["train/logprob_diff_max"] for metrics in curve(folder / "whole")) < 2e-5
+    assert json.loads((folder / "whole/final/config.json").read_text())["model_type"] == "glm4"
 
 
 def test_mistakes_are_found_before_anything_starts(folder, tiny_model):
