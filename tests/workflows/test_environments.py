@@ -1,7 +1,10 @@
 """Turns in environments: observations follow actions, rewards arrive, and what fails is a sample with an error."""
 
 import asyncio
+import pickle
+import threading
 import time
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -11,8 +14,10 @@ from plasmid.interaction import Environment, Step
 from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import _pick
 from plasmid.rollout.execution import execute
+from plasmid.rollout.worker import share
+from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
-from plasmid.types import StopReason
+from plasmid.types import PromptGroup, Score, StopReason
 from plasmid.workflows import EnvironmentReward, EnvironmentWorkflow
 from plasmid.workflows.arithmetic import evaluate
 from plasmid.workflows.environments import Calculator, Guess, Search
@@ -93,6 +98,22 @@ def test_an_environment_that_fails_makes_a_sample_with_an_error(chatml, action, 
     sample = play(Moody(), one, chat(chatml, "begin"), step_timeout_s=0.3)
     assert sample.stop_reason is StopReason.ERROR and sample.error.startswith(error)
     assert one.client.left, "the engine waits for it no longer"
+
+
+def test_what_an_environment_tells_of_itself_travels_whatever_it_is(chatml):
+    class Board(Mood):
+        def step(self, action):
+            return Step(done=True, info={"lock": threading.Lock(), "board": {(0, 1): "rook"}, "moves": (1, 2)})
+
+    class Chess(Moody):
+        def episode(self):
+            return Board()
+
+    sample = play(Chess(), rollout(chatml, ["go"]), chat(chatml, "begin"))
+    assert sample.metadata["environment"]["board"] == {(0, 1): "rook"}, "rewards see what it said"
+    group = PromptGroup(id=0, prompt=chat(chatml, "begin"), samples=(replace(sample, score=Score(value=1.0)),))
+    sent = pickle.loads(pickle.dumps(share(group, HeldStore()).whole.get())).samples[0].metadata["environment"]
+    assert sent["board"] == {"(0, 1)": "rook"} and sent["moves"] == [1, 2] and "lock" in sent["lock"]
 
 
 def test_limits_end_an_episode_without_a_failure(chatml):

@@ -15,6 +15,7 @@ from ..batch import GroupRef, Rows
 from ..components import Workflow
 from ..config import ModelConfig, RunConfig
 from ..data.tokenizer import Tokenizer
+from ..observe.sample_columns import from_json, to_json
 from ..observe.sample_store import write_samples
 from ..plugins import load_plugins
 from ..protocols import EngineClient, Ref, RunContext, Store
@@ -243,8 +244,13 @@ def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:
         dropped_by=dropped_by,
         baseline=float(np.mean(greedy)) if greedy else None,
         rows=store.put(Rows.from_samples(rows) if rows else Rows.empty()),
-        whole=store.put(group),
+        whole=store.put(replace(group, samples=tuple(_plain(sample) for sample in group.samples))),
     )
+
+
+def _plain(sample: Sample) -> Sample:
+    """Metadata as they will be stored: what a workflow put there may not be fit to travel to another process."""
+    return replace(sample, metadata=from_json(to_json(sample.metadata))) if sample.metadata else sample
 
 
 def _num_given(sample: Sample, prompt: Prompt) -> int:
