@@ -52,8 +52,8 @@ def started(plain_environment):
             stack.callback(end)
             said = ""
             for line in process.stdout:  # ends also if the process does
-                said += line
-                if "Ray runtime started" in line:
+                said += re.sub(r"\x1b\[\d+m", "", line)
+                if "Ray runtime started" in said:
                     return re.search(r"Local node IP: (\S+)", said)[1]
             raise AssertionError(f"ended with {process.wait()}: {said}")
 

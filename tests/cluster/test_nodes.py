@@ -9,6 +9,7 @@ SECOND = "127.0.0.2"
 TWO = "placement.nodes=2"
 
 
+@pytest.mark.long
 def test_actors_see_the_gpus_of_their_machine_that_the_run_was_given(two_machines, tmp_path):
     found = asyncio.run(look_at_gpus(two_machines, tmp_path))
     assert {address for address, _ in found} == {two_machines.first, SECOND}
@@ -60,14 +61,14 @@ def test_a_run_over_two_machines_trains_on_both(two_machines, job):
 def test_a_run_that_gets_too_little_says_what_it_wanted_and_what_there_is(two_machines, job):
     short = ["placement.nodes=3", "placement.wait_timeout_s=2"]
     code, out = job.train(*short, environment=two_machines.environment)
-    said = " ".join(out.split())
-    each = "with 3 GPUs and 3 CPUs"
+    there = ", ".join(sorted(f"{address} with 3 GPUs and 3 CPUs" for address in (two_machines.first, SECOND)))
     assert code == 2, out
-    assert (
+    (said,) = (line for line in out.splitlines() if line.startswith("error: "))
+    assert said.startswith(
         "error: placement: the Ray cluster could not give the run what it needs within 2 s (placement.wait_timeout_s): "
-        f"1 machine with 3 CPUs, 1 machine with 2 CPUs, 1 machine with 1 CPU; it has {two_machines.first} {each}, {SECOND} {each}, "
-        "of which are free 6 GPUs and 6 CPUs; add machines, wait until others have ended, or set fewer nodes or ranks"
-    ) in said, out
+        f"1 machine with 3 CPUs, 1 machine with 2 CPUs, 1 machine with 1 CPU; it has {there}, of which are free "
+    )
+    assert said.endswith("; add machines, wait until others have ended, or set fewer nodes or ranks")
 
 
 @pytest.mark.long
@@ -82,8 +83,8 @@ def test_a_run_waits_for_machines_and_says_for_what(cluster_of, job):
                 cluster.add(num_cpus=3, node_ip_address=SECOND)
         assert process.wait() == 0, lines
     (said,) = {line.strip() for line in lines if "waiting for the Ray cluster" in line}
-    wanted = f"2 machines with 3 CPUs each; it has {cluster.first} with 3 CPUs, of which are free 3 CPUs"
-    assert said.endswith(f"waiting for the Ray cluster to have {wanted}"), said
+    wanted = f"2 machines with 3 CPUs each; it has {cluster.first} with 3 CPUs, of which are free "
+    assert f"waiting for the Ray cluster to have {wanted}" in said, said
 
 
 @pytest.mark.long

@@ -63,7 +63,7 @@ def wanted(shares: Sequence[Share]) -> str:
 def there() -> str:
     """The machines of the cluster in words, and what is free on all of them together."""
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    each = [f"{n['NodeManagerAddress']} with {_amounts(*_numbers(n['Resources']))}" for n in nodes]
+    each = sorted(f"{n['NodeManagerAddress']} with {_amounts(*_numbers(n['Resources']))}" for n in nodes)
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     return f"{', '.join(each) or 'no machine'}, of which are free {_amounts(*_numbers(free))}"
 
