@@ -8,7 +8,7 @@ import pytest
 from plasmid.errors import ConfigError
 from plasmid.recipe import validate
 from plasmid_megatron.settings import Megatron
-from plasmid_megatron.shapes import check_split
+from plasmid_megatron.shapes import check_split, layers_of_stages
 from plasmid_megatron.upstream import fields
 
 
@@ -73,6 +73,42 @@ def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
     with pytest.raises(ConfigError) as error:
         check_split(Megatron(**settings), config)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            "model.path: the model is of type 'gpt2', which trainer 'megatron' does not train; it trains deepseek_v3, "
+            "glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe",
+        ),
+        (
+            {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}},
+            "model.path: the model's weights are quantized (fp8); train a copy in bfloat16",
+        ),
+        (
+            {"num_hidden_layers": 61},
+            "trainer: the model's num_hidden_layers = 61 cannot be split into 2 parts (pipeline_parallel x "
+            "virtual_pipeline); transformer.num_layers_in_last_pipeline_stage gives the last rank another number",
+        ),
+        (
+            {"n_routed_experts": 8},
+            "trainer.sequence_parallel: a model with experts needs it with tensor_parallel; remove the setting",
+        ),
+    ],
+)
+def test_a_model_that_megatron_does_not_train_is_refused(model, message):
+    with pytest.raises(ConfigError) as error:
+        check_split(Megatron(pipeline_parallel=2, tensor_parallel=2, sequence_parallel=False), model)
+    assert str(error.value) == message
+
+
+def test_the_last_stage_can_have_fewer_layers():
+    uneven = Megatron(pipeline_parallel=4, transformer={"num_layers_in_last_pipeline_stage": 13})
+    assert layers_of_stages(uneven, {"num_hidden_layers": 61}) == [16, 16, 16, 13]
+    with pytest.raises(ConfigError, match="with 16 in the first and 13 in the last"):
+        check_split(uneven, {"num_hidden_layers": 62})
 
 
 def test_neither_listing_nor_starting_imports_torch_or_megatron():

@@ -30,6 +30,10 @@ def check_split(settings: Megatron, model: Model) -> None:
             f"model.path: the model is of type {family!r}, which trainer 'megatron' does not train; it trains "
             f"{', '.join(MODEL_TYPES)}"
         )
+    quantized = model.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise ConfigError(f"model.path: the model's weights are quantized ({method}); train a copy in bfloat16")
     for name, by, parts in _splits(settings):
         count = model.get(name)
         if isinstance(count, int) and count % parts:

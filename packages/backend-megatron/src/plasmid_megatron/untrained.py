@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from plasmid.training.model_folder import weight_files
+from plasmid.training.model_folder import is_torch_dist, weight_files
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,7 +20,7 @@ class Untrained:
         """Raises `ModelError` if the folder has no weights any more."""
         self._files: dict[str, Path] = {}
         prefixes = prediction_layers(architecture.hf)
-        for file in weight_files(where, path) if prefixes else ():
+        for file in weight_files(where, path) if prefixes and not is_torch_dist(path) else ():
             with safe_open(file, framework="pt") as opened:
                 self._files |= {name: file for name in opened.keys() if name.startswith(prefixes)}  # noqa: SIM118
 
