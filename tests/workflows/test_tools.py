@@ -6,12 +6,15 @@ import json
 import pytest
 from plasmid import RunContext
 from plasmid.errors import ConfigError
+from plasmid.isolation import Limits
 from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import _pick
 from plasmid.rollout.execution import execute
+from plasmid.rollout.tool_calls import ToolCall
 from plasmid.types import StopReason
 from plasmid.workflows import Tools
 from plasmid.workflows.kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
+from plasmid.workflows.toolset import Result, Toolset
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
 
@@ -125,6 +128,14 @@ def test_whatever_goes_wrong_in_a_call_is_told_to_the_policy(chatml, tmp_path, f
     assert sample.error is None and sample.metadata["failed_calls"] == len(wrong)
     for told, expected in zip(results(sample), wrong.values(), strict=True):
         assert told.startswith(expected)
+
+
+def test_arguments_that_are_nested_too_deeply_are_told_to_the_policy():
+    nested = json.loads("[" * 600 + "]" * 600)
+    toolset = Toolset((CalculatorTool(),), Limits(timeout_s=5.0, memory_mb=512), workers=1, max_chars=99)
+    result = asyncio.run(toolset.call(ToolCall(name="calculate", arguments={"expression": nested})))
+    toolset.close()
+    assert result == Result(text="error: too deeply nested", is_error=True)
 
 
 def test_several_calls_of_one_turn_are_answered_in_their_order(chatml, tmp_path, file):

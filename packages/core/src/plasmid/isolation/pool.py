@@ -103,9 +103,13 @@ class WorkerPool:
         return worker
 
     def _call(self, given: Any) -> Answer:
+        try:
+            message = pickle.dumps(given)
+        except RecursionError:  # arguments come from policies, too
+            return Answer(failed="too deeply nested")
         worker = self._worker()
         try:
-            answer = worker.call(pickle.dumps(given), self._limits.timeout_s + GRACE_S)
+            answer = worker.call(message, self._limits.timeout_s + GRACE_S)
         except (Late, Closed, TooLong):
             self._workers.discard(worker)
             worker.stop()
