@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from megatron_cases import fit, make_batch
-from megatron_families import FAMILIES, make_family
+from megatron_families import FAMILIES, in_bfloat16_with_a_draft_layer, make_family
 from megatron_legacy import write_legacy
 from plasmid.convert import DCP, HF, compare, convert
 from plasmid.errors import ModelError
@@ -124,6 +124,16 @@ def test_the_checkpoint_of_a_run_becomes_what_the_run_exports(layout, ranks, req
     assert_same(tmp_path / "exported", tmp_path / "out")
     convert(checkpoint, tmp_path / "dcp", reader=TorchDistFolder(), writer=DCP())
     assert_same(tmp_path / "exported", tmp_path / "dcp", other=DCP())
+
+
+@pytest.mark.long
+def test_what_is_not_trained_comes_from_the_model(ranks, tmp_path):
+    """Layers that predict further tokens are in no checkpoint; corrections of experts stay in float32."""
+    model = in_bfloat16_with_a_draft_layer(make_family(tmp_path / "model", "GLM-4.5"))
+    asyncio.run(trained(ranks, tmp_path, (1, {}), model))
+    convert(tmp_path / "batch-000001", tmp_path / "out", reader=TorchDistFolder(), writer=HF())
+    assert_same(tmp_path / "exported", tmp_path / "out")
+    assert "model.layers.2.enorm.weight" in dict(HF().read(tmp_path / "out"))
 
 
 @pytest.mark.long

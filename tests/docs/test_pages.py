@@ -35,7 +35,7 @@ READ = [
     "docs/workflows/environments.md",
     "docs/workflows/functions.md",
 ]
-LONG = {"docs/filters.md", "docs/observability.md", "docs/tasks.md", "docs/workflows/agents.md"}
+LONG = {"docs/converting.md", "docs/filters.md", "docs/observability.md", "docs/tasks.md", "docs/workflows/agents.md"}
 """Several runs each, of parts that have quick tests of their own."""
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""

@@ -88,6 +88,31 @@ def test_glm_4_trains_through_the_command(folder, tmp_path):
     assert json.loads((folder / "whole/final/config.json").read_text())["model_type"] == "glm4"
 
 
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+def test_checkpoints_of_both_trainers_convert_and_megatron_trains_on_from_its_own_format(folder, tiny_model):
+    """The curve from torch_dist is that from Hugging Face; what a run exports is what its checkpoint converts to."""
+    write(folder, tiny_model)
+    code, _, err = rl(folder, "convert", str(tiny_model), "there", "--to", "torch_dist", "to.vocab_multiple=64")
+    assert code == 0, err
+    for name, model in (("direct", "there"), ("plain", str(tiny_model))):
+        code, _, err = rl(folder, "train", "digits.toml", f"run.dir={name}", f"model.path={model}", "run.batches=2")
+        assert code == 0, err
+    assert curve(folder / "direct") == curve(folder / "plain")
+    code, _, err = rl(folder, "convert", "direct/checkpoints/batch-000002", "out", "--from", "torch_dist")
+    assert code == 0, err
+    code, out, _ = rl(folder, "convert", "--check", "out", "direct/final", "--to", "hf")
+    assert (code, out) == (0, "21 tensors are equal, 0 differ\n")
+    fsdp = ("run.dir=fsdp", "run.batches=2", 'trainer={kind="fsdp"}', "placement.trainer_ranks=2")
+    code, _, err = rl(folder, "train", "digits.toml", *fsdp)
+    assert code == 0, err
+    code, out, err = rl(folder, "convert", "--check", "fsdp/checkpoints/batch-000002", "fsdp/final")
+    assert (code, out) == (0, "21 tensors are equal, 0 differ\n"), err
+    code, _, err = rl(folder, "train", "digits.toml", "run.dir=x", "model.path=there", "--rollouts-only")
+    assert code == 2
+    assert err.startswith("error: model.path: there is of Megatron's distributed format, which engines do not read; ")
+
+
 def test_mistakes_are_found_before_anything_starts(folder, tiny_model):
     write(folder, tiny_model)
     for change, message in (

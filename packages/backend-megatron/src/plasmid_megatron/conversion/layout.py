@@ -59,7 +59,9 @@ class MegatronLayout(Converter):
         dtype = of.dtype(self.dtype)
         for entry in outline.entries:
             for name, tensor in outline.to_hf(entry, weights.read(entry)):
-                yield name, cast(tensor, dtype)
+                yield name, tensor if entry.is_correction else cast(tensor, dtype)
+        if of.of_run:
+            yield from outline.untrained()
 
     def write_companions(self, source: Path, target: Path) -> None:
         of = self._described(source)

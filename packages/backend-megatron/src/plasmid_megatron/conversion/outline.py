@@ -21,6 +21,7 @@ from ..compat import define_router_gemm, tell_latent_attention_what_is_installed
 from ..model import LanguageModel
 from ..placement import VOCABULARY, Place, objects, places
 from ..settings import Megatron
+from ..untrained import Untrained
 from ..weights import Weight, hf_names, to_hf, weights
 
 SHOWN = 3
@@ -45,6 +46,11 @@ class Entry:
         """True if it has a row for each token."""
         return self.name in VOCABULARY
 
+    @property
+    def is_correction(self) -> bool:
+        """True if it says which experts are taken too often: models have it in float32 whatever their type is."""
+        return self.name.endswith("expert_bias")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outline:
@@ -64,6 +70,10 @@ class Outline:
     def to_hf(self, entry: Entry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a folder that a weight makes."""
         yield from to_hf(self.architecture, entry.name, whole)
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights of the model's folder that no checkpoint of a run has. Raises `ModelError`."""
+        yield from Untrained(self.architecture, self.source, where="from.model").tensors()
 
     def from_hf(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
         """Whole weights as soon as all that they are made of has come. Raises `ModelError`."""
