@@ -70,6 +70,15 @@ def wait_for_page(url):
             time.sleep(0.5)
 
 
+def submitted(line, folder, environment):
+    """Exit code and output of a job when it has ended."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    while True:
+        done = subprocess.run(shlex.split(line), cwd=folder, env=environment, **pipes)
+        if "No available agent to submit job" not in done.stdout:  # the agents come up last
+            return done.returncode, done.stdout
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_submitted_job_trains_over_two_machines(started, job, plain_environment, tmp_path):
@@ -78,26 +87,15 @@ def test_a_submitted_job_trains_over_two_machines(started, job, plain_environmen
     first = command("ray start --head").replace("6379", str(port))
     head = started(first, f"--dashboard-port={page}", "--include-dashboard=true")
     other = command("ray start --address").replace("10.0.0.1:6379", f"{head}:{port}")
-    assert started(other, "--node-ip-address=127.0.0.2") == "127.0.0.2"
+    own_folder = f"--temp-dir={plain_environment['RAY_TMPDIR']}/2"  # or both would unpack a job into one
+    assert started(other, "--node-ip-address=127.0.0.2", own_folder) == "127.0.0.2"
     wait_for_page(url)
     line = command("ray job submit").replace("http://10.0.0.1:8265", url)
-    wrong = subprocess.run(
-        shlex.split(line.replace(" run.dir=/shared/runs/job", "")),
-        cwd=job.folder,
-        env=plain_environment,
-        capture_output=True,
-        text=True,
-    )
-    assert wrong.returncode == 1 and "error: run.dir: " in wrong.stdout, wrong.stdout + wrong.stderr
+    code, out = submitted(line.replace(" run.dir=/shared/runs/job", ""), job.folder, plain_environment)
+    assert code == 1 and "error: run.dir: " in out, out
     run = tmp_path / "runs/job"
-    done = subprocess.run(
-        shlex.split(line.replace("/shared/runs/job", str(run))),
-        cwd=job.folder,
-        env=plain_environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "batch 2/2" in done.stdout, done.stdout + done.stderr
+    code, out = submitted(line.replace("/shared/runs/job", str(run)), job.folder, plain_environment)
+    assert code == 0 and "batch 2/2" in out, out
     found = job.machines()
     assert set(found) == {head, "127.0.0.2"}
     assert all("_ray_pkg_" in str(plugin) for plugin in found.values())  # the job's own copy of the folder

@@ -20,7 +20,10 @@ def train(
     rollouts_only: bool = False,
     observers: Sequence[object] = (),
 ) -> RunResult:
-    """Run the whole job and return what it reached and wrote. Starts Ray if none is running in this process."""
+    """Run the whole job and return what it reached and wrote.
+
+    Runs on the Ray that this process or the recipe names, or starts one of its own.
+    """
     from .run.session import Mode, run  # imports what only a run needs
 
     mode = Mode(resume=resume, replay=replay, rollouts_only=rollouts_only)

@@ -55,7 +55,7 @@ class RayCluster:
     """
 
     def __init__(self, *, log_dir: Path, address: str | None = None, wait_s: float = 600.0) -> None:
-        self._log_dir = log_dir.absolute()
+        self._log_dir, self._folder = log_dir.absolute(), str(Path.cwd())
         self._wait_s = wait_s
         self._actors: list[RayActor] = []
         self._places: tuple[_Place, ...] = ()
@@ -123,7 +123,7 @@ class RayCluster:
         options = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": 4096, **place.options}
         runtime = {"env_vars": {**ENVIRONMENT, **place.env, **env}}
         process: Any = ray.remote(Process)
-        handle = process.options(**options, runtime_env=runtime).remote(name, log_file, str(Path.cwd()))
+        handle = process.options(**options, runtime_env=runtime).remote(name, log_file, self._folder)
         actor = RayActor(name=name, handle=handle, log_file=log_file)
         self._actors.append(actor)
         return actor
