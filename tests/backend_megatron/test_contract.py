@@ -1,8 +1,11 @@
 """The Megatron trainer keeps what every trainer promises."""
 
 import asyncio
+from pathlib import Path
 
+import psutil
 import pytest
+from fsdp_cases import fit, make_batch
 from plasmid.testing.contracts import check_trainer
 from plasmid.types import Role
 
@@ -24,3 +27,25 @@ def test_the_trainer_keeps_its_promises(layout, ranks, tmp_path):
         await check_trainer(started, folder=tmp_path, roles=(Role.POLICY,))
 
     asyncio.run(check())
+
+
+def listeners(children):
+    """Threads of gloo's groups: one for each group and process, and busy once the other side is gone."""
+    threads = [Path(f"/proc/{child.pid}/task/{t.id}/comm") for child in children for t in child.threads()]
+    return sum(thread.read_text().strip() == "gloo_tcp_loop" for thread in threads if thread.exists())
+
+
+def test_a_trainer_that_was_closed_leaves_its_groups(ranks):
+    """Before they were left, each start of two ranks added about 30."""
+
+    async def count():
+        found = []
+        for _ in range(2):
+            trainer, config = await ranks.start(num_ranks=2, trainer={"tensor_parallel": 2})
+            await fit(trainer, config, make_batch())
+            await ranks.close()
+            found.append(listeners(psutil.Process().children(recursive=True)))
+        return found
+
+    first, second = asyncio.run(count())
+    assert second - first < 10

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from plasmid.training.metrics import StepMetrics
 from torch import Tensor
 
@@ -33,6 +34,7 @@ def make_groups(settings: Megatron, *, seed: int) -> None:
 
 def leave_groups() -> None:
     """Undo `make_groups`."""
+    get_moe_layer_wise_logging_tracker().clear()  # it names groups
     mpu.destroy_model_parallel()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
@@ -131,10 +132,14 @@ class RankProcess:
         return memory_metrics(f"trainer-{self._setup.rank}", self._device)
 
     def close(self) -> None:
-        """Leave the group of ranks."""
+        """Leave the group of ranks, and give up the models."""
+        for name in ("_models", "_handover", "_gatherer"):
+            vars(self).pop(name, None)
+        gc.collect()  # layers name their groups, and a group of gloo that is named somewhere goes on listening
         if dist.is_initialized():
             leave_groups()
             dist.destroy_process_group()
+            gc.collect()
 
     def _write(self, path: Path, gatherer: Gatherer, where: str, change_config: ChangeConfig | None) -> None:
         of_model = source(self._config, where)
