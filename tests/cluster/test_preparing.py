@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from plasmid import load_config
+from plasmid.components import DataFacts
 from plasmid.errors import ConfigError
 from plasmid.protocols import Node, Resources
 from plasmid.run.local import LocalCluster
 from plasmid.run.node_agent import NodeAgent, PluginFile
 from plasmid.run.nodes import prepare
-from plasmid_cli.dry_run import machine_rows
+from plasmid_cli.dry_run import machine_rows, print_plan
 
 
 class Elsewhere(NodeAgent):
@@ -97,10 +98,14 @@ def test_files_of_the_recipe_are_looked_for_on_every_machine(config, tmp_path):
         prepared(lost, tmp_path, NodeAgent)
 
 
-def test_a_dry_run_shows_which_ranks_compute_where(config):
+def test_a_dry_run_shows_which_ranks_compute_where(config, capsys):
     assert machine_rows(config) == []
     place = config.placement.model_copy(update={"nodes": 2, "trainer_ranks": 3, "engine_ranks": 2})
     assert machine_rows(config.model_copy(update={"placement": place})) == [
         ("ranks on machine 0", "3", "trainer 0-2"),
         ("ranks on machine 1", "2", "engine 0-1"),
     ]
+    print_plan(config.model_copy(update={"placement": place}), DataFacts(num_prompts=1), [])
+    printed = capsys.readouterr().out
+    assert "ranks on machine 0" in printed and "trainer 0-2" in printed
+    assert "ranks on machine 1" in printed and "engine 0-1" in printed

@@ -25,7 +25,7 @@ def print_plan(config: RunConfig, data: DataFacts, models: Sequence[PlanRow]) ->
     else:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     table = Table("what", "how many", "from", box=None, title="plan", title_justify="left")
-    for row in (*models, *prompt_rows(data), *batch_algebra(config)):
+    for row in (*models, *machine_rows(config), *prompt_rows(data), *batch_algebra(config)):
         table.add_row(*row)
     console.print(table)
 
