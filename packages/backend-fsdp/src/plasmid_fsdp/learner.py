@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from plasmid.batch import Rows
 from plasmid.components import Algorithm
-from plasmid.training.actor_critic import Scores, StepReports
+from plasmid.training.actor_critic import StepReports
 from plasmid.training.collate import Microbatch, collate
 from plasmid.training.metrics import StepMetrics
-from plasmid.training.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
+from plasmid.training.objective import RoleScores, compute_advantages, loss_inputs, microbatch_loss, step_weights
 from plasmid.training.rank_batch import RankBatch, RankStep
 from plasmid.types import Floats, Role
 from torch import Tensor
@@ -60,14 +60,16 @@ class Learner:
             reshard(model)
         return result
 
-    def train(self, batch: RankBatch, rows: Rows, scores: Scores) -> StepReports:
+    def train(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> StepReports:
         """All optimizer steps of a batch; metrics of each, the same on every rank."""
         advantages = compute_advantages(
             self.algorithm, batch, rows, scores, all_reduce=self.ranks.all_reduce, device=self.ranks.device
         )
         return tuple(self._step(batch, rows, scores, advantages, index) for index in range(len(batch.steps)))
 
-    def _step(self, batch: RankBatch, rows: Rows, scores: Scores, advantages: Tensor, index: int) -> dict[str, float]:
+    def _step(
+        self, batch: RankBatch, rows: Rows, scores: RoleScores, advantages: Tensor, index: int
+    ) -> dict[str, float]:
         weights = step_weights(self.algorithm, batch, index, device=self.ranks.device)
         metrics = StepMetrics()
         for microbatch in microbatches(batch, rows, batch.steps[index], self.ranks.device):

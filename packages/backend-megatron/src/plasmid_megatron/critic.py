@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from plasmid.batch import Rows
 from plasmid.components import ActorCritic
-from plasmid.training.actor_critic import Scores, StepReports
+from plasmid.training.actor_critic import StepReports
 from plasmid.training.critic import compute_returns, explained_variance, value_microbatch_loss
 from plasmid.training.metrics import StepMetrics
-from plasmid.training.objective import step_weights
+from plasmid.training.objective import RoleScores, step_weights
 from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Role
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Critic:
             run(self.chunks, self._microbatches(batch, rows, index), keep, train=False)
         return result
 
-    def train(self, batch: RankBatch, rows: Rows, scores: Scores) -> StepReports:
+    def train(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> StepReports:
         """All optimizer steps of a batch towards the algorithm's returns; metrics of each.
 
         ``train/explained_variance`` is that of the values before the first step.

@@ -11,8 +11,9 @@ import torch
 from plasmid.batch import Rows
 from plasmid.components import ActorCritic
 from plasmid.config import RunConfig
-from plasmid.training.actor_critic import Scores, StepReports, score_role, train_both
+from plasmid.training.actor_critic import StepReports, score_role, train_both
 from plasmid.training.model_source import source
+from plasmid.training.objective import RoleScores
 from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Role
 from torch import Tensor
@@ -42,7 +43,7 @@ class Models:
         """[T] scores of the rank's loss tokens by role; 0 at other tokens."""
         return {role: score_role(self.learner, self.critic, batch, rows, role) for role in roles}
 
-    def train(self, batch: RankBatch, rows: Rows, scores: Scores) -> StepReports:
+    def train(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> StepReports:
         """Metrics of every optimizer step: the policy's, the critic's, or both."""
         step = self.learner.updater.step
         return train_both(self.learner, self.critic, batch, rows, scores, warmup=self.critic_warmup, step=step)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from ..batch import Rows
 from ..types import Role
+from .objective import RoleScores
 from .rank_batch import RankBatch
 
-Scores = Mapping[Role, Tensor]
-"""[T] each: what was scored before a batch is trained."""
 StepReports = tuple[dict[str, float], ...]
 """Metrics of every optimizer step on one batch."""
 
@@ -24,7 +22,7 @@ class TrainsPolicy(Protocol):
         """[T] per-token scores, 0 at tokens that the loss does not see."""
         ...
 
-    def train(self, batch: RankBatch, rows: Rows, scores: Scores) -> StepReports:
+    def train(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> StepReports:
         """All optimizer steps of a batch."""
         ...
 
@@ -36,7 +34,7 @@ class TrainsCritic(Protocol):
         """[T] values, 0 at tokens that the loss does not see."""
         ...
 
-    def train(self, batch: RankBatch, rows: Rows, scores: Scores) -> StepReports:
+    def train(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> StepReports:
         """All optimizer steps of a batch."""
         ...
 
@@ -53,7 +51,7 @@ def train_both(
     critic: TrainsCritic | None,
     batch: RankBatch,
     rows: Rows,
-    scores: Scores,
+    scores: RoleScores,
     *,
     warmup: int,
     step: int,
