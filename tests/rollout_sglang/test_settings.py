@@ -88,6 +88,10 @@ def test_every_mistake_in_the_arguments_is_told(tmp_path):
             {"wire": "ipc"},
             'rollout.wire: "ipc" shares the memory of one GPU; set placement.colocated = true or another wire',
         ),
+        (
+            {"server_args": {"rl_on_policy_target": "fsdp"}},
+            "rollout.server_args: rl_on_policy_target: is decided by rollout.true_on_policy; set that",
+        ),
         ({"deterministic": True}, "rollout.deterministic: SGLang's deterministic kernels run on GPUs only; remove it"),
         (
             {"urls": ["http://a:1"], "server_args": None, "wire": "http", "read_back_every": 0},

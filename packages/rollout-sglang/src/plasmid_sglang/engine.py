@@ -60,7 +60,7 @@ class SGLangEngine:
             bulletin,
             ClientOptions(
                 max_requests=settings.max_requests,
-                seeded=settings.deterministic,
+                seeded=settings.deterministic or settings.true_on_policy,
                 has_spans=settings.pause_mode == "in_place",
                 keep_session=settings.router,
             ),

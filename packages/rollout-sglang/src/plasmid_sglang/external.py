@@ -13,6 +13,7 @@ from plasmid.sync import checksum
 
 from .actor import EngineServer, Started
 from .api import Abilities, Api
+from .exactness import others_mistakes
 from .receiving import Commands
 from .sources import read_bucket
 
@@ -59,8 +60,8 @@ class FolderCommands(Commands):
 class ExternalServer(EngineServer):
     """What `EngineServer` is for servers of our own."""
 
-    def __init__(self, url: str, model_path: Path) -> None:
-        self._name, self._url, self._model_path = url, url, model_path
+    def __init__(self, url: str, model_path: Path, wanted: Mapping[str, Any]) -> None:
+        self._name, self._url, self._model_path, self._wanted = url, url, model_path, wanted
         self._api = self._commands = self._update = None
 
     async def start(self) -> Started:
@@ -69,6 +70,8 @@ class ExternalServer(EngineServer):
         self._api = api = Api(self._url)
         abilities = await api.abilities()
         await self._check_model(api)
+        for line in others_mistakes(self._wanted, await api.info(), self._url):
+            raise EngineError(line)
         if not abilities.has_disk_updates:
             raise EngineError(f"{self._url}: SGLang {abilities.release} cannot take weights from disk")
         # also the proof that we may: a server may ask for a key

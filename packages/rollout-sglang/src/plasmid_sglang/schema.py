@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -84,6 +84,12 @@ def mistakes(product: Product, table: Mapping[str, Any], *, release: str | None 
 def knows(product: Product, name: str) -> bool:
     """True if the installed release, or else the newest, has an argument of this name."""
     return name in schema_of(product, installed_version(product) or NEWEST[product])
+
+
+def choices(product: Product, name: str) -> tuple[str, Sequence[str]]:
+    """The installed release, or else the newest, and what it offers for an argument; nothing if it has none such."""
+    release = installed_version(product) or NEWEST[product]
+    return release, schema_of(product, release).get(name, {}).get("choices", ())
 
 
 def _fits(value: Any, types: list[str]) -> bool:

@@ -10,6 +10,7 @@ from plasmid.errors import ConfigError
 from plasmid.protocols import PauseMode, RolloutEngine
 from pydantic import Field, field_validator, model_validator
 
+from .exactness import exact_mistakes
 from .schema import knows, mistakes
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ OWN = {
     "dtype": "rollout.dtype",
     "random_seed": "run.seed",
     "enable_deterministic_inference": "rollout.deterministic",
+    "rl_on_policy_target": "rollout.true_on_policy",
     "host": "rollout.host",
 }
 """Server arguments that other settings decide."""
@@ -85,6 +87,9 @@ class SGLang(RolloutEngineConfig):
     ``auto`` is 0.02 with dtype = "float32" and 0.5 otherwise."""
     deterministic: bool = False
     """SGLang's deterministic inference, with a seed for each sample. GPUs only."""
+    true_on_policy: bool = False
+    """Have SGLang compute as the trainer does (its ``rl_on_policy_target``), deterministic inference included, so that
+    both give the same log-probabilities. GPUs only, in bfloat16."""
     health_interval_s: float = Field(5.0, gt=0.0)
     """Seconds between two looks at each server."""
     health_timeout_s: float = Field(20.0, gt=0.0)
@@ -154,8 +159,7 @@ class SGLang(RolloutEngineConfig):
             yield 'rollout.wire: "ipc" shares the memory of one GPU; set placement.colocated = true or another wire'
         if self.wire == "broadcast" and place.colocated:
             yield 'rollout.wire: "broadcast" needs trainer and engines on GPUs of their own; set "auto"'
-        if self.deterministic and place.device == "cpu":
-            yield "rollout.deterministic: SGLang's deterministic kernels run on GPUs only; remove it"
+        yield from exact_mistakes(self, config)
         if self.gives_kept_sets():
             yield from self._too_large_sets(config)
 

@@ -17,6 +17,7 @@ from .actor import EngineServer, Started
 from .api import Api
 from .bulletin import BulletinFile
 from .engine import EngineOptions, SGLangEngine
+from .exactness import exact_arguments
 from .external import ExternalServer
 from .loader import NAME
 from .members import Member, Watch
@@ -42,6 +43,12 @@ async def start_engine(settings: SGLang, context: BuildContext) -> RolloutEngine
     """Start every server of the placement. Raises `ConfigError`, `EngineError`."""
     if not settings.urls and installed_version("sglang") is None:
         raise ConfigError('rollout.kind: SGLang is not installed; install "plasmid-sglang[server]"')
+    exact = settings.deterministic or settings.true_on_policy
+    if exact and not settings.urls and not context.on_gpu:
+        mode = "true_on_policy" if settings.true_on_policy else "deterministic"
+        raise ConfigError(
+            f"rollout.{mode}: SGLang's deterministic kernels run on GPUs only, and there is none; remove it"
+        )
     members = await (attach_members if settings.urls else start_members)(settings, context)
     return put_together(settings, context, members)
 
@@ -78,13 +85,14 @@ async def start_members(settings: SGLang, context: BuildContext) -> list[Member]
 async def attach_members(settings: SGLang, context: BuildContext) -> list[Member]:
     """The servers that somebody else runs."""
     model_path = Path(context.config.model.path).absolute()
+    wanted = exact_arguments(settings, context.config)
 
     async def attach(index: int, url: str) -> Member:
         name = f"{context.engine_name}-{index}"
 
         async def make() -> Actor:
             return await context.cluster.start(
-                ExternalServer, url, model_path, name=name, resources=Resources(), timeout_s=ACTOR_S
+                ExternalServer, url, model_path, wanted, name=name, resources=Resources(), timeout_s=ACTOR_S
             )
 
         actor = await make()
@@ -159,8 +167,7 @@ def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> di
         arguments["load_format"] = "dummy"  # weights that it does not read; the trainer sends them before all else
     if model.max_length != "auto":
         arguments["context_length"] = model.max_length
-    if settings.deterministic:
-        arguments["enable_deterministic_inference"] = True
+    arguments |= exact_arguments(settings, config)
     if config.placement.offload_engine and on_gpu:
         arguments["enable_memory_saver"] = True
     return arguments | ({} if on_gpu else dict(ON_CPU)) | dict(settings.server_args)

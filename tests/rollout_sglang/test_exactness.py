@@ -1,0 +1,117 @@
+"""Modes in which SGLang repeats its draws, or computes as the trainer does: what they set, and what they refuse."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from plasmid.errors import ConfigError, EngineError
+from plasmid.recipe import merge, resolve
+from plasmid_sglang.schema import mistakes
+from plasmid_sglang.starting import server_arguments, start_engine
+from sgl_cases import make_context
+
+RELEASES = ["0.5.17", "0.5.23"]
+
+
+def recipe(tmp_path, *, device="cuda", trainer="fsdp", **rollout):
+    """A configuration for GPUs; nothing is started."""
+    plain = make_context(tmp_path, tmp_path, dtype="auto").config.model_dump(mode="json")
+    changes = {"trainer": {"kind": trainer}, "placement": {"device": device}, "rollout": rollout}
+    return resolve(merge({**plain, "trainer": {}}, changes))
+
+
+def refused(tmp_path, **settings):
+    with pytest.raises(ConfigError) as error:
+        recipe(tmp_path, **settings)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_sglang_is_told_which_trainer_to_compute_as(tmp_path, monkeypatch, release):
+    monkeypatch.setattr("plasmid_sglang.schema.installed_version", lambda product: release)
+    config = recipe(tmp_path, true_on_policy=True, server_args={"attention_backend": "fa3"})
+    found = server_arguments(config.rollout, config, on_gpu=True)
+    assert found["rl_on_policy_target"] == "fsdp"
+    assert found["enable_deterministic_inference"] is True
+    assert found["attention_backend"] == "fa3"
+    told = {name: found[name] for name in ("rl_on_policy_target", "enable_deterministic_inference")}
+    assert list(mistakes("sglang", told, release=release)) == []
+
+
+def test_without_the_modes_sglang_computes_as_it_likes(tmp_path):
+    config = recipe(tmp_path)
+    names = server_arguments(config.rollout, config, on_gpu=True).keys()
+    assert not names & {"rl_on_policy_target", "enable_deterministic_inference"}
+    config = recipe(tmp_path, deterministic=True)
+    found = server_arguments(config.rollout, config, on_gpu=True)
+    assert found["enable_deterministic_inference"] is True and "rl_on_policy_target" not in found
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"trainer": "no-trainer"},
+            "rollout.true_on_policy: SGLang {release} computes as trainers 'fsdp' do, and trainer.kind is 'no-trainer';"
+            " remove it",
+        ),
+        (
+            {"dtype": "float32"},
+            "rollout.dtype: 'float32' with rollout.true_on_policy, whose logits are bfloat16; set \"bfloat16\" or "
+            "remove it",
+        ),
+        (
+            {"server_args": {"attention_backend": "torch_native"}},
+            "rollout.server_args.attention_backend: 'torch_native' is not deterministic, as rollout.true_on_policy "
+            "wants it; choose one of 'fa3', 'fa4', 'flashinfer', 'triton', 'ascend', 'intel_xpu'",
+        ),
+        (
+            {"server_args": {"sampling_backend": "flashinfer"}},
+            'rollout.server_args.sampling_backend: SGLang draws by "pytorch" with rollout.true_on_policy; '
+            "remove 'flashinfer'",
+        ),
+        ({"device": "cpu"}, "rollout.true_on_policy: SGLang's deterministic kernels run on GPUs only; remove it"),
+    ],
+)
+def test_what_contradicts_the_mode_is_refused(tmp_path, monkeypatch, settings, line):
+    monkeypatch.setattr("plasmid_sglang.schema.installed_version", lambda product: "0.5.23")
+    assert refused(tmp_path, true_on_policy=True, **settings) == [line.format(release="0.5.23")]
+
+
+def test_a_release_without_the_argument_is_named(tmp_path, monkeypatch):
+    cache = tmp_path / "cache/plasmid"
+    cache.mkdir(parents=True)
+    older = {"max_total_tokens": {"types": ["integer"]}, "sampling_mask_max_tokens": {"types": ["integer"]}}
+    (cache / "sglang-0.5.2.json").write_text(json.dumps(older))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
+    monkeypatch.setattr("plasmid_sglang.schema.installed_version", lambda product: "0.5.2")
+    (line,) = refused(tmp_path, true_on_policy=True)
+    assert line == (
+        "rollout.true_on_policy: SGLang 0.5.2 has no rl_on_policy_target; install a later release, or remove it"
+    )
+
+
+def test_a_run_that_finds_no_gpu_ends_before_a_server_starts(tmp_path):
+    context = make_context(tmp_path, tmp_path)
+    context = replace(context, config=recipe(tmp_path, device="auto", true_on_policy=True))
+    with pytest.raises(
+        ConfigError, match=r"rollout\.true_on_policy: SGLang's deterministic kernels run on GPUs only, and"
+    ):
+        asyncio.run(start_engine(context.config.rollout, context))
+
+
+def test_a_server_of_others_must_be_in_the_mode(shared, tmp_path):
+    async def attach():
+        async with shared.engine() as own:
+            url = own.members.all[0].api.url
+            context = make_context(
+                shared.model_path, tmp_path, urls=[url], read_back_every=0, server_args=None, deterministic=True
+            )
+            try:
+                await context.config.rollout.build(context)
+            finally:
+                await context.cluster.close()
+
+    with pytest.raises(EngineError, match=r"was started with enable_deterministic_inference = False, and the recipe's"):
+        shared.run(attach())
