@@ -1,8 +1,9 @@
-"""Makes the helpers of this folder importable."""
+"""Makes the helpers of this folder importable, and the families of models of Megatron's tests."""
 
 import sys
 from pathlib import Path
 
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
+HERE = Path(__file__).parent
+for folder in (str(HERE), str(HERE.parent / "backend_megatron")):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

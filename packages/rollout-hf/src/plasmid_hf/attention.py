@@ -22,7 +22,7 @@ class Plan(Protocol):
     """What one forward pass does in every layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Take keys and values up and return [batch, tokens, heads, size]; all inputs [batch, heads, tokens, size]."""
+        """Take keys and values up; [batch, tokens, heads, size of values] from [batch, heads, tokens, size] each."""
         ...
 
 
@@ -44,7 +44,7 @@ class Prefill:
     prompts: Sequence[Prompts]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        keys, values = self.cache.layer(layer, key)
+        keys, values = self.cache.layer(layer, key, value)
         parts = []
         for group in self.prompts:
             span = slice(group.start, group.start + group.length * len(group.slots))
@@ -78,7 +78,7 @@ class Decode:
     """[n, 1, 1, L] 0 up to and at each row's position and minus infinity behind it, in the type of the queries."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        keys, values = self.cache.layer(layer, key)
+        keys, values = self.cache.layer(layer, key, value)
         n, length = len(self.rows), self.mask.shape[-1]
         keys[self.rows, :, self.positions] = key[:, :, 0]
         values[self.rows, :, self.positions] = value[:, :, 0]
@@ -88,7 +88,7 @@ class Decode:
         out = scaled_dot_product_attention(
             q, keys[:n, :, :length], values[:n, :, :length], attn_mask=mask, scale=scaling
         )
-        return out.reshape(n, 1, -1, query.shape[3])
+        return out.reshape(n, 1, -1, value.shape[3])
 
 
 def attend(

@@ -14,7 +14,10 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class SlotCache:
-    """Keys and values of every layer as [slots, kv heads, tokens, head size]. Slots ``0:num_rows`` are in use."""
+    """Keys and values of every layer as [slots, kv heads, tokens, head size]. Slots ``0:num_rows`` are in use.
+
+    Heads of keys and of values may have different sizes.
+    """
 
     def __init__(self, *, num_layers: int, block: int, max_rows: int) -> None:
         self._num_layers = num_layers
@@ -42,12 +45,12 @@ class SlotCache:
             wanted = self.shape_for(rows, tokens)
             self._shape = (wanted[0], max(wanted[1], length if rows > slots else 0))
 
-    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer with the reserved room; ``like`` [..., heads, tokens, size] gives the rest."""
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer with the reserved room; the rest is as in these, [..., heads, tokens, size]."""
         if not self.keys:
-            empty = like.new_zeros(0, like.shape[-3], 0, like.shape[-1])
-            self.keys = [empty] * self._num_layers
-            self.values = [empty] * self._num_layers
+            self.keys, self.values = (
+                [like.new_zeros(0, like.shape[-3], 0, like.shape[-1])] * self._num_layers for like in (key, value)
+            )
         if self.keys[index].shape[0] != self._shape[0] or self.keys[index].shape[2] != self._shape[1]:
             self.keys[index] = self._resized(self.keys[index])
             self.values[index] = self._resized(self.values[index])

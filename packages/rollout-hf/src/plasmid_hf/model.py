@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plasmid.convert.pieces import Pieces, held, pieces_of
 from plasmid.errors import ModelError, one_line
 from plasmid.model_building import BUILDING
-from plasmid.training.model_folder import is_torch_dist
+from plasmid.training.model_folder import is_torch_dist, tensor_names
 from plasmid.types import Ints
 from safetensors import SafetensorError
 from torch import Tensor
@@ -31,7 +32,6 @@ class Facts:
     num_layers: int
     max_positions: int
     """Tokens that the model was made for."""
-    kv_bytes_per_token: int
     stop_ids: frozenset[int]
     """Tokens that end a text."""
 
@@ -39,8 +39,10 @@ class Facts:
 class LanguageModel:
     """Logits of next tokens over a slot cache, for whole prompts and for single tokens."""
 
-    def __init__(self, hf: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, hf: PreTrainedModel, device: torch.device, *, pieces: Pieces | None = None) -> None:
+        """``pieces``: where tensors of the folder lie that the model holds in others; trainers send them one by one."""
         self.hf = hf
+        self._pieces = pieces or {}
         self.device = device
         self.facts = _facts(hf)
 
@@ -102,8 +104,12 @@ class LanguageModel:
         return logits
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the checkpoint by its Hugging Face name; tied ones share memory."""
-        return dict(self.hf.state_dict(keep_vars=False))
+        """Every tensor of the folder by its name there, in the model's own memory; tied ones share it."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.hf.state_dict(keep_vars=False).items():
+            pieces = self._pieces.get(name)
+            found |= {name: tensor} if pieces is None else {piece.name: piece.of(tensor) for piece in pieces}
+        return found
 
     def move(self, device: torch.device) -> None:
         """Move the weights, and what is computed from now on."""
@@ -112,14 +118,10 @@ class LanguageModel:
 
 def _facts(hf: PreTrainedModel) -> Facts:
     config = hf.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return Facts(
         vocab_size=int(config.vocab_size),
         num_layers=int(config.num_hidden_layers),
         max_positions=int(config.max_position_embeddings),
-        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_size * hf.dtype.itemsize,
         stop_ids=_stop_ids(hf),
     )
 
@@ -163,7 +165,12 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
     _check_windows(hf, path)
     hf.eval().requires_grad_(False)
     hf.to(device)
-    return LanguageModel(hf, device)
+    return LanguageModel(hf, device, pieces=_pieces(hf, path))
+
+
+def _pieces(hf: PreTrainedModel, path: Path) -> Pieces:
+    pieces = pieces_of(hf)
+    return held(pieces, tensor_names("model", path)) if pieces and not is_torch_dist(path) else pieces
 
 
 def _without_weights(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -184,8 +191,8 @@ def _check_windows(hf: PreTrainedModel, path: Path) -> None:
             )
 
 
-def attention_is_supported(model: LanguageModel) -> None:
-    """One token through the model. Raises `ModelError` if its family needs more than causal attention."""
+def kv_bytes_per_token(model: LanguageModel) -> int:
+    """Of the cache, found with one token. Raises `ModelError` if the family needs more than causal attention."""
     cache = SlotCache(num_layers=model.facts.num_layers, block=ALIGNMENT, max_rows=1)
     try:
         with torch.inference_mode():
@@ -193,3 +200,4 @@ def attention_is_supported(model: LanguageModel) -> None:
     except (NotImplementedError, KeyError, TypeError) as error:
         family = model.hf.config.model_type
         raise ModelError(f"model.path: engine 'hf' cannot run models of type {family!r}: {error}") from error
+    return cache.num_bytes // ALIGNMENT

@@ -23,6 +23,7 @@ class Update:
         self.result: Future[SyncReceipt] = Future()
         """The receipt, or `SyncError`."""
         self._tensors = tensors
+        self._tied = tied(tensors)
         self._started = time.monotonic()
         self._sums: list[BucketSum] = []
         self._written: set[str] = set()
@@ -66,7 +67,7 @@ class Update:
         if (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
             sent, held = f"{tensor.dtype} {tuple(tensor.shape)}", f"{own.dtype} {tuple(own.shape)}"
             raise SyncError(f"{self._where}: tensor {name!r} was sent as {sent}, the engine holds {held}")
-        twin = next((other for other in twins(self._tensors, name) if other in self._written), None)
+        twin = next((other for other in self._tied.get(name, ()) if other in self._written), None)
         if twin is not None and not torch.equal(own.cpu(), tensor.cpu()):
             raise SyncError(f"{self._where}: tensors {twin!r} and {name!r} are tied but were sent with other values")
 
@@ -74,7 +75,7 @@ class Update:
         """Account for what has arrived. Raises `SyncError` if a tensor is missing."""
         if not self.is_open:
             return self.result.result()
-        missing = [name for name in distinct(self._tensors) if not self._written & {name, *twins(self._tensors, name)}]
+        missing = [n for n in distinct(self._tensors) if self._written.isdisjoint(self._tied.get(n, {n}))]
         if missing:
             error = SyncError(f"{self._where}: {len(missing)} tensors never came, the first is {missing[0]!r}")
             self.fail(error)
@@ -98,18 +99,18 @@ class Update:
         return f"weight sync of version {self.version}"
 
 
-def twins(tensors: Mapping[str, Tensor], name: str) -> list[str]:
-    """Other names of the memory of one tensor."""
-    own = tensors[name]
-    return [other for other, tensor in tensors.items() if other != name and tensor.data_ptr() == own.data_ptr()]
+def tied(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """All names of its memory, of every tensor that has several."""
+    return {name: names for names in _by_memory(tensors) if len(names) > 1 for name in names}
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> list[str]:
     """The first name of every tensor that has memory of its own."""
-    seen: set[int] = set()
-    names = []
+    return [names[0] for names in _by_memory(tensors)]
+
+
+def _by_memory(tensors: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    found: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            names.append(name)
-    return names
+        found.setdefault(tensor.data_ptr(), []).append(name)
+    return [tuple(names) for names in found.values()]

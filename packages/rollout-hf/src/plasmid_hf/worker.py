@@ -23,7 +23,7 @@ from .cache import round_up
 from .core import EngineCore
 from .generator import Generator
 from .mailbox import Mailboxes
-from .model import LanguageModel, attention_is_supported, load_model
+from .model import kv_bytes_per_token, load_model
 from .routes import Routes
 from .scheduler import Limits
 from .settings import HF
@@ -77,13 +77,13 @@ class EngineWorker:
             device=torch.device("cuda" if options.on_gpu else "cpu"),
             trust_remote_code=options.trust_remote_code,
         )
-        attention_is_supported(model)
+        bytes_per_token = kv_bytes_per_token(model)
         longest = model.facts.max_positions
         max_length = longest if options.max_length == "auto" else min(longest, options.max_length)
         limits = Limits(
             max_batch=settings.max_batch,
             prefill_tokens=settings.prefill_tokens,
-            kv_tokens=kv_limit(settings, model, max_length),
+            kv_tokens=kv_limit(settings, model.device, max_length, bytes_per_token),
         )
         tokenizer = load_tokenizer(Path(options.tokenizer_path))
         generator = Generator(model, limits, kv_block=settings.kv_block, max_length=max_length, tokenizer=tokenizer)
@@ -225,14 +225,14 @@ class EngineWorker:
         await asyncio.to_thread(self._thread.close)
 
 
-def kv_limit(settings: HF, model: LanguageModel, max_length: int) -> int | None:
+def kv_limit(settings: HF, device: torch.device, max_length: int, bytes_per_token: int) -> int | None:
     """Tokens that the cache may hold. Raises `ConfigError` if that is less than one request may take."""
     needed = round_up(max_length, settings.kv_block)
     if settings.kv_tokens != "auto":
         limit = settings.kv_tokens
-    elif model.device.type == "cuda":
+    elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        limit = int(free * settings.kv_memory_fraction) // model.facts.kv_bytes_per_token
+        limit = int(free * settings.kv_memory_fraction) // bytes_per_token
     else:
         return None
     if limit < needed:

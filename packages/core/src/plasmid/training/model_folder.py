@@ -64,6 +64,20 @@ def weight_files(where: str, path: Path) -> tuple[Path, ...]:
     return files
 
 
+def tensor_names(where: str, path: Path) -> set[str]:
+    """Of the folder's weights. Raises `ModelError`."""
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    for file in weight_files(where, path):
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                names.update(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
+    return names
+
+
 def copy_companions(source: Path, target: Path) -> None:
     """Copy what lies beside the weights: config, tokenizer, chat template, generation settings, model code."""
     for file in sorted(source.iterdir()):

@@ -1,0 +1,99 @@
+"""Mixtures of experts, which transformers holds in fused tensors, and attention with heads of unequal sizes."""
+
+import numpy as np
+import pytest
+import torch
+from hf_cases import generate_all, make_request, plain_logprobs, plain_model, publish, run, started
+from megatron_families import make_family
+from plasmid.errors import SyncError
+from plasmid.sync import checksum, compare
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+FAMILIES = ["Qwen3-MoE", "GLM-4.5", "DeepSeek-V3"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model folder of each family, made when it is first asked for."""
+    known = {}
+
+    def give(name):
+        if name not in known:
+            known[name] = make_family(tmp_path_factory.mktemp("families") / "model", name)
+        return known[name]
+
+    return give
+
+
+def moved(folder):
+    """Every tensor of the folder by its name there, after random steps."""
+    draw = torch.Generator().manual_seed(3)
+    tensors = load_file(folder / "model.safetensors")
+    return {name: t + 0.05 * torch.randn(t.shape, generator=draw) for name, t in tensors.items()}
+
+
+def written(source, target, tensors):
+    """A folder of the model with these tensors."""
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixture_of_experts_takes_the_weights_of_single_experts(family, models, tmp_path):
+    tensors = moved(models(family))
+    new = plain_model(written(models(family), tmp_path / "new", tensors))
+    requests = [make_request(i, length=3 + 4 * i, sampling={"temperature": 0.8}) for i in range(4)]
+
+    async def test():
+        async with started(models(family), max_batch=3, prefill_tokens=24) as engine:
+            old = await generate_all(engine, requests)
+            await engine.pause("in_place")
+            receipts = await publish(engine, list(tensors.items()), 1)
+            await engine.resume()
+            return old, receipts, await engine.checksum(), await generate_all(engine, requests)
+
+    old, (sent, received), sums, found = run(test())
+    compare(sent, received)
+    assert received.num_tensors == len(tensors) and any(".experts.3.down_proj" in name for name in tensors)
+    assert sums == {name: checksum(tensor) for name, tensor in tensors.items()}
+    for model, completions in ((plain_model(models(family)), old), (new, found)):
+        for request, completion in zip(requests, completions, strict=True):
+            assert len(completion.token_ids) > 0
+            np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=2e-5)
+
+
+def test_an_update_that_lacks_one_expert_is_refused_and_names_it(models):
+    tensors = list(moved(models("Qwen3-MoE")).items())
+    lacking = [item for item in tensors if item[0] != "model.layers.1.mlp.experts.2.up_proj.weight"]
+
+    async def test():
+        async with started(models("Qwen3-MoE")) as engine:
+            await engine.pause("in_place")
+            with pytest.raises(SyncError, match=r"1 tensors never came, .*'model\.layers\.1\.mlp\.experts\.2\.up_proj"):
+                await publish(engine, lacking, 1)
+            await publish(engine, tensors, 2)
+            await engine.resume()
+            await engine.health()
+
+    run(test())
+
+
+def test_a_folder_with_fused_experts_keeps_its_names(models, tmp_path):
+    fused = AutoModelForCausalLM.from_pretrained(models("Qwen3-MoE"), dtype=torch.float32).state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in fused
+    folder = written(models("Qwen3-MoE"), tmp_path / "fused", fused)
+    tensors = {name: tensor + 0.01 for name, tensor in fused.items()}
+
+    async def test():
+        async with started(folder) as engine:
+            before = await engine.checksum()
+            await engine.pause("in_place")
+            compare(*await publish(engine, list(tensors.items()), 1))
+            return before, await engine.checksum()
+
+    before, after = run(test())
+    assert before == {name: checksum(tensor) for name, tensor in fused.items()}
+    assert after == {name: checksum(tensor) for name, tensor in tensors.items()}
