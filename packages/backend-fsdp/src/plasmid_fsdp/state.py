@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plasmid.errors import CheckpointError
+from plasmid.errors import CheckpointError, some_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-SHOWN = 3
 CRITIC = "critic."
 """Before the names of the critic's weights."""
 
@@ -79,8 +78,7 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
         theirs = {name for name in saved if name.startswith(part)}
         for what, names in (("lacks", sorted(ours - theirs)), ("has unknown", sorted(theirs - ours))):
             if names:
-                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-                raise CheckpointError(f"{path}: {hint}: it {what} {', '.join(names[:SHOWN])}{more}")
+                raise CheckpointError(f"{path}: {hint}: it {what} {some_of(names)}")
     for name, tensor in expected.items():
         entry = saved[name]
         if not isinstance(entry, TensorStorageMetadata) or list(entry.size) != list(tensor.shape):

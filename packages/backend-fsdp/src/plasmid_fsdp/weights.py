@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plasmid.errors import ModelError
+from plasmid.errors import ModelError, some_of
 from plasmid.training.model_folder import weight_files
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .launch import Shard
-
-SHOWN = 3
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -82,10 +80,7 @@ def _check(
     ]
     for what, names in (("lacks", missing), ("has unknown", surplus), ("has other shapes:", shapes)):
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            raise ModelError(
-                f"{where}.path: the weights in {path} do not fit its model: it {what} {', '.join(names[:SHOWN])}{more}"
-            )
+            raise ModelError(f"{where}.path: the weights in {path} do not fit its model: it {what} {some_of(names)}")
 
 
 def _derived(name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from plasmid.errors import ModelError
+from plasmid.errors import ModelError, some_of
 from plasmid.training.model_folder import is_torch_dist, weight_files
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from .bridge import Architecture
 from .families import prediction_layers
 from .placement import VOCABULARY, TorchDist, places
 
-SHOWN = 3
 HEAD = "score."
 """What transformers calls the head of its token classifiers, whose folders a critic reads and writes."""
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -174,8 +173,7 @@ def _check_surplus(found: set[str], used: set[str], path: Path, where: str, igno
     dist.all_gather_object(everywhere, used)
     surplus = sorted(n for n in found.difference(*everywhere, ignored) if not n.endswith(DERIVED))
     if surplus:
-        more = f" and {len(surplus) - SHOWN} more" if len(surplus) > SHOWN else ""
-        raise ModelError(_misfit(path, where, f"has unknown {', '.join(surplus[:SHOWN])}{more}"))
+        raise ModelError(_misfit(path, where, f"has unknown {some_of(surplus)}"))
 
 
 def _misfit(path: Path, where: str, what: str) -> str:

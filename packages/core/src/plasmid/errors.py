@@ -4,7 +4,10 @@ All of them can be pickled: they cross process boundaries.
 """
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+
+SHOWN = 3
 
 
 def one_line(error: BaseException, *, longest: int = 300) -> str:
@@ -18,6 +21,12 @@ def line_in(file: str | Path, error: BaseException) -> int | None:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file).absolute()]
     return lines[-1] if lines else None
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first names of a list that may be long, and how many more there are: ``a, b, c and 7 more``."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 class PlasmidError(Exception):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from megatron.core import enums, rerun_state_machine
 from megatron.core.transformer import enums as transformer_enums
-from plasmid.errors import ModelError, one_line
+from plasmid.errors import ModelError, one_line, some_of
 from torch import Tensor
 
 from ..weights import join
@@ -21,7 +21,6 @@ from .outline import Entry, Outline
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.linear_fc([12])\.weight(\d+)$")
-SHOWN = 3
 FUSED = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
@@ -63,8 +62,7 @@ class RankFiles:
         known = {entry.weight.own_name for entry in outline.entries}
         surplus = sorted(self._parts.keys() - known)
         if surplus:
-            more = f" and {len(surplus) - SHOWN} more" if len(surplus) > SHOWN else ""
-            raise ModelError(f"{self._beginning} has unknown {', '.join(surplus[:SHOWN])}{more}")
+            raise ModelError(f"{self._beginning} has unknown {some_of(surplus)}")
 
     def _collect(self, ranks: Sequence[dict[str, Any]], outline: Outline, *, first_expert: int, again: bool) -> None:
         """Take up the stages of one tensor-parallel rank; ``again`` for those with other experts and all else alike."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from plasmid.errors import ModelError
+from plasmid.errors import ModelError, some_of
 from plasmid.model_building import BUILDING
 from plasmid.training.model_source import Source
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from ..settings import Megatron
 from ..untrained import Untrained
 from ..weights import Weight, hf_names, to_hf, weights
 
-SHOWN = 3
 UNWANTED = (".rotary_emb.inv_freq",)
 """Names that old Hugging Face folders have and no model needs."""
 
@@ -93,10 +92,7 @@ class Outline:
                 yield entry, self._whole(entry, [waiting.pop(part) for part in entry.names])
         for what, names in (("lacks", sorted(missing)), ("has unknown", sorted(unknown))):
             if names:
-                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-                raise ModelError(
-                    f"the weights do not fit the model: the source {what} {', '.join(names[:SHOWN])}{more}"
-                )
+                raise ModelError(f"the weights do not fit the model: the source {what} {some_of(names)}")
 
     def _whole(self, entry: Entry, parts: list[Tensor]) -> Tensor:
         shapes = ", ".join(f"{n} {list(part.shape)}" for n, part in zip(entry.names, parts, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from plasmid.errors import ModelError
+from plasmid.errors import ModelError, some_of
 from pydantic import Field
 
 from .layout import MegatronLayout, Weights, newest, outline_of
@@ -25,7 +25,6 @@ VERSIONS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-SHOWN = 3
 
 
 class TorchDistFolder(MegatronLayout):
@@ -50,10 +49,8 @@ class TorchDistFolder(MegatronLayout):
         known = {place.key for entry in outline.entries for place in entry.places}
         surplus = sorted(files.names - known)
         if surplus:
-            more = f" and {len(surplus) - SHOWN} more" if len(surplus) > SHOWN else ""
             raise ModelError(
-                f"{folder}: the weights do not fit the model in {outline.source}: it has unknown "
-                f"{', '.join(surplus[:SHOWN])}{more}"
+                f"{folder}: the weights do not fit the model in {outline.source}: it has unknown {some_of(surplus)}"
             )
         return _Weights(files, outline)
 

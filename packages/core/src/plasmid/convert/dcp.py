@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ..components import Converter
-from ..errors import ModelError
+from ..errors import ModelError, some_of
 from .companions import Described, described, is_of_run
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 METADATA, OF_MEGATRON = ".metadata", "metadata.json"
 CRITIC = "critic."
-SHOWN = 3
 
 
 class DCP(Converter):
@@ -80,7 +79,7 @@ class DCP(Converter):
         if self.prefix == "weights.":
             found = [name for name in found if not name.startswith(CRITIC)]
         if not found:
-            shown = ", ".join(names[:SHOWN]) or "nothing"
+            shown = some_of(names) or "nothing"
             raise ModelError(
                 f"{path}: no name in it begins with {self.prefix!r}; it holds {shown}; set from.prefix to what stands "
                 "before Hugging Face's names"
