@@ -1,6 +1,7 @@
 """Fixtures that several test folders share."""
 
 import os
+import resource
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,18 @@ def tiny_model(tmp_path_factory) -> Path:
     from plasmid.testing.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture
+def full_disk():
+    """No file may grow beyond this many bytes: writing more fails as on a full disk, whoever the user is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import resource
 import shutil
 
 import pytest
@@ -298,14 +297,10 @@ def test_what_cannot_be_written_says_what_can(tiny_qwen, tmp_path):
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_disk_that_takes_no_more_leaves_nothing(tiny_qwen, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(ModelError) as error:
-            convert(tiny_qwen, tmp_path / "out", reader=HF(), writer=TorchDistFolder())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def test_a_disk_that_takes_no_more_leaves_nothing(tiny_qwen, tmp_path, full_disk):
+    full_disk(100_000)
+    with pytest.raises(ModelError) as error:
+        convert(tiny_qwen, tmp_path / "out", reader=HF(), writer=TorchDistFolder())
     assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; nothing is left of it"
     assert list(tmp_path.iterdir()) == []
 

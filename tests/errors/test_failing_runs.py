@@ -1,7 +1,6 @@
 """Runs that fail while they go on: one line, and everything that was written before is kept."""
 
 import json
-import resource
 from pathlib import Path
 
 import plasmid.testing.fakes
@@ -134,18 +133,6 @@ def test_a_torn_sample_file_ends_a_replay_with_its_name(folder):
     said = failure("run.dir='again'", replay=Path("run"))
     assert said.startswith("run/samples/batch-000001.parquet: ")
     assert "\n" not in said
-
-
-@pytest.fixture
-def full_disk():
-    """No file may grow beyond this many bytes: writing more fails as on a full disk, whoever the user is."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(num_bytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_while_saving_keeps_the_checkpoint_before_and_the_run_goes_on_from_there(folder, full_disk):

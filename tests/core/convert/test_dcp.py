@@ -3,7 +3,6 @@
 import json
 import pickle
 import re
-import resource
 
 import pytest
 import torch
@@ -75,14 +74,10 @@ def test_what_torch_writes_is_read_under_any_prefix(tiny_model, tmp_path):
         list(DCP().read(tmp_path / "theirs"))
 
 
-def test_a_disk_that_takes_no_more_leaves_nothing(tiny_model, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(ModelError) as error:
-            convert(tiny_model, tmp_path / "out", reader=HF(), writer=DCP())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def test_a_disk_that_takes_no_more_leaves_nothing(tiny_model, tmp_path, full_disk):
+    full_disk(100_000)
+    with pytest.raises(ModelError) as error:
+        convert(tiny_model, tmp_path / "out", reader=HF(), writer=DCP())
     assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; nothing is left of it"
     assert list(tmp_path.iterdir()) == []
 

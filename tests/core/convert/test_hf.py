@@ -1,7 +1,6 @@
 """Hugging Face folders: there and back is the identity, in one file and in shards; nothing half-written stays."""
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
@@ -99,14 +98,10 @@ def test_one_tensor_is_held_at_a_time(tmp_path):
     assert len(dict(HF().read(tmp_path / "out"))) == 8
 
 
-def test_a_disk_that_takes_no_more_leaves_nothing(tiny_model, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(ModelError) as error:
-            convert(tiny_model, tmp_path / "out", reader=HF(), writer=HF())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def test_a_disk_that_takes_no_more_leaves_nothing(tiny_model, tmp_path, full_disk):
+    full_disk(100_000)
+    with pytest.raises(ModelError) as error:
+        convert(tiny_model, tmp_path / "out", reader=HF(), writer=HF())
     assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; nothing is left of it"
     assert list(tmp_path.iterdir()) == []
 
