@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plasmid.errors import EngineError
+from plasmid.errors import ConfigError, EngineError
+from plasmid.protocols import Bundle
+from plasmid.recipe import merge, resolve
+from plasmid.run.layout import Layout
 from plasmid.sync import compare
 from plasmid.testing.tiny import make_tiny_model
 from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish
@@ -44,6 +47,48 @@ def test_a_server_of_others_takes_a_version_over(shared, tmp_path):
     assert {span.version for span in before.versions} == {0}
     assert {span.version for span in after.versions} == {4}
     np.testing.assert_allclose(after.logprobs, plain_logprobs(model, make_request(2), after), atol=2e-5)
+
+
+def test_servers_of_others_take_no_gpu_of_the_run(tmp_path):
+    """One GPU is enough for the trainer; it needed a second one for an engine that computes elsewhere."""
+    config = make_context(tmp_path, tmp_path, urls=["http://a:1"], read_back_every=0, server_args=None).config
+    plain = config.model_dump(mode="json")
+    config = resolve(merge(plain, {"placement": {"device": "cuda", "engine_ranks": 1}}))
+    assert config.engine_ranks == 0
+    layout = Layout.of(config, 1, with_trainer=True, with_engine=True)
+    assert layout.engine == () and layout.trainer == (Bundle(0, 0),) and len(layout.workers) == 1
+    assert [share.gpus for share in layout.shares(1)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("placement", "line"),
+    [
+        (
+            {"engine_ranks": 2},
+            "placement.engine_ranks: 2 is never read, servers at rollout.urls take no GPUs of the run; remove it",
+        ),
+        (
+            {"colocated": True},
+            "placement.colocated: true is never read, servers at rollout.urls share no GPUs with the trainer; "
+            "remove it",
+        ),
+        (
+            {"colocated": True, "offload_engine": True},
+            "placement.offload_engine: true is never read, the memory of servers at rollout.urls is not the run's; "
+            "remove it",
+        ),
+        (
+            {"eval_ranks": 1},
+            "placement.eval_ranks: 1 is never read, servers at rollout.urls cannot hold another version for "
+            "evaluations; remove it",
+        ),
+    ],
+)
+def test_what_a_recipe_says_of_the_ranks_of_servers_of_others_is_refused(tmp_path, placement, line):
+    config = make_context(tmp_path, tmp_path, urls=["http://a:1"], read_back_every=0, server_args=None).config
+    with pytest.raises(ConfigError) as error:
+        resolve(merge(config.model_dump(mode="json"), {"placement": placement}))
+    assert line in str(error.value).splitlines()
 
 
 def test_a_server_of_another_model_is_refused(shared, tmp_path):

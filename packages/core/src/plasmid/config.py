@@ -190,7 +190,7 @@ class RunConfig(Settings):
     @property
     def engine_ranks(self) -> int:
         """Ranks of the rollout engines; 0 where the run starts none that would compute."""
-        return self.placement.engine_ranks if self.rollout is not None and self.rollout.owns_weights else 0
+        return self.placement.engine_ranks if self.rollout is not None and self.rollout.takes_ranks() else 0
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
         """How rollouts of a prompt are sampled. Raises `DataError` if it names a profile that there is not."""

@@ -114,7 +114,7 @@ class SGLangEngine:
         )
 
     async def expect(self, session_ids: object) -> None:
-        """Ignored: SGLang batches requests as they come."""
+        """Of no use here: SGLang repeats draws in its deterministic mode only, where no batch can change a result."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop drawing tokens on every server. One that does not answer is given up."""

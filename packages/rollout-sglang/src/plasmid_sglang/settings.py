@@ -151,8 +151,7 @@ class SGLang(RolloutEngineConfig):
                 f"placement.engine_ranks: {place.engine_ranks} does not divide into engines of "
                 f"rollout.gpus_per_engine = {self.gpus_per_engine}"
             )
-        if not self.urls:
-            yield from self._split_engines(place)
+        yield from self._unread_placement(place) if self.urls else self._split_engines(place)
         if self.min_engines > max(engines, 1):
             yield f"rollout.min_engines: {self.min_engines} is more than the {engines} engines that are started"
         if self.wire == "ipc" and not place.colocated:
@@ -173,6 +172,21 @@ class SGLang(RolloutEngineConfig):
                     f"they left to draw from, got {sampling.top_k!r}; lower it, or raise "
                     "rollout.server_args.sampling_mask_max_tokens"
                 )
+
+    def _unread_placement(self, place: PlacementConfig) -> Iterator[str]:
+        """Servers at `urls` have no ranks in the run, so nothing that is said of ranks can hold for them."""
+        for name, why in (
+            ("engine_ranks", "servers at rollout.urls take no GPUs of the run"),
+            ("colocated", "servers at rollout.urls share no GPUs with the trainer"),
+            ("offload_engine", "the memory of servers at rollout.urls is not the run's"),
+            ("eval_ranks", "servers at rollout.urls cannot hold another version for evaluations"),
+        ):
+            if (value := getattr(place, name)) != type(place).model_fields[name].default:
+                yield f"placement.{name}: {_toml(value)} is never read, {why}; remove it"
+
+    def takes_ranks(self) -> bool:
+        """Servers at `urls` take none."""
+        return not self.urls
 
     def _split_engines(self, place: PlacementConfig) -> Iterator[str]:
         size = self.gpus_per_engine
@@ -216,6 +230,10 @@ class SGLang(RolloutEngineConfig):
         from .starting import start_engine
 
         return await start_engine(self, context)
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _raise(lines: list[str]) -> None:

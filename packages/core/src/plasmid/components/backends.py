@@ -77,6 +77,10 @@ class RolloutEngineConfig(Component):
     owns_weights: ClassVar[bool] = True
     """False if somebody else serves the model: `model.path` needs no weights, and nothing can be trained with it."""
 
+    def takes_ranks(self) -> bool:
+        """True if it computes on ``placement.engine_ranks``; False if machines of somebody else do it."""
+        return self.owns_weights
+
     def gives_kept_sets(self) -> bool:
         """True if completions say what top-p, top-k and min-p left to draw from (`GenerateRequest.wants_kept_set`)."""
         return False
