@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from ..components import PlanRow
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..training.model_folder import read_config
+from ..training.model_source import needed_models
 
 DESCRIPTIONS = "models"
 """Folder beside recipes that has a folder with a ``config.json`` for each model, by the name of the model's own."""
@@ -21,7 +22,7 @@ def plan_models(config: RunConfig, *, recipes: Sequence[Path] = ()) -> list[Plan
     A model that is not there is taken from its description in the folder `DESCRIPTIONS` beside one of ``recipes``.
     """
     place, rows = config.placement, list[PlanRow]()
-    for table, path in _models(config):
+    for table, path in needed_models(config):
         model, origin = _config_of(table, path, recipes)
         planned = list(config.trainer.plan(model, place.trainer_ranks))
         if table == "model":
@@ -29,18 +30,6 @@ def plan_models(config: RunConfig, *, recipes: Sequence[Path] = ()) -> list[Plan
             if config.rollout is not None:
                 rows += config.rollout.plan(model, place.engine_ranks)
     return rows
-
-
-def _models(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    needs = config.algorithm.needs()
-    yield "model", Path(config.model.path)
-    for table, needed, role in (
-        ("reference", needs.reference, config.reference),
-        ("teacher", needs.teacher, config.teacher),
-        ("critic", needs.critic, config.critic),
-    ):
-        if needed and role is not None and role.path != "auto":
-            yield table, Path(role.path)
 
 
 def _config_of(table: str, path: Path, recipes: Sequence[Path]) -> tuple[Mapping[str, Any], Path]:
