@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)  # spawned processes get this path, too
+HERE = Path(__file__).parent
+for folder in (str(HERE), str(HERE.parent / "backend_megatron")):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # spawned processes get these paths, too
 
 from fsdp_cases import OneRank, TwoRanks  # noqa: E402
 

@@ -53,8 +53,12 @@ class Outcome:
 
 async def outcome(ranks, folder, *, batch=None, **options):
     """Train on one batch from the start: metrics, log-probabilities before, weights after."""
+    return await outcome_of(*await ranks.start(**options), folder, batch=batch)
+
+
+async def outcome_of(trainer, config, folder, *, batch=None):
+    """The same with a trainer that has been started."""
     batch = make_batch() if batch is None else batch
-    trainer, config = await ranks.start(**options)
     before = [array.tolist() for array in await trainer.logprobs(batch)]
     reports = await fit(trainer, config, batch)
     return Outcome(reports, before, await weights_of(trainer, folder))
@@ -145,6 +149,7 @@ __all__ = [
     "make_config",
     "make_tiny_moe",
     "outcome",
+    "outcome_of",
     "plain_outcome",
     "weights_of",
 ]

@@ -12,19 +12,25 @@ from plasmid.training.model_source import Source
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .folder_layout import FolderLayout
+
 
 def whole_tensors(
-    named: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+    named: Mapping[str, Tensor], layout: FolderLayout, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight, gathered one at a time; floats are cast first, so that less is sent. All ranks iterate together."""
-    for name, tensor in named.items():
-        cast = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-        yield name, (cast.full_tensor() if isinstance(cast, DTensor) else cast).to(device)
+    """Every weight by its name in the folder; floats are cast first, so that less is sent. All ranks iterate together."""
+    for kept, group in layout.by_dtype(named, dtype):
+        for name, tensor in group.items():
+            cast = tensor.detach().to(kept) if tensor.is_floating_point() else tensor.detach()
+            whole = (cast.full_tensor() if isinstance(cast, DTensor) else cast).to(device)
+            for part in layout.parts(name):
+                yield part.name, part.of(whole)
 
 
 def export_folder(
     target: Path,
     named: Mapping[str, Tensor],
+    layout: FolderLayout,
     *,
     source: Source,
     tokenizer: Path,
@@ -36,14 +42,11 @@ def export_folder(
     All ranks call it together. Raises `CheckpointError`.
     """
     dtype: torch.dtype = getattr(torch, dtype_of(source.where, source.path))
-    tensors = whole_tensors(named, dtype=dtype, device=torch.device("cpu"))
+    tensors = whole_tensors(named, layout, dtype=dtype, device=torch.device("cpu"))
     try:
         if write:
-            sizes = {
-                name: t.numel() * (dtype.itemsize if t.is_floating_point() else t.itemsize) for name, t in named.items()
-            }
             writer = FolderWriter(target, source=source.path, tokenizer=tokenizer, change_config=change_config)
-            writer.write(tensors, sizes=sizes)
+            writer.write(tensors, sizes=layout.sizes(named, dtype))
     finally:
         for _ in tensors:  # the other ranks gather to the end, and so must a rank that cannot write
             pass

@@ -12,6 +12,7 @@ from plasmid.training.model_folder import differences, read_config
 from plasmid.training.model_source import Source
 from torch import Tensor
 
+from .folder_layout import FolderLayout
 from .launch import Shard
 from .loading import reshard
 from .model import Policy, build_policy
@@ -45,12 +46,18 @@ class HostWeights:
             self._swap(policy)
 
     def fill(
-        self, named: Mapping[str, Tensor], path: Path, *, where: str, shard: Shard, ignored: Collection[str]
+        self,
+        named: Mapping[str, Tensor],
+        source: Source,
+        *,
+        layout: FolderLayout,
+        shard: Shard,
+        ignored: Collection[str],
     ) -> None:
         """Load another folder, by way of ``named``, the live weights, which are put back. Raises `ModelError`."""
         saved = {name: local(tensor.detach()).clone() for name, tensor in named.items()}
         try:
-            load_weights(named, path, where=where, shard=shard, ignored=ignored)
+            load_weights(named, source.path, where=source.where, shard=shard, layout=layout, ignored=ignored)
             for name, tensor in named.items():
                 self.shards[name].copy_(local(tensor.detach()))
         finally:
@@ -104,7 +111,8 @@ def load_frozen(
     named = named_weights(policy.lm)
     weights = HostWeights(named)
     if source.path.resolve() != policy_path.resolve():
-        weights.fill(named, source.path, where=source.where, shard=shard, ignored=aliases(policy.lm))
+        layout = FolderLayout.of(policy.lm, source)
+        weights.fill(named, source, layout=layout, shard=shard, ignored=aliases(policy.lm))
     return weights
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from plasmid.errors import ModelError
+from plasmid.errors import ModelError, some_of
 from plasmid.model_building import BUILDING
 from plasmid.training.model_source import Source
 from torch import nn
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .folder_layout import FolderLayout
 from .settings import FSDP
 
 
@@ -54,15 +55,24 @@ def prepare_training(model: PreTrainedModel, settings: FSDP) -> None:
         model.eval()  # type: ignore[no-untyped-call]
 
 
-def freeze(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str], key: str) -> None:
-    """Freeze the parameters, by Hugging Face name, that a pattern of the setting ``key`` is found in."""
-    names = list(parameters)
+def freeze(parameters: Mapping[str, nn.Parameter], layout: FolderLayout, patterns: Sequence[str], key: str) -> None:
+    """Freeze the parameters, by the folder's names, that a pattern of the setting ``key`` is found in.
+
+    Raises `ModelError`, also for one that several of a folder's tensors make up and that would be frozen in part.
+    """
+    names = {name: [part.name for part in layout.parts(name)] for name in parameters}
     for pattern in patterns:
-        if not any(re.search(pattern, name) for name in names):
-            raise ModelError(f"{key}: {pattern!r} is found in no parameter, for example not in {names[0]}")
+        if not any(re.search(pattern, of_folder) for parts in names.values() for of_folder in parts):
+            raise ModelError(f"{key}: {pattern!r} is found in no parameter, for example not in {next(iter(names))}")
     for name, parameter in parameters.items():
-        if any(re.search(pattern, name) for pattern in patterns):
+        free = [part for part in names[name] if not any(re.search(pattern, part) for pattern in patterns)]
+        if not free:
             parameter.requires_grad_(False)
+        elif len(free) < len(names[name]):
+            raise ModelError(
+                f"{key}: transformers has {len(names[name])} tensors of the folder in {name}; freeze all of them, or "
+                f"none: {some_of(free)} would still be trained"
+            )
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ModelError(f"{key}: {list(patterns)} freezes every parameter; nothing is left to train")
 

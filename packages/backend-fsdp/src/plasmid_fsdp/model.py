@@ -11,6 +11,7 @@ from plasmid.training.model_source import Source
 from torch import nn
 from transformers import PreTrainedModel
 
+from .folder_layout import FolderLayout
 from .launch import Shard
 from .loading import freeze, materialize, on_meta, prepare_training, shard_module
 from .settings import FSDP
@@ -23,9 +24,11 @@ CHANGES_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_s
 class Policy(nn.Module):
     """Log-probabilities of chosen tokens; the logits of a whole microbatch never exist."""
 
-    def __init__(self, lm: PreTrainedModel, *, chunk_size: ChunkSize) -> None:
+    def __init__(self, lm: PreTrainedModel, layout: FolderLayout, *, chunk_size: ChunkSize) -> None:
+        """``layout`` is that of the folder that the model is loaded from."""
         super().__init__()
         self.lm = lm
+        self.layout = layout
         self._chunk_size = chunk_size
 
     def forward(self, batch: Microbatch, *, with_entropy: bool = False, entropy_grad: bool = False) -> TokenScores:
@@ -60,16 +63,17 @@ def build_policy(settings: FSDP, source: Source, *, device: torch.device, shard:
     """
     lm = on_meta(source, settings, dtype=torch.float32 if trained else getattr(torch, settings.dtype))
     _check_logits(lm, source)
+    layout = FolderLayout.of(lm, source)
     if trained:
-        freeze(dict(lm.named_parameters()), settings.freeze, "trainer.freeze")
+        freeze(dict(lm.named_parameters()), layout, settings.freeze, "trainer.freeze")
         prepare_training(lm, settings)
     else:
         lm.requires_grad_(False)
         lm.eval()  # type: ignore[no-untyped-call]
-    policy = Policy(lm, chunk_size=settings.logprob_chunk)
+    policy = Policy(lm, layout, chunk_size=settings.logprob_chunk)
     shard_module(policy, lm, settings, device=device, num_ranks=shard.num_ranks)
     materialize(policy, lm, settings, device=device, source=source)
-    load_weights(named_weights(lm), source.path, where=source.where, shard=shard, ignored=aliases(lm))
+    load_weights(named_weights(lm), source.path, where=source.where, shard=shard, layout=layout, ignored=aliases(lm))
     return policy
 
 

@@ -87,8 +87,9 @@ class RankProcess:
     def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
         """Send every weight of the policy; raises whatever the wire does."""
         dtype = dtype_of("model", Path(self._config.model.path)) if plan.dtype == "auto" else plan.dtype
-        named = named_weights(self._models.learner.policy.lm)
-        tensors = whole_tensors(named, dtype=getattr(torch, dtype), device=self._device)
+        policy = self._models.learner.policy
+        named = named_weights(policy.lm)
+        tensors = whole_tensors(named, policy.layout, dtype=getattr(torch, dtype), device=self._device)
         return send_weights(tensors, plan=plan, version=version, rank=self._setup.shard.rank)
 
     def save(self, path: Path) -> None:
@@ -110,13 +111,15 @@ class RankProcess:
     def export(self, path: Path) -> None:
         """Gather all weights; rank 0 writes them as Hugging Face folders. Raises `CheckpointError`."""
         tokenizer = Path(self._config.model.tokenizer_path)
-        policy = named_weights(self._models.learner.policy.lm)
+        policy = self._models.learner.policy
+        named, of_model = named_weights(policy.lm), source(self._config, "model")
         write = self._setup.shard.rank == 0
-        export_folder(path, policy, source=source(self._config, "model"), tokenizer=tokenizer, write=write)
+        export_folder(path, named, policy.layout, source=of_model, tokenizer=tokenizer, write=write)
         if self._models.critic is not None and self._settings.critic.export:
             export_folder(
                 path.with_name(f"{path.name}-critic"),
                 self._models.critic.model.named(),
+                self._models.critic.model.layout,
                 source=source(self._config, "critic"),
                 tokenizer=tokenizer,
                 write=write,

@@ -9,6 +9,7 @@ from plasmid.training.model_source import Source
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .folder_layout import FolderLayout
 from .launch import Shard
 from .loading import freeze, materialize, on_meta, prepare_training, shard_module
 from .settings import FSDP
@@ -21,9 +22,10 @@ HEAD = "score"
 class ValueModel(nn.Module):
     """The value of the text before each token; what it is worth on average to go on from there."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
-        """Take the backbone of ``lm``, which is on the meta device."""
+    def __init__(self, lm: PreTrainedModel, layout: FolderLayout) -> None:
+        """Take the backbone of ``lm``, which is on the meta device; ``layout`` is that of its folder."""
         super().__init__()
+        self.layout = layout
         backbone = lm.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.backbone = backbone
@@ -61,10 +63,11 @@ def build_value_model(settings: FSDP, source: Source, *, device: torch.device, s
     lm = on_meta(source, settings)
     if lm.base_model is lm:
         raise ModelError(f"{source.where}.path: {source.path} has no backbone apart from its head")
-    model = ValueModel(lm)
+    layout = FolderLayout.of(lm, source)
+    model = ValueModel(lm, layout)
     not_backbone = {name for name, _ in lm.named_parameters(remove_duplicate=False)} - model.named().keys()
     parameters = {name: p for name, p in model.named().items() if isinstance(p, nn.Parameter)}
-    freeze(parameters, settings.critic.freeze, "trainer.critic.freeze")
+    freeze(parameters, layout, settings.critic.freeze, "trainer.critic.freeze")
     prepare_training(model.backbone, settings)
     shard_module(model, model.backbone, settings, device=device, num_ranks=shard.num_ranks, exact=(model.score,))
     materialize(model, model.backbone, settings, device=device, source=source)
@@ -73,6 +76,7 @@ def build_value_model(settings: FSDP, source: Source, *, device: torch.device, s
         source.path,
         where=source.where,
         shard=shard,
+        layout=layout,
         ignored=not_backbone | model.aliases(),
         optional=(f"{HEAD}.weight", f"{HEAD}.bias"),
     )

@@ -1,4 +1,4 @@
-"""Weights between safetensors files and the shards of a rank. Tensors carry Hugging Face names."""
+"""Weights between safetensors files and the shards of a rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plasmid.convert.pieces import Piece
 from plasmid.errors import ModelError, some_of
 from plasmid.training.model_folder import weight_files
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .folder_layout import FolderLayout
 from .launch import Shard
 
 
@@ -23,7 +25,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def named_weights(lm: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by Hugging Face name; tied ones once, under their first name."""
+    """Parameters and saved buffers by transformers' name; tied ones once, under their first name."""
     named: dict[str, Tensor] = dict(lm.named_parameters())
     saved = lm.state_dict().keys()
     named.update((name, buffer) for name, buffer in lm.named_buffers() if name in saved)
@@ -43,10 +45,11 @@ def load_weights(
     *,
     where: str,
     shard: Shard,
+    layout: FolderLayout,
     ignored: Collection[str] = (),
     optional: Collection[str] = (),
 ) -> set[str]:
-    """Fill the shards of ``named`` from a Hugging Face folder; only this rank's rows are read.
+    """Fill the shards of ``named`` from a Hugging Face folder of this layout; only this rank's rows are read.
 
     Names in ``ignored`` may be in the files as well, those in ``optional`` may be missing from them; what was missing
     is returned. Raises `ModelError` if names or shapes do not fit.
@@ -60,23 +63,40 @@ def load_weights(
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
         absent = {name for name in optional if name not in found}
-        _check({name: t for name, t in named.items() if name not in absent}, found, path, where, ignored)
-        for name, target in named.items():
-            own = local(target)
-            if name not in absent and own.numel():  # a tensor of one row lies on one rank alone
-                own.copy_(found[name][shard.rows(target.shape[0])] if isinstance(target, DTensor) else found[name][...])
+        present = {name: tensor for name, tensor in named.items() if name not in absent}
+        shapes = {
+            part.name: part.shape(tensor.shape) for name, tensor in present.items() for part in layout.parts(name)
+        }
+        _check(shapes, found, path, where, ignored)
+        for name, target in present.items():
+            for part in layout.parts(name):
+                _fill(target, part, found[part.name], shard)
     return absent
 
 
+def _fill(target: Tensor, part: Piece, saved: Any, shard: Shard) -> None:
+    if not isinstance(target, DTensor):
+        part.of(target).copy_(saved[...])
+        return
+    place = part.within(shard.rows(target.shape[0]))
+    if place is not None:
+        index, rows = place
+        local(target)[index].copy_(saved[rows])
+
+
 def _check(
-    named: Mapping[str, Tensor], found: Mapping[str, Any], path: Path, where: str, ignored: Collection[str]
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, Any],
+    path: Path,
+    where: str,
+    ignored: Collection[str],
 ) -> None:
-    missing = [name for name in named if name not in found]
-    surplus = [name for name in found if name not in named and name not in ignored and not _derived(name)]
+    missing = [name for name in wanted if name not in found]
+    surplus = [name for name in found if name not in wanted and name not in ignored and not _derived(name)]
     shapes = [
-        f"{name} is {list(found[name].get_shape())} instead of {list(tensor.shape)}"
-        for name, tensor in named.items()
-        if name in found and list(found[name].get_shape()) != list(tensor.shape)
+        f"{name} is {list(found[name].get_shape())} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and list(found[name].get_shape()) != list(shape)
     ]
     for what, names in (("lacks", missing), ("has unknown", surplus), ("has other shapes:", shapes)):
         if names:

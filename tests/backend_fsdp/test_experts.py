@@ -1,0 +1,131 @@
+"""Mixtures of experts, which transformers holds in fused tensors: read, trained, saved and written as in folders."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from fsdp_cases import fit, largest_difference, make_batch, weights_of
+from megatron_cases import FSDP_ADAM, assert_alike, outcome_of, plain_outcome
+from megatron_families import make_family
+from plasmid.errors import ModelError
+from safetensors.torch import load_file, save_file
+
+UNEVEN = {"num_experts": 5}
+FAMILIES = {"Qwen3-MoE": UNEVEN, "GLM-4.5": {}, "DeepSeek-V3": {}}
+RANKS = ["one_rank", "two_ranks"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model folder of each family, made when it is first asked for; two ranks share five experts."""
+    known = {}
+
+    def give(name):
+        if name not in known:
+            known[name] = make_family(tmp_path_factory.mktemp("families") / "model", name, **FAMILIES[name])
+        return known[name]
+
+    return give
+
+
+def assert_identical(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == theirs[name].dtype and ours[name].equal(theirs[name]) for name in ours)
+
+
+async def exported(ranks, model, folder, **options):
+    trainer, _ = await ranks.start(model=model, **options)
+    return await weights_of(trainer, folder)
+
+
+@pytest.mark.parametrize("kind", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixture_of_experts_comes_out_as_it_went_in(kind, family, models, request, tmp_path):
+    ours = asyncio.run(exported(request.getfixturevalue(kind), models(family), tmp_path / "out"))
+    assert_identical(ours, load_file(models(family) / "model.safetensors"))
+
+
+def test_corrections_stay_in_float32(models, one_rank, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    tensors = load_file(models("DeepSeek-V3") / "model.safetensors")
+    tensors = {k: t if k.endswith("e_score_correction_bias") else t.bfloat16() for k, t in tensors.items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((models("DeepSeek-V3") / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_text((models("DeepSeek-V3") / name).read_text())
+    assert len({tensor.dtype for tensor in tensors.values()}) == 2
+    options = {"trainer": {"dtype": "bfloat16"}}
+    assert_identical(asyncio.run(exported(one_rank, model, tmp_path / "out", **options)), tensors)
+
+
+@pytest.mark.parametrize("kind", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixture_of_experts_learns_what_it_learns_with_transformers(kind, family, models, request, tmp_path):
+    expected = plain_outcome(models(family), tmp_path / "plain")
+
+    async def run():
+        started = await request.getfixturevalue(kind).start(model=models(family), trainer=FSDP_ADAM)
+        return await outcome_of(*started, tmp_path / "out")
+
+    found = asyncio.run(run())
+    assert_alike(found, expected, 1e-5)
+    assert largest_difference(found.weights, load_file(models(family) / "model.safetensors")) > 1e-3
+
+
+@pytest.mark.parametrize(("before", "after"), [("one_rank", "one_rank"), ("two_ranks", "two_ranks")])
+def test_a_resumed_mixture_continues_bit_by_bit(before, after, models, request, tmp_path):
+    expected, found = asyncio.run(continued(request, before, after, models("Qwen3-MoE"), tmp_path))
+    assert found[0] == expected[0]
+    assert largest_difference(found[1], expected[1]) == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [("one_rank", "two_ranks"), ("two_ranks", "one_rank")])
+def test_a_mixture_continues_on_another_number_of_ranks(before, after, models, request, tmp_path):
+    expected, found = asyncio.run(continued(request, before, after, models("Qwen3-MoE"), tmp_path))
+    assert found[0][0]["train/grad_norm"] == pytest.approx(expected[0][0]["train/grad_norm"], rel=1e-5)
+    assert largest_difference(found[1], expected[1]) < 2e-6
+
+
+async def continued(request, before, after, model, folder):
+    """Train, save, train; and load, train: metrics and weights of both."""
+    first, second = make_batch(), make_batch(seed=1, index=1)
+    trainer, config = await request.getfixturevalue(before).start(model=model, trainer=FSDP_ADAM)
+    await fit(trainer, config, first)
+    await trainer.save(folder / "saved")
+    expected = await fit(trainer, config, second), await weights_of(trainer, folder / "a")
+    trainer, config = await request.getfixturevalue(after).start(model=model, trainer=FSDP_ADAM)
+    await trainer.load(folder / "saved")
+    return expected, (await fit(trainer, config, second), await weights_of(trainer, folder / "b"))
+
+
+def test_a_reference_of_the_same_family_is_read_too(models, one_rank, tmp_path):
+    other = make_family(tmp_path / "other", "Qwen3-MoE", seed=9, **UNEVEN)
+    algorithm = {"kl_coef": 0.1, "old_policy": "trainer"}
+
+    async def kl(reference):
+        trainer, config = await one_rank.start(model=models("Qwen3-MoE"), reference=reference, algorithm=algorithm)
+        (report,) = await fit(trainer, config, make_batch())
+        return report["train/kl"]
+
+    assert abs(asyncio.run(kl(models("Qwen3-MoE")))) < 1e-6 < 1e-3 < asyncio.run(kl(other))
+
+
+def test_experts_are_frozen_by_their_names_in_the_folder_and_only_together(models, one_rank, tmp_path):
+    model, before = models("Qwen3-MoE"), load_file(models("Qwen3-MoE") / "model.safetensors")
+
+    async def run(pattern):
+        trainer, config = await one_rank.start(model=model, trainer={"freeze": [pattern]})
+        await fit(trainer, config, make_batch())
+        return await weights_of(trainer, tmp_path / "out")
+
+    after = asyncio.run(run(r"layers\.0\.mlp\.experts\.\d+\.(gate|up|down)_proj"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert not any("layers.0.mlp.experts." in name for name in moved)
+    assert any("layers.1.mlp.experts." in name for name in moved)
+    with pytest.raises(
+        ModelError, match=r"freeze all of them, or none: .*experts\.1\.gate_proj\.weight.* still be trained"
+    ):
+        asyncio.run(run(r"layers\.0\.mlp\.experts\.0\."))
