@@ -1,10 +1,13 @@
 """Weight sync by a recipe's own trainer and engine: pause, transfer with checksums, resume, and the canary apart.
 
     python benchmarks/weight_sync.py recipes/smollm2-sums-sglang-cpu.toml --syncs 5
-    python benchmarks/weight_sync.py RECIPE placement.device=cuda placement.colocated=true rollout.read_back_every=0
+    python benchmarks/weight_sync.py RECIPE placement.device=cuda placement.colocated=true rollout.read_back_every=0 \\
+        --bucket-mib 64 256 1024
 
-Nothing is trained; the weights that are sent are those of the model's folder. Times are medians, after one sync that
-counts for nothing (groups are joined and memory is taken in it).
+Nothing is trained; the weights that are sent are those of the model's folder. Times are medians, after one sync with
+each size of buckets that counts for nothing (groups are joined and memory is taken in it). The phases are what both
+sides say of themselves and overlap. In the same run, afterwards, the limit: the same bytes copied on the GPU, or
+broadcast between two processes with nothing else to do.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import asyncio
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from plasmid import load_config
@@ -19,31 +23,72 @@ from plasmid.run.canary import Canary
 from plasmid.run.cluster import RayCluster
 from plasmid.run.parts import start_parts
 from plasmid.run.publish import transfer
+from wire_limit import broadcast_ms, copy_ms
 
 
-async def measure(config, folder, syncs):
-    """Seconds of each phase of each sync, and the last receipt."""
+class Sized:
+    """An engine that is sent its weights in buckets of another size."""
+
+    def __init__(self, engine, bucket_bytes):
+        self._engine, self._bucket_bytes = engine, bucket_bytes
+
+    async def plan_sync(self):
+        return replace(await self._engine.plan_sync(), bucket_bytes=self._bucket_bytes)
+
+    async def receive(self, plan, version):
+        return await self._engine.receive(plan, version)
+
+
+async def measure(config, folder, syncs, sizes):
+    """By bucket size: seconds of each phase of each sync, the last receipt, and the canary's difference."""
     parts = await start_parts(config, RayCluster(log_dir=folder / "logs"), folder, with_trainer=True, with_engine=True)
     trainer, engine = parts.trainer, parts.engine
     limit_s = config.run.sync_timeout_s
     canary = Canary(engine, trainer, tolerance=1.0, copies=config.placement.trainer_ranks, limit_s=limit_s)
-    times, receipt = [], None
+    found, version = {}, 0
     try:
-        for version in range(syncs + 1):
-            begun = time.perf_counter()
-            await engine.pause(engine.pause_mode)
-            paused = time.perf_counter()
-            receipt = await transfer(trainer, engine, version=version, timeout_s=limit_s)
-            sent = time.perf_counter()
-            await engine.resume()
-            resumed = time.perf_counter()
-            canary.ask(version)
-            difference = (await canary.check())["sync/canary_difference"]
-            row = {"pause": paused - begun, "transfer": sent - paused, "resume": resumed - sent}
-            times.append(row | {"canary": time.perf_counter() - resumed})
-        return times[1:], receipt, difference
+        for size in sizes:
+            times = []
+            for _ in range(syncs + 1):
+                begun = time.perf_counter()
+                await engine.pause(engine.pause_mode)
+                paused = time.perf_counter()
+                receipt = await transfer(trainer, Sized(engine, size), version=version, timeout_s=limit_s)
+                sent = time.perf_counter()
+                await engine.resume()
+                resumed = time.perf_counter()
+                canary.ask(version)
+                difference = (await canary.check())["sync/canary_difference"]
+                row = {"transfer": sent - paused, "pause": paused - begun, "resume": resumed - sent}
+                phases = {f"of it {name}": seconds for name, seconds in receipt.phases.items()}
+                times.append(row | {"canary": time.perf_counter() - resumed} | phases)
+                version += 1
+            found[size] = times[1:], receipt, difference
+        return found
     finally:
         await parts.close()
+
+
+def show(size, times, receipt, difference, limit):
+    mib = receipt.num_bytes / 2**20
+    buckets = f"{len(receipt.buckets)} buckets of at most {size / 2**20:.0f} MiB"
+    print(f"\n{receipt.num_tensors} tensors, {mib:.1f} MiB in {buckets}, {len(times)} syncs")
+    print(f"{'phase':<16} {'median ms':>10} {'worst ms':>10}")
+    for phase in times[0]:
+        values = [1000 * row[phase] for row in times]
+        print(f"{phase:<16} {statistics.median(values):>10.1f} {max(values):>10.1f}")
+    speed = receipt.num_bytes / statistics.median(row["transfer"] for row in times) / 2**30
+    print(f"{speed:.2f} GiB/s; canary differs by {difference:.2g}{limit}")
+
+
+def limit_of(config, receipt):
+    """What the bytes take at least, in words."""
+    if config.placement.device != "cuda":
+        return ""
+    sizes = [bucket.num_bytes for bucket in receipt.buckets]
+    if config.placement.colocated:
+        return f"; a plain copy on the GPU takes {copy_ms(sizes):.1f} ms"
+    return f"; a plain broadcast takes {broadcast_ms(sizes):.1f} ms"
 
 
 def main():
@@ -51,18 +96,14 @@ def main():
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", help="key=value, as for rl train")
     parser.add_argument("--syncs", type=int, default=10)
+    parser.add_argument("--bucket-mib", type=int, nargs="+", help="sizes to try; rollout.bucket_bytes unless given")
     arguments = parser.parse_args()
     config = load_config(arguments.recipe, arguments.overrides)
+    sizes = [size << 20 for size in arguments.bucket_mib or ()] or [config.rollout.bucket_bytes]
     with tempfile.TemporaryDirectory() as folder:
-        times, receipt, difference = asyncio.run(measure(config, Path(folder), arguments.syncs))
-    size = receipt.num_bytes / 2**20
-    print(f"{receipt.num_tensors} tensors, {size:.1f} MiB in {len(receipt.buckets)} buckets, {len(times)} syncs")
-    print(f"{'phase':<10} {'median ms':>10} {'worst ms':>10}")
-    for phase in times[0]:
-        values = [1000 * row[phase] for row in times]
-        print(f"{phase:<10} {statistics.median(values):>10.1f} {max(values):>10.1f}")
-    speed = receipt.num_bytes / statistics.median(row["transfer"] for row in times) / 2**30
-    print(f"{speed:.2f} GiB/s; canary differs by {difference:.2g}")
+        found = asyncio.run(measure(config, Path(folder), arguments.syncs, sizes))
+    for size, (times, receipt, difference) in found.items():
+        show(size, times, receipt, difference, limit_of(config, receipt))
 
 
 if __name__ == "__main__":

@@ -220,3 +220,13 @@ def test_a_weight_sync_to_an_engine_of_which_nothing_is_left_ends_the_run(runner
     turns = Turns(config=runner.config(), trainer=FakeTrainer(), engine=Leaving(1, left=False))
     with pytest.raises(EngineError, match="0 of 1 servers are left"):
         asyncio.run(turns.publish(3))
+
+
+def test_batches_say_what_their_turns_took(runner):
+    gpu = Gpu(trainer_leaves=True, engine_leaves=True)
+    place = {"colocated": True, "offload_trainer": True, "offload_engine": True}
+    run_on(gpu, runner, {"placement": place, "run": {"batches": 2}})
+    for metrics in runner.metrics():
+        assert all(metrics[f"perf/{turn}_s"] >= 0 for turn in ("pause", "sleep", "onload", "wake", "offload", "resume"))
+        assert metrics["perf/offload_s"] <= metrics["perf/sync_s"]
+        assert 0 <= metrics["sync/transfer_s"] <= metrics["perf/sync_s"]

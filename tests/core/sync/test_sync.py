@@ -154,6 +154,13 @@ def test_sending_opens_sends_all_and_closes():
     assert len(buckets) > 2
 
 
+def test_a_receipt_says_what_the_sender_spent_its_time_on():
+    wire = Recorder()
+    receipt = send_weights(model_tensors(), plan=SyncPlan(wire=wire, bucket_bytes=100), version=1, rank=0)
+    assert receipt.phases.keys() == {"gather", "hand_over"} and min(receipt.phases.values()) > 0
+    assert sum(receipt.phases.values()) == pytest.approx(receipt.seconds)
+
+
 def test_ranks_that_do_not_send_still_take_part_in_gathering():
     wire, read = Recorder(), []
     stream = (read.append(name) or (name, tensor) for name, tensor in model_tensors())

@@ -10,19 +10,18 @@ from plasmid.training.folder_writer import ChangeConfig, FolderWriter
 from plasmid.training.model_folder import dtype_of
 from plasmid.training.model_source import Source
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .folder_layout import FolderLayout
+from .gathering import gathered
 
 
 def whole_tensors(
     named: Mapping[str, Tensor], layout: FolderLayout, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name in the folder; floats are cast first, so that less is sent. All ranks iterate together."""
+    """Every weight by its name in the folder, cast to ``dtype`` if it is of floats. All ranks iterate together."""
     for kept, group in layout.by_dtype(named, dtype):
-        for name, tensor in group.items():
-            cast = tensor.detach().to(kept) if tensor.is_floating_point() else tensor.detach()
-            whole = (cast.full_tensor() if isinstance(cast, DTensor) else cast).to(device)
+        for name, tensor in gathered(group, dtype=kept):
+            whole = tensor.to(device)
             for part in layout.parts(name):
                 yield part.name, part.of(whole)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,21 +14,22 @@ from plasmid.config import RunConfig
 from plasmid.training.actor_critic import StepReports, score_role, train_both
 from plasmid.training.model_source import source
 from plasmid.training.objective import RoleScores
+from plasmid.training.offload import Offloaded
 from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Role
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .critic import Critic
 from .frozen import Frozen, load_frozen
 from .learner import Learner
 from .model import Policy, build_policy
-from .optimizer import Updater, move_state
+from .optimizer import Updater
 from .ranks import Ranks
 from .settings import FSDP
 from .state import CRITIC
 from .value_model import build_value_model
-from .weights import named_weights
+from .weights import local, named_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +40,7 @@ class Models:
     critic: Critic | None
     critic_warmup: int
     """Batches at the start of the run in which the critic alone is trained."""
+    _offloaded: Offloaded = field(default_factory=Offloaded)
 
     def score(self, batch: RankBatch, rows: Rows, roles: Sequence[Role]) -> dict[Role, Tensor]:
         """[T] scores of the rank's loss tokens by role; 0 at other tokens."""
@@ -63,15 +65,23 @@ class Models:
         critic = {} if self.critic is None else {"critic_step": self.critic.updater}
         return {"step": self.learner.updater} | critic
 
-    def move(self, device: torch.device) -> None:
-        """Move weights and optimizers, and give up the memory that they leave."""
-        self.learner.policy.to(device)
-        if self.critic is not None:
-            self.critic.model.to(device)
-        for optimizer in self.optimizers():
-            move_state(optimizer, device)
+    def offload(self) -> None:
+        """Move everything that lies on the GPU to the host, and give up its memory."""
+        self._offloaded.out(self._state())
         gc.collect()
         torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._offloaded.back()
+
+    def _state(self) -> Iterator[Tensor]:
+        trained: list[nn.Module] = [self.learner.policy] + ([] if self.critic is None else [self.critic.model])
+        for model in trained:
+            yield from (local(tensor) for tensor in (*model.parameters(), *model.buffers()))
+        for optimizer in self.optimizers():
+            for state in optimizer.state.values():
+                yield from (local(value) for value in state.values() if isinstance(value, Tensor))
 
 
 def make_models(config: RunConfig, ranks: Ranks) -> Models:

@@ -106,12 +106,5 @@ def guarded_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, no
     return finite
 
 
-def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the optimizer's state, parameter by parameter."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            state[name] = value.to(device)
-
-
 def _grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [grad for p in parameters if p.grad is not None and (grad := local(p.grad)).numel()]

@@ -14,7 +14,7 @@ from plasmid.run.host import own_address
 from plasmid.sync import send_weights
 from plasmid.training.folder_writer import classifier_config
 from plasmid.training.handover import Handover
-from plasmid.training.memory import give_back_memory, memory_metrics
+from plasmid.training.memory import Memory, give_back_memory
 from plasmid.training.model_folder import dtype_of
 from plasmid.training.model_source import source
 from plasmid.training.rank_batch import RankBatch
@@ -41,6 +41,7 @@ class RankProcess:
         self._settings = self._config.trainer
         self._device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
         self._store: TCPStore | None = None
+        self._memory = Memory(f"trainer-{setup.shard.rank}", self._device)
         torch.set_num_threads(setup.threads)
         torch.manual_seed(self._config.run.seed + setup.shard.rank)
 
@@ -69,13 +70,15 @@ class RankProcess:
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
         """Compute and keep the scores of this rank's samples."""
-        rows = self._handover.rows(batch)
-        self._handover.keep(batch, rows, self._models.score(batch, rows, roles))
+        with self._memory.phase("score"):
+            rows = self._handover.rows(batch)
+            self._handover.keep(batch, rows, self._models.score(batch, rows, roles))
 
     def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
         """Train on a batch with the scores that were kept, if any; then forget it."""
-        rows, scores = self._handover.take(batch)
-        metrics = self._models.train(batch, rows, scores)
+        with self._memory.phase("train"):
+            rows, scores = self._handover.take(batch)
+            metrics = self._models.train(batch, rows, scores)
         if self._device.type == "cpu":
             give_back_memory()
         return metrics
@@ -90,7 +93,8 @@ class RankProcess:
         policy = self._models.learner.policy
         named = named_weights(policy.lm)
         tensors = whole_tensors(named, policy.layout, dtype=getattr(torch, dtype), device=self._device)
-        return send_weights(tensors, plan=plan, version=version, rank=self._setup.shard.rank)
+        with self._memory.phase("sync"):
+            return send_weights(tensors, plan=plan, version=version, rank=self._setup.shard.rank)
 
     def save(self, path: Path) -> None:
         """Write this rank's shards. Raises `CheckpointError`."""
@@ -128,21 +132,17 @@ class RankProcess:
 
     def offload(self) -> None:
         """Move weights and optimizers to host memory; nothing to do where they are there."""
-        self._move(torch.device("cpu"))
+        self._models.offload()
 
     def onload(self) -> None:
         """Undo `offload`."""
-        self._move(self._device)
+        self._models.onload()
 
     def metrics(self) -> dict[str, float]:
         """Memory of this process and its GPU."""
-        return memory_metrics(f"trainer-{self._setup.shard.rank}", self._device)
+        return self._memory.metrics()
 
     def close(self) -> None:
         """Leave the group of ranks."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _move(self, device: torch.device) -> None:
-        if self._device.type == "cuda" and not self._settings.cpu_offload:
-            self._models.move(device)

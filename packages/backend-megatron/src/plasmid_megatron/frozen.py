@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from plasmid.training.model_folder import differences, read_config
 from plasmid.training.model_source import Source
+from plasmid.training.offload import Offloaded
 from torch import Tensor, nn
 
 from .bridge import read_architecture
 from .build import Network, build_language_model
-from .offload import Offloaded
 from .settings import Megatron
 from .weights import load_weights, weights
 

@@ -14,6 +14,7 @@ from plasmid.config import RunConfig
 from plasmid.training.actor_critic import StepReports, score_role, train_both
 from plasmid.training.model_source import source
 from plasmid.training.objective import RoleScores
+from plasmid.training.offload import Offloaded
 from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Role
 from torch import Tensor
@@ -24,7 +25,6 @@ from .critic import Critic
 from .frozen import Frozen, load_frozen
 from .layout import Ranks
 from .learner import Learner
-from .offload import Offloaded
 from .optimizer import Updater, wrap
 from .settings import Megatron
 

@@ -18,7 +18,7 @@ from plasmid.run.host import own_address
 from plasmid.sync import send_weights
 from plasmid.training.folder_writer import ChangeConfig, FolderWriter, classifier_config
 from plasmid.training.handover import Handover
-from plasmid.training.memory import give_back_memory, memory_metrics
+from plasmid.training.memory import Memory, give_back_memory
 from plasmid.training.model_folder import dtype_of
 from plasmid.training.model_source import source
 from plasmid.training.rank_batch import RankBatch
@@ -45,6 +45,7 @@ class RankProcess:
         self._settings = self._config.trainer
         self._device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
         self._store: TCPStore | None = None
+        self._memory = Memory(f"trainer-{setup.rank}", self._device)
         torch.set_num_threads(setup.threads)
         logging.getLogger("megatron").setLevel(logging.ERROR)  # it tells every rank's configuration
 
@@ -80,13 +81,15 @@ class RankProcess:
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
         """Compute and keep the scores of this rank's samples."""
-        rows = self._handover.rows(batch)
-        self._handover.keep(batch, rows, self._models.score(batch, rows, roles))
+        with self._memory.phase("score"):
+            rows = self._handover.rows(batch)
+            self._handover.keep(batch, rows, self._models.score(batch, rows, roles))
 
     def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
         """Train on a batch with the scores that were kept, if any; then forget it."""
-        rows, scores = self._handover.take(batch)
-        metrics = self._models.train(batch, rows, scores)
+        with self._memory.phase("train"):
+            rows, scores = self._handover.take(batch)
+            metrics = self._models.train(batch, rows, scores)
         if self._device.type == "cpu":
             give_back_memory()
         return metrics
@@ -99,7 +102,8 @@ class RankProcess:
         """Send every weight of the policy; raises whatever the wire does."""
         dtype = dtype_of("model", Path(self._config.model.path)) if plan.dtype == "auto" else plan.dtype
         tensors = self._gatherer.tensors(dtype=getattr(torch, dtype), device=self._device)
-        return send_weights(tensors, plan=plan, version=version, rank=self._setup.rank)
+        with self._memory.phase("sync"):
+            return send_weights(tensors, plan=plan, version=version, rank=self._setup.rank)
 
     def save(self, path: Path) -> None:
         """Write this rank's shards. Raises `CheckpointError`."""
@@ -129,7 +133,7 @@ class RankProcess:
 
     def metrics(self) -> dict[str, float]:
         """Memory of this process and its GPU."""
-        return memory_metrics(f"trainer-{self._setup.rank}", self._device)
+        return self._memory.metrics()
 
     def close(self) -> None:
         """Leave the group of ranks, and give up the models."""

@@ -274,6 +274,8 @@ class SyncReceipt:
     num_tensors: int
     buckets: tuple[BucketSum, ...]
     seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of what this side did, by name; some of it at the same time as other things."""
 
     @property
     def num_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,11 @@ def _load_bucket(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[
     """Take one bucket over, if its bytes are those that were sent."""
     header = command["bucket"]
     place = Place(header=header, sent=tensors.get(DATA), rank=rank(), device=next(model.parameters()).device)
+    began = time.perf_counter()
     data = fetch(command["source"], place)
+    fetched = time.perf_counter()
     found = checksum(data)
+    checked = time.perf_counter()
     if found != header["checksum"]:
         raise SyncError(
             f"bucket {header['index']} was sent with checksum {header['checksum']:016x} and received with {found:016x}"
@@ -96,7 +100,8 @@ def _load_bucket(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[
             PROGRESS.of(command["token"]).touched |= read_back.check(model, named, complete=command["ranks"] == 1)
     if data.is_cuda:
         torch.cuda.synchronize()  # the sender may use the memory again once we have answered
-    return {"checksum": found, "num_bytes": data.numel(), "num_tensors": len(named)}
+    seconds = {"fetch": fetched - began, "check": checked - fetched, "load": time.perf_counter() - checked}
+    return {"checksum": found, "num_bytes": data.numel(), "num_tensors": len(named), "seconds": seconds}
 
 
 def _finish(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Receipt:

@@ -6,7 +6,8 @@ import asyncio
 import base64
 import json
 import pickle
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ class Update:
         self._finished = 0
         self._sums: list[BucketSum] = []
         self._num_tensors = 0
+        self._seconds: dict[str, float] = {}
+        """Of the slowest process in each phase of each bucket; ``command`` is what SGLang adds to them."""
         self._turn = asyncio.Lock()
         self._parts: dict[int, dict[int, str]] = {}
         self._loaded: dict[int, asyncio.Future[None]] = {}
@@ -156,6 +159,7 @@ class Update:
     async def _load(self, header: Mapping[str, Any], source: Mapping[str, Any], data: Tensor | None) -> None:
         async with self._turn:
             self._check_open()
+            began = time.perf_counter()
             receipts = await self._commands.run(
                 "load",
                 timeout_s=self.order.timeout_s,
@@ -165,12 +169,18 @@ class Update:
                 verify=self.order.verify,
                 token=self.order.token,
             )
+            self._count(receipts, time.perf_counter() - began)
         found = {(receipt["num_bytes"], receipt["checksum"]) for receipt in receipts}
         if len(found) > 1:
             raise SyncError(f"ranks of the engine received different bytes as bucket {header['index']}")
         ((num_bytes, checksum),) = found
         self._sums.append(BucketSum(index=header["index"], num_bytes=num_bytes, checksum=checksum))
         self._num_tensors += len(header["names"])
+
+    def _count(self, receipts: Sequence[Mapping[str, Any]], seconds: float) -> None:
+        slowest = {phase: max(r["seconds"][phase] for r in receipts) for phase in receipts[0]["seconds"]}
+        for phase, value in (slowest | {"command": seconds - sum(slowest.values())}).items():
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + value
 
     def _check_open(self) -> None:
         if self.result.done():
@@ -187,6 +197,7 @@ class Update:
             return
         await self._named.wait()
         assert self.version is not None
+        began = time.perf_counter()
         try:
             await self._commands.run(
                 "finish",
@@ -201,7 +212,10 @@ class Update:
             self.fail(error)
             raise
         sums = tuple(sorted(self._sums, key=lambda s: s.index))
-        self.result.set_result(SyncReceipt(version=self.version, num_tensors=self._num_tensors, buckets=sums))
+        phases = self._seconds | {"finish": time.perf_counter() - began}
+        self.result.set_result(
+            SyncReceipt(version=self.version, num_tensors=self._num_tensors, buckets=sums, phases=phases)
+        )
 
     def fail(self, error: Exception) -> None:
         """End it. What was written stays written, so the engine must not serve."""

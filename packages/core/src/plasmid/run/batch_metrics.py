@@ -11,7 +11,8 @@ from ..rollout.producer import Taken
 
 log = logging.getLogger(__name__)
 PHASES = ("sample", "score", "train", "sync")
-"""What the time of a batch is reported by."""
+MOVES = ("pause", "sleep", "onload", "offload", "wake", "resume")
+"""What the time of a batch is reported by; moves between trainer and engine lie within and between the phases."""
 STALENESS = "rollout/staleness"
 MISMATCH = "train/mismatch_kl"
 
@@ -33,7 +34,7 @@ def of_rollouts(taken: Taken, *, version: int, scored: bool, published: bool) ->
 def of_times(seconds: Mapping[str, float], total_s: float, groups: Sequence[GroupRef]) -> dict[str, float]:
     """Seconds of each phase and of the whole batch, and the tokens trained on in a second of it."""
     tokens = float(sum(group.lengths.sum() for group in groups))
-    named = {f"perf/{name}_s": seconds[name] for name in PHASES if name in seconds}
+    named = {f"perf/{name}_s": seconds[name] for name in (*PHASES, *MOVES) if name in seconds}
     rate = {"perf/tokens_per_s": tokens / total_s} if total_s > 0 else {}
     return {**named, "perf/batch_s": total_s, **rate}
 

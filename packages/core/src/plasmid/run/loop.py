@@ -212,6 +212,7 @@ class Loop:
         elif self.turns is None:
             self._release()
         await self.parts.write_samples(tuple([*taken.groups, *taken.dropped]), step, "batch")
+        self.seconds |= {} if self.turns is None else self.turns.spent()
         metrics |= of_times(self.seconds, time.monotonic() - self.begun, taken.groups)
         metrics["version"] = float(self.progress.version)
         warn_of_mismatch(metrics, batch=step, limit=self.config.run.warn_mismatch)
@@ -265,7 +266,8 @@ class Loop:
         self.progress.version += 1
         self._release()
         self._ask_canary()
-        return {"sync/bytes": float(receipt.num_bytes)}
+        phases = {f"sync/{name}_s": seconds for name, seconds in receipt.phases.items()}
+        return {"sync/bytes": float(receipt.num_bytes), "sync/transfer_s": receipt.seconds, **phases}
 
     def _release(self) -> None:
         self.parts.producer.release(self.progress.unpublished, version=self.progress.version)

@@ -21,7 +21,8 @@ async def transfer(trainer: Trainer, engine: RolloutEngine, *, version: int, tim
         timeout_s, f"weight sync of version {version} (run.sync_timeout_s)", _both(trainer, engine, version)
     )
     compare(sent, received)
-    return replace(sent, version=version, seconds=time.monotonic() - started)
+    phases = {**sent.phases, **received.phases}
+    return replace(sent, version=version, seconds=time.monotonic() - started, phases=phases)
 
 
 async def _both(trainer: Trainer, engine: RolloutEngine, version: int) -> list[SyncReceipt]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..config import RunConfig
@@ -32,6 +33,14 @@ class Turns:
     config: RunConfig
     trainer: Trainer
     engine: RolloutEngine
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of what was done for the other's turn, by name, until it is taken by `spent`."""
+
+    def spent(self) -> dict[str, float]:
+        """Seconds since the last time that it was asked, by what they were spent on."""
+        found = dict(self.seconds)
+        self.seconds.clear()
+        return found
 
     async def begin(self, version: int) -> None:
         """Publish the first version of this process. Trainer and engine are both up and have all their memory."""
@@ -109,7 +118,16 @@ class Turns:
             await self._engine("wake", self.engine.wake(kv_cache=True))
 
     async def _trainer(self, what: str, work: Awaitable[T]) -> T:
-        return await within(self.config.run.train_timeout_s * GRACE, f"trainer.{what} (run.train_timeout_s)", work)
+        limit_s = self.config.run.train_timeout_s * GRACE
+        return await self._timed(what, within(limit_s, f"trainer.{what} (run.train_timeout_s)", work))
 
     async def _engine(self, what: str, work: Awaitable[T]) -> T:
-        return await within(self.config.run.sync_timeout_s * GRACE, f"engine.{what} (run.sync_timeout_s)", work)
+        limit_s = self.config.run.sync_timeout_s * GRACE
+        return await self._timed(what, within(limit_s, f"engine.{what} (run.sync_timeout_s)", work))
+
+    async def _timed(self, what: str, work: Awaitable[T]) -> T:
+        began = time.monotonic()
+        try:
+            return await work
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - began

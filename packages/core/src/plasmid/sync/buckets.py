@@ -57,7 +57,8 @@ def _bucket(index: int, pending: list[tuple[str, Tensor]], size: int) -> Bucket:
         end = start + content.numel()
         data[start:end].copy_(content)
         start += _padded(content.numel())
-        data[end:start].zero_()
+        if end < start:
+            data[end:start].zero_()
     return Bucket(index=index, names=names, shapes=shapes, dtypes=dtypes, data=data, checksum=checksum(data))
 
 

@@ -26,27 +26,41 @@ def send_weights(
         _drain(stream)
         return SyncReceipt(version=version, num_tensors=0, buckets=(), seconds=time.perf_counter() - started)
     try:
-        sums, num_tensors = _send(stream, plan.wire.open(rank=rank, version=version), plan.bucket_bytes)
+        sender = plan.wire.open(rank=rank, version=version)
+        sums, num_tensors, gathering = _send(stream, sender, plan.bucket_bytes)
     except Exception:
         _drain(stream)
         raise
     seconds = time.perf_counter() - started
-    return SyncReceipt(version=version, num_tensors=num_tensors, buckets=tuple(sums), seconds=seconds)
+    return SyncReceipt(
+        version=version,
+        num_tensors=num_tensors,
+        buckets=tuple(sums),
+        seconds=seconds,
+        phases={"gather": gathering, "hand_over": seconds - gathering},
+    )
 
 
-def _send(stream: Iterator[tuple[str, Tensor]], sender: Sender, bucket_bytes: int) -> tuple[list[BucketSum], int]:
+def _send(
+    stream: Iterator[tuple[str, Tensor]], sender: Sender, bucket_bytes: int
+) -> tuple[list[BucketSum], int, float]:
+    """Also the seconds in which buckets were made; in the others the sender was busy or waited."""
     sums: list[BucketSum] = []
     num_tensors = 0
+    gathering = 0.0
     ok = False
     try:
+        began = time.perf_counter()
         for bucket in make_buckets(stream, bucket_bytes=bucket_bytes):
+            gathering += time.perf_counter() - began
             sender.send(bucket)
             sums.append(BucketSum(index=bucket.index, num_bytes=bucket.data.numel(), checksum=bucket.checksum))
             num_tensors += len(bucket.names)
+            began = time.perf_counter()
         ok = True
     finally:
         sender.close(ok=ok)
-    return sums, num_tensors
+    return sums, num_tensors, gathering
 
 
 def _drain(stream: Iterator[tuple[str, Tensor]]) -> None:
