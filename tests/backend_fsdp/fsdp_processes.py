@@ -18,7 +18,8 @@ def _make(factory, args, kwargs, gpu):
 
 
 def _call(method, args, kwargs):
-    return getattr(_held["object"], method)(*args, **kwargs)
+    result = getattr(_held["object"], method)(*args, **kwargs)
+    return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
 
 class Processes:

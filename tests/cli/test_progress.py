@@ -46,7 +46,7 @@ def tell(progress):
     for step in (1, 2):
         queues.emit("phase_started", batch=step - 1, phase="sample", version=step - 1)
         queues.emit("step_finished", step=step, metrics=METRICS)
-    queues.emit("checkpoint_saved", step=2, path="runs/sums/checkpoints/batch-000002")
+    queues.emit("checkpoint_saved", step=2, path="runs/sums/checkpoints/batch-000002", seconds=2.06)
     queues.close()
 
 
@@ -157,3 +157,20 @@ def test_events_and_redraws_of_many_threads_do_not_disturb_each_other(monkeypatc
 
 def test_durations_read_like_clocks():
     assert [duration(s) for s in (0, 59.6, 125, 3723)] == ["0:00", "1:00", "2:05", "1:02:03"]
+
+
+def test_a_checkpoint_that_is_written_while_the_run_goes_on_is_told_twice():
+    told = {}
+    for console in (plain_console(), live_console()):
+        with make_progress(config(), console) as progress:
+            queues = ObserverQueues([("progress", progress)])
+            queues.emit("checkpoint_begun", step=2)
+            queues.emit("checkpoint_saved", step=2, path="checkpoints/batch-000002", seconds=2.06)
+            queues.close()
+        told[console.is_terminal] = console.file.getvalue()
+    assert told[False].splitlines() == [
+        "batch 2/10  saving while the run goes on",
+        "batch 2/10  saved checkpoints/batch-000002 in 2.1 s",
+    ]
+    assert "batch 2: saving while the run goes on" in told[True]
+    assert "saved checkpoints/batch-000002 in 2.1 s" in told[True]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import multi_latent_attention as mla
@@ -32,6 +34,16 @@ def tell_latent_attention_what_is_installed() -> None:
     """
     assert isinstance(mla.HAVE_TE, bool), "upstream has another use of the name now"
     mla.HAVE_TE = transformer_engine.HAVE_TE
+
+
+def keep_results_in_this_process() -> None:
+    """Keep Megatron from starting a process for the results of what it writes, where threads write and give them back.
+
+    Megatron-Core 0.16.1 starts it with the first checkpoint that is planned, even if nothing will use it; it would
+    outlive a rank that is killed.
+    """
+    assert hasattr(filesystem_async, "_results_queue"), "upstream has another place for results now"
+    filesystem_async._results_queue = SimpleQueue()
 
 
 @contextmanager

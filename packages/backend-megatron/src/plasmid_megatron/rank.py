@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from collections.abc import Sequence
@@ -105,9 +106,18 @@ class RankProcess:
         with self._memory.phase("sync"):
             return send_weights(tensors, plan=plan, version=version, rank=self._setup.rank)
 
-    def save(self, path: Path) -> None:
-        """Write this rank's shards. Raises `CheckpointError`."""
-        save_state(path, self._models.trained())
+    def save(self, path: Path) -> bool:
+        """Begin to write this rank's shards. True: `written` waits for them. Raises `CheckpointError`."""
+        self._writing = save_state(path, self._models.trained(), copy=self._settings.async_save)
+        return True
+
+    async def written(self) -> bytes:
+        """Wait for the shards; this rank may train meanwhile. Raises `CheckpointError`."""
+        return await self._writing.written()
+
+    async def conclude(self, written: Sequence[bytes]) -> None:
+        """Make a checkpoint of what all ranks have written; the first rank does it. Raises `CheckpointError`."""
+        await asyncio.to_thread(self._writing.conclude, written)
 
     def load(self, path: Path) -> int:
         """Read this rank's shards; returns the policy's optimizer step. Raises `CheckpointError`."""

@@ -83,6 +83,8 @@ class Megatron(LearningSettings, TrainerConfig):
     """Fixed number of samples in a microbatch; ``auto`` fills microbatches up to `microbatch_tokens`."""
     logprob_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Tokens whose logits exist at one time; ``auto`` lets them take 1.25 GiB on a GPU and 128 MiB on a CPU."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory."""
     transformer: Fields = Field(default_factory=dict)
     """Fields of Megatron's `TransformerConfig`, by their names there: recompute_granularity, moe_aux_loss_coeff, ..."""
     optimizer: Fields = Field(default_factory=dict)

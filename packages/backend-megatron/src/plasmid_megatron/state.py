@@ -11,30 +11,28 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from plasmid.errors import CheckpointError
-from torch.distributed.checkpoint.api import CheckpointException
 
 from .compat import load_distributed_optimizer
 from .critic import Critic
 from .learner import Learner
+from .saving import ERRORS, Writing, cause, explained
 
 Trained = Mapping[str, Learner | Critic]
-ERRORS = (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError, ValueError, AssertionError)
-"""What Megatron raises for files that it cannot write or read, and for those of another model."""
 
 
-def save_state(path: Path, models: Trained) -> None:
-    """Write weights, optimizers, steps and generators; all ranks call it. Raises `CheckpointError`."""
-    try:
+def save_state(path: Path, models: Trained, *, copy: bool) -> Writing:
+    """Begin to write weights, optimizers, steps and generators; all ranks call it. Raises `CheckpointError`.
+
+    With ``copy`` the models may be trained on at once, else when everything is written.
+    """
+    with explained(path):
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        dist_checkpointing.save(_state(models, loading=False), str(path))
-    except ERRORS as error:
-        raise CheckpointError(f"{path}: the trainer's state cannot be written: {_cause(error)}") from None
+        return Writing(path, _state(models, loading=False), copy=copy)
 
 
 def load_state(path: Path, models: Trained) -> None:
@@ -46,7 +44,7 @@ def load_state(path: Path, models: Trained) -> None:
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
     except Exception as error:  # boundary: files that are damaged may raise anything
-        raise CheckpointError(f"{path} holds no trainer state that can be read: {_cause(error)}") from error
+        raise CheckpointError(f"{path} holds no trainer state that can be read: {cause(error)}") from error
     if set(common["steps"]) != set(models):
         has = "a critic" if "critic" in common["steps"] else "no critic"
         raise CheckpointError(f"{path}: it is a checkpoint of another algorithm: it has {has}")
@@ -67,7 +65,7 @@ def load_state(path: Path, models: Trained) -> None:
                 f"{path}: its optimizer's state is of another split of the experts; set trainer.expert_parallel to "
                 "what it was saved with"
             ) from None
-        raise CheckpointError(f"{path}: the trainer's state cannot be read: {_cause(error)}") from None
+        raise CheckpointError(f"{path}: the trainer's state cannot be read: {cause(error)}") from None
     if "generators" in state:
         _set_generators(state["generators"])
 
@@ -112,11 +110,3 @@ def _set_generators(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost reason on one line."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__

@@ -35,7 +35,7 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
         if fixed == "auto"
         else Microbatching(unit="samples", size=fixed)
     )
-    return await start_ranks(context, launch, setups, microbatching=microbatching)
+    return await start_ranks(context, launch, setups, microbatching=microbatching, saves_behind=settings.async_save)
 
 
 def _check(settings: Megatron, context: BuildContext) -> None:

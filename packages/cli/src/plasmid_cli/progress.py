@@ -27,6 +27,7 @@ from .curves import sparkline
 
 ROWS = 8
 STARTING = "{}: starting; everything that the run writes goes there"
+SAVING = "saving while the run goes on"
 PHASES = {
     "start": "starting",
     "sample": "sampling",
@@ -68,6 +69,8 @@ class Heard:
     held_out_at: dict[str, tuple[int, float]] = field(default_factory=dict)
     """First evaluation of each set: where the run started from."""
     last_end: float = field(default_factory=time.monotonic)
+    behind: set[int] = field(default_factory=set)
+    """Batches whose checkpoints are or were written while the run goes on."""
 
     @property
     def batches(self) -> int:
@@ -97,6 +100,10 @@ class Heard:
                 self.held_out[name] = reward
                 self.held_out_at.setdefault(name, (step, reward))
             return reward
+
+    def saved(self, step: int, path: Path, seconds: float) -> str:
+        """What is said of a complete checkpoint."""
+        return f"saved {path}" + (f" in {seconds:.1f} s" if step in self.behind else "")
 
     def eta_s(self) -> float | None:
         """Seconds to the end, by the pace of the last batches; None before the first."""
@@ -141,8 +148,13 @@ class PlainProgress:
             self._print(f"batch {step}/{self._state.batches}  held-out reward of {name}: {reward:.4g}")
 
     @hookimpl
-    def checkpoint_saved(self, step: int, path: Path) -> None:
-        self._print(f"batch {step}/{self._state.batches}  saved {path}")
+    def checkpoint_begun(self, step: int) -> None:
+        self._state.behind.add(step)
+        self._print(f"batch {step}/{self._state.batches}  {SAVING}")
+
+    @hookimpl
+    def checkpoint_saved(self, step: int, path: Path, seconds: float) -> None:
+        self._print(f"batch {step}/{self._state.batches}  {self._state.saved(step, path, seconds)}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -199,8 +211,13 @@ class LiveProgress:
         self._state.end_evaluation(step, name, metrics)
 
     @hookimpl
-    def checkpoint_saved(self, step: int, path: Path) -> None:
-        self._console.print(Text(f"saved {path}", style="dim"))
+    def checkpoint_begun(self, step: int) -> None:
+        self._state.behind.add(step)
+        self._console.print(Text(f"batch {step}: {SAVING}", style="dim"))
+
+    @hookimpl
+    def checkpoint_saved(self, step: int, path: Path, seconds: float) -> None:
+        self._console.print(Text(self._state.saved(step, path, seconds), style="dim"))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._state.lock:

@@ -146,5 +146,10 @@ def evaluation_finished(step: int, name: str, metrics: Mapping[str, float]) -> N
 
 
 @hookspec
-def checkpoint_saved(step: int, path: Path) -> None:
-    """Called once a checkpoint is complete under its final name."""
+def checkpoint_begun(step: int) -> None:
+    """Called when a checkpoint is taken whose last files the trainer writes while the run goes on."""
+
+
+@hookspec
+def checkpoint_saved(step: int, path: Path, seconds: float) -> None:
+    """Called once a checkpoint is complete under its final name, so many seconds after it was begun."""

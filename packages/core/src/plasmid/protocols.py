@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -191,6 +191,10 @@ class TrainReport:
     """Metrics of each optimizer step, reduced over ranks: ``train/loss``, ``train/grad_norm``, ``train/lr``, ..."""
 
 
+Finish = Callable[[], Awaitable[None]]
+"""Waits until everything of a save is written. Raises `CheckpointError`."""
+
+
 class Trainer(Protocol):
     """A group of ranks behind one handle. Holds the policy, its optimizer and, as needed, the other roles."""
 
@@ -215,8 +219,12 @@ class Trainer(Protocol):
         """Publish: send every weight along the plan's wire. Runs together with `RolloutEngine.receive`."""
         ...
 
-    async def save(self, path: Path) -> None:
-        """Write weights, optimizer, schedule and generators into the folder, sharded."""
+    async def save(self, path: Path) -> Finish | None:
+        """Write weights, optimizer, schedule and generators into the folder, sharded.
+
+        None once everything is written. A trainer that goes on writing, from a copy that training does not change,
+        returns what waits for the end; it is called before the next `save`, and may run beside all other methods.
+        """
         ...
 
     async def load(self, path: Path) -> None:

@@ -23,6 +23,7 @@ OBSERVER_HOOKS = (
     "step_finished",
     "evaluation_advanced",
     "evaluation_finished",
+    "checkpoint_begun",
     "checkpoint_saved",
 )
 

@@ -32,6 +32,14 @@ class RunState:
     evaluations: Sequence[Sequence[Any]] = ()
     """Name and batch of evaluations that had begun and not ended."""
 
+    def text(self) -> str:
+        """As JSON, the way it lies in a checkpoint."""
+        return json.dumps({name: getattr(self, name) for name in RunState.__slots__}, indent=1)
+
+    def copy(self) -> RunState:
+        """As it is now, whatever becomes of what it refers to."""
+        return RunState(**json.loads(self.text()))
+
 
 class CheckpointFolder:
     """The ``checkpoints`` folder of one run."""
@@ -55,8 +63,7 @@ class CheckpointFolder:
 
     def commit(self, temporary: Path, state: RunState) -> Path:
         """Write the state, make everything durable, give the folder its name, remove what retention does not keep."""
-        text = json.dumps({name: getattr(state, name) for name in RunState.__slots__}, indent=1)
-        (temporary / STATE).write_text(text)
+        (temporary / STATE).write_text(state.text())
         _sync_to_disk(temporary)
         final = self.of(state.batch)
         _remove(final)  # what is there is not complete: nobody writes a complete one again
@@ -119,6 +126,7 @@ CHANGEABLE = (
     "eval",
     "trackers",
     "placement",
+    "trainer.async_save",
     "recipe",
 )
 """Settings that may differ when a run is resumed."""

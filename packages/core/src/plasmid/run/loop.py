@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -73,6 +73,33 @@ class Progress:
     """Groups trained on since the last publish."""
 
 
+class Saving(Protocol):
+    """Writes checkpoints; the last of one may be written while the loop goes on."""
+
+    async def settle(self) -> None:
+        """Called between two batches, when all of the last one is done: what is saved from then on is as it is now.
+
+        Raises what a checkpoint that was under way has failed with.
+        """
+        ...
+
+    async def save(self, progress: Progress) -> None:
+        """Save everything as it is now, once the checkpoint before is complete."""
+        ...
+
+    async def finish(self) -> None:
+        """Wait until the last checkpoint is complete."""
+        ...
+
+    async def finish_after(self, error: Exception) -> None:
+        """The same in a run that ends with this error: never raises another."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Seconds of what was saved since the last call."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopParts:
     """What the loop calls."""
@@ -87,9 +114,7 @@ class LoopParts:
     """Store groups under a step and a name: ``batch``, or ``end`` for what was dropped after the last batch."""
     evaluations: Evaluations | None
     """None where nothing can be sampled."""
-    save: Callable[[Progress], Awaitable[None]]
-    settle: Callable[[], Awaitable[None]]
-    """Called between two batches, when all of the last one is done: what is saved from then on is as it is now."""
+    saver: Saving
     change: Callable[[int, tuple[GroupRef, ...]], tuple[GroupRef, ...]] = lambda batch, groups: groups
     """Lets plugins change a batch, named by its number, before it is trained on."""
 
@@ -121,7 +146,18 @@ class Loop:
                 self.canary = Canary(engine, trainer, tolerance=tolerance, copies=ranks, limit_s=limit_s)
 
     async def run(self) -> bool:
-        """Train until the configured number of batches, the end of the data, or `stop`. True if it was stopped."""
+        """Train until the configured number of batches, the end of the data, or `stop`. True if it was stopped.
+
+        A checkpoint that is under way is completed in any case, unless the run is cancelled.
+        """
+        try:
+            await self._run()
+        except Exception as error:
+            await self.parts.saver.finish_after(error)
+            raise
+        return self._is_cut_short()
+
+    async def _run(self) -> None:
         if self.turns is not None:
             self._tell("sync")
             await self.turns.begin(self.progress.version)
@@ -130,11 +166,10 @@ class Loop:
             await self.parts.evaluations.take_up(self._send)
         if self.progress.batch == 0:
             await self._evaluate()
-        await self.parts.settle()
+        await self.parts.saver.settle()
         while self.progress.batch < self.config.run.batches and not self._may_stop() and await self._next():
             pass
         await self._finish()
-        return self._is_cut_short()
 
     def _is_cut_short(self) -> bool:
         """True if the run was stopped before its last batch."""
@@ -214,12 +249,13 @@ class Loop:
         await self.parts.write_samples(tuple([*taken.groups, *taken.dropped]), step, "batch")
         self.seconds |= {} if self.turns is None else self.turns.spent()
         metrics |= of_times(self.seconds, time.monotonic() - self.begun, taken.groups)
+        metrics |= self.parts.saver.metrics()
         metrics["version"] = float(self.progress.version)
         warn_of_mismatch(metrics, batch=step, limit=self.config.run.warn_mismatch)
         self.parts.observers.emit("step_finished", step=step, metrics=metrics)
         await self._evaluate()
         if self.progress.unpublished == 0:
-            await self.parts.settle()
+            await self.parts.saver.settle()
         if self.config.checkpoint.every and step % self.config.checkpoint.every == 0 and step < self.config.run.batches:
             await self._save()
 
@@ -300,7 +336,7 @@ class Loop:
         if self.parts.evaluations is not None:
             await self.parts.evaluations.before_save(self.progress.batch)
         self._tell("save")
-        await self.parts.save(self.progress)
+        await self.parts.saver.save(self.progress)
 
     async def _finish(self) -> None:
         if self.canary is not None:
@@ -311,6 +347,7 @@ class Loop:
             await evaluations.finish()
         if self.parts.trainer is not None and (self.stopping.is_set() or self.config.checkpoint.at_end):
             await self._save()
+        await self.parts.saver.finish()
 
     def _check_failures(self, taken: Taken) -> None:
         groups = [*taken.new, *taken.dropped]

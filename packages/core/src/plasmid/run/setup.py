@@ -10,9 +10,8 @@ from typing import Any
 import pluggy
 
 from ..batch import GroupRef
-from ..components import Component, PromptStream
+from ..components import PromptStream
 from ..config import RunConfig
-from ..errors import CheckpointError
 from ..observe.dispatch import ObserverQueues
 from ..observe.journal import Journal
 from ..observe.sample_store import read_dropped, read_samples
@@ -20,7 +19,6 @@ from ..observe.system import SystemMonitor
 from ..protocols import Trainer
 from ..rollout.demonstrated import Demonstrated
 from ..rollout.draws import Draw, Draws
-from ..rollout.memory import remembers
 from ..rollout.producer import DropLimit, Producer
 from ..rollout.reuse import Reusing
 from ..rollout.seeds import seed_of
@@ -34,12 +32,9 @@ from .closing import Closing
 from .evaluation import Evaluator
 from .folder import RunFolder
 from .loop import Loop, LoopParts, Progress
-from .parts import Parts, Workers
+from .parts import Parts
 from .replay import Replay
-
-BUFFER = "buffer.parquet"
-MEMORY = "workers"
-"""Folder of a checkpoint with what the components of each worker process remember."""
+from .saver import BUFFER, MEMORY, Saver, stateful
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +46,10 @@ class Restored:
 
 
 def restore(folder: RunFolder, config: RunConfig) -> Restored:
-    """The newest checkpoint of the folder, after checking that the recipe is still the same."""
-    path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
+    """The newest checkpoint of the folder, after checking that the recipe is still the same. Remains of others go."""
+    checkpoints = CheckpointFolder(folder.checkpoints, config.checkpoint)
+    checkpoints.discard()
+    path = checkpoints.newest()
     state = read_state(path)
     check_same_config(state.config, config.model_dump(mode="json"))
     return Restored(path=path, state=state)
@@ -87,12 +84,13 @@ async def build_loop(
     progress = Progress()
     if state is not None:
         progress = await _take_up(config, state, parts, producer, folder, recorder)
-        for place, tracker in _stateful(config).items():
+        for place, tracker in stateful(config).items():
             if place in state.state.components:
                 tracker.restore(state.state.components[place])
     elif config.checkpoint.start_from != "none" and parts.trainer is not None:
         await _load(config, parts.trainer, Path(config.checkpoint.start_from))
     saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues, evaluator=evaluator)
+    stack.later("the checkpoint under way", saver.close)
 
     async def write_samples(groups: tuple[GroupRef, ...], step: int, name: str) -> None:
         if parts.workers is not None:
@@ -105,8 +103,7 @@ async def build_loop(
         observers=recorder,
         write_samples=write_samples,
         evaluations=evaluator,
-        save=saver.save,
-        settle=saver.settle,
+        saver=saver,
         change=BatchHooks(plugins).changed,
     )
     return Loop(config=config, parts=loop_parts, progress=progress)
@@ -163,73 +160,6 @@ class Recorder:
             kwargs["metrics"] = {**kwargs["metrics"], **self._data.metrics(), **self._monitor.metrics()}
             self.journal.append(kwargs["step"], metrics=kwargs["metrics"])
         self._queues.emit(hook, **kwargs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Saver:
-    """Writes checkpoints."""
-
-    config: RunConfig
-    parts: Parts
-    producer: Producer
-    folder: RunFolder
-    queues: ObserverQueues
-    evaluator: Evaluator | None = None
-
-    @property
-    def workers(self) -> Workers | None:
-        """The processes whose components may remember something; None if none does."""
-        return self.parts.workers if remembers(self.config) else None
-
-    async def settle(self) -> None:
-        """On-policy, a run that is stopped while it samples is saved as it was before: so are its components."""
-        if self.workers is not None and self.config.run.max_staleness == 0:
-            await self.workers.mark()
-
-    async def save(self, progress: Progress) -> None:
-        """One atomic checkpoint of everything. Raises `CheckpointError`; what was saved before stays."""
-        folder = CheckpointFolder(self.folder.checkpoints, self.config.checkpoint)
-        if folder.of(progress.batch) in folder.all():
-            return  # of the same policy: after a resume, or right after a save, nothing was trained
-        state, finished = self._state(progress), self.producer.finished()  # at one moment: rollouts go on meanwhile
-        try:
-            temporary = folder.begin(progress.batch)
-            if self.parts.trainer is not None:
-                limit_s = self.config.run.train_timeout_s * GRACE
-                saving = self.parts.trainer.save(temporary / "trainer")
-                await within(limit_s, "trainer.save (run.train_timeout_s)", saving)
-            if self.parts.workers is not None and finished:
-                await self.parts.workers.write(temporary / BUFFER, finished, progress.batch)
-            if self.workers is not None:
-                if self.config.run.max_staleness > 0:  # rollouts go on: a save holds what is remembered now
-                    await self.workers.mark()
-                await self.workers.save(temporary / MEMORY)
-            path = folder.commit(temporary, state)
-        except (OSError, CheckpointError) as error:
-            folder.discard()
-            reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
-            kept = folder.all()
-            rest = f"{kept[-1]} is intact; make room and continue with --resume" if kept else "nothing was saved before"
-            raise CheckpointError(
-                f"{self.folder.checkpoints}: cannot save batch {progress.batch}: {reason}; {rest}"
-            ) from error
-        self.queues.emit("checkpoint_saved", step=progress.batch, path=path)
-
-    def _state(self, progress: Progress) -> RunState:
-        return RunState(
-            batch=progress.batch,
-            version=progress.version,
-            producer=self.producer.state(),
-            components={place: dict(state) for place, c in _stateful(self.config).items() if (state := c.state())},
-            config=self.config.model_dump(mode="json"),
-            evaluations=self.evaluator.pending() if self.evaluator is not None else (),
-        )
-
-
-def _stateful(config: RunConfig) -> dict[str, Component]:
-    """Components whose state a checkpoint holds, by a name that does not depend on their order in the recipe."""
-    trackers = {f"trackers/{type(tracker).model_fields['kind'].default}": tracker for tracker in config.trackers}
-    return {"buffer": config.buffer, **trackers}
 
 
 def _forget_samples(folder: RunFolder, state: RunState, *, buffered: Sequence[int]) -> None:

@@ -130,10 +130,12 @@ async def check_trainer(
     batch = random_batch([(1, 1, 1), (1, 1, 1)], steps=2, silent=0.0, vocab_size=vocab_size)
     async with asyncio.timeout(timeout_s):
         await _check_step(trainer, batch, roles)
-        await trainer.save(folder / "contract")
+        finish = await trainer.save(folder / "contract")
         saved = await _logprobs(trainer, batch)
         step = trainer.step
         losses = await _check_step(trainer, replace(batch, index=1), roles)
+        if finish is not None:  # what is saved is what was there when save returned
+            await finish()
         await trainer.load(folder / "contract")
         assert trainer.step == step, "load takes up the number of steps"
         assert await _logprobs(trainer, batch) == saved, "load takes up the policy, bit by bit"

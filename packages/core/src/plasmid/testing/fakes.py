@@ -32,7 +32,7 @@ from plasmid import (
     VersionSpan,
     hookimpl,
 )
-from plasmid.protocols import PauseMode, ScoresRef, SyncPlan, TrainReport, Wire
+from plasmid.protocols import Finish, PauseMode, ScoresRef, SyncPlan, TrainReport, Wire
 from plasmid.types import BucketSum, SyncReceipt
 
 
@@ -42,9 +42,11 @@ class FakeTrainerConfig(TrainerConfig):
     kind: Literal["fake"] = "fake"
     seconds: float = Field(0.001, ge=0)
     """Time that one training call takes."""
+    write_s: float = Field(0.0, ge=0)
+    """Time for which a checkpoint is written while training goes on; 0 writes it at once."""
 
     async def build(self, context: BuildContext) -> Trainer:
-        return FakeTrainer(self.seconds)
+        return FakeTrainer(self.seconds, write_s=self.write_s)
 
 
 class FakeEngineConfig(RolloutEngineConfig):
@@ -87,10 +89,10 @@ class FakeAlgorithm(Algorithm):
 class FakeTrainer:
     """Implements `protocols.Trainer`. Remembers every batch."""
 
-    def __init__(self, seconds: float = 0.001) -> None:
+    def __init__(self, seconds: float = 0.001, *, write_s: float = 0.0) -> None:
         self.step = 0
         self.batches: list[BatchRef] = []
-        self._seconds = seconds
+        self._seconds, self._write_s = seconds, write_s
 
     async def score(self, batch: BatchRef, roles: Sequence[Role]) -> ScoresRef:
         return ScoresRef(batch=batch.index, roles=tuple(roles))
@@ -109,9 +111,18 @@ class FakeTrainer:
         bucket = BucketSum(index=0, num_bytes=8, checksum=version)
         return SyncReceipt(version=version, num_tensors=1, buckets=(bucket,))
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> Finish | None:
         path.mkdir(parents=True)
-        (path / "fake.json").write_text(json.dumps({"step": self.step}))
+        state = json.dumps({"step": self.step})
+
+        async def write() -> None:
+            await asyncio.sleep(self._write_s)
+            (path / "fake.json").write_text(state)
+
+        if self._write_s:
+            return write
+        await write()
+        return None
 
     async def load(self, path: Path) -> None:
         self.step = json.loads((path / "fake.json").read_text())["step"]

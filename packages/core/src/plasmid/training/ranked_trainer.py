@@ -11,7 +11,7 @@ from typing import Any
 from ..batch import BatchRef
 from ..components import BuildContext
 from ..errors import ActorDiedError, DeadlineError, PlasmidError
-from ..protocols import Actor, Resources, ScoresRef, SyncPlan, TrainReport
+from ..protocols import Actor, Finish, Resources, ScoresRef, SyncPlan, TrainReport
 from ..types import Floats, Role, SyncReceipt
 from .rank_batch import RankBatch, split
 from .schedule import Microbatching
@@ -31,12 +31,18 @@ class Seat:
 
 
 async def start_ranks(
-    context: BuildContext, launch: Callable[[Any], Any], setups: Sequence[Any], *, microbatching: Microbatching
+    context: BuildContext,
+    launch: Callable[[Any], Any],
+    setups: Sequence[Any],
+    *,
+    microbatching: Microbatching,
+    saves_behind: bool = False,
 ) -> RankedTrainer:
     """Start one process for each setup and let them meet; nothing is left running after an error.
 
     ``launch`` makes the rank's object out of its setup, in the rank's process. Its methods are those that
     `RankedTrainer` calls; besides ``listen``, asked of the first, and ``join``, which returns the rank's `Seat`.
+    With ``saves_behind`` checkpoints are written while training goes on.
     """
     config = context.config
     timeout_s, threads = config.placement.start_timeout_s, context.threads
@@ -56,6 +62,7 @@ async def start_ranks(
         microbatching=microbatching,
         timeout_s=config.run.train_timeout_s,
         sync_timeout_s=config.run.sync_timeout_s,
+        saves_behind=saves_behind,
     )
     try:
         for outcome in started:
@@ -72,12 +79,19 @@ class RankedTrainer:
     """Implements `protocols.Trainer`."""
 
     def __init__(
-        self, actors: Sequence[Actor], *, microbatching: Microbatching, timeout_s: float, sync_timeout_s: float
+        self,
+        actors: Sequence[Actor],
+        *,
+        microbatching: Microbatching,
+        timeout_s: float,
+        sync_timeout_s: float,
+        saves_behind: bool = False,
     ) -> None:
         self._actors = tuple(actors)
         self._seats: tuple[Seat, ...] = ()
         self._microbatching = microbatching
         self._timeout_s, self._sync_timeout_s = timeout_s, sync_timeout_s
+        self._saves_behind = saves_behind
         self._step = 0
 
     @property
@@ -120,9 +134,22 @@ class RankedTrainer:
         receipt: SyncReceipt = receipts[0]
         return receipt
 
-    async def save(self, path: Path) -> None:
-        """Write the sharded state into the folder."""
-        await self._all("save", path.absolute())
+    async def save(self, path: Path) -> Finish | None:
+        """Write the sharded state into the folder; see `protocols.Trainer` for what is returned.
+
+        A rank whose ``save`` returns True is still writing. Its ``written``, a coroutine function, returns bytes that
+        the first rank's ``conclude`` then gets from all, in rank order. Neither keeps a rank from training.
+        """
+        if not any(await self._all("save", path.absolute())):
+            return None
+        if self._saves_behind:
+            return self._written
+        await self._written()
+        return None
+
+    async def _written(self) -> None:
+        written = await self._all("written")
+        await self._actors[0].call("conclude", written, timeout_s=self._timeout_s)
 
     async def load(self, path: Path) -> None:
         """Take up a saved state exactly, also with another number of ranks."""
