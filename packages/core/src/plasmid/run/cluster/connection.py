@@ -6,13 +6,16 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
 
 from ...errors import PlasmidError, one_line
+
+KNOCK_S = 10.0
 
 
 def start_ray() -> None:
@@ -29,19 +32,35 @@ def start_ray() -> None:
                 logging_level=logging.ERROR,
                 log_to_driver=False,
             )
-    except (RayError, RuntimeError, OSError, ValueError) as error:
-        raise PlasmidError(f"ray did not start: {one_line(error)}") from error
+    except Exception as error:  # boundary: what Ray raises when a process of its own does not come up is of any kind
+        raise PlasmidError(
+            f"ray did not start on this machine: {one_line(error)}; its logs are in {_logs()}; if the machine is busy, "
+            "try again later, or start Ray yourself with `ray start --head` and set placement.address"
+        ) from error
 
 
 def join_ray(address: str) -> None:
     try:
         with _own_sigterm():
+            if address != "auto":
+                _knock(address)
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (RayError, RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # boundary: as above
         raise PlasmidError(
             f"the Ray cluster at {address} cannot be joined: {one_line(error)}; it must run, this machine must be "
             "part of it, and both must have the same Ray and Python"
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens: Ray itself would try for many minutes."""
+    host, port = address.rsplit(":", 1)
+    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+
+
+def _logs() -> Path:
+    """Where Ray's processes log, as Ray itself finds it."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray/session_latest/logs"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,58 @@
+"""A Ray that does not come up, or cannot be joined, is one line."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+STARTING = "run: starting; everything that the run writes goes there\n"
+LOGS = "ray/session_latest/logs; if the machine is busy, try again later, or start Ray yourself with `ray start --head`"
+WITHOUT_RAYLET = """
+import sys
+import ray._private.services
+from plasmid_cli.main import app
+ray._private.services.RAYLET_EXECUTABLE = sys.argv[1]
+app(["train", "recipe.toml", "placement.address=local"])
+"""
+
+
+def test_a_ray_that_does_not_start_says_why_and_where_its_logs_are(rl, monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)  # not installed
+    monkeypatch.setenv("RAY_object_spilling_config", '{"type": "smart_open", "params": {"uri": "s3://bucket"}}')
+    (said,) = rl("train", "recipe.toml", "placement.address=local", printed=STARTING)
+    assert said.startswith("ray did not start on this machine: ModuleNotFoundError: ")
+    assert said.endswith(f"{LOGS} and set placement.address")
+
+
+def test_a_cluster_at_whose_address_nobody_listens_is_told_at_once(rl):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        (said,) = rl("train", "recipe.toml", f"placement.address={address}", printed=STARTING)
+    assert said.startswith(f"the Ray cluster at {address} cannot be joined: ConnectionRefusedError: ")
+    assert said.endswith("; it must run, this machine must be part of it, and both must have the same Ray and Python")
+
+
+@pytest.fixture
+def short_folder():
+    """One whose path leaves room for the names of Ray's sockets, which pytest's do not."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as path:
+        yield Path(path)
+
+
+@pytest.mark.long
+def test_a_ray_whose_own_process_does_not_come_up_in_time_is_one_line(folder, short_folder):
+    command = [sys.executable, "-c", WITHOUT_RAYLET, shutil.which("false")]
+    environment = {**os.environ, "RAY_TMPDIR": str(short_folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "Exception: The current node timed out during startup" in said
+    assert f"; its logs are in {short_folder}/{LOGS}" in said
+    assert (short_folder / "ray/session_latest/logs").is_dir()
