@@ -1,10 +1,12 @@
 """On one batch Megatron gives what FSDP gives, however the model is laid out over ranks."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from megatron_cases import ADAM, FSDP_ADAM, Ranks, assert_alike, make_batch, outcome, plain_outcome
 from megatron_layouts import LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS, MORE_MOE_LAYOUTS
+from plasmid.run.local import LocalRef
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def by_fsdp(rank_processes, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_transformers(tiny_moe, tmp_path_factory):
-    """What transformers gives of the mixture of experts, whose folders FSDP does not load."""
+    """What transformers in one piece gives of the mixture of experts."""
     return plain_outcome(tiny_moe, tmp_path_factory.mktemp("plain"))
 
 
@@ -59,10 +61,43 @@ def test_experts_learn_as_with_transformers(layout, ranks, by_transformers, tiny
     asyncio.run(check(ranks, tmp_path, MOE_LAYOUTS[layout], by_transformers, model=tiny_moe))
 
 
+def test_experts_learn_as_with_fsdp(ranks, by_fsdp, tiny_moe, tmp_path):
+    asyncio.run(check(ranks, tmp_path, MOE_LAYOUTS["ep2"], by_fsdp(tiny_moe), model=tiny_moe))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("layout", MORE_MOE_LAYOUTS)
 def test_experts_learn_as_with_transformers_in_other_layouts(layout, ranks, by_transformers, tiny_moe, tmp_path):
     asyncio.run(check(ranks, tmp_path, MORE_MOE_LAYOUTS[layout], by_transformers, model=tiny_moe))
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2", "cp2", *(pytest.param(n, marks=pytest.mark.long) for n in ("one", "pp2", "dp2"))]
+)
+def test_padding_that_was_drawn_is_embedded_as_with_fsdp_and_not_trained(layout, ranks, tiny_tied, tmp_path):
+    """A new model embeds it as zeros, which a norm would make gradients in the thousands of."""
+    batch = with_padding(make_batch())
+    num_ranks, trainer = LAYOUTS[layout]
+
+    async def run():
+        options = {"batch": batch, "model": tiny_tied}
+        theirs = await outcome(ranks, tmp_path / "fsdp", kind="fsdp", trainer=FSDP_ADAM, **options)
+        ours = await outcome(ranks, tmp_path / "out", num_ranks=num_ranks, trainer=ADAM | trainer, **options)
+        assert theirs.reports[0]["train/grad_norm"] < 100
+        assert_alike(ours, theirs, 1e-5)
+
+    asyncio.run(run())
+
+
+def with_padding(batch):
+    """The batch with the padding's token in the middle of every sample."""
+    groups = []
+    for group in batch.groups:
+        rows = group.rows.get()
+        token_ids = rows.token_ids.copy()
+        token_ids[rows.offsets[:-1] + 3] = 0
+        groups.append(replace(group, rows=LocalRef(replace(rows, token_ids=token_ids))))
+    return replace(batch, groups=tuple(groups))
 
 
 def test_several_steps_on_a_batch_give_what_fsdp_gives(ranks, tmp_path):

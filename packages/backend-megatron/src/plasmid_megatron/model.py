@@ -43,6 +43,9 @@ class Backbone(GPTModel):  # type: ignore[misc]
             rotary = self.rotary_pos_emb
             with torch.device("cpu"):  # also where all else is made without memory
                 rotary.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device)
+        padding = getattr(architecture.hf, "pad_token_id", None)
+        if self.pre_process and padding is not None:
+            keep_embedding(self.embedding.word_embeddings, padding % architecture.vocab_size)
 
     shares_embedding = True
 
@@ -64,6 +67,21 @@ class Backbone(GPTModel):  # type: ignore[misc]
     def _postprocess(self, hidden_states: Tensor, *unused: Any, **options: Any) -> Tensor:
         """Megatron would compute the logits of all tokens here."""
         return hidden_states
+
+
+def keep_embedding(embeddings: nn.Module, token: int) -> None:
+    """Let no gradient reach the embedding of one token.
+
+    transformers has the padding's embedding untrained, also where a policy draws the token in the middle of a text.
+    """
+
+    def without_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        found = inputs[0] == token  # [1, T]
+        if module.reduce_scatter_embeddings:  # [T / ranks, 1, H]
+            found = found.T.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
+        return torch.where(found[..., None], output.detach(), output)
+
+    embeddings.register_forward_hook(without_gradient)
 
 
 class LanguageModel(Backbone):
