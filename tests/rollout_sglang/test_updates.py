@@ -11,6 +11,7 @@ from plasmid.errors import EngineError, SyncError
 from plasmid.rollout.execution import join
 from plasmid.sync import compare, make_buckets, send_weights
 from plasmid.types import StopReason
+from plasmid_sglang.read_back import holds
 from sgl_cases import changed, make_request, plain_logprobs, plain_model, publish
 
 WIRES = ["http", "disk", "broadcast"]
@@ -201,8 +202,6 @@ def test_a_server_error_names_the_server_and_what_it_said(shared):
 
 
 def test_a_tensor_is_found_in_fused_sharded_and_padded_parameters():
-    from plasmid_sglang.read_back import holds
-
     tensor = torch.arange(24.0).view(6, 4)
     assert holds(tensor.flatten(), tensor)
     assert holds(tensor[3:].flatten(), tensor)
@@ -210,3 +209,10 @@ def test_a_tensor_is_found_in_fused_sharded_and_padded_parameters():
     assert holds(tensor.T.flatten(), tensor)
     assert not holds(tensor.flatten() + 1, tensor)
     assert not holds(tensor.flatten()[:5], tensor)
+
+
+def test_the_rank_that_holds_the_end_of_a_padded_tensor_has_a_rest():
+    tensor = torch.arange(57 * 4).reshape(57, 4).float()  # 57 rows, which two ranks pad to 64
+    assert holds(tensor[:32].flatten(), tensor) and holds(tensor[32:].flatten(), tensor)
+    assert holds(tensor[16:32].flatten(), tensor) and holds(tensor[48:].flatten(), tensor)  # four ranks
+    assert not holds(tensor[1:33].flatten(), tensor) and not holds(tensor[31:56].flatten(), tensor)

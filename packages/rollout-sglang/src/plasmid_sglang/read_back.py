@@ -59,21 +59,26 @@ def _nan(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def holds(got: Tensor, sent: Tensor) -> bool:
-    """True if ``got``, read in row-major order, is the tensor or one of the equal parts that ranks may hold of it."""
-    if got.numel() == 0 or sent.numel() % got.numel():
+    """True if ``got``, read in row-major order, is the tensor or the part that one of several ranks holds of it."""
+    if got.numel() == 0 or got.numel() > sent.numel():
         return False
-    return any(torch.equal(_bits(got), _bits(part.to(got.dtype))) for part in _parts(sent, sent.numel() // got.numel()))
+    return any(torch.equal(_bits(got), _bits(part.to(got.dtype))) for part in _parts(sent, got.numel()))
 
 
-def _parts(tensor: Tensor, count: int) -> Iterator[Tensor]:
-    if count == 1:
+def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    """The parts with so many elements. Padding behind the tensor leaves the rank that holds its end with a rest."""
+    if size == tensor.numel():
         yield tensor
         if tensor.dim() == 2:
             yield tensor.T
         return
     for dim in range(tensor.dim()):
-        if tensor.shape[dim] % count == 0:
-            yield from tensor.chunk(count, dim)
+        length = tensor.shape[dim]
+        count, odd = divmod(size * length, tensor.numel())
+        if odd:
+            continue
+        yield tensor.narrow(dim, length - count, count)
+        yield from (tensor.narrow(dim, first, count) for first in range(0, length - count + 1, count))
 
 
 def _bits(tensor: Tensor) -> Tensor:
