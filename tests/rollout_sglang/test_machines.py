@@ -1,5 +1,6 @@
 """Servers on several machines: which machine holds which engine, and where they listen."""
 
+import socket
 from datetime import timedelta
 from threading import Thread
 
@@ -7,20 +8,56 @@ import pytest
 import torch
 from plasmid.errors import ConfigError
 from plasmid.recipe import merge, resolve
+from plasmid_sglang.followers import held_ports
 from plasmid_sglang.group import Group, Host
 from plasmid_sglang.process import address_to_listen_on
 from sgl_cases import make_context
 
 
-def placed(tmp_path, **placement):
-    plain = make_context(tmp_path, tmp_path, gpus_per_engine=2, ranks=4).config.model_dump(mode="json")
+def placed(tmp_path, *, gpus_per_engine=2, engine_ranks=4, pipeline=1, **placement):
+    server_args = {} if pipeline == 1 else {"pp_size": pipeline}
+    settings = {"gpus_per_engine": gpus_per_engine, "ranks": engine_ranks, "server_args": server_args}
+    plain = make_context(tmp_path, tmp_path, **settings).config.model_dump(mode="json")
     return resolve(merge(plain, {"run": {"prompts_per_batch": 8}, "placement": placement}))
 
 
-def test_an_engine_that_would_lie_on_two_machines_is_refused(tmp_path):
-    placed(tmp_path, nodes=2, trainer_ranks=4)
-    with pytest.raises(ConfigError, match="gpus_per_engine: 2 GPUs of an engine must be on one machine, and over"):
-        placed(tmp_path, nodes=2, trainer_ranks=2)  # three ranks each: the first engine has one on either
+def test_an_engine_has_as_many_gpus_on_each_of_its_machines(tmp_path):
+    placed(tmp_path, nodes=2, trainer_ranks=4)  # two servers on one machine
+    placed(tmp_path, nodes=2, trainer_ranks=2)  # three ranks each: the first server has one on either
+    with pytest.raises(ConfigError) as error:
+        placed(tmp_path, nodes=2, trainer_ranks=2, gpus_per_engine=4)
+    assert str(error.value) == (
+        "rollout.gpus_per_engine: 4 over placement.nodes = 2 makes an engine of 1 + 3 GPUs on 2 machines, and SGLang "
+        "wants as many on each; choose other numbers of ranks"
+    )
+
+
+def test_stages_of_a_pipeline_are_spread_over_machines_evenly(tmp_path):
+    placed(tmp_path, nodes=4, trainer_ranks=12, engine_ranks=12, gpus_per_engine=12, pipeline=2)
+    with pytest.raises(ConfigError, match=r"engine of 3 machines, over which server_args.pp_size = 2 stages cannot be"):
+        placed(tmp_path, nodes=6, trainer_ranks=12, engine_ranks=12, gpus_per_engine=12, pipeline=2)
+
+
+def test_a_release_is_told_of_machines_by_the_engine_alone(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        make_context(tmp_path, tmp_path, server_args={"nnodes": 2, "dist_init_addr": "10.0.0.1:5000"})
+    assert str(error.value).splitlines() == [
+        "rollout.server_args: nnodes: is set by the engine itself; remove it",
+        "rollout.server_args: dist_init_addr: is set by the engine itself; remove it",
+    ]
+
+
+def test_ports_of_a_meeting_are_kept_until_they_are_opened():
+    with held_ports("127.0.0.1", 3) as first:
+        for port in range(first, first + 3):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+        with socket.socket() as anybody:
+            anybody.bind(("127.0.0.1", 0))
+            assert anybody.getsockname()[1] not in range(first, first + 3)
+        store = torch.distributed.TCPStore("127.0.0.1", first, 1, is_master=True)  # as SGLang's first rank does
+        store.set("met", "yes")
+        assert store.get("met") == b"yes"
 
 
 def test_servers_listen_where_the_machines_of_the_run_reach_each_other(monkeypatch):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from plasmid.errors import EngineError, SyncError
+from plasmid.protocols import Actor
 from plasmid.types import SyncReceipt
 
 from .api import Abilities, Api
+from .followers import Followers
 from .process import Server, ServerOptions
 from .receiving import Commands, Order, Update
 
@@ -29,9 +32,10 @@ class Started:
 class EngineServer:
     """One server. Methods are called by the driver and by trainer ranks; all may run at once."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, followers: Sequence[Actor] = ()) -> None:
         self._options = options
-        self._server = Server(options)
+        self._followers = Followers(followers)
+        self._server = Server(options, self._followers)
         self._api: Api | None = None
         self._commands: Commands | None = None
         self._update: Update | None = None
@@ -53,8 +57,9 @@ class EngineServer:
         return self._commands
 
     async def exit_code(self) -> int | None:
-        """How the server ended; None while it runs."""
-        return self._server.exit_code()
+        """How the server ended, or a part of it on another machine; None while all runs."""
+        code = self._server.exit_code()
+        return code if code is not None else await self._followers.exit_code()
 
     async def open_update(self, order: Order) -> None:
         """Get ready for a weight sync; an earlier one that is not complete is over."""
@@ -112,11 +117,14 @@ class EngineServer:
         """End the server at once."""
         await self._leave()
         await asyncio.to_thread(self._server.kill)
+        await self._followers.kill()
 
     async def close(self) -> None:
         """End the server."""
         await self._leave()
         await self._server.stop()
+        with contextlib.suppress(EngineError):  # they end with their actors, too
+            await self._followers.kill()
 
     async def _leave(self) -> None:
         if self._update is not None:
@@ -125,3 +133,31 @@ class EngineServer:
         if self._api is not None:
             await self._api.close()
             self._api = None
+
+
+class Follower:
+    """The part of a server on another machine than its first. The first tells it what to do, and ends with it."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._server = Server(options, Followers(()))
+
+    async def start(self, meeting: Mapping[str, Any]) -> None:
+        """Begin, or begin anew; returns at once."""
+        await self.kill()
+        self._server.follow(meeting)
+
+    async def ended(self) -> str:
+        """See `Server.ended`."""
+        return self._server.ended()
+
+    async def exit_code(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._server.exit_code()
+
+    async def kill(self) -> None:
+        """End it."""
+        await asyncio.to_thread(self._server.kill)
+
+    async def close(self) -> None:
+        """End it."""
+        await self.kill()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,20 @@ def die_with(parent: int) -> None:
 
 def serve(arguments: dict[str, Any]) -> None:
     """Run a server until its end."""
+    bind_threads(arguments)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
     run_server(ServerArgs(**arguments))
+
+
+def bind_threads(arguments: Mapping[str, Any]) -> None:
+    """On the CPU, let ranks share the cores: SGLang wants a NUMA node for each unless it is told what cores to take."""
+    ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1)
+    if arguments.get("device") != "cpu" or ranks <= len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))):
+        return
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * (ranks // arguments.get("nnodes", 1))))
 
 
 def route(arguments: dict[str, Any]) -> None:

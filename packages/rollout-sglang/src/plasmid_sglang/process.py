@@ -1,4 +1,7 @@
-"""One SGLang server as a child process: its port, its start with a deadline, its log, its end."""
+"""One SGLang server as a child process: its port, its start with a deadline, its log, its end.
+
+If it spans machines, this is the process on the first of them, which serves; those on the others do as it does.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from plasmid.errors import EngineError
 from plasmid.run.host import last_lines, own_address
 
 from .api import Api
+from .followers import Followers
 
 TRIES = 5
 """Ports to try: somebody may take one between our look and the server's start."""
@@ -49,8 +53,8 @@ class ServerOptions:
 class Server:
     """The process. `start` may be called again after `stop`."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        self._options = options
+    def __init__(self, options: ServerOptions, followers: Followers) -> None:
+        self._options, self._followers = options, followers
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -60,18 +64,26 @@ class Server:
         for _ in range(TRIES):
             host = address_to_listen_on(self._options.host)
             port, name = free_port(host), uuid.uuid4().hex
-            self._spawn(host, port, name)
-            if await self._ready(f"http://{_bracketed(host)}:{port}", name, deadline):
-                return self.url
+            with self._followers.meeting() as meeting:
+                await self._followers.start(meeting)
+                self.spawn({**meeting, "host": host, "port": port, "served_model_name": name})
+                if await self._ready(f"http://{_bracketed(host)}:{port}", name, deadline):
+                    return self.url
+                await self._followers.kill()
         raise EngineError(f"{self._options.name}: no port of {TRIES} tried could be had; {self._last_words()}")
 
-    def _spawn(self, host: str, port: int, name: str) -> None:
+    def follow(self, meeting: Mapping[str, Any]) -> None:
+        """Bring up the process on another machine than the first, which serves nothing but its health."""
+        host = address_to_listen_on(self._options.host)
+        self.spawn({**meeting, "host": host, "port": free_port(host)})
+
+    def spawn(self, chosen: Mapping[str, Any]) -> None:
+        """Begin, with arguments that are of this start alone."""
         options = self._options
         options.folder.mkdir(parents=True, exist_ok=True)
         options.log_file.parent.mkdir(parents=True, exist_ok=True)
         file = options.folder / "arguments.json"
-        arguments = {**options.arguments, "host": host, "port": port, "served_model_name": name}
-        file.write_text(json.dumps(arguments, indent=1))
+        file.write_text(json.dumps({**options.arguments, **chosen}, indent=1))
         with options.log_file.open("ab") as log:
             self._begin = log.tell()
             self._process = subprocess.Popen(
@@ -88,12 +100,13 @@ class Server:
         api = Api(url)
         try:
             while True:
-                if (code := self.exit_code()) is not None:
+                if self.exit_code() is not None:
                     if TAKEN in self._log().lower():
                         return False
-                    raise EngineError(
-                        f"{self._options.name}: ended with code {code} while starting; {self._last_words()}"
-                    )
+                    raise EngineError(self.ended())
+                if other := await self._followers.ended():
+                    self.kill()
+                    raise EngineError(other)
                 if time.monotonic() > deadline:
                     self.kill()
                     raise EngineError(
@@ -112,6 +125,13 @@ class Server:
     def exit_code(self) -> int | None:
         """How the process ended; None while it runs."""
         return None if self._process is None else self._process.poll()
+
+    def ended(self) -> str:
+        """How the process ended while the server was starting; empty while it runs."""
+        code = self.exit_code()
+        return (
+            "" if code is None else f"{self._options.name}: ended with code {code} while starting; {self._last_words()}"
+        )
 
     def _log(self) -> str:
         with self._options.log_file.open("rb") as file:

@@ -11,6 +11,7 @@ from plasmid.protocols import PauseMode, RolloutEngine
 from pydantic import Field, field_validator, model_validator
 
 from .exactness import exact_mistakes
+from .followers import uneven
 from .schema import knows, mistakes
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ FIXED = (
     "custom_weight_loader",
     "skip_server_warmup",
     "skip_tokenizer_init",
+    "nnodes",
+    "node_rank",
+    "dist_init_addr",
     "base_gpu_id",
     "gpu_id_step",
     "log_requests",
@@ -56,7 +60,8 @@ class SGLang(RolloutEngineConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type of weights and KV cache; ``auto`` is float32 on the CPU and bfloat16 on a GPU."""
     gpus_per_engine: int = Field(1, ge=1)
-    """GPUs of one server; its tensor parallel size is this over ``server_args.pp_size``, or what `server_args` says."""
+    """GPUs of one server, on one machine or as many on each of several; its tensor parallel size is this over
+    ``server_args.pp_size``, or what `server_args` says."""
     server_args: Mapping[str, Any] = Field(default_factory=dict)
     """Any other field of the installed SGLang's ``ServerArgs``, under its own name."""
     router_args: Mapping[str, Any] = Field(default_factory=dict)
@@ -192,13 +197,13 @@ class SGLang(RolloutEngineConfig):
         size = self.gpus_per_engine
         slots = place.slots(trainers=place.trainer_ranks, engines=place.engine_ranks, evals=place.eval_ranks)
         for nodes in (slots.engine, slots.evaluation):
-            parts = (set(nodes[first : first + size]) for first in range(0, len(nodes), size))
-            if any(len(part) > 1 for part in parts):
-                yield (
-                    f"rollout.gpus_per_engine: {size} GPUs of an engine must be on one machine, and over "
-                    f"placement.nodes = {place.nodes} they would not; choose ranks so that machines hold whole engines"
-                )
-                return
+            for first in range(0, len(nodes) - size + 1, size):
+                if why := uneven(nodes[first : first + size], self.server_args.get("pp_size", 1)):
+                    yield (
+                        f"rollout.gpus_per_engine: {size} over placement.nodes = {place.nodes} makes an engine of "
+                        f"{why}; choose other numbers of ranks"
+                    )
+                    return
 
     def canary(self) -> float:
         """Largest difference to the trainer after each weight sync: SGLang loads weights by code of its own."""

@@ -9,16 +9,17 @@ from typing import Any
 from plasmid.components import BuildContext
 from plasmid.config import RunConfig
 from plasmid.errors import ConfigError
-from plasmid.protocols import Actor, Resources, RolloutEngine
+from plasmid.protocols import Actor, Bundle, Resources, RolloutEngine
 from plasmid.training.model_folder import is_torch_dist
 from plasmid.waiting import together
 
-from .actor import EngineServer, Started
+from .actor import EngineServer, Follower, Started
 from .api import Api
 from .bulletin import BulletinFile
 from .engine import EngineOptions, SGLangEngine
 from .exactness import exact_arguments
 from .external import ExternalServer
+from .followers import by_machine
 from .loader import NAME
 from .members import Member, Watch
 from .planning import Planner
@@ -59,9 +60,8 @@ async def start_members(settings: SGLang, context: BuildContext) -> list[Member]
     on_gpu = context.on_gpu
     arguments = server_arguments(settings, context.config, on_gpu=on_gpu)
 
-    async def start(index: int) -> Member:
-        name = f"{context.engine_name}-{index}"
-        options = ServerOptions(
+    def options_of(name: str) -> ServerOptions:
+        return ServerOptions(
             name=name,
             arguments=arguments,
             host=settings.host,
@@ -70,13 +70,26 @@ async def start_members(settings: SGLang, context: BuildContext) -> list[Member]
             start_s=place.start_timeout_s,
             env=environment(context.threads, on_gpu=on_gpu),
         )
-        resources = Resources(bundles=bundles[index * size : (index + 1) * size], env={"OMP_NUM_THREADS": "1"})
+
+    async def start_actor(factory: type, name: str, own: tuple[Bundle, ...], *args: object) -> Actor:
+        resources = Resources(bundles=own, env={"OMP_NUM_THREADS": "1"})
+        return await context.cluster.start(
+            factory, options_of(name), *args, name=name, resources=resources, timeout_s=ACTOR_S
+        )
+
+    async def start(index: int) -> Member:
+        name = f"{context.engine_name}-{index}"
+        first, *others = by_machine(bundles[index * size : (index + 1) * size])
+        followers: list[Actor] = []
 
         async def make() -> Actor:
-            return await context.cluster.start(EngineServer, options, name=name, resources=resources, timeout_s=ACTOR_S)
+            await together(follower.stop(grace_s=0.1) for follower in followers)
+            nodes = enumerate(others, 1)
+            followers[:] = await together(start_actor(Follower, f"{name}-node-{i}", own) for i, own in nodes)
+            return await start_actor(EngineServer, name, first, tuple(followers))
 
         actor = await make()
-        started: Started = await actor.call("start", timeout_s=options.start_s + ACTOR_S)
+        started: Started = await actor.call("start", timeout_s=place.start_timeout_s + ACTOR_S)
         return Member(name, actor, make, Api(started.url), started.abilities)
 
     return await together(start(i) for i in range(len(bundles) // size))
