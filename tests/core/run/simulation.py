@@ -33,6 +33,8 @@ class Chances:
     rollout_s: float
     train_s: float
     save_s: float
+    write_s: float = 0.0
+    """For which a checkpoint is written while the run goes on."""
 
     def fate(self, draw_id: int) -> str:
         """What becomes of a draw; the same however often it is rolled out."""
@@ -100,7 +102,7 @@ class Trainer(FakeTrainer):
     """Trains for a random time and checks what it is given."""
 
     def __init__(self, simulation, engine, delays):
-        super().__init__()
+        super().__init__(write_s=simulation.chances.write_s)
         self.simulation, self.engine, self.delays = simulation, engine, delays
 
     async def pass_time(self, mean_s):
@@ -121,7 +123,7 @@ class Trainer(FakeTrainer):
 
     async def save(self, path):
         await self.pass_time(self.simulation.chances.save_s)
-        await super().save(path)
+        return await super().save(path)
 
 
 @dataclass
@@ -151,6 +153,7 @@ class Simulation:
         workers = Workers(self.chances, engine, store, delays)
         parts = Parts(cluster=Cluster(store), trainer=trainer, engine=engine, workers=workers)
         state = restore(self.folder, self.config) if self.checkpoints() else None
+        assert state is None or not list(self.folder.checkpoints.glob(".tmp-*"))
         begun = state.state.batch if state else 0
         if state is None:  # as a user must who begins anew
             shutil.rmtree(self.folder.path, ignore_errors=True)

@@ -19,7 +19,7 @@ from plasmid.run.checkpoint import CheckpointFolder, RunState
 from plasmid.testing.rewards import make_prompt
 
 SETTINGS = {"filters": [{"kind": "even-group"}], "checkpoint": {"every": 2, "keep_last": 10}}
-TIMES = ("perf/", "memory/", "gpu/", "engine/")
+TIMES = ("perf/", "memory/", "gpu/", "engine/", "sync/transfer_s")
 
 
 def curve(runner):

@@ -59,6 +59,7 @@ CHANCES = st.builds(
     rollout_s=st.sampled_from([0.1, 1.0, 10.0]),
     train_s=st.sampled_from([0.1, 1.0, 10.0]),
     save_s=st.sampled_from([0.1, 10.0]),
+    write_s=st.sampled_from([0.0, 1.0, 30.0]),
 )
 RUNS = st.fixed_dictionaries(
     {
@@ -108,12 +109,13 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.parametrize("write_s", [0.0, 2.0])
 @pytest.mark.parametrize("how", ["stop", "kill"])
 @pytest.mark.parametrize("sync_every", [1, 2])
 @pytest.mark.parametrize("bound", [0, 2])
-def test_a_run_that_is_broken_twice_loses_nothing(plain, bound, sync_every, how):
+def test_a_run_that_is_broken_twice_loses_nothing(plain, bound, sync_every, how, write_s):
     run = {"max_staleness": bound, "sync_every": sync_every, "prompts_per_batch": 3, "batches": 6, "over_sampling": 1.0}
-    chances = Chances(seed=1, dropped=0.3, rollout_s=1.0, train_s=0.5, save_s=0.5)
+    chances = Chances(seed=1, dropped=0.3, rollout_s=1.0, train_s=0.5, save_s=0.5, write_s=write_s)
     every = 1 if how == "kill" else 0  # a stop saves by itself what was under way
     simulate(plain, chances, run, -1, every, ("oldest-first", "drop"), [(how, 0.3), (how, 0.3)])
 
