@@ -140,6 +140,14 @@ def test_what_the_server_refuses_is_a_completion_with_its_reason():
     )
 
 
+def test_a_request_that_a_pause_found_unbegun_is_to_be_asked_again():
+    """0.5.17 refuses it, where later releases answer that it was cut off."""
+    request = make_request(1)
+    answer = {"error": {"message": f"Request {request.id}~77.3 was aborted"}}
+    cut = wording.completion(request, 400, answer, has_spans=False)
+    assert cut.stop_reason is StopReason.ABORT and cut.error is None and len(cut.token_ids) == 0
+
+
 def test_a_deadline_ends_a_request(shared):
     request = replace(make_request(1), deadline_s=0.5)
 

@@ -15,7 +15,7 @@ from plasmid.types import SyncReceipt
 
 from .bulletin import Bulletin, BulletinFile
 from .client import ClientOptions, SGLangClient
-from .gauges import Load, busy, gauges
+from .gauges import Load, Speeds, busy, gauges
 from .lost import lost
 from .members import Condition, Member, Members, Watch, each
 from .planning import Planner
@@ -51,6 +51,7 @@ class SGLangEngine:
         self._options = options
         self._planner, self._bulletin = planner, bulletin
         self.members = Members(members, options.watch, self._announce)
+        self._speeds = Speeds()
         self._paused = False
         self._draining = False
         self._asleep: set[str] = set()
@@ -260,7 +261,7 @@ class SGLangEngine:
         await each(self.members.running(), look)  # those that do not answer are somebody else's business
         restarts = sum(member.restarts for member in self.members.all)
         return {
-            **gauges(dict(sorted(loads.items()))),
+            **gauges(dict(sorted(loads.items())), self._speeds),
             "engine/serving": float(len(self.members.serving())),
             "engine/restarts": float(restarts),
         }

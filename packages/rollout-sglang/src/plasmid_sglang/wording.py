@@ -51,6 +51,9 @@ def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any],
     if status != 200:
         error = answer.get("error", answer)
         text = error.get("message", error) if isinstance(error, Mapping) else error
+        if str(text).startswith(f"Request {request.id}~") and str(text).endswith(" was aborted"):
+            # 0.5.17 answers so where a pause finds a request that it has not begun: nothing is wrong with it
+            return _empty(request, StopReason.ABORT)
         return finished(request, error=f"the server refused the request: {text}")
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
@@ -74,13 +77,17 @@ def finished(request: GenerateRequest, *, error: str | None = None) -> Completio
     """A completion without tokens: there is no room for more, or it failed."""
     if error is None and request.num_generated == 0:
         error = f"the prompt of {len(request.token_ids)} tokens leaves no room; raise model.max_length or shorten it"
+    return _empty(request, StopReason.LENGTH if error is None else StopReason.ERROR, error)
+
+
+def _empty(request: GenerateRequest, reason: StopReason, error: str | None = None) -> Completion:
     return Completion(
         request_id=request.id,
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
         versions=(),
         kept=KeptSet.whole(0) if request.wants_kept_set else None,
-        stop_reason=StopReason.LENGTH if error is None else StopReason.ERROR,
+        stop_reason=reason,
         error=error,
     )
 
