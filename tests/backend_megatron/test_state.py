@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from megatron_cases import fit, largest_difference, make_batch, weights_of
+from megatron_families import make_family
 from plasmid.errors import CheckpointError
 
 ADAM = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01, "optimizer": {"adam_eps": 1e-3}}
@@ -62,10 +63,38 @@ def test_experts_continue_in_the_same_layout(layout, ranks, tiny_moe, tmp_path):
     assert_continues(ranks, layout, layout, tmp_path, model=tiny_moe)
 
 
+EP2, EP4 = (2, {"expert_parallel": 2}), (4, {"expert_parallel": 4, "tensor_parallel": 2, "expert_tensor_parallel": 1})
+EP2_PP2 = (4, {"expert_parallel": 2, "pipeline_parallel": 2})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ONE, EP2),
+        pytest.param(EP2, ONE, marks=pytest.mark.long),
+        pytest.param(EP2, EP4, marks=pytest.mark.long),
+        pytest.param(EP4, TP2, marks=pytest.mark.long),
+        pytest.param(DP2, EP2, marks=pytest.mark.long),
+        pytest.param(EP2, EP2_PP2, marks=pytest.mark.long),
+    ],
+    ids=["one-ep2", "ep2-one", "ep2-ep4", "ep4-tp2", "dp2-ep2", "ep2-ep2pp2"],
+)
+def test_experts_continue_in_another_split(before, after, ranks, tiny_moe, tmp_path):
+    assert_continues(ranks, before, after, tmp_path, model=tiny_moe)
+
+
 @pytest.mark.long
-def test_another_split_of_the_experts_is_refused_with_the_way_out(ranks, tiny_moe, tmp_path):
+def test_ranks_without_experts_continue_beside_those_with_them(ranks, tmp_path):
+    """The first pipeline rank has dense layers alone, and so one optimizer less than the others."""
+    model = make_family(tmp_path / "model", "GLM-4.5")
+    assert_continues(ranks, EP2_PP2, EP2_PP2, tmp_path, model=model)
+
+
+@pytest.mark.long
+def test_without_megatrons_distributed_optimizer_another_split_is_refused_with_the_way_out(ranks, tiny_moe, tmp_path):
+    one, split = ({"distributed_optimizer": False} | trainer for trainer in ({}, {"expert_parallel": 2}))
     with pytest.raises(CheckpointError, match=r"set trainer\.expert_parallel to what it was saved with"):
-        assert_continues(ranks, ONE, (2, {"expert_parallel": 2}), tmp_path, model=tiny_moe)
+        assert_continues(ranks, (1, one), (2, split), tmp_path, model=tiny_moe)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -70,6 +71,24 @@ def let_sgd_be_loaded(optimizer: Any) -> None:
     for part in optimizer.chained_optimizers:
         if part.init_state_fn is None:
             part.init_state_fn = _no_state
+
+
+def let_ranks_without_experts_be_saved(optimizer: Any) -> None:
+    """Have a rank without experts tell the state of the optimizer that Megatron gives it for those of other ranks.
+
+    Megatron-Core 0.16.1 takes the number of steps from the state of torch's Adam, and fails with AssertionError where
+    there are no weights. It is the same as for all other weights.
+    """
+    first, *others = optimizer.chained_optimizers
+    for part in others:
+        if isinstance(part, DistributedOptimizer) and not any(g["params"] for g in part.optimizer.param_groups):
+            part.state_dict = partial(_groups_alone, first, part)
+
+
+def _groups_alone(first: Any, part: Any) -> dict[str, Any]:
+    step = first.state_dict()["optimizer"]["param_groups"][0]["step"]
+    groups = [{k: v for k, v in g.items() if k != "params"} | {"step": step} for g in part.optimizer.param_groups]
+    return {"optimizer": {"param_groups": groups}}
 
 
 def _no_state(optimizer: Any, config: Any = None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .bridge import optimizer_config
-from .compat import let_sgd_be_loaded
+from .compat import let_ranks_without_experts_be_saved, let_sgd_be_loaded
 from .settings import Megatron
 
 DEFAULTS = {"optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
@@ -86,6 +86,7 @@ class Updater:
         for inner in self.inner():
             _start_state(inner)
         let_sgd_be_loaded(self.optimizer)
+        let_ranks_without_experts_be_saved(self.optimizer)
         self.clear()
 
     def inner(self) -> Iterator[Optimizer]:

@@ -17,6 +17,7 @@ from plasmid.errors import CheckpointError
 from .compat import load_distributed_optimizer
 from .critic import Critic
 from .learner import Learner
+from .resplit import is_split_alike, put_together, tensors
 from .saving import ERRORS, Writing, cause, explained
 
 Trained = Mapping[str, Learner | Critic]
@@ -52,22 +53,33 @@ def load_state(path: Path, models: Trained) -> None:
     if common["num_ranks"] != dist.get_world_size():
         del wanted["generators"]
     try:
-        state = dist_checkpointing.load(wanted, str(path))
+        state = _read(path, wanted, common, models)
         for name, model in models.items():
             for index, chunk in enumerate(model.network.bare):
                 chunk.load_state_dict(state[name][f"model{index}"])
             load_distributed_optimizer(model.updater.optimizer, state[name]["optimizer"])
             model.updater.step = int(common["steps"][name])
     except ERRORS as error:
-        if "param_state_sharding_type" in str(error):
-            # megatron-core 0.16.1 has an optimizer for experts of its own where they are split, and one for all else
-            raise CheckpointError(
-                f"{path}: its optimizer's state is of another split of the experts; set trainer.expert_parallel to "
-                "what it was saved with"
-            ) from None
         raise CheckpointError(f"{path}: the trainer's state cannot be read: {cause(error)}") from None
     if "generators" in state:
         _set_generators(state["generators"])
+
+
+def _read(path: Path, wanted: dict[str, Any], common: Mapping[str, Any], models: Trained) -> dict[str, Any]:
+    """What is wanted, from the disk; optimizers' states for other splits of the experts as well."""
+    own = {name: wanted[name]["optimizer"] for name in models}
+    resplit = [name for name in models if not is_split_alike(common[name]["optimizer"], own[name])]
+    for name in resplit:
+        try:
+            wanted[f"{name}.tensors"] = tensors(own[name])
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        del wanted[name]["optimizer"]
+    state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
+    for name in resplit:
+        saved = common[name]["optimizer"]
+        state[name]["optimizer"] = put_together(saved, own[name], state[f"{name}.tensors"])
+    return state
 
 
 def _state(models: Trained, *, loading: bool) -> dict[str, Any]:
