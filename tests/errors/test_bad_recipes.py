@@ -210,6 +210,28 @@ def test_mistakes_in_different_tables_are_all_told_and_none_twice(rl):
     ]
 
 
+def test_settings_of_one_table_that_do_not_fit_together_are_all_told(rl):
+    trainer = ("microbatch_samples=0", "microbatch_tokens=10", "decay_steps=5", "momentum=0.9", "nesterov=true")
+    algorithm = ("kl_estimator='k1'", "unbiased_kl=true", "reward_kl_estimator='k2'", "constant_length=5")
+    std = ("normalize_std=false", "std_eps=0.1", "std_form='population'", "correction.mode='mask'")
+    changes = [*(f"trainer.{one}" for one in trainer), *(f"algorithm.{one}" for one in (*algorithm, *std))]
+    assert sorted(rl("train", "recipe.toml", *changes)) == [
+        'algorithm: constant_length = 5 is never read; remove it or set reduction = "constant"',
+        "algorithm: correction is never read with old_policy = 'trainer'; remove it, or set it to \"decoupled\"",
+        f"algorithm: kl_estimator = 'k1' {NO_KL}",
+        "algorithm: reward_kl_estimator = 'k2' is never read, because there is no KL in the reward; remove it, or set "
+        "reward_kl_coef",
+        "algorithm: std_eps = 0.1 is never read with normalize_std = false; remove it",
+        "algorithm: std_form = 'population' is never read with normalize_std = false; remove it",
+        f"algorithm: unbiased_kl = True {NO_KL}",
+        "trainer: decay_steps has no effect with schedule = 'constant'; remove it or change schedule",
+        "trainer: microbatch_samples must be 'auto' or at least 1, got 0",
+        "trainer: microbatch_tokens has no effect where microbatch_samples is set; remove one of them",
+        "trainer: momentum has no effect with optimizer = 'adamw'; remove it",
+        "trainer: nesterov has no effect with optimizer = 'adamw'; remove it",
+    ]
+
+
 def test_checks_that_span_tables_are_all_told(rl):
     assert rl("train", "recipe.toml", "run.steps_per_batch=3", "run.over_sampling=2.0", "rewards=[]") == [
         "rewards: algorithm 'grpo' needs at least one; add a [[rewards]] table",

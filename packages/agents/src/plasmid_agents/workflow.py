@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Self
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from plasmid.components import Rollout, Workflow
 from plasmid.errors import PluginError
@@ -14,7 +14,7 @@ from plasmid.rollout.execution import RolloutFailed
 from plasmid.rollout.seeds import seed_of
 from plasmid.rollout.tool_calls import PARSERS
 from plasmid.types import Prompt, Sample
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from .launch import AgentFailed, FunctionHost, Result, Task, check_command, check_function, run_command
 from .session import Rules, Session
@@ -59,23 +59,22 @@ class Agent(Workflow):
     _functions: FunctionHost | None = PrivateAttr(None)
     _seed: int = PrivateAttr(0)
 
-    @model_validator(mode="after")
-    def _can_be_started(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if bool(self.function) == bool(self.command):
-            raise ValueError('needs either function = "file.py:name" or command = ["program", "argument"], one of them')
+            yield 'needs either function = "file.py:name" or command = ["program", "argument"], one of them'
         if isinstance(self.max_tokens, int) and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be 'all' or at least 1, got {self.max_tokens}")
+            yield f"max_tokens must be 'all' or at least 1, got {self.max_tokens}"
         try:
             if self.function:
                 check_function(FunctionName.parse(self.function))
         except ValueError as error:
-            raise ValueError(f"function: {error}") from None
+            yield f"function: {error}"
         try:
             if self.command:
                 check_command(self.command)
         except ValueError as error:
-            raise ValueError(f"command: {error}") from None
-        return self
+            yield f"command: {error}"
 
     async def open(self, context: RunContext) -> None:
         """Start the server, and import the function. Raises `PluginError`."""

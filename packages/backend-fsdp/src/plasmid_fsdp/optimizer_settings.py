@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
 from plasmid.training.learning_settings import LearningSettings
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 OPTIMIZER_ONLY = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
 
@@ -31,14 +32,13 @@ class OptimizerSettings(LearningSettings):
             raise ValueError(f"both must be at least 0 and below 1, got {list(value)}")
         return value
 
-    @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         for name, owner in OPTIMIZER_ONLY.items():
             if self.optimizer != owner and self._is_set(name):
-                raise ValueError(f"{name} has no effect with optimizer = {self.optimizer!r}; remove it")
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov needs a momentum above 0")
-        return self
+                yield f"{name} has no effect with optimizer = {self.optimizer!r}; remove it"
+        if self.optimizer == "sgd" and self.nesterov and self.momentum == 0:
+            yield "nesterov needs a momentum above 0"
 
 
 class CriticSettings(OptimizerSettings):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from plasmid.components import Algorithm, BuildContext, TrainerConfig
 from plasmid.protocols import Trainer
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .optimizer_settings import CriticSettings, OptimizerSettings
 
@@ -36,13 +36,12 @@ class FSDP(OptimizerSettings, TrainerConfig):
     critic: CriticSettings = CriticSettings()
     """Optimizer and first weights of the critic, for algorithms that have one."""
 
-    @model_validator(mode="after")
-    def _microbatches_fit(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.microbatch_samples != "auto" and self._is_set("microbatch_tokens"):
-            raise ValueError("microbatch_tokens has no effect where microbatch_samples is set; remove one of them")
+            yield "microbatch_tokens has no effect where microbatch_samples is set; remove one of them"
         if isinstance(self.microbatch_samples, int) and self.microbatch_samples < 1:
-            raise ValueError(f"microbatch_samples must be 'auto' or at least 1, got {self.microbatch_samples}")
-        return self
+            yield f"microbatch_samples must be 'auto' or at least 1, got {self.microbatch_samples}"
 
     def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
         """A critic's settings without a critic."""

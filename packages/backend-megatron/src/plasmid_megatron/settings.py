@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from plasmid.components import Algorithm, BuildContext, PlanRow, TrainerConfig
 from plasmid.protocols import Trainer
 from plasmid.training.learning_settings import LearningSettings
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from .upstream import check_fields
 
@@ -124,31 +124,22 @@ class Megatron(LearningSettings, TrainerConfig):
             check_fields(info.field_name, value)
         return value
 
-    @model_validator(mode="after")
-    def _layout_fits(self) -> Self:
-        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
-            raise ValueError(f"virtual_pipeline = {self.virtual_pipeline} has no effect with pipeline_parallel = 1")
-        if self.sequence_parallel is True and self.tensor_parallel == 1:
-            raise ValueError("sequence_parallel has no effect with tensor_parallel = 1; remove it")
-        if self.expert_parallel > 1 and self.tensor_parallel > 1 and not self.splits_sequences:
-            raise ValueError(
-                "expert_parallel with tensor_parallel needs sequence_parallel; remove sequence_parallel = false"
-            )
-        if self.distributed_optimizer and self.optimizer.get("optimizer", "adam") != "adam":
-            raise ValueError(
-                "distributed_optimizer works with optimizer = 'adam' only; set distributed_optimizer = false"
-            )
-        if "use_distributed_optimizer" in self.optimizer:
-            raise ValueError("optimizer.use_distributed_optimizer follows from distributed_optimizer; set that")
-        return self
-
-    @model_validator(mode="after")
-    def _microbatches_fit(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.microbatch_samples != "auto" and self._is_set("microbatch_tokens"):
-            raise ValueError("microbatch_tokens has no effect where microbatch_samples is set; remove one of them")
+            yield "microbatch_tokens has no effect where microbatch_samples is set; remove one of them"
         if isinstance(self.microbatch_samples, int) and self.microbatch_samples < 1:
-            raise ValueError(f"microbatch_samples must be 'auto' or at least 1, got {self.microbatch_samples}")
-        return self
+            yield f"microbatch_samples must be 'auto' or at least 1, got {self.microbatch_samples}"
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            yield f"virtual_pipeline = {self.virtual_pipeline} has no effect with pipeline_parallel = 1"
+        if self.sequence_parallel is True and self.tensor_parallel == 1:
+            yield "sequence_parallel has no effect with tensor_parallel = 1; remove it"
+        if self.expert_parallel > 1 and self.tensor_parallel > 1 and not self.splits_sequences:
+            yield "expert_parallel with tensor_parallel needs sequence_parallel; remove sequence_parallel = false"
+        if self.distributed_optimizer and self.optimizer.get("optimizer", "adam") != "adam":
+            yield "distributed_optimizer works with optimizer = 'adam' only; set distributed_optimizer = false"
+        if "use_distributed_optimizer" in self.optimizer:
+            yield "optimizer.use_distributed_optimizer follows from distributed_optimizer; set that"
 
     def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
         """A critic's settings without a critic."""

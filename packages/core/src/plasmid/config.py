@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from .buffer_policy import BufferPolicy
 from .components import (
@@ -163,24 +163,20 @@ class RunConfig(Settings):
     recipe: str = "run"
     """Name of the recipe, from its file; names the run's folder."""
 
-    @model_validator(mode="after")
-    def _tables_fit_together(self) -> Self:
-        mistakes = [
-            *self._unmet_needs(),
-            *self._unread_tables(),
-            *self._unread_without_engine(),
-            *self._restricted_sampling(),
-            *self._uneven_batches(),
-            *self._idle_nodes(),
-            *self._unread_buffer(),
-            *self._reuse_without_correction(),
-            *self._names_used_twice(),
-            *mistakes_of_profiles(self.profiles, self.rewards),
-            *self._evaluation_modes(),
-        ]
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
-        return self
+    def misfits(self) -> Iterator[str]:
+        """What is wrong between tables."""
+        yield from super().misfits()
+        yield from self._unmet_needs()
+        yield from self._unread_tables()
+        yield from self._unread_without_engine()
+        yield from self._restricted_sampling()
+        yield from self._uneven_batches()
+        yield from self._idle_nodes()
+        yield from self._unread_buffer()
+        yield from self._reuse_without_correction()
+        yield from self._names_used_twice()
+        yield from mistakes_of_profiles(self.profiles, self.rewards)
+        yield from self._evaluation_modes()
 
     @property
     def rollouts_per_batch(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from .components import DataSource, Reward, Settings, Workflow
 from .types import SamplingParams
@@ -52,9 +53,8 @@ class EvalConfig(Settings):
     `run.rollout_timeout_s` includes the time that a rollout waits for the engine, what training can do in time an
     evaluation can as well, however many prompts it has."""
 
-    @model_validator(mode="after")
-    def _k_fits(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         for k in self.pass_at:
             if not 1 <= k <= self.samples_per_prompt:
-                raise ValueError(f"pass_at: k must be in 1..{self.samples_per_prompt} (samples_per_prompt), got {k}")
-        return self
+                yield f"pass_at: k must be in 1..{self.samples_per_prompt} (samples_per_prompt), got {k}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from .components import Settings
 
@@ -52,11 +53,10 @@ class PlacementConfig(Settings):
             check_address(address)
         return address
 
-    @model_validator(mode="after")
-    def _offload_needs_colocation(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if (self.offload_trainer or self.offload_engine) and not self.colocated:
-            raise ValueError("offload_trainer and offload_engine make room for a colocated part; set colocated = true")
-        return self
+            yield "offload_trainer and offload_engine make room for a colocated part; set colocated = true"
 
     def slots(self, *, trainers: int, engines: int, evals: int) -> Slots:
         """Where so many ranks go. Colocated ranks of trainer and engines share a slot."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
 from plasmid import Prompt, Reward, Sample
-from pydantic import Field, model_validator
+from pydantic import Field
 
 
 class Format(Reward):
@@ -17,12 +18,11 @@ class Format(Reward):
     text_around: bool = True
     """Allow other text before, between and after the tags."""
 
-    @model_validator(mode="after")
-    def _names_are_plain(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         for tag in self.tags:
             if not tag or set(tag) & set("<>/ \n") or self.tags.count(tag) > 1:
-                raise ValueError(f"tags must be distinct names without <, >, / and white space, got {tag!r}")
-        return self
+                yield f"tags must be distinct names without <, >, / and white space, got {tag!r}"
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
         return float(self._fits(sample.text))

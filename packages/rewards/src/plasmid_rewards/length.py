@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
 from plasmid import Prompt, Reward, Sample
-from pydantic import Field, model_validator
+from pydantic import Field
 
 
 class Length(Reward):
@@ -20,11 +21,10 @@ class Length(Reward):
     slope_tokens: int = Field(ge=1)
     """Tokens before `max_tokens` over which the value falls."""
 
-    @model_validator(mode="after")
-    def _slope_fits(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.slope_tokens > self.max_tokens:
-            raise ValueError(f"slope_tokens must be at most max_tokens = {self.max_tokens}, got {self.slope_tokens}")
-        return self
+            yield f"slope_tokens must be at most max_tokens = {self.max_tokens}, got {self.slope_tokens}"
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
         over = sample.num_generated - (self.max_tokens - self.slope_tokens)

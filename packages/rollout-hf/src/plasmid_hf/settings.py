@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
 from plasmid.components import BuildContext, RolloutEngineConfig
 from plasmid.protocols import PauseMode, RolloutEngine
-from pydantic import Field, model_validator
+from pydantic import Field
 
 
 class HF(RolloutEngineConfig):
@@ -34,13 +35,12 @@ class HF(RolloutEngineConfig):
     bucket_bytes: int = Field(32 << 20, ge=1 << 10)
     """Largest bucket of weights in a weight sync; a larger tensor travels alone."""
 
-    @model_validator(mode="after")
-    def _block_is_aligned(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.kv_block % 16:
-            raise ValueError(f"kv_block must be a multiple of 16, got {self.kv_block}")
+            yield f"kv_block must be a multiple of 16, got {self.kv_block}"
         if isinstance(self.kv_tokens, int) and self.kv_tokens < self.kv_block:
-            raise ValueError(f"kv_tokens must be 'auto' or at least kv_block = {self.kv_block}, got {self.kv_tokens}")
-        return self
+            yield f"kv_tokens must be 'auto' or at least kv_block = {self.kv_block}, got {self.kv_tokens}"
 
     def gives_kept_sets(self) -> bool:
         return True

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from plasmid.components import BuildContext, PlanRow, RolloutEngineConfig
 from plasmid.errors import ConfigError
 from plasmid.protocols import PauseMode, RolloutEngine
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from .exactness import exact_mistakes
 from .followers import uneven
@@ -124,28 +124,23 @@ class SGLang(RolloutEngineConfig):
         _raise([*lines, *mistakes("sglang-router", others)])
         return table
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        lines = []
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.router_args and not self.router:
-            lines.append("router_args: are never read without a router; remove the table or set router = true")
+            yield "router_args: are never read without a router; remove the table or set router = true"
         if self.pause_mode == "in_place" and not self.recompute_kv and not self.server_args.get("disable_radix_cache"):
-            lines.append(
+            yield (
                 "recompute_kv: false would serve prefixes that an older policy has computed; "
                 "set server_args.disable_radix_cache = true"
             )
         if self.pause_mode != "in_place" and not self.recompute_kv:
-            lines.append('recompute_kv: is read with pause_mode = "in_place" only; remove it')
+            yield 'recompute_kv: is read with pause_mode = "in_place" only; remove it'
         if self.urls and self.server_args:
-            lines.append("server_args: servers at urls are started by somebody else; remove the table")
+            yield "server_args: servers at urls are started by somebody else; remove the table"
         if self.urls and self.wire not in ("auto", "disk"):
-            lines.append(
-                f'wire: servers at urls take weights from disk only, got {self.wire!r}; set "disk" or remove it'
-            )
+            yield f'wire: servers at urls take weights from disk only, got {self.wire!r}; set "disk" or remove it'
         if self.urls and self.read_back_every:
-            lines.append("read_back_every: parameters of servers at urls cannot be read; set it to 0")
-        _raise(lines)
-        return self
+            yield "read_back_every: parameters of servers at urls cannot be read; set it to 0"
 
     def mistakes(self, config: RunConfig) -> Iterator[str]:
         """What does not fit the rest of the recipe."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ..components import Settings
 
@@ -40,15 +41,14 @@ class Correction(Settings):
     renormalize: bool = False
     """Divide the factors by their mean over the batch's tokens."""
 
-    @model_validator(mode="after")
-    def _every_setting_is_read(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         unread = {"none": ("low", "high"), "truncate": ("low",)}.get(self.mode, ())
         for name in unread:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} = {getattr(self, name):g} is never read with mode = {self.mode!r}; remove it")
+            if self._is_set(name):
+                yield f"{name} = {getattr(self, name):g} is never read with mode = {self.mode!r}; remove it"
         if self.mode in ("mask", "reject") and self.low >= self.high:
-            raise ValueError(f"low = {self.low:g} must be less than high = {self.high:g}")
-        return self
+            yield f"low = {self.low:g} must be less than high = {self.high:g}"
 
     def weights(self, log_ratio: Tensor, sample_index: Tensor, num_samples: int) -> Weights:
         """Factors of tokens from log w [T] of each token; whole samples of one rank.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ..components import Needs
 from .clipped import Clipped
@@ -28,12 +29,11 @@ class GroupRelative(Rewarded):
     std_eps: float = Field(1e-6, gt=0.0, allow_inf_nan=False)
     """Added to the standard deviation."""
 
-    @model_validator(mode="after")
-    def _std_is_read(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         for name, shown in (("std_eps", f"{self.std_eps:g}"), ("std_form", repr(self.std_form))):
             if not self.normalize_std and self._is_set(name):
-                raise ValueError(f"{name} = {shown} is never read with normalize_std = false; remove it")
-        return self
+                yield f"{name} = {shown} is never read with normalize_std = false; remove it"
 
     def needs(self) -> Needs:
         return replace(super().needs(), groups=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ..components import Algorithm, Needs
 from ..types import Role
@@ -42,19 +43,13 @@ class PolicyGradient(Algorithm):
     """Off-policy sequence mask: no policy loss for samples of negative advantage whose tokens have become less likely
     than under the engine by more than this on average, in nats (DeepSeek-V3.2, arXiv 2512.02556)."""
 
-    @model_validator(mode="after")
-    def _every_setting_is_read(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         for name in ("kl_estimator", "unbiased_kl"):
             if not self._has_loss_kl and self._is_set(name):
-                raise ValueError(f"{name} = {getattr(self, name)!r} is never read, {NO_KL}")
+                yield f"{name} = {getattr(self, name)!r} is never read, {NO_KL}"
         if self.old_policy != "decoupled" and self._is_set("correction"):
-            raise ValueError(
-                f'correction is never read with old_policy = {self.old_policy!r}; remove it, or set it to "decoupled"'
-            )
-        return self
-
-    def _is_set(self, name: str) -> bool:
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
+            yield f'correction is never read with old_policy = {self.old_policy!r}; remove it, or set it to "decoupled"'
 
     @property
     def _has_loss_kl(self) -> bool:

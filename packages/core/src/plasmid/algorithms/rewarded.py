@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .policy_gradient import PolicyGradient
 
@@ -23,14 +24,13 @@ class Rewarded(PolicyGradient):
     reward_kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
     """How the KL in the reward is estimated from the drawn tokens."""
 
-    @model_validator(mode="after")
-    def _estimator_is_read(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if not self.reward_kl_coef and self._is_set("reward_kl_estimator"):
-            raise ValueError(
+            yield (
                 f"reward_kl_estimator = {self.reward_kl_estimator!r} is never read, because there is no KL in the "
                 "reward; remove it, or set reward_kl_coef"
             )
-        return self
 
     @property
     def _has_reference(self) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from ..protocols import RunContext
 
@@ -17,6 +17,24 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    def misfits(self) -> Iterator[str]:
+        """What is wrong between settings that are right each by itself, one line each; all are told at once.
+
+        Begin with ``yield from super().misfits()``, so that what base classes find is told, too.
+        """
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_misfits(self) -> Self:
+        lines = list(self.misfits())
+        if lines:
+            raise ValueError("\n".join(lines))
+        return self
+
+    def _is_set(self, name: str) -> bool:
+        """True if a setting is not what it would be by default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
 class Component(Settings, ABC):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ..types import Role
 from .base import Component
@@ -46,15 +47,12 @@ class Algorithm(Component):
     constant_length: int | None = Field(None, ge=1)
     """Tokens that reduction = "constant" divides by, for example the longest completion."""
 
-    @model_validator(mode="after")
-    def _constant_has_length(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.reduction == "constant" and self.constant_length is None:
-            raise ValueError('reduction = "constant" divides by constant_length; set it, for example to 1024')
+            yield 'reduction = "constant" divides by constant_length; set it, for example to 1024'
         if self.reduction != "constant" and self.constant_length is not None:
-            raise ValueError(
-                f'constant_length = {self.constant_length} is never read; remove it or set reduction = "constant"'
-            )
-        return self
+            yield f'constant_length = {self.constant_length} is never read; remove it or set reduction = "constant"'
 
     @abstractmethod
     def needs(self) -> Needs:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..components import DataFacts, DataSource, PromptEncoder, PromptStream
 from ..errors import CheckpointError, DataError
@@ -38,16 +38,15 @@ class Mixture(DataSource):
     """When a source with an end has no more prompts: ``go-on`` with the others by their weights until all have ended,
     or ``end`` the data."""
 
-    @model_validator(mode="after")
-    def _names_are_of_sources(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         for table, names in (("weights", self.weights), ("profiles", self.profiles)):
             for name in names:
                 if name not in self.sources:
-                    raise ValueError(f"{table}.{name}: there is no such source; sources are {', '.join(self.sources)}")
+                    yield f"{table}.{name}: there is no such source; sources are {', '.join(self.sources)}"
         kinds = {source.holds_demonstrations() for source in self.sources.values()}
         if len(kinds) > 1:
-            raise ValueError("sources: some hold demonstrations and some prompts; a run takes one or the other")
-        return self
+            yield "sources: some hold demonstrations and some prompts; a run takes one or the other"
 
     def holds_demonstrations(self) -> bool:
         return any(source.holds_demonstrations() for source in self.sources.values())

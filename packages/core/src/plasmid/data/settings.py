@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ..components import DataSource, PromptEncoder
 from ..errors import DataError
@@ -38,13 +38,12 @@ class Chats(DataSource):
     def counts_tokens(self) -> bool:
         return self.limit is not None
 
-    @model_validator(mode="after")
-    def _limit_makes_sense(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.limit is not None and self.limit < 1:
-            raise ValueError(f"{self.limited_by} must be 'none' or at least 1, got {self.limit}")
+            yield f"{self.limited_by} must be 'none' or at least 1, got {self.limit}"
         if self.limit is None and self.too_long != "error":
-            raise ValueError(f"too_long = {self.too_long!r} has no effect without {self.limited_by}")
-        return self
+            yield f"too_long = {self.too_long!r} has no effect without {self.limited_by}"
 
 
 class PromptColumns(Chats):
@@ -81,11 +80,10 @@ class Epochs(DataSource):
     epochs: Literal["endless"] | int = "endless"
     """How often each row comes before the data end. Evaluation sets are read once."""
 
-    @model_validator(mode="after")
-    def _epochs_make_sense(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if isinstance(self.epochs, int) and self.epochs < 1:
-            raise ValueError(f"epochs must be 'endless' or at least 1, got {self.epochs}")
-        return self
+            yield f"epochs must be 'endless' or at least 1, got {self.epochs}"
 
     @abstractmethod
     def rows(self, encode: PromptEncoder) -> IndexedPrompts:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ..components import Settings
 
@@ -42,14 +43,10 @@ class LearningSettings(Settings):
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
         return value
 
-    @model_validator(mode="after")
-    def _decay_fits_the_schedule(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         for name in DECAY_ONLY:
             if self.schedule == "constant" and self._is_set(name):
-                raise ValueError(f"{name} has no effect with schedule = 'constant'; remove it or change schedule")
-        if isinstance(self.decay_steps, int) and self.decay_steps <= self.warmup_steps:
-            raise ValueError(f"decay_steps = {self.decay_steps} must be more than warmup_steps = {self.warmup_steps}")
-        return self
-
-    def _is_set(self, name: str) -> bool:
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
+                yield f"{name} has no effect with schedule = 'constant'; remove it or change schedule"
+        if self.schedule != "constant" and isinstance(self.decay_steps, int) and self.decay_steps <= self.warmup_steps:
+            yield f"decay_steps = {self.decay_steps} must be more than warmup_steps = {self.warmup_steps}"

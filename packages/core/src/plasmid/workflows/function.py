@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ..components import Rollout, Workflow
 from ..rollout.execution import RolloutFailed
@@ -27,20 +27,15 @@ class FunctionWorkflow(Workflow):
     settings: Mapping[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name."""
 
-    @model_validator(mode="after")
-    def _function_fits(self) -> FunctionWorkflow:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         function = named(self.function)
         if not inspect.iscoroutinefunction(function):
-            raise ValueError(
-                f"function: {self.function} must be async: `async def {function.__name__}(rollout, prompt)`"
-            )
+            yield f"function: {self.function} must be async: `async def {function.__name__}(rollout, prompt)`"
         try:
             inspect.signature(function).bind(None, None, **self.settings)
         except TypeError as error:
-            raise ValueError(
-                f"settings: {self.function} is called with (rollout, prompt) and {sorted(self.settings)}: {error}"
-            ) from None
-        return self
+            yield f"settings: {self.function} is called with (rollout, prompt) and {sorted(self.settings)}: {error}"
 
     async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
         made = await named(self.function)(rollout, prompt, **self.settings)

@@ -61,8 +61,13 @@ class Combined(Reward):
 def unweighted(reward: Reward) -> Reward:
     """The reward, after checking that it has no weight, which nothing would read."""
     if reward.weight != 1.0:
-        raise ValueError(f"weight = {reward.weight:g} of {kind_of(reward)!r} has no effect in here; remove it")
+        raise ValueError(idle_weight(reward))
     return reward
+
+
+def idle_weight(reward: Reward) -> str:
+    """What is said of a weight that nothing would read."""
+    return f"weight = {reward.weight:g} of {kind_of(reward)!r} has no effect in here; remove it"
 
 
 def alone(reward: Reward) -> Reward:

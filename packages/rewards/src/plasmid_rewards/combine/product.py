@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from typing import Literal, Self
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from plasmid import Prompt, Reward, Sample, Score
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
-from .asking import Combined, ask, components, errors, names, unweighted
+from .asking import Combined, ask, components, errors, idle_weight, names
 
 
 class Product(Combined):
@@ -20,11 +20,9 @@ class Product(Combined):
     rewards: tuple[SerializeAsAny[Reward], ...] = Field(min_length=2)
     """The factors. Weights would only scale the product, so they are not allowed here."""
 
-    @model_validator(mode="after")
-    def _factors_have_no_weight(self) -> Self:
-        for reward in self.rewards:
-            unweighted(reward)
-        return self
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        yield from (idle_weight(reward) for reward in self.rewards if reward.weight != 1.0)
 
     def children(self) -> tuple[Reward, ...]:
         return self.rewards

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 from plasmid import Filter, PromptGroup
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .finished import finished
 
@@ -22,13 +23,12 @@ class LengthRange(Filter):
     of: Literal["mean", "shortest", "longest"] = "mean"
     """Whose length counts: the mean of a group, its shortest or its longest sample."""
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
+            yield (
                 f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}; every group would be dropped"
             )
-        return self
 
     def __call__(self, group: PromptGroup) -> bool:
         lengths = [sample.num_generated for sample in finished(group)]

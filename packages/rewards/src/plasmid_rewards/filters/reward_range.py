@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
 from plasmid import Filter, PromptGroup
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .finished import rewards
 
@@ -19,11 +20,10 @@ class RewardRange(Filter):
     high: float = Field(allow_inf_nan=False)
     """Largest mean reward to keep."""
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if self.low > self.high:
-            raise ValueError(f"low = {self.low:g} is above high = {self.high:g}; every group would be dropped")
-        return self
+            yield f"low = {self.low:g} is above high = {self.high:g}; every group would be dropped"
 
     def __call__(self, group: PromptGroup) -> bool:
         values = rewards(group)

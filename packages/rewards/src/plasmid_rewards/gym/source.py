@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from plasmid import DataSource, Prompt
 from plasmid.components import PromptEncoder, PromptStream
 from plasmid.errors import CheckpointError, DataError
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from .entries import KEY
 from .generator import Generator
@@ -55,15 +55,14 @@ class ReasoningGymSource(DataSource):
             raise ValueError("name at least one family")
         return value
 
-    @model_validator(mode="after")
-    def _options_are_used(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         for family in self.options:
             if self.families != "all" and family not in self.families:
-                raise ValueError(f"options.{family} has no effect, {family!r} is not among families; remove it")
-        if self.prompt_as == "text" and (self.system or self.template):
-            name = "system" if self.system else "template"
-            raise ValueError(f'{name} has no effect, no prompt is a chat; set prompt_as = "chat" or remove it')
-        return self
+                yield f"options.{family} has no effect, {family!r} is not among families; remove it"
+        for name in ("system", "template"):
+            if self.prompt_as == "text" and getattr(self, name):
+                yield f'{name} has no effect, no prompt is a chat; set prompt_as = "chat" or remove it'
 
     def counts_tokens(self) -> bool:
         return self.max_prompt_tokens != "none"

@@ -7,13 +7,13 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from plasmid import Prompt, RunContext, Sample, Score
 from plasmid.errors import RewardError, one_line
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from ..boxed_text import after_thinking
 from .asking_servers import WebReward
@@ -67,13 +67,12 @@ class Judge(WebReward):
     _cache: OrderedDict[str, float] = PrivateAttr(default_factory=OrderedDict)
     _asking: dict[str, asyncio.Task[float]] = PrivateAttr(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _asks_something(self) -> Self:
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
         if "{response}" not in self.rubric:
-            raise ValueError("rubric must have {response} in it; the judge would not see what it grades")
+            yield "rubric must have {response} in it; the judge would not see what it grades"
         if self.low >= self.high:
-            raise ValueError(f"low = {self.low:g} must be less than high = {self.high:g}")
-        return self
+            yield f"low = {self.low:g} must be less than high = {self.high:g}"
 
     def address(self) -> str:
         return self.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
