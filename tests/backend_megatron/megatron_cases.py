@@ -21,7 +21,7 @@ class Ranks:
     """Starts trainers whose ranks are processes of their own."""
 
     def __init__(self, processes, model, run_dir, *, gpus=False):
-        self.model, self._processes, self._run_dir, self._gpus = model, processes, run_dir, gpus
+        self.model, self.processes, self._run_dir, self._gpus = model, processes, run_dir, gpus
         self._trainer = None
 
     async def start(self, *, num_ranks=1, model=None, **options):
@@ -31,7 +31,7 @@ class Ranks:
         await self.close()
         config = make_config(model or self.model, ranks=num_ranks, **options)
         bundles = tuple(Bundle(gpu=rank if self._gpus else None) for rank in range(num_ranks))
-        cluster = ProcessCluster(self._processes)
+        cluster = ProcessCluster(self.processes)
         context = BuildContext(cluster=cluster, config=config, run_dir=self._run_dir, bundles=bundles)
         self._trainer = await config.trainer.build(context)
         return self._trainer, config

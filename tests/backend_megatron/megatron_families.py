@@ -103,7 +103,7 @@ async def network_logits(ranks, model, rows, *, num_ranks=1, trainer=None, folde
 
     started, _ = await ranks.start(model=model, num_ranks=num_ranks, trainer=trainer)
     await started.export(folder)
-    found = await asyncio.gather(*(ranks._processes.run(rank, _rank_logits, rows) for rank in range(num_ranks)))
+    found = await asyncio.gather(*(ranks.processes.run(rank, _rank_logits, rows) for rank in range(num_ranks)))
     return found[0]
 
 
