@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from . import read_back
 from .sources import Place, fetch, leave
+from .together import Together
 
 NAME = "plasmid_sglang.loader.load"
 """What SGLang knows it by."""
@@ -36,11 +37,12 @@ class Progress:
         self.token = ""
         self.touched: set[str] = set()
         """Parameters that a read-back has seen changing."""
+        self.together = Together()
 
     def of(self, token: str) -> Progress:
         """Begin anew if this is another update."""
         if token != self.token:
-            self.token, self.touched = token, set()
+            self.token, self.touched, self.together = token, set(), Together()
         return self
 
 
@@ -93,7 +95,7 @@ def _load_bucket(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[
         data=data,
         checksum=found,
     )
-    named = list(unpack(bucket))
+    named = PROGRESS.of(command["token"]).together.ready(model, list(unpack(bucket)))
     with torch.no_grad():
         model.load_weights(named)  # type: ignore[operator]
         if command["verify"]:
@@ -101,7 +103,7 @@ def _load_bucket(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[
     if data.is_cuda:
         torch.cuda.synchronize()  # the sender may use the memory again once we have answered
     seconds = {"fetch": fetched - began, "check": checked - fetched, "load": time.perf_counter() - checked}
-    return {"checksum": found, "num_bytes": data.numel(), "num_tensors": len(named), "seconds": seconds}
+    return {"checksum": found, "num_bytes": data.numel(), "num_tensors": len(bucket.names), "seconds": seconds}
 
 
 def _finish(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Receipt:

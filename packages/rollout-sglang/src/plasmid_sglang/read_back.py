@@ -13,6 +13,8 @@ import torch
 from plasmid.errors import SyncError
 from torch import Tensor, nn
 
+from .together import mates
+
 LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
 
 
@@ -23,10 +25,12 @@ def check(model: nn.Module, named: Sequence[tuple[str, Tensor]], *, complete: bo
     """
     parameters = dict(model.named_parameters())
     touched: set[str] = set()
+    sent = dict(named)
     for name, tensor in named:
-        model.load_weights([(name, torch.full_like(tensor, torch.nan))])  # type: ignore[operator]
+        others = [(mate, sent[mate]) for mate in mates(parameters, name) if mate != name]
+        model.load_weights([(name, torch.full_like(tensor, torch.nan)), *others])  # type: ignore[operator]
         places = _places(parameters, name)
-        model.load_weights([(name, tensor)])  # type: ignore[operator]
+        model.load_weights([(name, tensor), *others])  # type: ignore[operator]
         if not places and complete:
             raise SyncError(f"tensor {name!r} went into none of the engine's parameters")
         for own, mask in places.items():
