@@ -1,6 +1,7 @@
 """Whole runs with the real trainer and the real engine on tiny models."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ from plasmid.observe.journal import read_journal
 from plasmid.recipe import merge, resolve
 from plasmid.run.local import LocalCluster
 from plasmid.run.session import Mode, RunResult, run
+
+FAMILIES = str(Path(__file__).parent.parent / "backend_megatron")
+if FAMILIES not in sys.path:
+    sys.path.insert(0, FAMILIES)  # helpers that make tiny models of them
 
 REWARD = '''
 from typing import Literal

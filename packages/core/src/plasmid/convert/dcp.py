@@ -11,12 +11,18 @@ from pydantic import Field
 from ..components import Converter
 from ..errors import ModelError, some_of
 from .companions import Described, described, is_of_run
+from .hf import HF
+from .pieces import Piece, Pieces, pieces_of_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 METADATA, OF_MEGATRON = ".metadata", "metadata.json"
 CRITIC = "critic."
+CORRECTION = "e_score_correction_bias"
+"""Of experts; models and engines have it in float32 whatever they have all else in, and so have exported folders."""
+HEAD = "score."
+"""What a critic has and no language model."""
 
 
 class DCP(Converter):
@@ -39,7 +45,9 @@ class DCP(Converter):
     def num_tensors(self, path: Path) -> int | None:
         from .distributed_files import DistributedFiles
 
-        return len(self._names(path, DistributedFiles(_weights(path)).tensors))
+        names = self._names(path, DistributedFiles(_weights(path)).tensors)
+        pieces = self._pieces(path, names)
+        return sum(len(pieces.get(name, (name,))) for name in names)
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
         from .casting import cast
@@ -50,8 +58,12 @@ class DCP(Converter):
         dtype: str | None = None if self.dtype in ("auto", "keep") else self.dtype
         if self.dtype == "auto" and is_of_run(weights):
             dtype = self._described(path).dtype("auto")
-        for name in self._names(path, files.tensors):
-            yield name, cast(files.read(self.prefix + name), dtype)
+        names = self._names(path, files.tensors)
+        pieces = self._pieces(path, names)
+        for name in names:
+            whole = cast(files.read(self.prefix + name), None if name.endswith(CORRECTION) else dtype)
+            for piece in pieces.get(name, (Piece(name),)):
+                yield piece.name, piece.of(whole)
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from .distributed_files import DistributedWriter
@@ -71,6 +83,15 @@ class DCP(Converter):
 
     def _described(self, path: Path) -> Described:
         return described(path, self.model, _weights(path))
+
+    def _pieces(self, path: Path, names: Iterable[str]) -> Pieces:
+        """What a run's model folder has one by one of tensors that transformers fuses."""
+        folder = self._described(path).model if is_of_run(_weights(path)) else None
+        if folder is None or not HF().recognises(folder):
+            return {}
+        of_folder = {name for _, found in HF()._plan(folder) for name in found}
+        is_alike = all(name in of_folder or name.startswith(HEAD) for name in names)
+        return {} if is_alike else pieces_of_folder(folder, of_folder)
 
     def _names(self, path: Path, names: Iterable[str]) -> list[str]:
         """Hugging Face names in the order of the checkpoint."""

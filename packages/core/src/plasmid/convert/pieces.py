@@ -9,7 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError, one_line
+from ..model_building import BUILDING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,6 +131,20 @@ def _renamed(name: str, renamings: list[Any]) -> str:
     for renaming in renamings:
         name = renaming.rename_source_key(name)[0]
     return name
+
+
+def pieces_of_folder(folder: Path, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
+    """Of a model folder whose weights have these names; its code is not trusted. Raises `ModelError`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with BUILDING, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        raise ModelError(f"{folder}: is no causal language model that loads: {one_line(error)}") from None
+    return held(pieces_of(model), names)
 
 
 def held(pieces: Pieces, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:

@@ -127,6 +127,13 @@ CHANGEABLE = (
     "trackers",
     "placement",
     "trainer.async_save",
+    "trainer.tensor_parallel",
+    "trainer.pipeline_parallel",
+    "trainer.virtual_pipeline",
+    "trainer.context_parallel",
+    "trainer.expert_parallel",
+    "trainer.expert_tensor_parallel",
+    "trainer.sequence_parallel",
     "recipe",
 )
 """Settings that may differ when a run is resumed."""

@@ -1,0 +1,118 @@
+"""Mixtures of experts from a folder to a policy that has learned, with both trainers and the embedded engine."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from megatron_families import make_family
+from plasmid.convert import DCP
+from plasmid.observe.journal import read_journal
+from safetensors.torch import load_file
+
+LEARNING = {"batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
+RECIPE = """
+plugins = ["digit_share.py"]
+model.path = "{model}"
+rollout.kind = "hf"
+rewards = [{{ kind = "digit-share" }}]
+sampling.max_new_tokens = 4
+data.path = "train.jsonl"
+placement = {{ trainer_ranks = 2, start_timeout_s = 900 }}
+
+[trainer]
+kind = "megatron"
+lr = 3e-3
+expert_parallel = 2
+
+[algorithm]
+kind = "grpo"
+
+[checkpoint]
+every = 10
+
+[run]
+batches = 20
+prompts_per_batch = 4
+samples_per_prompt = 8
+"""
+
+
+def rl(folder, *arguments):
+    command = [sys.executable, "-m", "plasmid_cli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def journal(folder):
+    return [dict(entry.metrics) for entry in read_journal(folder / "metrics.jsonl")]
+
+
+def train_a_mixture(job, folder, run):
+    model = make_family(folder / "moe", "Qwen3-MoE")
+    result = job.run({"model": {"path": str(model)}, "run": run})
+    assert max(m["train/logprob_diff_max"] for m in job.metrics()) < 2e-5
+    return load_file(model / "model.safetensors"), result
+
+
+def test_a_mixture_of_experts_comes_out_of_a_run_under_the_names_of_its_folder(job, tmp_path):
+    theirs, _ = train_a_mixture(job, tmp_path, {"batches": 2})
+    ours = load_file(tmp_path / "run/final/model.safetensors")
+    assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
+    assert not any(ours[name].equal(theirs[name]) for name in theirs if ".mlp.gate." in name)
+    converted, checkpoint = DCP(), tmp_path / "run/checkpoints/batch-000002"
+    assert converted.num_tensors(checkpoint) == len(ours)
+    read = dict(converted.read(checkpoint))
+    assert read.keys() == ours.keys() and all(ours[name].equal(tensor) for name, tensor in read.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_mixture_of_experts_learns(job, tmp_path, seed):
+    _, result = train_a_mixture(job, tmp_path, LEARNING | {"seed": seed})
+    (_, before), (_, after) = result.evaluations["held-out"]
+    assert before < 0.45
+    assert after > 0.9
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_experts_on_two_ranks_learn_through_the_command_and_go_on_in_another_split(job, tmp_path):
+    job.plain()
+    folder, model = job.folder, make_family(tmp_path / "moe", "Qwen3-MoE")
+    (folder / "digits.toml").write_text(RECIPE.format(model=model))
+    assert "batch 20/20" in rl(folder, "train", "digits.toml", "run.dir=whole")
+    whole = journal(folder / "whole")
+    assert max(m["train/logprob_diff_max"] for m in whole) < 2e-5
+    assert max(m["train/grad_norm"] for m in whole) < 100
+    rewards = [m["reward/mean"] for m in whole]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
+    shutil.copytree(folder / "whole", folder / "again")
+    shutil.rmtree(folder / "again/checkpoints/batch-000020")
+    shutil.copytree(folder / "again", folder / "other")
+    rl(folder, "train", "digits.toml", "run.dir=again", "--resume")
+    assert learned(journal(folder / "again")) == learned(whole)
+    split = ("trainer.expert_parallel=1", "trainer.tensor_parallel=2")
+    rl(folder, "train", "digits.toml", "run.dir=other", "--resume", *split)
+    (ours, *_), (theirs, *_) = journal(folder / "other")[10:], whole[10:]
+    assert ours["reward/mean"] == theirs["reward/mean"]
+    assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
+
+
+def learned(metrics):
+    return [{k: v for k, v in m.items() if k.startswith(("train/", "reward/"))} for m in metrics]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("family", ["GLM-4.5", "DeepSeek-V3"])
+def test_other_families_of_experts_train_through_the_command(family, job, tmp_path):
+    job.plain()
+    folder, model = job.folder, make_family(tmp_path / "moe", family)
+    (folder / "digits.toml").write_text(RECIPE.format(model=model))
+    split = ("trainer.tensor_parallel=2", "trainer.expert_tensor_parallel=1")
+    rl(folder, "train", "digits.toml", "run.dir=whole", "run.batches=2", "checkpoint.every=2", *split)
+    assert max(m["train/logprob_diff_max"] for m in journal(folder / "whole")) < 2e-5
+    assert json.loads((folder / "whole/final/config.json").read_text())["model_type"] in ("glm4_moe", "deepseek_v3")
