@@ -72,8 +72,10 @@ def test_tokens_of_requests_across_an_update_have_the_version_that_drew_them(sha
 
     async def test():
         async with shared.engine(pause_mode=mode) as engine:
+            await engine.metrics()
             tasks = [asyncio.create_task(whole(engine, request)) for request in requests]
-            await asyncio.sleep(0.15)
+            while not (await engine.metrics())["engine/tokens_per_s"]:  # since the look before
+                await asyncio.sleep(0.02)
             await engine.pause(engine.pause_mode)
             await publish(engine, weights, 1)
             await engine.resume()
@@ -100,7 +102,7 @@ def broken_sender(kind, weights, plan):
         buckets[1].data[7] += 1
     ok = False
     try:
-        for bucket in buckets:
+        for bucket in buckets[:-1] if kind == "given up" else buckets:
             sender.send(bucket)
         ok = kind != "given up"
     finally:

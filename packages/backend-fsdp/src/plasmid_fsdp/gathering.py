@@ -27,12 +27,11 @@ class Piece:
     @property
     def padded(self) -> int:
         """Elements of the largest shard of any rank."""
-        ranks = self.whole.device_mesh.size()
+        ranks = _ranks(self.whole)
         count = self.whole.shape[0]
         return -(-count // ranks) * (self.whole.numel() // count) if count else 0
 
 
-@torch.no_grad()
 def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every tensor whole, in order, where its shards lie; floats are cast to ``dtype`` first, so that less is sent.
 
@@ -46,11 +45,13 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
             pending, size = [], 0
             yield name, _cast(tensor.detach(), dtype)
             continue
-        piece = Piece(name, _cast(local(tensor.detach()), dtype), tensor)
-        ranks = tensor.device_mesh.size()
+        with torch.no_grad():
+            rows = _cast(local(tensor), dtype)
+        ranks = _ranks(tensor)
         if ranks == 1:
-            yield name, piece.rows.view(tensor.shape)
+            yield name, rows
             continue
+        piece = Piece(name, rows, tensor)
         num_bytes = piece.padded * ranks * piece.rows.itemsize
         if pending and (size + num_bytes > GATHERED_BYTES or piece.rows.dtype != pending[0].rows.dtype):
             yield from _together(pending)
@@ -80,6 +81,11 @@ def _together(pieces: list[Piece]) -> Iterator[tuple[str, Tensor]]:
         shards = every[:, start : start + piece.padded].reshape(-1)
         start += piece.padded
         yield piece.name, shards[: piece.whole.numel()].view(piece.whole.shape)
+
+
+def _ranks(tensor: DTensor) -> int:
+    """That hold a part of it. (`DeviceMesh.size` takes longer than the copy of a small tensor.)"""
+    return tensor.device_mesh.shape[0]
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -137,6 +137,8 @@ class Bucket:
     """[bytes] uint8, on the sender's device."""
     checksum: int
     """`plasmid.sync.checksum` of ``data``, taken by the sender."""
+    is_last: bool = False
+    """Nothing comes after it."""
 
 
 class Sender(Protocol):

@@ -92,9 +92,9 @@ class EngineServer:
         own = None if data is None else torch.from_numpy(data if data.flags.writeable else data.copy())
         await self._known(token).put(header, source, own, rank)
 
-    async def finish_update(self, token: str, ok: bool) -> None:
-        """A sender is done, or has given up. Raises `SyncError`."""
-        await self._known(token).finish(ok=ok)
+    async def give_up_update(self, token: str) -> None:
+        """A sender has failed. Raises `SyncError`."""
+        self._known(token).give_up()
 
     def _known(self, token: str) -> Update:
         if self._update is None or self._update.order.token != token:

@@ -33,17 +33,17 @@ class FolderCommands(Commands):
 
     async def run(self, operation: str, *, timeout_s: float, **command: Any) -> list[dict[str, Any]]:
         """Checks what lies in the files, and has the server take them when all are there. Raises `SyncError`."""
-        if operation == "load":
-            return [self._look(command["bucket"], command["source"])]
-        if operation != "finish":
+        if operation != "load":
             raise EngineError(f"{self._api.url}: parameters of servers that others run cannot be read")
-        body = {
-            "model_path": str(self._folder),
-            "weight_version": command["weight_version"],
-            "flush_cache": command["flush_cache"],
-        }
-        await self._api.post("/update_weights_from_disk", body, timeout_s=timeout_s)
-        return [{}]
+        receipt = self._look(command["bucket"], command["source"])
+        if command["bucket"]["is_last"]:
+            body = {
+                "model_path": str(self._folder),
+                "weight_version": command["weight_version"],
+                "flush_cache": command["flush_cache"],
+            }
+            await self._api.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+        return [receipt]
 
     def _look(self, header: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
         path = Path(source["path"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +100,19 @@ def _load_bucket(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[
         model.load_weights(named)  # type: ignore[operator]
         if command["verify"]:
             PROGRESS.of(command["token"]).touched |= read_back.check(model, named, complete=command["ranks"] == 1)
+        if header["is_last"] and command["verify"]:
+            _check_whole(model, PROGRESS.of(command["token"]).touched)
     if data.is_cuda:
         torch.cuda.synchronize()  # the sender may use the memory again once we have answered
     seconds = {"fetch": fetched - began, "check": checked - fetched, "load": time.perf_counter() - checked}
     return {"checksum": found, "num_bytes": data.numel(), "num_tensors": len(bucket.names), "seconds": seconds}
 
 
-def _finish(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Receipt:
+def _check_whole(model: nn.Module, touched: Collection[str]) -> None:
     """After the last bucket: no parameter may have been left out."""
-    if not command["verify"]:
-        return {}
-    names = {name for name, _ in model.named_parameters()}
-    missing = sorted(names - PROGRESS.of(command["token"]).touched)
+    missing = sorted({name for name, _ in model.named_parameters()} - set(touched))
     if missing:
         raise SyncError(f"{len(missing)} of the engine's parameters were not sent, the first is {missing[0]!r}")
-    return {"read_back": len(names)}
 
 
 def _checksums(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Receipt:
@@ -130,7 +128,6 @@ def _leave(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[str, T
 
 OPERATIONS: Mapping[str, Callable[[nn.Module, Mapping[str, Any], Mapping[str, Tensor]], Receipt]] = {
     "load": _load_bucket,
-    "finish": _finish,
     "checksums": _checksums,
     "leave": _leave,
 }

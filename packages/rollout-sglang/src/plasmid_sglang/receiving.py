@@ -119,7 +119,6 @@ class Update:
         """What it is of; the receiving call says so, which may come after the first bucket."""
         self._named = asyncio.Event()
         self._commands = commands
-        self._finished = 0
         self._sums: list[BucketSum] = []
         self._num_tensors = 0
         self._seconds: dict[str, float] = {}
@@ -168,6 +167,7 @@ class Update:
                 source=dict(source),
                 verify=self.order.verify,
                 token=self.order.token,
+                **(await self._ending() if header["is_last"] else {}),
             )
             self._count(receipts, time.perf_counter() - began)
         found = {(receipt["num_bytes"], receipt["checksum"]) for receipt in receipts}
@@ -176,9 +176,27 @@ class Update:
         ((num_bytes, checksum),) = found
         self._sums.append(BucketSum(index=header["index"], num_bytes=num_bytes, checksum=checksum))
         self._num_tensors += len(header["names"])
+        if header["is_last"]:
+            await self._complete()
+
+    async def _ending(self) -> dict[str, Any]:
+        """What is said with the last command: it makes the version that the receiving call has named."""
+        await self._named.wait()
+        return {"weight_version": str(self.version), "flush_cache": self.order.flush_cache}
+
+    async def _complete(self) -> None:
+        assert self.version is not None
+        began = time.perf_counter()
+        await self._commands.end()
+        sums = tuple(sorted(self._sums, key=lambda s: s.index))
+        phases = self._seconds | {"finish": time.perf_counter() - began}
+        self.result.set_result(
+            SyncReceipt(version=self.version, num_tensors=self._num_tensors, buckets=sums, phases=phases)
+        )
 
     def _count(self, receipts: Sequence[Mapping[str, Any]], seconds: float) -> None:
-        slowest = {phase: max(r["seconds"][phase] for r in receipts) for phase in receipts[0]["seconds"]}
+        phases = receipts[0].get("seconds", ())  # servers of others say nothing of theirs
+        slowest = {phase: max(r["seconds"][phase] for r in receipts) for phase in phases}
         for phase, value in (slowest | {"command": seconds - sum(slowest.values())}).items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + value
 
@@ -186,36 +204,9 @@ class Update:
         if self.result.done():
             raise self.result.exception() or SyncError(f"weight sync of version {self.version}: is over already")
 
-    async def finish(self, *, ok: bool) -> None:
-        """One sender is done, or has given up; the last one completes the update. Raises `SyncError`."""
-        if not ok:
-            self.fail(SyncError("the sender gave up"))
-            return
-        self._check_open()
-        self._finished += 1
-        if self._finished < self.order.senders:
-            return
-        await self._named.wait()
-        assert self.version is not None
-        began = time.perf_counter()
-        try:
-            await self._commands.run(
-                "finish",
-                timeout_s=self.order.timeout_s,
-                verify=self.order.verify,
-                token=self.order.token,
-                weight_version=str(self.version),
-                flush_cache=self.order.flush_cache,
-            )
-            await self._commands.end()
-        except Exception as error:
-            self.fail(error)
-            raise
-        sums = tuple(sorted(self._sums, key=lambda s: s.index))
-        phases = self._seconds | {"finish": time.perf_counter() - began}
-        self.result.set_result(
-            SyncReceipt(version=self.version, num_tensors=self._num_tensors, buckets=sums, phases=phases)
-        )
+    def give_up(self) -> None:
+        """A sender has failed, so that its last bucket will not come."""
+        self.fail(SyncError("the sender gave up"))
 
     def fail(self, error: Exception) -> None:
         """End it. What was written stays written, so the engine must not serve."""

@@ -98,6 +98,7 @@ class SGLangSender:
             "dtypes": bucket.dtypes,
             "checksum": bucket.checksum,
             "num_bytes": bucket.data.numel(),
+            "is_last": bucket.is_last,
         }
         source, data = self._source(bucket)
         # the bucket is kept with its call: what lies in shared memory must live until it is taken over
@@ -129,14 +130,15 @@ class SGLangSender:
         return path
 
     def close(self, *, ok: bool) -> None:
-        """Wait for everything sent, then say whether it is complete. Raises when no engine is left."""
+        """Wait until everything sent is there, or say that no more will come. Raises when no engine is left."""
         try:
             for future, _ in self._sent:
                 future.result()
             self._sent.clear()
-            self._start(self._finish(ok)).result()
             if ok:
                 self._check_any_left()
+            else:
+                self._start(self._tell_all("give_up_update", lambda i: ())).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -153,9 +155,6 @@ class SGLangSender:
             return source if meeting is None else {**source, "first_rank": meeting.first_ranks[index]}
 
         await self._tell_all("put_bucket", lambda i: (header, told(i), data, self._rank))
-
-    async def _finish(self, ok: bool) -> None:
-        await self._tell_all("finish_update", lambda i: (ok,))
 
     async def _tell_all(self, method: str, arguments: Any) -> None:
         wire = self._wire

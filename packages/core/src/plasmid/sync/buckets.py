@@ -31,7 +31,7 @@ def make_buckets(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: i
         pending.append((name, tensor))
         size += _padded(tensor.nbytes)
     if pending:
-        yield _bucket(index, pending, size)
+        yield _bucket(index, pending, size, is_last=True)
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
@@ -44,22 +44,29 @@ def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         start += _padded(num_bytes)
 
 
-def _bucket(index: int, pending: list[tuple[str, Tensor]], size: int) -> Bucket:
+def _bucket(index: int, pending: list[tuple[str, Tensor]], size: int, *, is_last: bool = False) -> Bucket:
     """Empties ``pending`` while it copies, so that gathered tensors and their copies do not pile up."""
     names = tuple(name for name, _ in pending)
     shapes = tuple(tuple(tensor.shape) for _, tensor in pending)
     dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in pending)
     data = torch.empty(size, dtype=torch.uint8, device=pending[0][1].device)
+    places = torch.split_with_sizes(data, [_padded(tensor.nbytes) for _, tensor in pending])
     pending.reverse()
-    start = 0
-    while pending:
+    for place in places:
         content = as_bytes(pending.pop()[1])
-        end = start + content.numel()
-        data[start:end].copy_(content)
-        start += _padded(content.numel())
-        if end < start:
-            data[end:start].zero_()
-    return Bucket(index=index, names=names, shapes=shapes, dtypes=dtypes, data=data, checksum=checksum(data))
+        if content.numel() < place.numel():
+            place, rest = place.tensor_split((content.numel(),))
+            rest.zero_()
+        place.copy_(content)
+    return Bucket(
+        index=index,
+        names=names,
+        shapes=shapes,
+        dtypes=dtypes,
+        data=data,
+        checksum=checksum(data),
+        is_last=is_last,
+    )
 
 
 def _padded(num_bytes: int) -> int:
