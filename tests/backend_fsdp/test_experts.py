@@ -129,3 +129,20 @@ def test_experts_are_frozen_by_their_names_in_the_folder_and_only_together(model
         ModelError, match=r"freeze all of them, or none: .*experts\.1\.gate_proj\.weight.* still be trained"
     ):
         asyncio.run(run(r"layers\.0\.mlp\.experts\.0\."))
+
+
+def test_a_critic_of_experts_is_read_and_written_by_the_names_of_its_folder(models, one_rank, tmp_path):
+    model = models("Qwen3-MoE")
+    settings = {"critic": {"lr": 0.0, "weight_decay": 0.0, "export": True}}
+
+    async def run():
+        trainer, config = await one_rank.start(model=model, algorithm={"kind": "ppo"}, trainer=settings)
+        await fit(trainer, config, make_batch())
+        await trainer.export(tmp_path / "out")
+
+    asyncio.run(run())
+    ours = load_file(tmp_path / "out-critic/model.safetensors")
+    theirs = load_file(model / "model.safetensors")
+    assert ours.keys() - theirs.keys() == {"score.weight", "score.bias"}
+    assert theirs.keys() - ours.keys() == {"lm_head.weight"}
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items() if name in ours)

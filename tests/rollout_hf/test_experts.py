@@ -97,3 +97,20 @@ def test_a_folder_with_fused_experts_keeps_its_names(models, tmp_path):
     before, after = run(test())
     assert before == {name: checksum(tensor) for name, tensor in fused.items()}
     assert after == {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
+def test_corrections_of_experts_arrive_in_float32_where_all_else_is_in_bfloat16(models):
+    tensors = moved(models("DeepSeek-V3"))
+    tensors = {k: t if k.endswith("e_score_correction_bias") else t.bfloat16() for k, t in tensors.items()}
+
+    async def test():
+        async with started(models("DeepSeek-V3"), dtype="bfloat16") as engine:
+            await engine.pause("in_place")
+            compare(*await publish(engine, list(tensors.items()), 1))
+            await engine.resume()
+            completion = await engine.client.generate(make_request(3))
+            return await engine.checksum(), completion
+
+    sums, completion = run(test())
+    assert sums == {name: checksum(tensor) for name, tensor in tensors.items()}
+    assert len(completion.token_ids) > 0 and np.isfinite(completion.logprobs).all()
