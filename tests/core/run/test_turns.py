@@ -56,6 +56,16 @@ class Trainer(FakeTrainer):
         self.gpu.note("send")
         return await super().send(plan, version)
 
+    async def save(self, path):
+        assert self.gpu.trainer
+        self.gpu.note("save")
+        return await super().save(path)
+
+    async def export(self, path):
+        assert self.gpu.trainer
+        self.gpu.note("export")
+        await super().export(path)
+
 
 class Engine(FakeEngine):
     def __init__(self, gpu):
@@ -114,7 +124,7 @@ def test_parts_that_share_gpus_never_both_need_their_memory(runner, trainer_leav
     gpu = Gpu(trainer_leaves=trainer_leaves, engine_leaves=engine_leaves)
     place = {"colocated": True, "offload_trainer": trainer_leaves, "offload_engine": engine_leaves}
     changes = {"placement": place, "run": {"batches": 4, "sync_every": sync_every, "max_staleness": bound}}
-    run_on(gpu, runner, changes)
+    run_on(gpu, runner, changes | {"checkpoint": {"every": 2, "export": True}})
     assert gpu.calls.count("train") == 4
     assert gpu.calls.count("send") == 1 + 4 // sync_every
     assert gpu.serving and gpu.cache
@@ -126,11 +136,13 @@ def test_parts_that_share_gpus_never_both_need_their_memory(runner, trainer_leav
 def test_the_order_of_turns_on_shared_gpus(runner):
     gpu = Gpu(trainer_leaves=True, engine_leaves=True)
     place = {"colocated": True, "offload_trainer": True, "offload_engine": True}
-    run_on(gpu, runner, {"placement": place, "run": {"batches": 2, "sync_every": 2}})
+    changes = {"run": {"batches": 2, "sync_every": 2}, "checkpoint": {"export": True}}
+    run_on(gpu, runner, {"placement": place, **changes})
     first = ["pause", "sleep", "wake weights", "send", "offload", "wake", "resume"]
     unpublished = ["pause", "sleep", "onload", "train", "offload", "wake", "resume"]
     published = ["pause", "sleep", "onload", "train", "wake weights", "send", "offload", "wake", "resume"]
-    assert gpu.calls == first + unpublished + published
+    saved, exported = ([*unpublished[:3], what, *unpublished[4:]] for what in ("save", "export"))
+    assert gpu.calls == first + unpublished + published + saved + exported
 
 
 def test_parts_with_gpus_of_their_own_train_while_the_engine_serves(runner):
@@ -149,7 +161,7 @@ def test_parts_with_gpus_of_their_own_train_while_the_engine_serves(runner):
     engine._gpu = gpu
     config = runner.config({"run": {"batches": 2, "max_staleness": 1}})
     run(config.model_copy(update={"trainer": trainer, "rollout": engine}), make_cluster=lambda _: LocalCluster())
-    assert gpu.calls == ["pause", "send", "resume"] * 3
+    assert gpu.calls == [*["pause", "send", "resume"] * 3, "save"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -175,6 +176,10 @@ class Loop:
         """True if the run was stopped before its last batch."""
         return self.stopping.is_set() and self.progress.batch < self.config.run.batches
 
+    def trainer_at_hand(self) -> AbstractAsyncContextManager[None]:
+        """A turn of the trainer's, to save or export what it has."""
+        return nullcontext() if self.turns is None else self.turns.trainer_at_hand()
+
     def stop(self) -> None:
         """Ask for a clean end."""
         self.stopping.set()
@@ -336,7 +341,8 @@ class Loop:
         if self.parts.evaluations is not None:
             await self.parts.evaluations.before_save(self.progress.batch)
         self._tell("save")
-        await self.parts.saver.save(self.progress)
+        async with self.trainer_at_hand():
+            await self.parts.saver.save(self.progress)
 
     async def _finish(self) -> None:
         if self.canary is not None:

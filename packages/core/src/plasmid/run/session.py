@@ -159,7 +159,8 @@ class _Session:
                 interrupts.save_with(loop.stop)
                 interrupted = await loop.run()
                 interrupts.save_with(None)
-                final = await self._export(folder, parts, interrupted, loop.progress.batch)
+                async with loop.trainer_at_hand():
+                    final = await self._export(folder, parts, interrupted, loop.progress.batch)
         return self._result(folder, loop.progress.batch, interrupted=interrupted, final=final)
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -58,6 +59,15 @@ class Turns:
         if self.config.placement.colocated:
             await self._make_room()
             await self._engine("resume", self.engine.resume())
+
+    @asynccontextmanager
+    async def trainer_at_hand(self) -> AsyncIterator[None]:
+        """A turn in which a trainer that gives up its memory has it, to save or export."""
+        if self.config.placement.offload_trainer:
+            await self.to_trainer()
+        yield
+        if self.config.placement.offload_trainer:
+            await self.to_engine()
 
     async def send_to(self, engine: RolloutEngine, version: int) -> None:
         """Give the trainer's weights to another engine, which then serves this version. It must have no requests.
