@@ -64,6 +64,17 @@ def moe(tmp_path_factory):
     return make_tiny_moe(tmp_path_factory.mktemp("models") / "moe")
 
 
+@pytest.fixture(scope="module")
+def fsdp_curve(processes, qwen, tmp_path_factory):
+    ranks = ranks_for(processes, qwen, tmp_path_factory.mktemp("fsdp"))
+    return asyncio.run(curve(ranks, (1, {}), kind="fsdp", **BF16))
+
+
+@pytest.fixture(scope="module")
+def experts_curve(processes, moe, tmp_path_factory):
+    return asyncio.run(curve(ranks_for(processes, moe, tmp_path_factory.mktemp("one")), (1, {})))
+
+
 def ranks_for(processes, model, folder):
     return Ranks(processes, model, folder, gpus=True)
 
@@ -78,6 +89,15 @@ async def curve(ranks, layout, *, kind="megatron", steps=10, **trainer):
         return [(r["train/loss"], r["train/grad_norm"]) for r in reports]
     finally:
         await ranks.close()
+
+
+def show(layout, ours, theirs):
+    """With ``-s``: how far both curves are apart, and the losses and norms themselves."""
+    pairs = list(zip(ours, theirs, strict=True))
+    apart = [max(abs(one[i] - other[i]) for one, other in pairs) for i in range(2)]
+    print(f"{layout}: losses differ by at most {apart[0]:.2g}, norms by {apart[1]:.2g}")
+    for name, numbers in (("ours", ours), ("expected", theirs)):
+        print(f"  {name}: " + "  ".join(f"{loss:.4f}/{norm:.3f}" for loss, norm in numbers))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,22 +115,19 @@ def test_fp32_on_gpus_gives_what_fsdp_gives(layout, processes, small, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ten_steps_in_bf16_follow_the_curve_of_fsdp(layout, processes, qwen, tmp_path):
-    ranks = ranks_for(processes, qwen, tmp_path)
-    theirs = asyncio.run(curve(ranks, (1, {}), kind="fsdp", **BF16))
-    ours = asyncio.run(curve(ranks, LAYOUTS[layout], **BF16))
-    print(layout, ours, theirs)
-    for (loss, norm), (expected_loss, expected_norm) in zip(ours, theirs, strict=True):
+def test_ten_steps_in_bf16_follow_the_curve_of_fsdp(layout, processes, qwen, fsdp_curve, tmp_path):
+    ours = asyncio.run(curve(ranks_for(processes, qwen, tmp_path), LAYOUTS[layout], **BF16))
+    show(layout, ours, fsdp_curve)
+    for (loss, norm), (expected_loss, expected_norm) in zip(ours, fsdp_curve, strict=True):
         assert loss == pytest.approx(expected_loss, abs=0.03)
         assert norm == pytest.approx(expected_norm, rel=0.1)
 
 
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
-def test_ten_steps_with_experts_follow_the_curve_of_one_gpu(layout, processes, moe, tmp_path):
-    ranks = ranks_for(processes, moe, tmp_path)
-    one = asyncio.run(curve(ranks, (1, {})))
-    ours = asyncio.run(curve(ranks, MOE_LAYOUTS[layout]))
-    for (loss, norm), (expected_loss, expected_norm) in zip(ours, one, strict=True):
+def test_ten_steps_with_experts_follow_the_curve_of_one_gpu(layout, processes, moe, experts_curve, tmp_path):
+    ours = asyncio.run(curve(ranks_for(processes, moe, tmp_path), MOE_LAYOUTS[layout]))
+    show(layout, ours, experts_curve)
+    for (loss, norm), (expected_loss, expected_norm) in zip(ours, experts_curve, strict=True):
         assert loss == pytest.approx(expected_loss, abs=1e-3)
         assert norm == pytest.approx(expected_norm, rel=1e-2)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
+import orjson
 from plasmid.errors import EngineError, one_line
 from plasmid.types import Completion, GenerateRequest
 
@@ -89,7 +90,7 @@ class Desk:
                 async with api.session().post(f"{api.url}/generate", json=body, headers=headers) as reply:
                     if reply.status in RETRIED:
                         raise Unavailable(f"{url} answered {reply.status}")
-                    answer = await reply.json(content_type=None)
+                    answer = orjson.loads(await reply.read())
                     return completion(request, reply.status, answer, has_spans=self._options.has_spans)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
             raise Unavailable(f"{url}: {one_line(error)}") from None
