@@ -1,7 +1,7 @@
 """A weight sync that every server has failed: what is tried again, and what ends the run."""
 
 from plasmid.errors import ActorDiedError, EngineError, EngineLostError, SyncError
-from plasmid_sglang.lost import lost
+from plasmid_sglang.lost import CutOffError, lost
 
 
 def test_servers_that_went_away_are_waited_for():
@@ -14,3 +14,11 @@ def test_servers_that_went_away_are_waited_for():
 def test_a_proof_that_failed_is_never_tried_again():
     proof = SyncError("bucket 1 was sent with another checksum")
     assert lost([EngineError("connection refused"), proof]) is proof
+
+
+def test_a_server_that_another_one_cut_off_proves_nothing():
+    cut_off = CutOffError("the broadcast broke off")
+    assert isinstance(lost([cut_off, EngineError("connection refused")]), EngineLostError)
+    assert lost([cut_off]) is cut_off  # nobody went away: trying again would end in the same way
+    proof = SyncError("bucket 1 was sent with another checksum")
+    assert lost([cut_off, EngineError("connection refused"), proof]) is proof

@@ -128,7 +128,7 @@ class EngineServer:
 
     async def _leave(self) -> None:
         if self._update is not None:
-            self._update.fail(SyncError("the server was stopped"))
+            self._update.fail(EngineError("the server was stopped"))
         self._update = self._commands = None
         if self._api is not None:
             await self._api.close()

@@ -16,7 +16,7 @@ from plasmid.types import SyncReceipt
 from .bulletin import Bulletin, BulletinFile
 from .client import ClientOptions, SGLangClient
 from .gauges import Load, Speeds, busy, gauges
-from .lost import lost
+from .lost import CutOffError, lost
 from .members import Condition, Member, Members, Watch, each
 from .planning import Planner
 from .router import Router
@@ -190,7 +190,8 @@ class SGLangEngine:
         if wire.folder is not None:
             shutil.rmtree(wire.folder, ignore_errors=True)
         for member, error in failed.items():
-            await self.members.give_up(member, str(error))
+            if not isinstance(error, CutOffError):  # else it waits for the next one
+                await self.members.give_up(member, str(error))
         if not receipts:
             raise lost(failed.values())
         first = next(iter(receipts.values()))

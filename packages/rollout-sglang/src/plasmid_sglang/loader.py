@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plasmid.errors import SyncError, one_line
+from plasmid.errors import PlasmidError, SyncError, one_line
 from plasmid.protocols import Bucket
 from plasmid.sync import checksum, unpack
 from torch import Tensor, nn
 
 from . import read_back
+from .lost import CutOffError
 from .sources import Place, fetch, leave
 from .together import Together
 
@@ -56,7 +57,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     try:
         receipt = OPERATIONS[command["operation"]](model, command, tensors)
     except Exception as error:  # noqa: BLE001  boundary: the server must live to tell
-        receipt = {"error": str(error) if isinstance(error, SyncError) else one_line(error)}
+        text = str(error) if isinstance(error, PlasmidError) else one_line(error)
+        receipt = {"error": text, "is_cut_off": isinstance(error, CutOffError)}
     write(Path(command["receipts"]), command["name"], receipt)
 
 

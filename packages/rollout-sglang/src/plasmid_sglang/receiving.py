@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .api import Abilities, Api
 from .loader import COMMAND, DATA, NAME
+from .lost import CutOffError
 
 
 class Commands:
@@ -87,7 +88,7 @@ class Commands:
             ) from None
         file.unlink()
         if "error" in receipt:
-            raise SyncError(receipt["error"])
+            raise (CutOffError if receipt["is_cut_off"] else SyncError)(receipt["error"])
         return receipt
 
 
@@ -206,9 +207,10 @@ class Update:
 
     def give_up(self) -> None:
         """A sender has failed, so that its last bucket will not come."""
-        self.fail(SyncError("the sender gave up"))
+        self.fail(CutOffError("the sender gave up"))
 
     def fail(self, error: Exception) -> None:
         """End it. What was written stays written, so the engine must not serve."""
         if not self.result.done():
-            self.result.set_exception(SyncError(f"weight sync of version {self.version}: {error}"))
+            kind = type(error) if isinstance(error, SyncError | EngineError) else SyncError
+            self.result.set_exception(kind(f"weight sync of version {self.version}: {error}"))

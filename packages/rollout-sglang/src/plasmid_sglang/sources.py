@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plasmid.errors import SyncError
+from plasmid.errors import SyncError, one_line
 from plasmid.sync import make_buckets
 from torch import Tensor
 
 from .group import Group
+from .lost import CutOffError
 
 GROUPS: dict[str, Group] = {}
 """Of this process, by name: joining one takes long, so it serves every later sync with the same members."""
@@ -80,7 +81,15 @@ def _device_argument(arguments: tuple[Any, ...]) -> int:
 
 
 def _broadcast(source: Mapping[str, Any], place: Place) -> Tensor:
-    name = source["group"]
+    name = f"{source['group']}@{source['port']}"  # the sender opens another port when it begins anew
+    try:
+        return _received(name, source, place)
+    except RuntimeError as error:
+        GROUPS.clear()
+        raise CutOffError(f"the broadcast broke off: {one_line(error)}") from None
+
+
+def _received(name: str, source: Mapping[str, Any], place: Place) -> Tensor:
     if name not in GROUPS:
         GROUPS.clear()
         GROUPS[name] = Group.join(

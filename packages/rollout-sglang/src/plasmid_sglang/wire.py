@@ -104,7 +104,21 @@ class SGLangSender:
         # the bucket is kept with its call: what lies in shared memory must live until it is taken over
         self._sent.append((self._start(self._put(header, source, data)), bucket))
         if self._wire.meeting is not None and self._actors:
-            self._wire.meeting.host(self._wire.timeout_s).group.broadcast(bucket.data)
+            self._broadcast(self._wire.meeting, bucket)
+
+    def _broadcast(self, meeting: Meeting, bucket: Bucket) -> None:
+        """If a member has gone, leave: the others would wait for what it was to hand on. Raises `EngineLostError` then.
+
+        A server that hangs is noticed by the wire's time limit only.
+        """
+        try:
+            meeting.host(self._wire.timeout_s).group.broadcast(bucket.data)
+        except RuntimeError:
+            HOSTED.clear()
+            self._sent.pop()[0].result()
+            if not self._errors:
+                raise
+            raise lost(self._errors) from None
 
     def _source(self, bucket: Bucket) -> tuple[dict[str, Any], Any]:
         kind = self._wire.kind
