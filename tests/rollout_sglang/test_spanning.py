@@ -52,28 +52,33 @@ def test_a_server_over_two_machines_serves_takes_weights_and_is_restarted(sglang
         engine = await context.config.rollout.build(context)
         try:
             (member,) = engine.members.all
+
+            async def check_again(version):
+                await engine.pause("abort")
+                compare(*await publish(engine, weights, version))
+                await engine.resume()
+                again = await engine.client.generate(request)
+                assert {span.version for span in again.versions} == {version}
+                np.testing.assert_allclose(again.logprobs, plain_logprobs(model, request, again), atol=2e-5)
+
             assert member.abilities.ranks == 2
             assert {OTHER, "sglang::scheduler_TP0"} <= ranks().keys()
             before = await engine.client.generate(request)
             np.testing.assert_allclose(before.logprobs, plain_logprobs(model, request, before), atol=2e-5)
 
             weights = changed(model)
-            await engine.pause("abort")
-            compare(*await publish(engine, weights, 1))
-            await engine.resume()
-            after = await engine.client.generate(request)
-            assert {span.version for span in after.versions} == {1}
-            np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=2e-5)
+            await check_again(1)
 
             os.killpg(os.getpgid(ranks()[OTHER].pid), signal.SIGKILL)
             await until(lambda: member.condition is Condition.WAITING)
             assert member.restarts == 1 and "ended with code" in member.error
-            await engine.pause("abort")
-            compare(*await publish(engine, weights, 2))
-            await engine.resume()
-            again = await engine.client.generate(request)
-            assert {span.version for span in again.versions} == {2}
-            np.testing.assert_allclose(again.logprobs, plain_logprobs(model, request, again), atol=2e-5)
+            await check_again(2)
+
+            (beside,) = (actor for actor in context.cluster._actors if actor.name == "engine-0-node-1")
+            await beside.stop()  # as if its machine had gone; the server is then made anew whole
+            await until(lambda: member.condition is Condition.WAITING)
+            assert member.restarts == 2 and "another machine of the server: engine-0-node-1 " in member.error
+            await check_again(3)
         finally:
             await engine.close()
             await context.cluster.close()
@@ -81,8 +86,8 @@ def test_a_server_over_two_machines_serves_takes_weights_and_is_restarted(sglang
     asyncio.run(test())
     assert not ranks()
     logs = {file.name: file.read_text() for file in (tmp_path / "logs").iterdir()}
-    assert logs["engine-0-server.log"].count("ready to roll") == 2
-    assert logs["engine-0-node-1-server.log"].count("Dummy health check server started") == 2
+    assert logs["engine-0-server.log"].count("ready to roll") == 3
+    assert logs["engine-0-node-1-server.log"].count("Dummy health check server started") == 3
     told = [
         json.loads((tmp_path / f"engines/{name}/arguments.json").read_text())
         for name in ("engine-0", "engine-0-node-1")
