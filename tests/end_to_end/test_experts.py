@@ -11,6 +11,7 @@ from plasmid.convert import DCP
 from plasmid.observe.journal import read_journal
 from safetensors.torch import load_file
 
+OTHERS = ["GLM-4.5", "DeepSeek-V3"]
 LEARNING = {"batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
 RECIPE = """
 plugins = ["digit_share.py"]
@@ -50,18 +51,19 @@ def journal(folder):
     return [dict(entry.metrics) for entry in read_journal(folder / "metrics.jsonl")]
 
 
-def train_a_mixture(job, folder, run):
-    model = make_family(folder / "moe", "Qwen3-MoE")
+def train_a_mixture(job, folder, run, family="Qwen3-MoE"):
+    model = make_family(folder / "moe", family)
     result = job.run({"model": {"path": str(model)}, "run": run})
     assert max(m["train/logprob_diff_max"] for m in job.metrics()) < 2e-5
     return load_file(model / "model.safetensors"), result
 
 
-def test_a_mixture_of_experts_comes_out_of_a_run_under_the_names_of_its_folder(job, tmp_path):
-    theirs, _ = train_a_mixture(job, tmp_path, {"batches": 2})
+@pytest.mark.parametrize("family", ["Qwen3-MoE", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+def test_a_mixture_of_experts_comes_out_of_a_run_under_the_names_of_its_folder(family, job, tmp_path):
+    theirs, _ = train_a_mixture(job, tmp_path, {"batches": 2}, family)
     ours = load_file(tmp_path / "run/final/model.safetensors")
     assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
-    assert not any(ours[name].equal(theirs[name]) for name in theirs if ".mlp.gate." in name)
+    assert not any(ours[name].equal(theirs[name]) for name in theirs if name.endswith(".mlp.gate.weight"))
     converted, checkpoint = DCP(), tmp_path / "run/checkpoints/batch-000002"
     assert converted.num_tensors(checkpoint) == len(ours)
     read = dict(converted.read(checkpoint))
@@ -107,7 +109,7 @@ def learned(metrics):
 
 @pytest.mark.long
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize("family", ["GLM-4.5", "DeepSeek-V3"])
+@pytest.mark.parametrize("family", OTHERS)
 def test_other_families_of_experts_train_through_the_command(family, job, tmp_path):
     job.plain()
     folder, model = job.folder, make_family(tmp_path / "moe", family)
@@ -116,3 +118,19 @@ def test_other_families_of_experts_train_through_the_command(family, job, tmp_pa
     rl(folder, "train", "digits.toml", "run.dir=whole", "run.batches=2", "checkpoint.every=2", *split)
     assert max(m["train/logprob_diff_max"] for m in journal(folder / "whole")) < 2e-5
     assert json.loads((folder / "whole/final/config.json").read_text())["model_type"] in ("glm4_moe", "deepseek_v3")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+def test_sglang_takes_single_experts_from_ranks_that_split_them_and_every_version_is_read_back(job, tmp_path):
+    job.plain()
+    folder, model = job.folder, make_family(tmp_path / "moe", "Qwen3-MoE")
+    (folder / "digits.toml").write_text(RECIPE.format(model=model))
+    engine = (
+        'kind="sglang", dtype="float32", read_back_every=1, bucket_bytes=20000, server_args={max_total_tokens=4096}'
+    )
+    rl(folder, "train", "digits.toml", "run.batches=3", "checkpoint.every=3", "run.dir=x", f"rollout={{{engine}}}")
+    metrics = journal(folder / "x")
+    assert len(metrics) == 3
+    assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5
+    assert max(m["sync/canary_difference"] for m in metrics) < 1e-4
