@@ -114,3 +114,20 @@ def test_corrections_of_experts_arrive_in_float32_where_all_else_is_in_bfloat16(
     sums, completion = run(test())
     assert sums == {name: checksum(tensor) for name, tensor in tensors.items()}
     assert len(completion.token_ids) > 0 and np.isfinite(completion.logprobs).all()
+
+
+def test_experts_are_sent_to_an_engine_that_has_read_a_config_alone(models, tmp_path):
+    """As of a folder in Megatron's distributed format, which does not say under which names the trainer will send."""
+    tensors = moved(models("GLM-4.5"))
+    folder = written(models("GLM-4.5"), tmp_path / "dist", {})
+    (folder / "model.safetensors").unlink()
+    for name in (".metadata", "metadata.json"):
+        (folder / name).write_text("{}")
+
+    async def test():
+        async with started(folder) as engine:
+            await engine.pause("in_place")
+            compare(*await publish(engine, list(tensors.items()), 0))
+            return await engine.checksum()
+
+    assert run(test()) == {name: checksum(tensor) for name, tensor in tensors.items()}
