@@ -189,9 +189,9 @@ class SGLangEngine:
         failed = await each(members, receive)
         if wire.folder is not None:
             shutil.rmtree(wire.folder, ignore_errors=True)
-        for member, error in failed.items():
-            if not isinstance(error, CutOffError):  # else it waits for the next one
-                await self.members.give_up(member, str(error))
+        at_fault = [member for member, error in failed.items() if not isinstance(error, CutOffError)]
+        for member in at_fault or failed:  # those that others have cut off wait for the next update
+            await self.members.give_up(member, str(failed[member]))
         if not receipts:
             raise lost(failed.values())
         first = next(iter(receipts.values()))
