@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +13,7 @@ ROW = 1 << 16
 """32-bit words that share one table of factors. Part of the definition: another value gives other checksums."""
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 128}
 """Bounds the extra memory: 8 bytes a word. One row stays in a core's cache; a GPU wants more work per launch."""
+RowSums = Callable[[Tensor, Tensor], Tensor]
 _ROW_FACTOR = 0x9E3779B97F4A7C15
 _MODULUS = 1 << 64
 
@@ -25,11 +27,9 @@ def checksum(tensor: Tensor) -> int:
     data = as_bytes(tensor)
     words = _words(data)
     factors = _factors(str(words.device))
-    step = ROW * _ROWS_AT_ONCE.get(words.device.type, 1)
-    sums = [_row_sums(words[start : start + step], factors) for start in range(0, words.numel(), step)]
     total = data.numel()
-    if sums:  # one sum on the device, so that one number has to be waited for
-        rows = torch.cat(sums)
+    if words.numel():  # one sum on the device, so that one number has to be waited for
+        rows = _kernel(words.device.type)(words, factors)
         total += int((rows * _row_factors(_power_of_two(len(rows)), str(rows.device))[: len(rows)]).sum())
     return total % _MODULUS
 
@@ -48,8 +48,24 @@ def _words(data: Tensor) -> Tensor:
     return data.view(torch.int32)
 
 
+@lru_cache(maxsize=16)
+def _kernel(device: str) -> RowSums:
+    if device == "cuda":
+        try:
+            from .checksum_triton import row_sums
+        except ImportError:
+            return _row_sums
+        return row_sums
+    return _row_sums
+
+
 def _row_sums(words: Tensor, factors: Tensor) -> Tensor:
     """[rows] sums of words times factors, one for each started row."""
+    step = ROW * _ROWS_AT_ONCE.get(words.device.type, 1)
+    return torch.cat([_some(words[start : start + step], factors) for start in range(0, words.numel(), step)])
+
+
+def _some(words: Tensor, factors: Tensor) -> Tensor:
     whole = words.numel() // ROW * ROW
     sums = [(words[:whole].view(-1, ROW) * factors).sum(1)]
     if whole < words.numel():
