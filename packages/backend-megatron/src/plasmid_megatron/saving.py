@@ -51,10 +51,11 @@ class Writing:
     """One rank's part of one checkpoint, on its way to the disk."""
 
     def __init__(self, path: Path, state: dict[str, Any], *, copy: bool) -> None:
-        """Plan with all ranks, and begin to write. With ``copy`` the state may change as soon as this returns."""
+        """Plan with all ranks, and begin to write; empties the state. With ``copy`` its tensors may change from then on."""
         keep_results_in_this_process()
         self._path, self._plan = path, _Planned(*FORMAT)
         dist_checkpointing.save(state, str(path), sharded_strategy=self._plan, async_sharded_save=True)
+        state.clear()  # what was made for it alone is freed as it is copied
         buckets = self._plan.writer.write_buckets or []
         for _, _, (_, tensors) in buckets:
             _to_host(tensors, copy=copy)
