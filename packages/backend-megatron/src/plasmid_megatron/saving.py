@@ -51,7 +51,7 @@ class Writing:
     """One rank's part of one checkpoint, on its way to the disk."""
 
     def __init__(self, path: Path, state: dict[str, Any], *, copy: bool) -> None:
-        """Plan with all ranks, and begin to write. Empties the state; with ``copy`` its tensors may change afterwards."""
+        """Plan with all ranks and begin to write. Empties the state; with ``copy`` its tensors may then change."""
         keep_results_in_this_process()
         self._path, self._plan = path, _Planned(*FORMAT)
         dist_checkpointing.save(state, str(path), sharded_strategy=self._plan, async_sharded_save=True)
