@@ -160,6 +160,30 @@ def test_what_was_started_anew_gets_the_present_version_again(runner, monkeypatc
     assert engine.calls == [0, 0, 1, 2]
 
 
+@pytest.mark.timeout(60)
+def test_a_canary_that_was_asked_of_a_server_that_died_is_asked_again(runner, monkeypatch):
+    """Nobody answers it until the engine has got its weights again, which only the waiting run can send."""
+    monkeypatch.setattr("plasmid.run.mending.LOOK_S", 0.01)
+
+    class Dying(Engine):
+        def needs_weights(self):
+            return self.calls == [0, 1]
+
+        async def generate(self, request):
+            if request.id == "canary/1#0" and self.calls == [0, 1]:
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+        async def receive(self, plan, version):
+            self.version = version
+            return await super().receive(plan, version)
+
+    engine, trainer = Dying(), Trainer(-0.5)
+    run_with(runner, engine, trainer, tolerance=0.01)
+    assert engine.calls == [0, 1, 1, 2]
+    assert len(trainer.checked) == 2 and trainer.step == 2
+
+
 def test_a_run_ends_when_too_little_is_left_of_the_engine(runner, monkeypatch):
     monkeypatch.setattr("plasmid.run.mending.LOOK_S", 0.01)
     engine = Engine()

@@ -88,8 +88,8 @@ class SGLang(RolloutEngineConfig):
     read_back_every: int = Field(10, ge=0)
     """Compare the engine's own parameters with what was sent in every k-th weight sync and the first; 0 for never."""
     canary_tolerance: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
-    """Largest difference of log-probabilities between engine and trainer on a prompt that is tried after every sync;
-    ``auto`` is 0.02 with dtype = "float32" and 0.5 otherwise."""
+    """Largest mean difference of log-probabilities between engine and trainer on what the engine makes of a prompt
+    after every sync; ``auto`` is 0.02 with dtype = "float32" and 0.25 otherwise."""
     deterministic: bool = False
     """SGLang's deterministic inference, with a seed for each sample. GPUs only."""
     true_on_policy: bool = False
@@ -201,10 +201,10 @@ class SGLang(RolloutEngineConfig):
                     return
 
     def canary(self) -> float:
-        """Largest difference to the trainer after each weight sync: SGLang loads weights by code of its own."""
+        """Largest mean difference to the trainer after each weight sync: SGLang loads weights by code of its own."""
         if self.canary_tolerance != "auto":
             return self.canary_tolerance
-        return 0.02 if self.dtype == "float32" else 0.5
+        return 0.02 if self.dtype == "float32" else 0.25
 
     def gives_kept_sets(self) -> bool:
         """Releases that return what was left to draw from can be told how much; servers of others may be older."""

@@ -90,7 +90,7 @@ class RolloutEngineConfig(Component):
         yield from ()
 
     def canary(self) -> float | None:
-        """Largest difference of log-probabilities to the trainer on a canary after each sync; None for no canary.
+        """Largest mean difference of log-probabilities to the trainer on a canary after each sync; None for no canary.
 
         An engine needs one that loads weights by code which is not the trainer's (see `run/canary.py`).
         """

@@ -234,6 +234,11 @@ class Loop:
             await self.turns.mend(self.progress.version)
             self._ask_canary()
 
+    async def _canary_answered(self) -> None:
+        """Wait for an answer while the engine may draw. One that lacks weights by now gets them and is asked anew."""
+        while self.canary is not None and self.canary.asked is not None and not self.canary.asked.done():
+            await self._wait({self.canary.asked})
+
     def _ask_canary(self) -> None:
         if self.canary is not None:
             self.canary.ask(self.progress.version)
@@ -279,6 +284,7 @@ class Loop:
         batch = BatchRef(
             index=self.progress.batch, groups=taken.groups, steps=min(self.config.run.steps_per_batch, _rollouts(taken))
         )
+        await self._canary_answered()
         if self.turns is not None:
             await self.turns.to_trainer()
         proof = {} if self.canary is None else await self.canary.check()
