@@ -42,9 +42,10 @@ def test_the_first_waits_for_the_last_although_its_bucket_is_used_again(sent):
     bucket.copy_(sent[Q])
     assert together.ready(model, [(Q, bucket)]) == []
     bucket.zero_()
+    assert together.left() == [Q]
     assert [name for name, _ in together.ready(model, [(OTHER, sent[OTHER])])] == [OTHER]
     ready = together.ready(model, [(KV, sent[KV])])
-    assert sorted(name for name, _ in ready) == sorted([Q, KV])
+    assert sorted(name for name, _ in ready) == sorted([Q, KV]) and together.left() == []
     model.load_weights(ready)
     fused = model.model.layers[0].self_attn.fused_qkv_a_proj_with_mqa.weight
     assert torch.equal(fused, torch.cat([sent[Q], sent[KV]]))

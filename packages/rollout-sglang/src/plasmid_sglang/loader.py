@@ -98,6 +98,8 @@ def _load_bucket(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[
         checksum=found,
     )
     named = PROGRESS.of(command["token"]).together.ready(model, list(unpack(bucket)))
+    if header["is_last"] and (left := PROGRESS.of(command["token"]).together.left()):
+        raise SyncError(f"tensor {left[0]!r} came without the others that SGLang takes it with alone")
     with torch.no_grad():
         model.load_weights(named)  # type: ignore[operator]
         if command["verify"]:

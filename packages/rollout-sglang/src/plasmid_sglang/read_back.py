@@ -27,7 +27,7 @@ def check(model: nn.Module, named: Sequence[tuple[str, Tensor]], *, complete: bo
     touched: set[str] = set()
     sent = dict(named)
     for name, tensor in named:
-        others = [(mate, sent[mate]) for mate in mates(parameters, name) if mate != name]
+        others = [(mate, sent[mate]) for mate in mates(parameters.keys(), name) if mate != name]
         model.load_weights([(name, torch.full_like(tensor, torch.nan)), *others])  # type: ignore[operator]
         places = _places(parameters, name)
         model.load_weights([(name, tensor), *others])  # type: ignore[operator]

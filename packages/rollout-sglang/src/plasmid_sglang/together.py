@@ -6,7 +6,8 @@ size, so the first of such tensors waits here for the bucket of the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from torch import Tensor, nn
 
@@ -14,12 +15,11 @@ FUSED: Mapping[str, tuple[str, ...]] = {"fused_qkv_a_proj_with_mqa": ("q_a_proj"
 """By the module that SGLang has of them (0.5.17 and 0.5.23: attention of DeepSeek-V2, V3 and their like)."""
 
 
-def mates(parameters: Iterable[str], name: str) -> tuple[str, ...]:
+def mates(parameters: AbstractSet[str], name: str) -> tuple[str, ...]:
     """The tensor and those that must come with it, where the engine has such ``parameters``."""
-    own = set(parameters)
     for fused, parts in FUSED.items():
         for part in parts:
-            if f".{part}." in name and name.replace(f".{part}.", f".{fused}.") in own:
+            if f".{part}." in name and name.replace(f".{part}.", f".{fused}.") in parameters:
                 return tuple(name.replace(f".{part}.", f".{other}.") for other in parts)
     return (name,)
 
@@ -41,3 +41,7 @@ class Together:
             else:
                 self._waiting[name] = tensor.clone()  # a bucket's memory is used again
         return ready
+
+    def left(self) -> list[str]:
+        """Names of what still waits: after the last bucket it is lost."""
+        return sorted(self._waiting)
