@@ -42,6 +42,10 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
         ({"sequence_parallel": True}, "sequence_parallel has no effect with tensor_parallel = 1"),
         ({"min_lr_fraction": 0.1}, "min_lr_fraction has no effect with schedule = 'constant'"),
         ({"microbatch_samples": 2, "microbatch_tokens": 10}, "microbatch_tokens has no effect"),
+        ({"transformer_engine": True}, "transformer_engine = true needs dtype = 'bfloat16'"),
+        ({"transformer": {"moe_grouped_gemm": True}}, "transformer.moe_grouped_gemm = true needs transformer_engine"),
+        ({"transformer": {"transformer_impl": "local"}}, "transformer_impl follows from trainer.transformer_engine"),
+        ({"transformer": {"fp8": "e4m3"}}, "fp8 cannot be set: trainer 'megatron' computes in float32 or bfloat16"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_way_out(settings, message):

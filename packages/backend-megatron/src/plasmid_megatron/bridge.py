@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from . import families
 from .settings import Megatron
+from .te import IMPL
 
 MAPPINGS = ("_DIRECT_MAPPING", "_ATTENTION_MAPPING", "_MLP_MAPPING", "_OTHER_MAPPING")
 NORMS: dict[str, dict[str, list[str]]] = {
@@ -31,7 +32,7 @@ NORMS: dict[str, dict[str, list[str]]] = {
         "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
     },
 }
-"""Norms have modules of their own here; with TransformerEngine, which mbridge expects, they are parts of others."""
+"""Norms have modules of their own here; with TransformerEngine, whose names mbridge has, they are parts of others."""
 WITHOUT_FUSION = {
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
@@ -153,6 +154,7 @@ def _overrides(hf: PreTrainedConfig, settings: Megatron) -> dict[str, Any]:
         **WITHOUT_FUSION,
         "sequence_parallel": settings.splits_sequences,
         "expert_tensor_parallel_size": settings.expert_tensor_size,
+        "transformer_impl": IMPL if settings.transformer_engine else "local",
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,  # no scaling by numbers of microbatches and ranks

@@ -14,6 +14,7 @@ from torch import nn
 from .bridge import Architecture
 from .model import LanguageModel, ValueModel
 from .settings import Megatron
+from .te import mark_parts
 from .weights import HEAD, freeze, load_weights, weights
 
 
@@ -76,6 +77,8 @@ def _build(settings: Megatron, make: Callable[[int | None], nn.Module]) -> list[
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"trainer: Megatron cannot lay this model out: {first}") from None
     for chunk, number in zip(chunks, numbers, strict=True):
+        if settings.transformer_engine:
+            mark_parts(chunk)
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if number is not None:

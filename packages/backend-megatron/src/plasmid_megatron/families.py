@@ -20,12 +20,14 @@ class Glm4(LLMBridge):  # type: ignore[misc]
     """GLM-4, dense: norms around attention and MLP, gate and up in one tensor, half of each head rotated in pairs."""
 
     _ATTENTION_MAPPING: ClassVar[Table] = {
+        "self_attention.linear_qkv.layer_norm_weight": [f"{LAYER}.input_layernorm.weight"],  # with TransformerEngine
         "self_attention.linear_qkv.weight": [f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkv"],
         "self_attention.linear_qkv.bias": [f"{LAYER}.self_attn.{part}_proj.bias" for part in "qkv"],
         "self_attention.linear_proj.weight": [f"{LAYER}.self_attn.o_proj.weight"],
         "self_attention.linear_proj.norm.weight": [f"{LAYER}.post_self_attn_layernorm.weight"],
     }
     _MLP_MAPPING: ClassVar[Table] = {
+        "mlp.linear_fc1.layer_norm_weight": [f"{LAYER}.post_attention_layernorm.weight"],
         "mlp.linear_fc1.weight": [f"{LAYER}.mlp.gate_up_proj.weight"],
         "mlp.linear_fc2.weight": [f"{LAYER}.mlp.down_proj.weight"],
         "mlp.linear_fc2.norm.weight": [f"{LAYER}.post_mlp_layernorm.weight"],
@@ -44,7 +46,7 @@ class DeepseekV3(DeepseekV3Bridge):  # type: ignore[misc]
 
     _ATTENTION_MAPPING: ClassVar[Table] = {
         **DeepseekV3Bridge._ATTENTION_MAPPING,
-        # with TransformerEngine, which mbridge expects, norms are parts of other modules
+        # with TransformerEngine, whose names mbridge has, norms are parts of other modules
         "self_attention.q_layernorm.weight": [f"{LAYER}.self_attn.q_a_layernorm.weight"],
         "self_attention.kv_layernorm.weight": [f"{LAYER}.self_attn.kv_a_layernorm.weight"],
     }

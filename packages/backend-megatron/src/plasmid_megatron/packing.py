@@ -22,7 +22,10 @@ class Sequences(PackedSeqParams):  # type: ignore[misc]
     """Where sequences begin and end; padding belongs to the last tokens of each."""
 
     cu_seqlens: Any = None
-    """[n + 1] int32 on the device; Megatron's own are on the CPU, where it reads them one by one."""
+    """[n + 1] int32 on the device; Megatron's own are on the CPU, where it reads them one by one.
+
+    TransformerEngine takes Megatron's, and then they are on the device, too.
+    """
     order: Any = None
     """[T] int64: natural place of each token of all context-parallel ranks, rank after rank; None for one rank."""
 
@@ -45,10 +48,10 @@ class Packed:
     sequences: Sequences
 
 
-def pack(batch: Microbatch, *, device: torch.device, divisor: int = 1) -> Packed:
+def pack(batch: Microbatch, *, device: torch.device, divisor: int = 1, bounds_on_device: bool = False) -> Packed:
     """Pack a collated microbatch, which is still on the CPU, and move this rank's part to the device.
 
-    Each rank's number of tokens is a multiple of ``divisor``.
+    Each rank's number of tokens is a multiple of ``divisor``. With ``bounds_on_device`` all tensors are there.
     """
     cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     filled = batch.attention_mask.bool()
@@ -66,7 +69,8 @@ def pack(batch: Microbatch, *, device: torch.device, divisor: int = 1) -> Packed
     local = torch.full((total,), -1)
     local[own] = torch.arange(len(own))
     here = torch.nonzero(local[sources] >= 0)[:, 0]
-    cu_seqlens = starts.int()
+    on_device = starts.int().to(device)
+    cu_seqlens = on_device if bounds_on_device else starts.int()
     return Packed(
         batch=batch.to(device),
         input_ids=ids[own][None].to(device),
@@ -80,7 +84,7 @@ def pack(batch: Microbatch, *, device: torch.device, divisor: int = 1) -> Packed
             cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
-            cu_seqlens=cu_seqlens.to(device),
+            cu_seqlens=on_device,
             order=order.to(device) if cp_size > 1 else None,
         ),
     )

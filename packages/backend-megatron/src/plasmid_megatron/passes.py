@@ -35,10 +35,9 @@ def microbatches(
     if settings.virtual_pipeline > 1:
         parts += [()] * (-len(parts) % settings.pipeline_parallel)
     divisor = settings.tensor_parallel if settings.splits_sequences else 1
-    return [
-        pack(collate(rows, indices, table_index=batch.samples, only_masked=only_masked), device=device, divisor=divisor)
-        for indices in parts
-    ]
+    collated = (collate(rows, indices, table_index=batch.samples, only_masked=only_masked) for indices in parts)
+    on_device = settings.transformer_engine
+    return [pack(one, device=device, divisor=divisor, bounds_on_device=on_device) for one in collated]
 
 
 def run(chunks: Sequence[nn.Module], parts: Sequence[Packed], consume: Consume, *, train: bool, **options: Any) -> None:

@@ -23,6 +23,7 @@ OWNED = {
     "params_dtype": "dtype",
     "pipeline_dtype": "dtype",
     "bf16": "dtype",
+    "transformer_impl": "transformer_engine",
     "lr": "lr",
     "weight_decay": "weight_decay",
     "clip_grad": "max_grad_norm",
@@ -31,12 +32,16 @@ OWNED = {
 """Fields of Megatron that follow from settings of ours, and which."""
 NOT_SUPPORTED = {
     "fp16": "computes in float32 or bfloat16",
+    "fp8": "computes in float32 or bfloat16",
+    "fp4": "computes in float32 or bfloat16",
     "calculate_per_token_loss": "weighs token losses itself",
     "variable_seq_lengths": "packs microbatches of any length",
     "attention_dropout": "trains without dropout, as the engine samples without",
     "hidden_dropout": "trains without dropout, as the engine samples without",
     "hybrid_context_parallel": "has one layout of context parallelism",
 }
+OF_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")
+"""Fields of Megatron that it reads with TransformerEngine only."""
 Fields = dict[str, Any]
 
 
@@ -83,6 +88,8 @@ class Megatron(LearningSettings, TrainerConfig):
     """Fixed number of samples in a microbatch; ``auto`` fills microbatches up to `microbatch_tokens`."""
     logprob_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Tokens whose logits exist at one time; ``auto`` lets them take 1.25 GiB on a GPU and 128 MiB on a CPU."""
+    transformer_engine: bool = False
+    """Make layers of TransformerEngine's modules, which must be installed: written against its API, and never run."""
     async_save: bool = False
     """Write checkpoints while training goes on, from a copy in host memory."""
     transformer: Fields = Field(default_factory=dict)
@@ -138,6 +145,11 @@ class Megatron(LearningSettings, TrainerConfig):
             yield "expert_parallel with tensor_parallel needs sequence_parallel; remove sequence_parallel = false"
         if self.distributed_optimizer and self.optimizer.get("optimizer", "adam") != "adam":
             yield "distributed_optimizer works with optimizer = 'adam' only; set distributed_optimizer = false"
+        if self.transformer_engine and self.dtype != "bfloat16":
+            yield f"transformer_engine = true needs dtype = 'bfloat16' for its packed attention, got {self.dtype!r}"
+        for name in () if self.transformer_engine else OF_ENGINE:
+            if self.transformer.get(name):
+                yield f"transformer.{name} = true needs transformer_engine = true"
         if "use_distributed_optimizer" in self.optimizer:
             yield "optimizer.use_distributed_optimizer follows from distributed_optimizer; set that"
 

@@ -1,4 +1,4 @@
-"""Of which modules Megatron shall build its layers: its own, with our attention and norms."""
+"""Of which modules Megatron shall build its layers: its own, with our attention and norms, or TransformerEngine's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from .attention import PackedAttention
 from .modules import LatentAttention, NormedRowParallelLinear
 from .norm import RMSNorm
+from .te import IMPL, engine_block_spec
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 HEAD_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
@@ -22,22 +23,32 @@ def block_spec(config: TransformerConfig, *, chunk: int | None, output_norms: bo
 
     With ``output_norms`` those of dense layers normalise what attention and MLP give.
     """
-    spec = copy.deepcopy(
-        get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization, vp_stage=chunk
-        )
-    )
+    ours = config.transformer_impl != IMPL
+    spec = copy.deepcopy(_local_block_spec(config, chunk) if ours else engine_block_spec(config, chunk=chunk))
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if config.multi_latent_attention:
-            layer.submodules.self_attention.module = LatentAttention
         if output_norms:
             attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = NormedRowParallelLinear
-        _replace_norms(layer.submodules, NORMS)
-        _replace_norms(attention, HEAD_NORMS)
-    spec.layer_norm = RMSNorm
+        if ours:
+            _replace_parts(config, layer.submodules)
+    if ours:
+        spec.layer_norm = RMSNorm
     return spec
+
+
+def _local_block_spec(config: TransformerConfig, chunk: int | None) -> Any:
+    return get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=chunk
+    )
+
+
+def _replace_parts(config: TransformerConfig, layer: Any) -> None:
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        layer.self_attention.module = LatentAttention
+    _replace_norms(layer, NORMS)
+    _replace_norms(attention, HEAD_NORMS)
 
 
 def _replace_norms(submodules: Any, names: tuple[str, ...]) -> None:

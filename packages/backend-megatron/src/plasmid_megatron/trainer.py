@@ -10,7 +10,7 @@ from plasmid.training.model_source import check_models
 from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
 from plasmid.training.schedule import Microbatching
 
-from .device import check_device
+from .device import check_device, check_transformer_engine
 from .launch import RankSetup, launch
 from .settings import Megatron
 from .shapes import check_split
@@ -39,6 +39,9 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
 
 
 def _check(settings: Megatron, context: BuildContext) -> None:
-    check_device("cuda" if context.on_gpu else "cpu")
+    device = "cuda" if context.on_gpu else "cpu"
+    check_device(device)
+    if settings.transformer_engine:
+        check_transformer_engine(device)
     check_models(context.config, torch_dist=True)
     check_split(settings, read_config("model", Path(context.config.model.path)))

@@ -24,7 +24,8 @@ from .placement import VOCABULARY, TorchDist, places
 HEAD = "score."
 """What transformers calls the head of its token classifiers, whose folders a critic reads and writes."""
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)$")
+"""Modules of their own, or numbered matrices of one (TransformerEngine's)."""
 DERIVED = (".rotary_emb.inv_freq",)
 
 
@@ -60,7 +61,7 @@ def weights(chunks: Sequence[nn.Module]) -> list[Weight]:
             expert = EXPERT.search(name)
             if expert:
                 name = name.replace(expert[0], f".experts.{expert[2]}.weight")
-            number = int(expert[1]) if expert else None
+            number = int(expert[1] or expert[3]) if expert else None
             found.append(Weight(name=name, own_name=own_name, tensor=tensor, expert=number))
     return found
 

@@ -1,0 +1,145 @@
+"""What is handed to TransformerEngine, which cannot be installed here: a stand-in has its interface."""
+
+import asyncio
+
+import pytest
+from fsdp_cases import whole_rows
+from megatron_cases import make_batch
+from megatron_families import FAMILIES, make_family
+from plasmid.errors import ConfigError
+from plasmid_megatron.device import check_transformer_engine
+from plasmid_megatron.settings import Megatron
+
+GROUPED = {"transformer": {"moe_grouped_gemm": True}}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """One that has the stand-in for TransformerEngine when it imports Megatron."""
+    from fsdp_processes import Processes
+
+    processes = Processes(1)
+    yield processes
+    processes.shutdown()
+
+
+def _compare(model, rows, transformer):
+    """Runs there: differences of log-probabilities, kinds of modules, marks of matrices, weights that were not kept."""
+    import engine_stand_in
+    from plasmid_megatron.device import prepare_cpu
+
+    engine_stand_in.install()
+    prepare_cpu()
+    import torch.distributed as dist
+    from plasmid_megatron.layout import leave_groups, make_groups
+
+    settings = Megatron()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        make_groups(settings, seed=1)
+        changed = {"transformer_engine": True, "transformer": transformer}
+        ours, theirs = _build(model, settings), _build(model, settings.model_copy(update=changed))
+        difference = (_logprobs(ours, rows, False) - _logprobs(theirs, rows, True)).abs().max()
+        modules = {type(module).__name__ for module in theirs.bare[0].modules()}
+        return float(difference), modules, _marks(theirs), _lost(theirs, model)
+    finally:
+        leave_groups()
+        dist.destroy_process_group()
+
+
+def _build(model, settings):
+    from plasmid.training.model_source import Source
+    from plasmid_megatron.bridge import read_architecture
+    from plasmid_megatron.build import build_language_model
+
+    source = Source(where="model", path=model, trust_remote_code=False)
+    return build_language_model(source, read_architecture(source, settings), settings)
+
+
+def _logprobs(network, rows, bounds_on_device):
+    import torch
+    from plasmid.training.collate import collate
+    from plasmid_megatron.packing import pack
+
+    batch = collate(rows, range(rows.num_samples), table_index=range(rows.num_samples), only_masked=False)
+    with torch.no_grad():
+        return network.bare[0](pack(batch, device=torch.device("cpu"), bounds_on_device=bounds_on_device)).logprobs
+
+
+def _marks(network):
+    from plasmid_megatron.weights import weights
+
+    second = [one for one in weights(network.bare) if one.name.startswith("decoder.layers.1.") and one.tensor.ndim == 2]
+    return {one.name.split(".", 3)[-1]: (one.tensor.tensor_model_parallel, one.tensor.partition_dim) for one in second}
+
+
+def _lost(network, model):
+    """What comes out otherwise than it is in the folder, or has no place in a checkpoint."""
+    import torch
+    from plasmid_megatron.gathering import Gatherer
+    from plasmid_megatron.placement import places
+    from plasmid_megatron.weights import weights
+    from safetensors.torch import load_file
+
+    gathered = Gatherer(network.bare, network.architecture).tensors(dtype=torch.float32, device=torch.device("cpu"))
+    kept, expected = dict(gathered), load_file(model / "model.safetensors")
+    placed = set(places(network.bare[0]))
+    unplaced = {weight.own_name for weight in weights(network.bare) if weight.own_name not in placed}
+    return unplaced | {
+        n for n in expected | kept if n not in kept or n not in expected or not expected[n].equal(kept[n])
+    }
+
+
+def compare(processes, path, family, transformer=None):
+    model, rows = make_family(path, family), whole_rows(make_batch())
+    return asyncio.run(processes.run(0, _compare, model, rows, transformer or {}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_of_its_modules_computes_the_same_and_keeps_its_names(family, processes, tmp_path):
+    difference, modules, marks, lost = compare(processes, tmp_path / "model", family)
+    assert difference < 1e-5 and not lost
+    assert {"TEDotProductAttention", "TELayerNormColumnParallelLinear"} <= modules and "PackedAttention" not in modules
+    assert ("NormedRowParallelLinear" in modules) == (family == "GLM-4") and "TEGroupedMLP" not in modules
+    if family == "DeepSeek-V3":
+        assert marks["self_attention.linear_kv_down_proj.weight"][0] is False, "every rank has it whole"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "DeepSeek-V3"])
+def test_matrices_of_experts_are_multiplied_together_where_it_is_asked_for(family, processes, tmp_path):
+    difference, modules, marks, lost = compare(processes, tmp_path / "model", family, GROUPED["transformer"])
+    assert difference < 1e-5 and not lost
+    assert "TEGroupedMLP" in modules and "SequentialMLP" not in modules
+    assert marks["mlp.experts.linear_fc1.weight"] == (True, 0) and marks["mlp.experts.linear_fc2.weight"] == (True, 1)
+
+
+def test_it_needs_a_gpu_and_a_release_that_megatron_takes(monkeypatch):
+    with pytest.raises(ConfigError) as error:
+        check_transformer_engine("cpu")
+    assert str(error.value) == (
+        "trainer.transformer_engine: it needs GPUs, but the trainer is placed on the cpu; remove the setting"
+    )
+    with pytest.raises(
+        ConfigError, match=r"transformer-engine is not installed; install transformer-engine<2.12.0,>=2"
+    ):
+        check_transformer_engine("cuda")
+
+
+@pytest.mark.parametrize(("release", "taken"), [("2.8.0", False), ("2.9.0+70f5366", True), ("2.12.0", False)])
+def test_another_release_is_refused(release, taken, monkeypatch, tmp_path):
+    described = tmp_path / f"transformer_engine-{release}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {release}\n")
+    (tmp_path / "transformer_engine.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    if taken:
+        return check_transformer_engine("cuda")
+    with pytest.raises(ConfigError, match=rf"<2.12.0,>=2.9.0a0, but {release} is installed; install another one"):
+        check_transformer_engine("cuda")
+
+
+def test_the_trainer_is_refused_before_a_rank_is_started(ranks):
+    with pytest.raises(ConfigError, match=r"trainer.transformer_engine: it needs GPUs"):
+        asyncio.run(ranks.start(trainer={"transformer_engine": True, "dtype": "bfloat16"}))
