@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 HERE = str(Path(__file__).parent)
@@ -17,6 +18,18 @@ def sglang():
     """Skips where SGLang is not installed, but not in CI: there it must be."""
     if find_spec("sglang") is None and not os.environ.get("CI"):
         pytest.skip("SGLang is not installed; `make dev` does that")
+
+
+def leaders():
+    """Children that lead a process group of their own: servers, whose names SGLang changes."""
+    return [p for p in psutil.Process().children() if os.getpgid(p.pid) == p.pid]
+
+
+@pytest.fixture
+def servers():
+    """Says which servers have been started since the test began; the one that tests share may run beside them."""
+    before = {process.pid for process in leaders()}
+    return lambda: [process for process in leaders() if process.pid not in before]
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import os
 import signal
 
 import numpy as np
-import psutil
 import pytest
 from plasmid.errors import EngineLostError
 from plasmid.sync import send_weights
@@ -15,7 +14,7 @@ from sgl_cases import changed, make_request, plain_logprobs, plain_model, publis
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_server_that_dies_in_a_broadcast_does_not_hold_the_others(sglang, tiny_model, tmp_path):
+def test_a_server_that_dies_in_a_broadcast_does_not_hold_the_others(sglang, servers, tiny_model, tmp_path):
     model = plain_model(tiny_model)
     request = make_request(3, num=12)
 
@@ -26,8 +25,7 @@ def test_a_server_that_dies_in_a_broadcast_does_not_hold_the_others(sglang, tiny
             await engine.pause("abort")
             await publish(engine, weights, 1)  # they have met
             plan = await engine.plan_sync()
-            first = next(p for p in psutil.Process().children() if os.getpgid(p.pid) == p.pid)
-            os.killpg(first.pid, signal.SIGKILL)
+            os.killpg(servers()[0].pid, signal.SIGKILL)
             sending = asyncio.to_thread(send_weights, weights, plan=plan, version=2, rank=0)
             found = await asyncio.gather(sending, engine.receive(plan, 2), return_exceptions=True)
             assert [type(error) for error in found] == [EngineLostError, EngineLostError], found

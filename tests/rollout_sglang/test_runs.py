@@ -5,7 +5,6 @@ import os
 import signal
 
 import numpy as np
-import psutil
 import pytest
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.journal import read_journal
@@ -102,19 +101,17 @@ def test_a_run_trains_within_what_top_p_left(sglang, tiny_model, tmp_path):
     assert max(m["train/logprob_diff_max"] for m in metrics) < 1e-4
 
 
-def running_servers():
-    """Children that lead a process group of their own; SGLang changes their names."""
-    return [p for p in psutil.Process().children() if os.getpgid(p.pid) == p.pid]
-
-
 class Chaos:
     """Told of every batch; ends and stops servers behind the engine's back."""
+
+    def __init__(self, servers):
+        self.servers = servers
 
     @hookimpl
     def step_finished(self, step, metrics):
         """Another harm after some batches."""
         if step == 1:
-            first, self.other = running_servers()
+            first, self.other = self.servers()
             first.kill()
         if step == 3:
             os.killpg(self.other.pid, signal.SIGSTOP)
@@ -122,7 +119,7 @@ class Chaos:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_every_prompt_is_trained_once_though_servers_die_and_hang(sglang, tiny_model, tmp_path, caplog):
+def test_every_prompt_is_trained_once_though_servers_die_and_hang(sglang, servers, tiny_model, tmp_path, caplog):
     rollout = {
         "dtype": "float32",
         "server_args": {"max_total_tokens": 4096},
@@ -133,9 +130,9 @@ def test_every_prompt_is_trained_once_though_servers_die_and_hang(sglang, tiny_m
     }
     config = recipe(tmp_path, tiny_model, rollout, ranks=2, tokens=64, run={"max_staleness": 1})
     with caplog.at_level(logging.WARNING, logger="plasmid_sglang.members"):
-        result = run(config, observers=[Chaos()], make_cluster=lambda _: LocalCluster())
+        result = run(config, observers=[Chaos(servers)], make_cluster=lambda _: LocalCluster())
     assert result.steps == BATCHES
     check_batches(tmp_path)
     given_up = [record.message for record in caplog.records if "given up" in record.message]
     assert len(given_up) >= 2, given_up
-    assert not running_servers()
+    assert not servers()
