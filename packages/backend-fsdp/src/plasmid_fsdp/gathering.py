@@ -17,7 +17,7 @@ GATHERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Sharded:
     """This rank's rows of one tensor, cast."""
 
     name: str
@@ -37,7 +37,7 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
 
     All ranks iterate together. Shards are rows (`Shard(0)`), as FSDP2 makes them.
     """
-    pending: list[Piece] = []
+    pending: list[Sharded] = []
     size = 0
     for name, tensor in named.items():
         if not isinstance(tensor, DTensor):
@@ -51,7 +51,7 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
         if ranks == 1:
             yield name, rows
             continue
-        piece = Piece(name, rows, tensor)
+        piece = Sharded(name, rows, tensor)
         num_bytes = piece.padded * ranks * piece.rows.itemsize
         if pending and (size + num_bytes > GATHERED_BYTES or piece.rows.dtype != pending[0].rows.dtype):
             yield from _together(pending)
@@ -61,7 +61,7 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
     yield from _together(pending)
 
 
-def _together(pieces: list[Piece]) -> Iterator[tuple[str, Tensor]]:
+def _together(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
     """One collective for all pieces, which have one dtype."""
     if not pieces:
         return
