@@ -97,15 +97,16 @@ def _load_bucket(model: nn.Module, command: Mapping[str, Any], tensors: Mapping[
         data=data,
         checksum=found,
     )
-    named = PROGRESS.of(command["token"]).together.ready(model, list(unpack(bucket)))
-    if header["is_last"] and (left := PROGRESS.of(command["token"]).together.left()):
+    progress = PROGRESS.of(command["token"])
+    named = progress.together.ready(model, list(unpack(bucket)))
+    if header["is_last"] and (left := progress.together.left()):
         raise SyncError(f"tensor {left[0]!r} came without the others that SGLang takes it with alone")
     with torch.no_grad():
         model.load_weights(named)  # type: ignore[operator]
         if command["verify"]:
-            PROGRESS.of(command["token"]).touched |= read_back.check(model, named, complete=command["ranks"] == 1)
-        if header["is_last"] and command["verify"]:
-            _check_whole(model, PROGRESS.of(command["token"]).touched)
+            progress.touched |= read_back.check(model, named, complete=command["ranks"] == 1)
+            if header["is_last"]:
+                _check_whole(model, progress.touched)
     if data.is_cuda:
         torch.cuda.synchronize()  # the sender may use the memory again once we have answered
     seconds = {"fetch": fetched - began, "check": checked - fetched, "load": time.perf_counter() - checked}
