@@ -7,7 +7,7 @@ import pytest
 import torch
 from fsdp_cases import fit, largest_difference, make_batch, weights_of
 from megatron_cases import FSDP_ADAM, assert_alike, outcome_of, plain_outcome
-from megatron_families import make_family
+from megatron_families import assert_identical, folders_of_families, make_family
 from plasmid.errors import ModelError
 from safetensors.torch import load_file, save_file
 
@@ -19,19 +19,7 @@ RANKS = ["one_rank", "two_ranks"]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A model folder of each family, made when it is first asked for; two ranks share five experts."""
-    known = {}
-
-    def give(name):
-        if name not in known:
-            known[name] = make_family(tmp_path_factory.mktemp("families") / "model", name, **FAMILIES[name])
-        return known[name]
-
-    return give
-
-
-def assert_identical(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].dtype == theirs[name].dtype and ours[name].equal(theirs[name]) for name in ours)
+    return folders_of_families(tmp_path_factory, FAMILIES)
 
 
 async def exported(ranks, model, folder, **options):

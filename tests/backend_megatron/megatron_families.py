@@ -82,6 +82,24 @@ def make_family(path, name, *, num_layers=2, **overrides):
     return path
 
 
+def folders_of_families(tmp_path_factory, overrides=None):
+    """Gives the model folder of a family, which is made when it is first asked for; ``overrides`` are by family."""
+    known = {}
+
+    def give(name):
+        if name not in known:
+            path = tmp_path_factory.mktemp("families") / "model"
+            known[name] = make_family(path, name, **(overrides or {}).get(name, {}))
+        return known[name]
+
+    return give
+
+
+def assert_identical(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == theirs[name].dtype and ours[name].equal(theirs[name]) for name in ours)
+
+
 def in_bfloat16_with_a_draft_layer(model):
     """The folder as real ones are: weights in bfloat16, corrections in float32, and a layer for a further token."""
     import torch

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from fsdp_cases import whole_rows
 from megatron_cases import ADAM, assert_alike, fit, largest_difference, make_batch, outcome, plain_outcome, weights_of
-from megatron_families import FAMILIES, in_bfloat16_with_a_draft_layer, make_family, network_logits, plain_logits
+from megatron_families import (
+    FAMILIES,
+    assert_identical,
+    folders_of_families,
+    in_bfloat16_with_a_draft_layer,
+    make_family,
+    network_logits,
+    plain_logits,
+)
 from safetensors.torch import load_file
 
 TP2 = {"tensor_parallel": 2}
@@ -22,20 +30,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model folder of each family, made when it is first asked for."""
-    known = {}
-
-    def give(name):
-        if name not in known:
-            known[name] = make_family(tmp_path_factory.mktemp("families") / "model", name)
-        return known[name]
-
-    return give
-
-
-def assert_identical(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].dtype == theirs[name].dtype and ours[name].equal(theirs[name]) for name in ours)
+    return folders_of_families(tmp_path_factory)
 
 
 def assert_same_network(ranks, model, folder, **options):

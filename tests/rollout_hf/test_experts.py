@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hf_cases import generate_all, make_request, plain_logprobs, plain_model, publish, run, started
-from megatron_families import make_family
+from megatron_families import folders_of_families
 from plasmid.errors import SyncError
 from plasmid.sync import checksum, compare
 from safetensors.torch import load_file, save_file
@@ -15,15 +15,7 @@ FAMILIES = ["Qwen3-MoE", "GLM-4.5", "DeepSeek-V3"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model folder of each family, made when it is first asked for."""
-    known = {}
-
-    def give(name):
-        if name not in known:
-            known[name] = make_family(tmp_path_factory.mktemp("families") / "model", name)
-        return known[name]
-
-    return give
+    return folders_of_families(tmp_path_factory)
 
 
 def moved(folder):
