@@ -18,11 +18,13 @@ GATHERED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharded:
-    """This rank's rows of one tensor, cast."""
+    """This rank's rows of one tensor."""
 
     name: str
     rows: Tensor
     whole: DTensor
+    dtype: torch.dtype
+    """That it is to have."""
 
     @property
     def padded(self) -> int:
@@ -30,6 +32,11 @@ class Sharded:
         ranks = _ranks(self.whole)
         count = self.whole.shape[0]
         return -(-count // ranks) * (self.whole.numel() // count) if count else 0
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """What it has, and is to have."""
+        return self.rows.dtype, self.dtype
 
 
 def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -40,20 +47,17 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
     pending: list[Sharded] = []
     size = 0
     for name, tensor in named.items():
-        if not isinstance(tensor, DTensor):
+        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        with torch.no_grad():
+            rows = local(tensor).detach()
+        if not isinstance(tensor, DTensor) or (_ranks(tensor) == 1 and rows.dtype == kept):
             yield from _together(pending)
             pending, size = [], 0
-            yield name, _cast(tensor.detach(), dtype)
+            yield name, rows.to(kept)
             continue
-        with torch.no_grad():
-            rows = _cast(local(tensor), dtype)
-        ranks = _ranks(tensor)
-        if ranks == 1:
-            yield name, rows
-            continue
-        piece = Sharded(name, rows, tensor)
-        num_bytes = piece.padded * ranks * piece.rows.itemsize
-        if pending and (size + num_bytes > GATHERED_BYTES or piece.rows.dtype != pending[0].rows.dtype):
+        piece = Sharded(name, rows, tensor, kept)
+        num_bytes = piece.padded * _ranks(tensor) * kept.itemsize
+        if pending and (size + num_bytes > GATHERED_BYTES or piece.dtypes != pending[0].dtypes):
             yield from _together(pending)
             pending, size = [], 0
         pending.append(piece)
@@ -62,31 +66,27 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
 
 
 def _together(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
-    """One collective for all pieces, which have one dtype."""
+    """One cast and one collective for all pieces, which have one dtype, and shall have one."""
     if not pieces:
         return
     first = pieces[0]
-    mesh = first.whole.device_mesh
-    total = sum(piece.padded for piece in pieces)
-    own = torch.zeros(total, dtype=first.rows.dtype, device=first.rows.device)
-    start = 0
-    for piece in pieces:
-        own[start : start + piece.rows.numel()] = piece.rows.reshape(-1)
-        start += piece.padded
-    every = torch.empty(mesh.size() * total, dtype=own.dtype, device=own.device)
-    dist.all_gather_into_tensor(every, own, group=mesh.get_group())
-    every = every.view(mesh.size(), total)
-    start = 0
-    for piece in pieces:
-        shards = every[:, start : start + piece.padded].reshape(-1)
-        start += piece.padded
-        yield piece.name, shards[: piece.whole.numel()].view(piece.whole.shape)
+    mesh, ranks = first.whole.device_mesh, _ranks(first.whole)
+    lengths = [piece.padded for piece in pieces]
+    own = torch.zeros(sum(lengths), dtype=first.dtype, device=first.rows.device)
+    places = own.split_with_sizes(lengths)
+    with torch.no_grad():
+        torch._foreach_copy_(
+            [place[: piece.rows.numel()] for place, piece in zip(places, pieces, strict=True)],
+            [piece.rows.reshape(-1) for piece in pieces],
+        )
+    every = own
+    if ranks > 1:
+        every = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
+        dist.all_gather_into_tensor(every, own, group=mesh.get_group())
+    for piece, shards in zip(pieces, every.view(ranks, -1).split_with_sizes(lengths, 1), strict=True):
+        yield piece.name, shards.reshape(-1)[: piece.whole.numel()].view(piece.whole.shape)
 
 
 def _ranks(tensor: DTensor) -> int:
     """That hold a part of it. (`DeviceMesh.size` takes longer than the copy of a small tensor.)"""
     return tensor.device_mesh.shape[0]
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..protocols import Bucket
-from .checksum import as_bytes, checksum
+from .checksum import checksum
 
+Shape = tuple[int, ...]
 ALIGNMENT = 16
 """Every tensor starts at a multiple of this many bytes, so that a receiver can view it in place."""
 
@@ -36,33 +37,37 @@ def make_buckets(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: i
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The bucket's tensors, as views of its data."""
-    start = 0
-    for name, shape, dtype_name in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        yield name, bucket.data[start : start + num_bytes].view(dtype).view(shape)
-        start += _padded(num_bytes)
+    dtypes = [getattr(torch, name) for name in bucket.dtypes]
+    return zip(bucket.names, _views(bucket.data, bucket.shapes, dtypes), strict=True)
+
+
+def _views(data: Tensor, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Tensors one after another in the bytes, each from a multiple of `ALIGNMENT` on."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    places = torch.split_with_sizes(data, [_padded(size) for size in sizes])
+    return [
+        (place[:size] if size < place.numel() else place).view(dtype).view(shape)
+        for place, size, shape, dtype in zip(places, sizes, shapes, dtypes, strict=True)
+    ]
 
 
 def _bucket(index: int, pending: list[tuple[str, Tensor]], size: int, *, is_last: bool = False) -> Bucket:
-    """Empties ``pending`` while it copies, so that gathered tensors and their copies do not pile up."""
+    """Empties ``pending``, so that gathered tensors do not pile up with their copies."""
     names = tuple(name for name, _ in pending)
-    shapes = tuple(tuple(tensor.shape) for _, tensor in pending)
-    dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in pending)
-    data = torch.empty(size, dtype=torch.uint8, device=pending[0][1].device)
-    places = torch.split_with_sizes(data, [_padded(tensor.nbytes) for _, tensor in pending])
-    pending.reverse()
-    for place in places:
-        content = as_bytes(pending.pop()[1])
-        if content.numel() < place.numel():
-            place, rest = place.tensor_split((content.numel(),))
-            rest.zero_()
-        place.copy_(content)
+    contents = [tensor.detach() for _, tensor in pending]
+    pending.clear()
+    shapes = tuple(tuple(tensor.shape) for tensor in contents)
+    dtypes = [tensor.dtype for tensor in contents]
+    # zeros between them, where a tensor does not end at a multiple: they count in the checksum
+    make = torch.empty if all(tensor.nbytes % ALIGNMENT == 0 for tensor in contents) else torch.zeros
+    data = make(size, dtype=torch.uint8, device=contents[0].device)
+    torch._foreach_copy_(_views(data, shapes, dtypes), contents)  # of one tensor after another launching takes longer
+    del contents
     return Bucket(
         index=index,
         names=names,
         shapes=shapes,
-        dtypes=dtypes,
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
         data=data,
         checksum=checksum(data),
         is_last=is_last,
