@@ -8,17 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import Actor
 from plasmid.types import SyncReceipt
 
 from .api import Abilities, Api
 from .followers import Followers
+from .mail import Address, Office
 from .process import Server, ServerOptions
-from .receiving import Commands, Order, Update
+from .receiving import Commands, Update
+from .wire import Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +26,18 @@ class Started:
 
     url: str
     abilities: Abilities
+    office: Address
+    """Where mail of weight syncs is to be left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What can be seen of a server that may be too busy to answer."""
+
+    exit_code: int | None
+    """How it ended, or a part of it on another machine; None while all runs, or if nobody knows."""
+    pulse: int | None
+    """A number that grows while it takes weights over; None when it does not."""
 
 
 class EngineServer:
@@ -39,6 +50,7 @@ class EngineServer:
         self._api: Api | None = None
         self._commands: Commands | None = None
         self._update: Update | None = None
+        self._office = Office()
 
     async def start(self) -> Started:
         """Start the server, or start it anew. Raises `EngineError`."""
@@ -46,8 +58,8 @@ class EngineServer:
         url = await self._server.start()
         self._api = Api(url)
         abilities = await self._api.abilities()
-        self._commands = Commands(self._api, abilities, self._options.folder / "receipts")
-        return Started(url=url, abilities=abilities)
+        self._commands = Commands(self._api, abilities, self._office)
+        return Started(url=url, abilities=abilities, office=self._office.address)
 
     @property
     def commands(self) -> Commands:
@@ -56,50 +68,21 @@ class EngineServer:
             raise EngineError(f"{self._options.name}: its server is not running")
         return self._commands
 
-    async def exit_code(self) -> int | None:
-        """How the server ended, or a part of it on another machine; None while all runs."""
+    async def look(self) -> Look:
+        """How the server does, without asking it."""
+        code = await self._exit_code()
+        return Look(exit_code=code, pulse=None if self._update is None else self._update.pulse())
+
+    async def _exit_code(self) -> int | None:
         code = self._server.exit_code()
         return code if code is not None else await self._followers.exit_code()
 
-    async def open_update(self, order: Order) -> None:
-        """Get ready for a weight sync; an earlier one that is not complete is over."""
+    async def receive(self, order: Order, version: int) -> SyncReceipt:
+        """Take over what the trainer sends. Raises `SyncError`, also if that takes too long, and `EngineError`."""
         if self._update is not None:
-            self._update.fail(SyncError("it was replaced by a later one"))
-        self._update = Update(self.commands, order)
-        await self.commands.begin()
-
-    async def receive(self, token: str, version: int) -> SyncReceipt:
-        """Wait for the end of a weight sync. Raises `SyncError`, also if it takes longer than its limit."""
-        update = self._known(token)
-        update.name(version)
-        try:
-            async with asyncio.timeout(update.order.timeout_s):
-                return await asyncio.shield(update.result)
-        except TimeoutError:
-            update.fail(SyncError(f"not complete within {update.order.timeout_s:g} s"))
-            return await update.result
-
-    async def put_bucket(
-        self,
-        token: str,
-        header: Mapping[str, Any],
-        source: Mapping[str, Any],
-        data: NDArray[np.uint8] | None,
-        rank: int,
-    ) -> None:
-        """Take some weights; returns when they are in the model. Raises `SyncError`."""
-        # arrays out of a shared store are read-only, which torch does not support
-        own = None if data is None else torch.from_numpy(data if data.flags.writeable else data.copy())
-        await self._known(token).put(header, source, own, rank)
-
-    async def give_up_update(self, token: str) -> None:
-        """A sender has failed. Raises `SyncError`."""
-        self._known(token).give_up()
-
-    def _known(self, token: str) -> Update:
-        if self._update is None or self._update.order.token != token:
-            raise SyncError("weight sync: this one was replaced by a later one")
-        return self._update
+            self._update.end(SyncError("it was replaced by a later one"))
+        self._update = Update(self._commands, self._office, order, version)
+        return await self._update.result()
 
     async def checksums(self, timeout_s: float) -> Mapping[str, int]:
         """Of every parameter of every process of the server."""
@@ -128,7 +111,7 @@ class EngineServer:
 
     async def _leave(self) -> None:
         if self._update is not None:
-            self._update.fail(EngineError("the server was stopped"))
+            self._update.end(EngineError("the server was stopped"))
         self._update = self._commands = None
         if self._api is not None:
             await self._api.close()

@@ -176,7 +176,8 @@ class SGLangEngine:
             raise SyncError(
                 f"weight sync of version {version}: engine 'sglang' cannot receive by {type(wire).__name__}"
             )
-        members = [m for m in self.members.all if m.actor in wire.actors]
+        order = wire.order
+        members = [m for m in self.members.all if wire.offices.get(m.index) == m.office]
         self.members.has_synced = True
         for member in self.members.running():  # also those that the plan had to leave out: they miss this version
             member.condition = Condition.WAITING
@@ -184,11 +185,11 @@ class SGLangEngine:
         receipts: dict[Member, SyncReceipt] = {}
 
         async def receive(member: Member) -> None:
-            receipts[member] = await member.actor.call("receive", wire.token, version, timeout_s=wire.timeout_s + 60)
+            receipts[member] = await member.actor.call("receive", order, version, timeout_s=order.timeout_s + 60)
 
         failed = await each(members, receive)
-        if wire.folder is not None:
-            shutil.rmtree(wire.folder, ignore_errors=True)
+        if order.folder is not None:
+            shutil.rmtree(order.folder, ignore_errors=True)
         at_fault = [member for member, error in failed.items() if not isinstance(error, CutOffError)]
         for member in at_fault or failed:  # those that others have cut off wait for the next update
             await self.members.give_up(member, str(failed[member]))

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from plasmid.errors import EngineError, SyncError
-from plasmid.sync import checksum
+from plasmid.errors import EngineError
 
 from .actor import EngineServer, Started
-from .api import Abilities, Api
+from .api import Api
 from .exactness import others_mistakes
+from .mail import Channel, Office
 from .receiving import Commands
-from .sources import read_bucket
+from .stream import Stream
 
 
 class FolderCommands(Commands):
     """Does by the release's own call what `loader.py` does in servers that we start."""
-
-    def __init__(self, api: Api, abilities: Abilities) -> None:
-        super().__init__(api, abilities, Path())
-        self._folder: Path | None = None
 
     async def begin(self) -> None:
         """Nothing: files are taken over all at once."""
@@ -31,30 +28,29 @@ class FolderCommands(Commands):
     async def end(self) -> None:
         """Nothing."""
 
-    async def run(self, operation: str, *, timeout_s: float, **command: Any) -> list[dict[str, Any]]:
+    async def run(
+        self,
+        operation: str,
+        *,
+        timeout_s: float,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        **command: Any,
+    ) -> list[dict[str, Any]]:
         """Checks what lies in the files, and has the server take them when all are there. Raises `SyncError`."""
-        if operation != "load":
+        if operation != "take_over":
             raise EngineError(f"{self._api.url}: parameters of servers that others run cannot be read")
-        receipt = self._look(command["bucket"], command["source"])
-        if command["bucket"]["is_last"]:
-            body = {
-                "model_path": str(self._folder),
-                "weight_version": command["weight_version"],
-                "flush_cache": command["flush_cache"],
-            }
-            await self._api.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+        stream = Stream(
+            channel=Channel.of(self._office.address, command["token"], 0),
+            load=lambda bucket: None,  # it is enough to have read it; the server does that again
+            rank=0,
+            device=torch.device("cpu"),
+            timeout_s=timeout_s,
+        )
+        receipt = await asyncio.to_thread(stream.run)
+        body = {"model_path": command["folder"], "weight_version": weight_version, "flush_cache": flush_cache}
+        await self._api.post("/update_weights_from_disk", body, timeout_s=timeout_s)
         return [receipt]
-
-    def _look(self, header: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-        path = Path(source["path"])
-        self._folder = path.parent
-        found = checksum(data := read_bucket(path, header["names"], torch.device("cpu")))
-        if found != header["checksum"]:
-            raise SyncError(
-                f"bucket {header['index']} was sent with checksum {header['checksum']:016x} "
-                f"and lies in {path} with {found:016x}"
-            )
-        return {"checksum": found, "num_bytes": data.numel()}
 
 
 class ExternalServer(EngineServer):
@@ -63,6 +59,7 @@ class ExternalServer(EngineServer):
     def __init__(self, url: str, model_path: Path, wanted: Mapping[str, Any]) -> None:
         self._name, self._url, self._model_path, self._wanted = url, url, model_path, wanted
         self._api = self._commands = self._update = None
+        self._office = Office()
 
     async def start(self) -> Started:
         """Attach. Raises `EngineError` if the server has another model or cannot be updated."""
@@ -76,8 +73,8 @@ class ExternalServer(EngineServer):
             raise EngineError(f"{self._url}: SGLang {abilities.release} cannot take weights from disk")
         # also the proof that we may: a server may ask for a key
         await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
-        self._commands = FolderCommands(api, abilities)
-        return Started(url=self._url, abilities=abilities)
+        self._commands = FolderCommands(api, abilities, self._office)
+        return Started(url=self._url, abilities=abilities, office=self._office.address)
 
     async def _check_model(self, api: Api) -> None:
         served = await api.get("/model_info")
@@ -89,8 +86,7 @@ class ExternalServer(EngineServer):
                     f"model.path has {own.get(name)!r}"
                 )
 
-    async def exit_code(self) -> int | None:
-        """Never known."""
+    async def _exit_code(self) -> int | None:
         return None
 
     async def kill(self) -> None:

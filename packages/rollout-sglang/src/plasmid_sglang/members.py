@@ -11,8 +11,9 @@ from enum import StrEnum
 from plasmid.errors import EngineError, PlasmidError, one_line
 from plasmid.protocols import Actor
 
-from .actor import Started
+from .actor import Look, Started
 from .api import Abilities, Api
+from .mail import Address
 
 log = logging.getLogger(__name__)
 STOP_S = 15.0
@@ -33,16 +34,21 @@ class Condition(StrEnum):
 class Member:
     """One server."""
 
+    index: int
     name: str
     actor: Actor
     start: Callable[[], Awaitable[Actor]]
     """Makes a new actor, if the old one died with its machine or was killed."""
     api: Api
     abilities: Abilities
+    office: Address
+    """Where mail of weight syncs is left."""
     condition: Condition = Condition.SERVING
     restarts: int = 0
     misses: int = 0
     """Looks in a row that it has failed."""
+    pulse: int | None = None
+    """When it was last seen; see `Look`."""
     error: str = ""
     """Why it was last given up."""
 
@@ -129,11 +135,14 @@ class Members:
         """Raises `PlasmidError` if the server does not answer; at once if its process or actor has ended."""
         timeout_s = self._watch.timeout_s
         try:
-            code = await member.actor.call("exit_code", timeout_s=timeout_s)
+            look: Look = await member.actor.call("look", timeout_s=timeout_s)
         except PlasmidError as error:
             raise _Ended(f"its actor is gone: {error}") from None
-        if code is not None:
-            raise _Ended(f"its server ended with code {code}")
+        if look.exit_code is not None:
+            raise _Ended(f"its server ended with code {look.exit_code}")
+        before, member.pulse = member.pulse, look.pulse
+        if look.pulse is not None and look.pulse != before:
+            return  # it takes weights over, and would answer after the last
         await member.api.loads(timeout_s=timeout_s)
 
     async def give_up(self, member: Member, error: str) -> None:
@@ -170,7 +179,7 @@ class Members:
             await member.actor.stop(grace_s=0.1)
             member.actor = await member.start()
         started: Started = await member.actor.call("start", timeout_s=self._watch.start_s)
-        member.api, member.abilities = Api(started.url), started.abilities
+        member.api, member.abilities, member.office = Api(started.url), started.abilities, started.office
 
     async def stop_watching(self) -> None:
         """Look no more, and start nothing."""

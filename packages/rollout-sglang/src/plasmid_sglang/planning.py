@@ -9,10 +9,10 @@ from pathlib import Path
 
 from .lost import lost
 from .members import Member, each
-from .receiving import Order
-from .wire import Kind, Meeting, SGLangWire
+from .wire import Kind, Meeting, Order, SGLangWire
 
-OPEN_S = 60.0
+ANSWER_S = 20.0
+"""Longest time for a server to show that it will come to a meeting."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,35 +33,25 @@ class Planner:
     members: tuple[str, ...] = field(default=(), init=False)
 
     async def plan(self, running: Sequence[Member]) -> SGLangWire:
-        """Get the servers ready and say how to reach them. Raises `EngineLostError` if there is none."""
+        """Say how to reach the servers. Raises `EngineLostError` if there is none."""
+        meeting = await self._meet(running) if self.kind == "broadcast" else None
+        reached = [member for member in running if meeting is None or member.index in meeting.first_ranks]
+        if not reached:
+            raise lost(())
         token = uuid.uuid4().hex
-        ranks = running[0].abilities.ranks if running else 1
-        ipc = self.kind == "ipc"
-        # version is of no use to the plan: the loop names it to sender and receiver
-        order = Order(
-            token=token,
-            senders=ranks if ipc else 1,
-            verify=self._is_due(running),
-            flush_cache=self.flush_cache,
-            timeout_s=self.timeout_s,
-        )
-
-        async def open_update(member: Member) -> None:
-            await member.actor.call("open_update", order, timeout_s=OPEN_S)
-
-        failed = await each(running, open_update)
-        ready = [member for member in running if member not in failed]
-        if not ready:
-            raise lost(failed.values())
         return SGLangWire(
             kind=self.kind,
-            actors=tuple(member.actor for member in ready),
-            token=token,
-            timeout_s=self.timeout_s,
-            senders="all" if ipc else "first",
-            folder=self.folder / f"weights-{token}" if self.kind == "disk" else None,
-            meeting=self._meet(ready) if self.kind == "broadcast" else None,
-            ranks_per_engine=ranks,
+            order=Order(
+                token=token,
+                ranks=reached[0].abilities.ranks,
+                verify=self._is_due(running),
+                flush_cache=self.flush_cache,
+                folder=self.folder / f"weights-{token}" if self.kind == "disk" else None,
+                timeout_s=self.timeout_s,
+            ),
+            offices={member.index: member.office for member in reached},
+            senders="all" if self.kind == "ipc" else "first",
+            meeting=meeting,
         )
 
     def _is_due(self, running: Sequence[Member]) -> bool:
@@ -75,19 +65,24 @@ class Planner:
             self.restarts = restarts
         return due
 
-    def _meet(self, ready: Sequence[Member]) -> Meeting:
-        """The same meeting as last time if the members are the same."""
-        names = tuple(f"{member.name}.{member.restarts}" for member in ready)
+    async def _meet(self, running: Sequence[Member]) -> Meeting:
+        """The same meeting as last time if the members are the same. One that does not come would hold a new one up."""
+        names = tuple(f"{member.name}.{member.restarts}" for member in running)
         if self.meeting is None or names != self.members:
-            first, firsts = 1, []
-            for member in ready:
-                firsts.append(first)
+            failed = await each(running, _ask)
+            first, firsts = 1, {}
+            for member in (member for member in running if member not in failed):
+                firsts[member.index] = first
                 first += member.abilities.ranks
-            self.members = names
+            self.members = names if not failed else ()
             self.meeting = Meeting(
                 name=uuid.uuid4().hex,
                 backend="nccl" if self.on_gpu else "gloo",
-                first_ranks=tuple(firsts),
+                first_ranks=firsts,
                 size=first,
             )
         return self.meeting
+
+
+async def _ask(member: Member) -> None:
+    await member.api.loads(timeout_s=ANSWER_S)

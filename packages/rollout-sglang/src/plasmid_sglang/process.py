@@ -43,7 +43,7 @@ class ServerOptions:
     host: str
     """Address to listen on, or ``auto``."""
     folder: Path
-    """Where its files lie: arguments, receipts of weights."""
+    """Where its arguments lie."""
     log_file: Path
     start_s: float
     """Longest time to come up."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .group import Group
 from .lost import CutOffError
+from .shelf import bytes_of, read
 
 GROUPS: dict[str, Group] = {}
 """Of this process, by name: joining one takes long, so it serves every later sync with the same members."""
@@ -28,8 +29,6 @@ class Place:
 
     header: Mapping[str, Any]
     """Names, shapes and size of the bucket."""
-    sent: Tensor | None
-    """What came with the request itself."""
     rank: int
     device: torch.device
 
@@ -42,15 +41,13 @@ def fetch(source: Mapping[str, Any], place: Place) -> Tensor:
     return data
 
 
-def leave() -> None:
-    """Leave every group."""
-    GROUPS.clear()
-
-
 def _http(source: Mapping[str, Any], place: Place) -> Tensor:
-    if place.sent is None:
-        raise SyncError("the request has no data")
-    return place.sent
+    data = torch.empty(place.header["num_bytes"], dtype=torch.uint8)
+    try:
+        read(source["url"], bytes_of(data))
+    except OSError as error:
+        raise CutOffError(f"{source['url']}: {one_line(error)}") from None
+    return data.to(place.device)
 
 
 def _disk(source: Mapping[str, Any], place: Place) -> Tensor:
@@ -68,7 +65,7 @@ def read_bucket(path: Path, names: Sequence[str], device: torch.device) -> Tenso
 
 def _ipc(source: Mapping[str, Any], place: Place) -> Tensor:
     """The sender's own memory; it waits for our answer before it uses it again."""
-    rebuild, arguments = pickle.loads(base64.b64decode(source["handles"][place.rank]))
+    rebuild, arguments = pickle.loads(base64.b64decode(source["handle"]))
     # the handle names the sender's device by its own count; here it is this process's
     at = _device_argument(arguments)
     view: Tensor = rebuild(*arguments[:at], place.device.index or 0, *arguments[at + 1 :])

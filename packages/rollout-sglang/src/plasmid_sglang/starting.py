@@ -90,7 +90,7 @@ async def start_members(settings: SGLang, context: BuildContext) -> list[Member]
 
         actor = await make()
         started: Started = await actor.call("start", timeout_s=place.start_timeout_s + ACTOR_S)
-        return Member(name, actor, make, Api(started.url), started.abilities)
+        return Member(index, name, actor, make, Api(started.url), started.abilities, started.office)
 
     return await together(start(i) for i in range(len(bundles) // size))
 
@@ -110,7 +110,7 @@ async def attach_members(settings: SGLang, context: BuildContext) -> list[Member
 
         actor = await make()
         started: Started = await actor.call("start", timeout_s=ACTOR_S)
-        return Member(name, actor, make, Api(started.url), started.abilities)
+        return Member(index, name, actor, make, Api(started.url), started.abilities, started.office)
 
     return await together(attach(i, url) for i, url in enumerate(settings.urls))
 

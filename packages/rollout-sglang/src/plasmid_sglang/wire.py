@@ -1,26 +1,27 @@
-"""The sending half of a weight sync, on the trainer's ranks: buckets to the actors beside the servers."""
+"""The sending half of a weight sync, on the trainer's ranks: buckets to the processes of the servers."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
+import contextlib
 import pickle
-import threading
 from collections import deque
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from plasmid.errors import SyncError
-from plasmid.protocols import Actor, Bucket, Sender
+from plasmid.errors import DeadlineError, EngineError, PlasmidError, one_line
+from plasmid.protocols import Bucket, Sender
 from plasmid.sync import unpack
 
 from .group import Host
-from .lost import lost
+from .lost import heard, lost
+from .mail import STORES, Address, Channel
+from .shelf import Shelf
+from .stream import OVER
 
 Kind = Literal["ipc", "broadcast", "disk", "http"]
 IN_FLIGHT: Mapping[Kind, int] = {"ipc": 1, "broadcast": 1, "disk": 2, "http": 2}
@@ -35,8 +36,8 @@ class Meeting:
 
     name: str
     backend: str
-    first_ranks: tuple[int, ...]
-    """Of each actor's server, in the order of the actors."""
+    first_ranks: Mapping[int, int]
+    """Of each engine, by its number."""
     size: int
 
     def host(self, timeout_s: float) -> Host:
@@ -47,49 +48,68 @@ class Meeting:
         return HOSTED[self.name]
 
 
-@dataclass(slots=True, kw_only=True)
-class SGLangWire:
-    """Implements `Wire`. The token names one weight sync."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What one update is to be."""
 
-    kind: Kind
-    actors: tuple[Actor, ...]
     token: str
-    timeout_s: float
-    senders: Literal["first", "all"] = "first"
+    """Names it, so that stragglers of an earlier one are told apart."""
+    ranks: int
+    """Processes of each server."""
+    verify: bool = False
+    """Read the parameters back."""
+    flush_cache: bool = True
+    """Forget prefixes that the older policy has computed."""
     folder: Path | None = None
     """With kind "disk": where the files of this version go."""
+    timeout_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class SGLangWire:
+    """Implements `Wire`, for one weight sync."""
+
+    kind: Kind
+    order: Order
+    offices: Mapping[int, Address]
+    """Where the mail of each engine lies, by its number; one that is left out gets nothing."""
+    senders: Literal["first", "all"] = "first"
     meeting: Meeting | None = None
     """With kind "broadcast"."""
-    ranks_per_engine: int = 1
-    """With kind "ipc": trainer ranks on the GPUs of each engine, in one order with its processes."""
 
     def open(self, *, rank: int, version: int) -> Sender:
         """Start sending from this rank."""
-        if self.kind != "ipc":
-            return SGLangSender(self, self.actors, rank=0)
-        engine, place = divmod(rank, self.ranks_per_engine)
-        return SGLangSender(self, self.actors[engine : engine + 1], rank=place)
+        ranks = self.order.ranks
+        if self.kind == "ipc":  # trainer ranks lie on the GPUs of the engines, in one order with their processes
+            engine, place = divmod(rank, ranks)
+            return SGLangSender(self, {engine: (place,)} if engine in self.offices else {})
+        return SGLangSender(self, {engine: range(ranks) for engine in self.offices})
 
 
 class SGLangSender:
-    """Implements `Sender`. Calls run on a loop in a thread of its own, because a rank's code is synchronous.
+    """Implements `Sender`: announces each bucket to every process, and waits until it has been taken over.
 
     An engine that fails is left out of the rest; only when all have failed does sending fail.
     """
 
-    def __init__(self, wire: SGLangWire, actors: tuple[Actor, ...], *, rank: int) -> None:
-        self._wire, self._rank = wire, rank
-        self._actors = dict(enumerate(actors))
-        self._errors: list[Exception] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sender", daemon=True)
-        self._thread.start()
-        self._sent: deque[tuple[Future[None], Bucket]] = deque()
+    def __init__(self, wire: SGLangWire, processes: Mapping[int, Sequence[int]]) -> None:
+        """``processes`` are those of each engine that this rank sends to; there may be none."""
+        self._wire = wire
+        self._errors: dict[int, PlasmidError] = {}
+        self._peers: dict[int, list[Channel]] = {}
+        for engine, ranks in processes.items():
+            self._peers[engine] = []
+            with self._noting(engine):
+                self._peers[engine] = [Channel.to(wire.offices[engine], wire.order.token, rank) for rank in ranks]
+        self._sent: deque[Bucket] = deque()
+        self._shelf = Shelf(wire.order.token) if wire.kind == "http" else None
 
     def send(self, bucket: Bucket) -> None:
         """Hand over one bucket to every engine. Raises when none is left."""
+        if not self._peers:
+            return
         while len(self._sent) >= IN_FLIGHT[self._wire.kind]:
-            self._sent.popleft()[0].result()
+            self._settle()
         self._check_any_left()
         header = {
             "index": bucket.index,
@@ -100,11 +120,21 @@ class SGLangSender:
             "num_bytes": bucket.data.numel(),
             "is_last": bucket.is_last,
         }
-        source, data = self._source(bucket)
-        # the bucket is kept with its call: what lies in shared memory must live until it is taken over
-        self._sent.append((self._start(self._put(header, source, data)), bucket))
-        if self._wire.meeting is not None and self._actors:
-            self._broadcast(self._wire.meeting, bucket)
+        source, meeting = self._source(bucket), self._wire.meeting
+        self._sent.append(bucket)  # its memory must live until it is taken over
+        for engine, peers in self._told():
+            own = source if meeting is None else source | {"first_rank": meeting.first_ranks[engine]}
+            with self._noting(engine):
+                for peer in peers:
+                    peer.put({"bucket": header, "source": own})
+        if meeting is not None:
+            self._broadcast(meeting, bucket)
+
+    def _told(self) -> Iterator[tuple[int, list[Channel]]]:
+        """Engines that hear of a bucket: those that take part in a broadcast must, even if they load nothing more."""
+        for engine, peers in self._peers.items():
+            if self._wire.meeting is not None or engine not in self._errors:
+                yield engine, peers
 
     def _broadcast(self, meeting: Meeting, bucket: Bucket) -> None:
         """If a member has gone, leave: the others would wait for what it was to hand on. Raises `EngineLostError` then.
@@ -112,76 +142,91 @@ class SGLangSender:
         A server that hangs is noticed by the wire's time limit only.
         """
         try:
-            meeting.host(self._wire.timeout_s).group.broadcast(bucket.data)
+            meeting.host(self._wire.order.timeout_s).group.broadcast(bucket.data)
         except RuntimeError:
             HOSTED.clear()
-            self._sent.pop()[0].result()
+            self._settle()
             if not self._errors:
                 raise
-            raise lost(self._errors) from None
+            raise lost(self._errors.values()) from None
 
-    def _source(self, bucket: Bucket) -> tuple[dict[str, Any], Any]:
+    def _source(self, bucket: Bucket) -> dict[str, Any]:
         kind = self._wire.kind
-        if kind == "http":
-            return {"kind": kind}, bucket.data.cpu().numpy()
+        if self._shelf is not None:
+            return {"kind": kind, "url": self._shelf.put(bucket)}
         if kind == "disk":
-            return {"kind": kind, "path": str(self._write(bucket))}, None
+            return {"kind": kind, "path": str(self._write(bucket))}
         if kind == "ipc":
-            return {"kind": kind, "handle": _handle(bucket.data)}, None
-        meeting = self._wire.meeting
+            return {"kind": kind, "handle": _handle(bucket.data)}
+        meeting, timeout_s = self._wire.meeting, self._wire.order.timeout_s
         assert meeting is not None
-        host = meeting.host(self._wire.timeout_s)
+        host = meeting.host(timeout_s)
         where = {"host": host.address, "port": host.port, "size": meeting.size, "backend": meeting.backend}
-        return {"kind": kind, "group": meeting.name, "timeout_s": self._wire.timeout_s, **where}, None
+        return {"kind": kind, "group": meeting.name, "timeout_s": timeout_s, **where}
 
     def _write(self, bucket: Bucket) -> Path:
         from safetensors.torch import save_file
 
-        assert self._wire.folder is not None
-        self._wire.folder.mkdir(parents=True, exist_ok=True)
-        path = self._wire.folder / f"model-{bucket.index:05d}.safetensors"
+        folder = self._wire.order.folder
+        assert folder is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"model-{bucket.index:05d}.safetensors"
         save_file({name: tensor.cpu() for name, tensor in unpack(bucket)}, path, metadata={"format": "pt"})
         return path
+
+    def _settle(self) -> None:
+        """Wait until the bucket that was sent first is with every engine that has not failed."""
+        bucket = self._sent.popleft()
+        for engine, peers in self._peers.items():
+            for peer in peers:
+                if engine in self._errors:
+                    break
+                with self._noting(engine):
+                    if error := heard(peer.get(self._wire.order.timeout_s)):
+                        raise error
+            if engine in self._errors and self._wire.meeting is None:
+                self._say_over(engine)
+        if self._shelf is not None:
+            self._shelf.take_off(bucket)
+
+    @contextlib.contextmanager
+    def _noting(self, engine: int) -> Iterator[None]:
+        """Errors in talking to an engine are its own."""
+        error: PlasmidError
+        try:
+            yield
+            return
+        except TimeoutError:
+            error = DeadlineError(f"no answer within {self._wire.order.timeout_s:g} s")
+        except PlasmidError as heard_of:
+            error = heard_of
+        except RuntimeError as broken:
+            STORES.pop(self._wire.offices[engine], None)
+            error = EngineError(f"what is beside the server is gone: {one_line(broken)}")
+        self._errors.setdefault(engine, error)
+
+    def _say_over(self, engine: int) -> None:
+        with self._noting(engine):
+            for peer in self._peers[engine]:
+                peer.put(OVER)
 
     def close(self, *, ok: bool) -> None:
         """Wait until everything sent is there, or say that no more will come. Raises when no engine is left."""
         try:
-            for future, _ in self._sent:
-                future.result()
-            self._sent.clear()
-            if ok:
-                self._check_any_left()
-            else:
-                self._start(self._tell_all("give_up_update", lambda i: ())).result()
+            if not ok:
+                for engine in self._peers:
+                    self._say_over(engine)
+                return
+            while self._sent:
+                self._settle()
+            self._check_any_left()
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            if self._shelf is not None:
+                self._shelf.close()
 
     def _check_any_left(self) -> None:
-        if not self._actors:
-            raise lost(self._errors)
-
-    async def _put(self, header: Mapping[str, Any], source: Mapping[str, Any], data: Any) -> None:
-        meeting = self._wire.meeting
-
-        def told(index: int) -> Mapping[str, Any]:
-            return source if meeting is None else {**source, "first_rank": meeting.first_ranks[index]}
-
-        await self._tell_all("put_bucket", lambda i: (header, told(i), data, self._rank))
-
-    async def _tell_all(self, method: str, arguments: Any) -> None:
-        wire = self._wire
-        indices = list(self._actors)
-        calls = [self._actors[i].call(method, wire.token, *arguments(i), timeout_s=wire.timeout_s) for i in indices]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for index, result in zip(indices, results, strict=True):
-            if isinstance(result, BaseException):
-                self._actors.pop(index, None)
-                self._errors.append(result if isinstance(result, Exception) else SyncError(str(result)))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        if len(self._errors) == len(self._peers) > 0:
+            raise lost(self._errors.values())
 
 
 def _handle(data: torch.Tensor) -> str:

@@ -1,0 +1,98 @@
+"""Buckets that servers fetch from the trainer by HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from plasmid.protocols import Bucket
+from plasmid.run.host import own_address
+from torch import Tensor
+
+READ_S = 60.0
+"""Longest time without a byte."""
+
+
+class Shelf:
+    """Serves the buckets that lie on it, to whoever knows the token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._buckets: dict[str, memoryview] = {}
+        self._server = _Server((own_address(), 0), self._buckets)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="weights", daemon=True)
+        self._thread.start()
+
+    def put(self, bucket: Bucket) -> str:
+        """The URL of its bytes."""
+        self._buckets[self._path(bucket)] = bytes_of(bucket.data.cpu())
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}{self._path(bucket)}"
+
+    def take_off(self, bucket: Bucket) -> None:
+        """Serve it no more."""
+        self._buckets.pop(self._path(bucket), None)
+
+    def _path(self, bucket: Bucket) -> str:
+        return f"/{self._token}/{bucket.index}"
+
+    def close(self) -> None:
+        """Serve nothing more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], buckets: dict[str, memoryview]) -> None:
+        super().__init__(address, _Handler)
+        self.buckets = buckets
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        """One bucket."""
+        data = self.server.buckets.get(self.path)
+        if data is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Length", str(data.nbytes))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing; the sender's own errors do."""
+
+
+def bytes_of(data: Tensor) -> memoryview:
+    """The memory of a tensor of bytes on the CPU."""
+    return memoryview(cast(Any, data.numpy()))
+
+
+def read(url: str, into: memoryview) -> None:
+    """The bytes at a URL. Raises `OSError` if there are not as many."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=READ_S)
+    try:
+        connection.request("GET", parts.path)
+        answer = connection.getresponse()
+        if answer.status != HTTPStatus.OK or answer.length != into.nbytes:
+            raise OSError(f"answered {answer.status} with {answer.length} bytes, not 200 with {into.nbytes}")
+        while into.nbytes:
+            count = answer.readinto(into)
+            if not count:
+                raise OSError(f"ended {into.nbytes} bytes too early")
+            into = into[count:]
+    except http.client.HTTPException as error:
+        raise OSError(str(error)) from error
+    finally:
+        connection.close()
