@@ -38,13 +38,14 @@ def sent():
 
 
 def test_the_first_waits_for_the_last_although_its_bucket_is_used_again(sent):
-    model, together, bucket = Fusing(), Together(), torch.empty(3, 4)
+    model, bucket = Fusing(), torch.empty(3, 4)
+    together = Together(model)
     bucket.copy_(sent[Q])
-    assert together.ready(model, [(Q, bucket)]) == []
+    assert together.ready([(Q, bucket)]) == []
     bucket.zero_()
     assert together.left() == [Q]
-    assert [name for name, _ in together.ready(model, [(OTHER, sent[OTHER])])] == [OTHER]
-    ready = together.ready(model, [(KV, sent[KV])])
+    assert [name for name, _ in together.ready([(OTHER, sent[OTHER])])] == [OTHER]
+    ready = together.ready([(KV, sent[KV])])
     assert sorted(name for name, _ in ready) == sorted([Q, KV]) and together.left() == []
     model.load_weights(ready)
     fused = model.model.layers[0].self_attn.fused_qkv_a_proj_with_mqa.weight
@@ -72,4 +73,4 @@ def test_one_that_the_engine_changes_is_found(sent):
 
 
 def test_a_model_without_the_fused_module_waits_for_nothing(sent):
-    assert [name for name, _ in Together().ready(nn.Linear(1, 1), [(Q, sent[Q])])] == [Q]
+    assert [name for name, _ in Together(nn.Linear(1, 1)).ready([(Q, sent[Q])])] == [Q]

@@ -16,7 +16,7 @@ GATHERED_BYTES = 64 << 20
 """Of whole tensors that are gathered at once; a larger one travels alone."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Sharded:
     """This rank's rows of one tensor."""
 
@@ -25,18 +25,12 @@ class Sharded:
     whole: DTensor
     dtype: torch.dtype
     """That it is to have."""
+    padded: int
+    """Elements of the largest shard of any rank."""
 
-    @property
-    def padded(self) -> int:
-        """Elements of the largest shard of any rank."""
-        ranks = _ranks(self.whole)
-        count = self.whole.shape[0]
-        return -(-count // ranks) * (self.whole.numel() // count) if count else 0
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """What it has, and is to have."""
-        return self.rows.dtype, self.dtype
+    def fits(self, other: Sharded) -> bool:
+        """Whether one cast and one collective can take both."""
+        return self.dtype == other.dtype and self.rows.dtype == other.rows.dtype
 
 
 def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -48,16 +42,16 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
     size = 0
     for name, tensor in named.items():
         kept = dtype if tensor.is_floating_point() else tensor.dtype
-        with torch.no_grad():
-            rows = local(tensor).detach()
-        if not isinstance(tensor, DTensor) or (_ranks(tensor) == 1 and rows.dtype == kept):
+        if not isinstance(tensor, DTensor):
             yield from _together(pending)
             pending, size = [], 0
-            yield name, rows.to(kept)
+            yield name, tensor.detach().to(kept)
             continue
-        piece = Sharded(name, rows, tensor, kept)
-        num_bytes = piece.padded * _ranks(tensor) * kept.itemsize
-        if pending and (size + num_bytes > GATHERED_BYTES or piece.dtypes != pending[0].dtypes):
+        ranks = _ranks(tensor)
+        with torch.no_grad():
+            piece = Sharded(name, local(tensor), tensor, kept, _padded(tensor.shape, ranks))
+        num_bytes = piece.padded * ranks * kept.itemsize
+        if pending and (size + num_bytes > GATHERED_BYTES or not piece.fits(pending[0])):
             yield from _together(pending)
             pending, size = [], 0
         pending.append(piece)
@@ -66,25 +60,46 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
 
 
 def _together(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
-    """One cast and one collective for all pieces, which have one dtype, and shall have one."""
+    """One cast and one collective for all pieces: a GPU copies a small tensor faster than a launch takes."""
     if not pieces:
         return
+    with torch.no_grad():
+        if _ranks(pieces[0].whole) == 1:
+            yield from _cast(pieces)
+        else:
+            yield from _gather(pieces)
+
+
+def _cast(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
+    """Of one rank, which has everything."""
+    first = pieces[0]
+    names, rows = [piece.name for piece in pieces], [piece.rows.detach() for piece in pieces]
+    if first.rows.dtype == first.dtype:
+        yield from zip(names, rows, strict=True)
+        return
+    lengths = [piece.padded for piece in pieces]
+    own = torch.empty(sum(lengths), dtype=first.dtype, device=first.rows.device)
+    whole = [place.view(row.shape) for place, row in zip(own.split_with_sizes(lengths), rows, strict=True)]
+    torch._foreach_copy_(whole, rows)
+    yield from zip(names, whole, strict=True)
+
+
+def _gather(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
     first = pieces[0]
     mesh, ranks = first.whole.device_mesh, _ranks(first.whole)
     lengths = [piece.padded for piece in pieces]
     own = torch.zeros(sum(lengths), dtype=first.dtype, device=first.rows.device)
-    places = own.split_with_sizes(lengths)
-    with torch.no_grad():
-        torch._foreach_copy_(
-            [place[: piece.rows.numel()] for place, piece in zip(places, pieces, strict=True)],
-            [piece.rows.reshape(-1) for piece in pieces],
-        )
-    every = own
-    if ranks > 1:
-        every = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
-        dist.all_gather_into_tensor(every, own, group=mesh.get_group())
+    rows = [piece.rows.reshape(-1) for piece in pieces]
+    places = zip(own.split_with_sizes(lengths), rows, strict=True)
+    torch._foreach_copy_([place[: row.numel()] for place, row in places], rows)
+    every = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
+    dist.all_gather_into_tensor(every, own, group=mesh.get_group())
     for piece, shards in zip(pieces, every.view(ranks, -1).split_with_sizes(lengths, 1), strict=True):
         yield piece.name, shards.reshape(-1)[: piece.whole.numel()].view(piece.whole.shape)
+
+
+def _padded(shape: torch.Size, ranks: int) -> int:
+    return -(-shape[0] // ranks) * (shape.numel() // shape[0]) if shape[0] else 0
 
 
 def _ranks(tensor: DTensor) -> int:

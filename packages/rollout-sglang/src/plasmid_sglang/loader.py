@@ -49,13 +49,13 @@ class Loading:
 
     def __init__(self, model: nn.Module, *, verify: bool, complete: bool) -> None:
         self._model, self._verify, self._complete = model, verify, complete
-        self._together = Together()
+        self._together = Together(model)
         self._touched: set[str] = set()
         """Parameters that a read-back has seen changing."""
 
     def take(self, bucket: Bucket) -> None:
         """The next one. Raises `SyncError`."""
-        named = self._together.ready(self._model, list(unpack(bucket)))
+        named = self._together.ready(list(unpack(bucket)))
         if bucket.is_last and (left := self._together.left()):
             raise SyncError(f"tensor {left[0]!r} came without the others that SGLang takes it with alone")
         with torch.no_grad():

@@ -82,7 +82,8 @@ class SGLang(RolloutEngineConfig):
     """With pause_mode = "in_place": compute the KV cache of held requests anew after a weight sync."""
     wire: Literal["auto", "ipc", "broadcast", "disk", "http"] = "auto"
     """How weights travel: GPU memory shared by trainer and engine on one GPU (``ipc``), a broadcast by NCCL or gloo,
-    files in the run's folder, or the servers' fetching them from the trainer (``http``). ``auto`` is ipc or broadcast on GPUs, disk on the CPU."""
+    files in the run's folder, or fetched from the trainer (``http``). ``auto`` is ipc or broadcast on GPUs, disk on
+    the CPU."""
     bucket_bytes: int = Field(256 << 20, ge=1 << 10)
     """Largest bucket of weights in a weight sync; a larger tensor travels alone."""
     read_back_every: int = Field(10, ge=0)

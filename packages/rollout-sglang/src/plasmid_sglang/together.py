@@ -25,18 +25,21 @@ def mates(parameters: AbstractSet[str], name: str) -> tuple[str, ...]:
 
 
 class Together:
-    """What waits of one update."""
+    """What waits of one update of a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._waiting: dict[str, Tensor] = {}
+        names = (name for name, _ in model.named_parameters())
+        self._fused = {name for name in names if any(f".{fused}." in name for fused in FUSED)}
 
-    def ready(self, model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def ready(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Tensors that can be loaded now, with those that have waited for them; the others are copied and wait."""
-        parameters = {name for name, _ in model.named_parameters()}
+        if not self._fused:
+            return list(named)
         here = self._waiting | dict(named)
         ready, self._waiting = [], {}
         for name, tensor in here.items():
-            if all(mate in here for mate in mates(parameters, name)):
+            if all(mate in here for mate in mates(self._fused, name)):
                 ready.append((name, tensor))
             else:
                 self._waiting[name] = tensor.clone()  # a bucket's memory is used again
