@@ -39,7 +39,7 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
     All ranks iterate together. Shards are rows (`Shard(0)`), as FSDP2 makes them.
     """
     pending: list[Sharded] = []
-    size = 0
+    size, mesh, ranks = 0, None, 1
     for name, tensor in named.items():
         kept = dtype if tensor.is_floating_point() else tensor.dtype
         if not isinstance(tensor, DTensor):
@@ -47,7 +47,9 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
             pending, size = [], 0
             yield name, tensor.detach().to(kept)
             continue
-        ranks = _ranks(tensor)
+        if tensor.device_mesh is not mesh:  # asking it for its size takes longer than the copy of a small tensor
+            mesh = tensor.device_mesh
+            ranks = _ranks(tensor)
         with torch.no_grad():
             piece = Sharded(name, local(tensor), tensor, kept, _padded(tensor.shape, ranks))
         num_bytes = piece.padded * ranks * kept.itemsize
@@ -103,5 +105,5 @@ def _padded(shape: torch.Size, ranks: int) -> int:
 
 
 def _ranks(tensor: DTensor) -> int:
-    """That hold a part of it. (`DeviceMesh.size` takes longer than the copy of a small tensor.)"""
+    """That hold a part of it."""
     return tensor.device_mesh.shape[0]
