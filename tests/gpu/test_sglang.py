@@ -20,7 +20,7 @@ SERVER = {
 }
 
 
-def recipe(folder, placement, **rollout):
+def recipe(folder, placement, *, save_every=0, **rollout):
     """A tiny model with random rewards, in bf16."""
     model = make_tiny_model(folder / "model", family="qwen3", hidden_size=256)
     rows = "".join(f'{{"prompt": "say {i}: ", "target": {i}}}\n' for i in range(40))
@@ -44,7 +44,7 @@ def recipe(folder, placement, **rollout):
             "algorithm": {"kind": "grpo"},
             "rewards": [{"kind": "random"}],
             "placement": {"device": "cuda", "start_timeout_s": 600, **placement},
-            "checkpoint": {"at_end": False, "export": False},
+            "checkpoint": {"at_end": False, "export": False, "every": save_every},
         }
     )
 
@@ -65,6 +65,13 @@ def test_trainer_and_engine_share_one_gpu(tmp_path, staleness):
     placement = {"colocated": True, "offload_trainer": True, "offload_engine": True, "max_staleness": staleness}
     metrics = metrics_of(recipe(tmp_path, placement))
     assert max(m["sync/canary_difference"] for m in metrics if "sync/canary_difference" in m) < 0.5
+
+
+def test_an_engine_has_its_weights_after_a_checkpoint(tmp_path):
+    """The trainer takes the GPU to save, and sends nothing afterwards."""
+    placement = {"colocated": True, "offload_trainer": True, "offload_engine": True}
+    metrics = metrics_of(recipe(tmp_path, placement, save_every=1))
+    assert max(m["train/logprob_diff_mean"] for m in metrics) < 0.2
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -196,6 +196,34 @@ def test_the_bulletin_says_how_long_a_request_may_be(shared):
     assert json.loads(next(shared.run_dir.rglob("bulletin.json")).read_text())["context_length"] == 256
 
 
+def test_a_sleeping_server_keeps_the_weights_that_nobody_sends_again(shared):
+    """SGLang has no copy of them: what it gives up is lost."""
+
+    async def test():
+        async with shared.engine() as engine:
+            told = []
+
+            async def note(path, tags):
+                told.append((path.split("_")[0], sorted(tags)))
+
+            engine._memory = note
+            for keep in (True, False):
+                await engine.sleep(keep_weights=keep)
+                await engine.wake(kv_cache=False)
+                await engine.wake()
+            return told
+
+    release, resume = "/release", "/resume"
+    assert shared.run(test()) == [
+        (release, ["kv_cache"]),
+        (resume, []),
+        (resume, ["kv_cache"]),
+        (release, ["kv_cache", "weights"]),
+        (resume, ["weights"]),
+        (resume, ["kv_cache"]),
+    ]
+
+
 def test_a_server_error_names_the_server_and_what_it_said(shared):
     async def test():
         async with shared.engine() as engine:

@@ -19,13 +19,14 @@ class Gpu:
 
     def __init__(self, *, trainer_leaves, engine_leaves):
         self.trainer_leaves, self.engine_leaves = trainer_leaves, engine_leaves
-        self.trainer = self.weights = self.cache = True
+        self.trainer = self.weights = self.cache = self.holds_policy = True
         self.serving = True
         self.calls = []
 
     def note(self, call):
         self.calls.append(call)
         assert not self.serving or self.cache, f"the engine serves without memory after {self.calls}"
+        assert not self.serving or self.holds_policy, f"the engine serves what it found in memory after {self.calls}"
         started = "send" in self.calls
         if started and self.trainer_leaves:
             assert not (self.serving and self.trainer), f"the engine serves beside the trainer after {self.calls}"
@@ -84,9 +85,14 @@ class Engine(FakeEngine):
         self.gpu.serving = True
         self.gpu.note("resume")
 
-    async def sleep(self):
+    async def receive(self, plan, version):
+        self.gpu.holds_policy = True
+        return await super().receive(plan, version)
+
+    async def sleep(self, *, keep_weights=True):
         assert not self.gpu.serving
         self.gpu.weights = self.gpu.cache = False
+        self.gpu.holds_policy = self.gpu.holds_policy and keep_weights
         self.gpu.note("sleep")
 
     async def wake(self, *, kv_cache=True):

@@ -327,8 +327,8 @@ class RolloutEngine(Protocol):
         """`plasmid.sync.checksum` of every tensor that the engine holds, read back from it, by Hugging Face name."""
         ...
 
-    async def sleep(self) -> None:
-        """Give up GPU memory."""
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Give up GPU memory; without ``keep_weights`` a weight sync comes before anything is drawn again."""
         ...
 
     async def wake(self, *, kv_cache: bool = True) -> None:

@@ -90,8 +90,8 @@ class HFEngine:
                 raise SyncError(f"tensor {name!r} of {actor.name} differs from that of {self._actors[0].name}")
         return found[0]
 
-    async def sleep(self) -> None:
-        """Drop the KV caches and move the weights to host memory."""
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Drop the KV caches and move the weights to host memory, in any case."""
         await self._all("sleep")
 
     async def wake(self, *, kv_cache: bool = True) -> None:

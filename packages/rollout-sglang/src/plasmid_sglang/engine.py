@@ -224,10 +224,11 @@ class SGLangEngine:
                 raise SyncError(f"parameter {tensor!r} of {name} differs from that of {next(iter(found))}")
         return first
 
-    async def sleep(self) -> None:
-        """Give up GPU memory: weights and KV cache."""
-        await self._memory("/release_memory_occupation", {"weights", "kv_cache"} - self._asleep)
-        self._asleep = {"weights", "kv_cache"}
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Give up GPU memory: the KV cache, and without ``keep_weights`` the weights, of which SGLang has no copy."""
+        tags = {"kv_cache"} if keep_weights else {"weights", "kv_cache"}
+        await self._memory("/release_memory_occupation", tags - self._asleep)
+        self._asleep |= tags
 
     async def wake(self, *, kv_cache: bool = True) -> None:
         """Take GPU memory again; without ``kv_cache`` for the weights only."""

@@ -286,7 +286,7 @@ class Loop:
         )
         await self._canary_answered()
         if self.turns is not None:
-            await self.turns.to_trainer()
+            await self.turns.to_trainer(will_publish=self._publish_is_due(after=1))
         proof = {} if self.canary is None else await self.canary.check()
         roles = self.config.algorithm.roles(steps=batch.steps)
         self._tell("score")

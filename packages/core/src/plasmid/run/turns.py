@@ -45,12 +45,12 @@ class Turns:
 
     async def begin(self, version: int) -> None:
         """Publish the first version of this process. Trainer and engine are both up and have all their memory."""
-        await self._clear()
+        await self._clear(keep_weights=False)
         await self.publish(version)
 
-    async def to_trainer(self) -> None:
-        """Before a batch is scored and trained."""
-        await self._clear()
+    async def to_trainer(self, *, will_publish: bool = False) -> None:
+        """Before a batch is scored and trained. ``will_publish``: `publish` ends this turn, not `to_engine`."""
+        await self._clear(keep_weights=not will_publish)
         if self.config.placement.offload_trainer:
             await self._trainer("onload", self.trainer.onload())
 
@@ -82,7 +82,7 @@ class Turns:
 
     async def mend(self, version: int) -> None:
         """Send what the engine holds once more, to parts of it that were started anew. The trainer must be idle."""
-        await self.to_trainer()
+        await self.to_trainer(will_publish=True)
         await self.publish(version)
 
     async def publish(self, version: int) -> SyncReceipt:
@@ -113,12 +113,12 @@ class Turns:
                 await self.engine.health()  # raises when too little of the engine is left to wait for
                 await asyncio.sleep(AGAIN_S)
 
-    async def _clear(self) -> None:
+    async def _clear(self, *, keep_weights: bool) -> None:
         """A colocated engine stops; its memory is the trainer's."""
         if self.config.placement.colocated:
             await self._engine("pause", self.engine.pause(self.engine.pause_mode))
         if self.config.placement.offload_engine:
-            await self._engine("sleep", self.engine.sleep())
+            await self._engine("sleep", self.engine.sleep(keep_weights=keep_weights))
 
     async def _make_room(self) -> None:
         """The trainer leaves before the engine takes memory for its KV cache."""

@@ -219,7 +219,7 @@ class FakeEngine:
     async def checksum(self) -> Mapping[str, int]:
         return {"step": self.version}
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         return None
 
     async def wake(self, *, kv_cache: bool = True) -> None:

@@ -47,7 +47,7 @@ class ServerEngine:
     async def checksum(self) -> Mapping[str, int]:
         self._cannot("show its weights")
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         self._cannot("give up its memory")
 
     async def wake(self, *, kv_cache: bool = True) -> None:
