@@ -33,7 +33,7 @@ def _compare(model, rows, transformer):
     import torch.distributed as dist
     from plasmid_megatron.layout import leave_groups, make_groups
 
-    settings = Megatron()
+    settings = Megatron(dtype="float32")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         make_groups(settings, seed=1)

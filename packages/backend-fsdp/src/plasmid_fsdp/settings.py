@@ -19,8 +19,8 @@ class FSDP(OptimizerSettings, TrainerConfig):
     """
 
     kind: Literal["fsdp"] = "fsdp"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What forward and backward compute in."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What forward and backward compute in; ``auto`` is what the engine computes in, as far as it is one of these."""
     activation_checkpointing: bool = False
     """Keep only the input of every decoder layer for the backward pass and compute the rest again."""
     cpu_offload: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError
 from plasmid.training.model_source import check_models
+from plasmid.training.number_type import config_of_ranks
 from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
 from plasmid.training.schedule import Microbatching
 
@@ -15,9 +16,10 @@ from .settings import FSDP
 async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
     """Start all ranks and load the model. Raises `ConfigError` and `ModelError`; nothing is left running then."""
     _check(settings, context)
+    config = config_of_ranks(context)
     setups = [
         RankSetup(
-            config=context.config.model_dump(mode="json"),
+            config=config,
             shard=Shard(rank=rank, num_ranks=len(context.bundles)),
             device="cuda" if context.on_gpu else "cpu",
             threads=context.threads,

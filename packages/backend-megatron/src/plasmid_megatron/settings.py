@@ -64,8 +64,9 @@ class Megatron(LearningSettings, TrainerConfig):
     """
 
     kind: Literal["megatron"] = "megatron"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What weights are kept in and computed with; with bfloat16 the optimizer keeps fp32 copies, gradients are fp32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What weights are kept in and computed with; with bfloat16 the optimizer keeps fp32 copies, gradients are fp32.
+    ``auto`` is what the engine computes in, as far as it is one of these."""
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that every weight matrix is split over."""
     pipeline_parallel: int = Field(1, ge=1)

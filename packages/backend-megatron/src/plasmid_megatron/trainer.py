@@ -7,6 +7,7 @@ from pathlib import Path
 from plasmid.components import BuildContext
 from plasmid.training.model_folder import read_config
 from plasmid.training.model_source import check_models
+from plasmid.training.number_type import config_of_ranks
 from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
 from plasmid.training.schedule import Microbatching
 
@@ -19,9 +20,10 @@ from .shapes import check_split
 async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
     """Start all ranks and load the model. Raises `ConfigError` and `ModelError`; nothing is left running then."""
     _check(settings, context)
+    config = config_of_ranks(context)
     setups = [
         RankSetup(
-            config=context.config.model_dump(mode="json"),
+            config=config,
             rank=rank,
             num_ranks=len(context.bundles),
             device="cuda" if context.on_gpu else "cpu",

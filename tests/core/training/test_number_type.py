@@ -1,0 +1,50 @@
+"""A trainer whose number type is left open computes in the engine's."""
+
+import logging
+
+import pytest
+from plasmid.components import BuildContext
+from plasmid.protocols import Bundle
+from plasmid.recipe import resolve
+from plasmid.run.local import LocalCluster
+from plasmid.training.number_type import config_of_ranks
+
+
+def context(tmp_path, model, *, gpu=None, trainer=None, rollout=None):
+    config = resolve(
+        {
+            "model": {"path": str(model)},
+            "data": {"path": "none.jsonl"},
+            "trainer": {"kind": "fsdp", **({} if trainer is None else {"dtype": trainer})},
+            "rollout": {"kind": "hf", **({} if rollout is None else {"dtype": rollout})},
+            "algorithm": {"kind": "grpo"},
+            "rewards": [{"kind": "number"}],
+        }
+    )
+    return BuildContext(cluster=LocalCluster(), config=config, run_dir=tmp_path, bundles=(Bundle(0, gpu),))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "trainer", "rollout", "expected"),
+    [
+        (None, None, None, "float32"),
+        (0, None, None, "bfloat16"),
+        (None, None, "bfloat16", "bfloat16"),
+        (0, None, "float32", "float32"),
+        (0, "float32", "float32", "float32"),
+        (0, "bfloat16", None, "bfloat16"),
+    ],
+)
+def test_both_compute_in_one_type(gpu, trainer, rollout, expected, tmp_path, tiny_model, caplog):
+    found = context(tmp_path, tiny_model, gpu=gpu, trainer=trainer, rollout=rollout)
+    with caplog.at_level(logging.WARNING):
+        assert config_of_ranks(found)["trainer"]["dtype"] == expected
+    assert not caplog.records
+
+
+def test_two_types_are_told_of(tmp_path, tiny_model, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = config_of_ranks(context(tmp_path, tiny_model, trainer="float32", rollout="bfloat16"))
+    assert found["trainer"]["dtype"] == "float32"
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("trainer.dtype is float32 and the engine's is bfloat16: steps that are smaller")
