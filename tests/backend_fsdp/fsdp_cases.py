@@ -18,7 +18,7 @@ def make_config(model, *, trainer=None, algorithm=None, ranks=1, reference=None,
     data = {
         "model": {"path": str(model)},
         "data": {"kind": "files", "path": "unused.jsonl"},
-        "trainer": {"kind": "fsdp", "lr": 1e-2, "max_grad_norm": 0.0, **(trainer or {})},
+        "trainer": {"kind": "fsdp", "lr": 1e-2, "max_grad_norm": 0.0, "dtype": "float32", **(trainer or {})},
         "algorithm": {"kind": "grpo", **(algorithm or {})},
         "rollout": {"kind": "never-started"},
         "rewards": [{"kind": "never-asked"}],
