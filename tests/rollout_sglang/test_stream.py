@@ -10,7 +10,7 @@ from plasmid.protocols import SyncPlan
 from plasmid.sync import checksum, make_buckets, send_weights, unpack
 from plasmid_sglang import sources
 from plasmid_sglang.lost import CutOffError, told
-from plasmid_sglang.mail import Channel, Office
+from plasmid_sglang.mail import Building, Channel, Office
 from plasmid_sglang.shelf import Shelf, bytes_of, read
 from plasmid_sglang.stream import OVER, Stream
 from plasmid_sglang.wire import Meeting, Order, SGLangWire
@@ -57,7 +57,8 @@ def is_whole(taken):
 
 @pytest.fixture
 def offices():
-    return Office(), Office()
+    buildings = Building(), Building()
+    yield tuple(Office(building.address) for building in buildings)
 
 
 @pytest.fixture
@@ -181,15 +182,16 @@ def test_a_rank_whose_server_was_left_out_sends_nothing(offices, threads, tmp_pa
 
 def test_mail_of_long_ago_is_thrown_away(offices):
     office, _ = offices
+    store = office.address.store()
     before = None
     for i in range(30):
         office.open(f"token-{i}", 2)
         office.tell_all(f"token-{i}", 2, orders=OVER, answers=OVER)
         if i == 9:
-            before = office._store.num_keys()
+            before = store.num_keys()
     assert Channel.to(office.address, "token-29", 1).get(1) == OVER
-    assert office._store.queue_len("token-0/0/orders") == 0
-    assert office._store.num_keys() <= before
+    assert store.queue_len("token-0/0/orders") == 0
+    assert store.num_keys() <= before
 
 
 def test_buckets_are_served_to_those_who_know_the_token(threads):

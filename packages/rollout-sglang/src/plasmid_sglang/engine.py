@@ -177,7 +177,7 @@ class SGLangEngine:
                 f"weight sync of version {version}: engine 'sglang' cannot receive by {type(wire).__name__}"
             )
         order = wire.order
-        members = [m for m in self.members.all if wire.offices.get(m.index) == m.office]
+        members = [m for m in self.members.all if wire.offices.get(m.index) == m.mail]
         self.members.has_synced = True
         for member in self.members.running():  # also those that the plan had to leave out: they miss this version
             member.condition = Condition.WAITING
@@ -185,7 +185,7 @@ class SGLangEngine:
         receipts: dict[Member, SyncReceipt] = {}
 
         async def receive(member: Member) -> None:
-            receipts[member] = await member.actor.call("receive", order, version, timeout_s=order.timeout_s + 60)
+            receipts[member] = await member.begin_update(order, version).result()
 
         failed = await each(members, receive)
         if order.folder is not None:
@@ -212,7 +212,7 @@ class SGLangEngine:
 
         async def ask(member: Member) -> None:
             limit_s = self._options.sync_s
-            found[member.name] = await member.actor.call("checksums", limit_s, timeout_s=limit_s)
+            found[member.name] = await member.commands.checksums(limit_s)
 
         failed = await each(self.members.serving(), ask)
         for error in failed.values():

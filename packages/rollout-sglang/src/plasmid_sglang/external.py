@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from plasmid.errors import EngineError
 
-from .actor import EngineServer, Started
-from .api import Api
+from .actor import Started
+from .api import Abilities, Api
 from .exactness import others_mistakes
-from .mail import Channel, Office
+from .mail import Building, Channel
 from .receiving import Commands
 from .stream import Stream
 
@@ -41,7 +41,7 @@ class FolderCommands(Commands):
         if operation != "take_over":
             raise EngineError(f"{self._api.url}: parameters of servers that others run cannot be read")
         stream = Stream(
-            channel=Channel.of(self._office.address, command["token"], 0),
+            channel=Channel.of(self.office.address, command["token"], 0),
             load=lambda bucket: None,  # it is enough to have read it; the server does that again
             rank=0,
             device=torch.device("cpu"),
@@ -53,19 +53,24 @@ class FolderCommands(Commands):
         return [receipt]
 
 
-class ExternalServer(EngineServer):
+class ExternalServer:
     """What `EngineServer` is for servers of our own."""
 
     def __init__(self, url: str, model_path: Path, wanted: Mapping[str, Any]) -> None:
-        self._name, self._url, self._model_path, self._wanted = url, url, model_path, wanted
-        self._api = self._commands = self._update = None
-        self._office = Office()
+        self._url, self._model_path, self._wanted = url, model_path, wanted
+        self._mail = Building()
 
     async def start(self) -> Started:
         """Attach. Raises `EngineError` if the server has another model or cannot be updated."""
-        await self._leave()
-        self._api = api = Api(self._url)
-        abilities = await api.abilities()
+        api = Api(self._url)
+        try:
+            abilities = await api.abilities()
+            await self._check(api, abilities)
+        finally:
+            await api.close()
+        return Started(url=self._url, abilities=abilities, mail=self._mail.address)
+
+    async def _check(self, api: Api, abilities: Abilities) -> None:
         await self._check_model(api)
         for line in others_mistakes(self._wanted, await api.info(), self._url):
             raise EngineError(line)
@@ -73,8 +78,6 @@ class ExternalServer(EngineServer):
             raise EngineError(f"{self._url}: SGLang {abilities.release} cannot take weights from disk")
         # also the proof that we may: a server may ask for a key
         await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
-        self._commands = FolderCommands(api, abilities, self._office)
-        return Started(url=self._url, abilities=abilities, office=self._office.address)
 
     async def _check_model(self, api: Api) -> None:
         served = await api.get("/model_info")
@@ -86,13 +89,9 @@ class ExternalServer(EngineServer):
                     f"model.path has {own.get(name)!r}"
                 )
 
-    async def _exit_code(self) -> int | None:
+    async def exit_code(self) -> int | None:
+        """Never known."""
         return None
 
     async def kill(self) -> None:
         """It is not ours to end."""
-        await self._leave()
-
-    async def close(self) -> None:
-        """Let go of it."""
-        await self._leave()

@@ -1,7 +1,7 @@
-"""What a trainer rank and a server's process say to each other in a weight sync, through a store of the actor's.
+"""What a trainer rank and a server's process say to each other in a weight sync, through a store beside the server.
 
-Both know where the actor beside the server is, and nothing of each other; and a process that takes weights over is
-busy with one call of SGLang's until it has them all, so it can be told of them in no other way.
+Both know where that is, and nothing of each other; and a process that takes weights over is busy with one call of
+SGLang's until it has them all, so it can be told of them in no other way.
 """
 
 from __future__ import annotations
@@ -84,7 +84,46 @@ class Channel:
 
 
 class Office:
-    """The actor's side: where the mail lies."""
+    """The engine's side: begins and ends talks, reads what processes have left. Calls raise `RuntimeError` if it is gone."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._known: deque[tuple[str, int]] = deque()
+
+    def open(self, token: str, ranks: int) -> None:
+        """An update of so many processes begins; mail of long ago is thrown away."""
+        self._known.append((token, ranks))
+        if len(self._known) <= KEPT:
+            return
+        store, (old, count) = self.address.store(), self._known.popleft()
+        store.delete_key(_pulse(old))
+        for name in (make(old, rank) for make in (_orders, _answers) for rank in range(count)):
+            while store.queue_len(name):
+                store.queue_pop(name, False)
+
+    def tell_all(self, token: str, ranks: int, *, orders: Mapping[str, Any], answers: Mapping[str, Any]) -> None:
+        """Say something to both ends of every talk."""
+        store = self.address.store()
+        for rank in range(ranks):
+            store.queue_push(_orders(token, rank), json.dumps(orders))
+            store.queue_push(_answers(token, rank), json.dumps(answers))
+
+    def pulse(self, token: str) -> int:
+        """A number that grows while the processes wait for their sender, or get on."""
+        count: int = self.address.store().add(_pulse(token), 0)
+        return count
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What a process has left under a name; None if it has left nothing."""
+        store = self.address.store()
+        if not store.queue_len(name):
+            return None
+        message: dict[str, Any] = json.loads(store.queue_pop(name, False))
+        return message
+
+
+class Building:
+    """Where the mail lies, on this machine, as long as this object is held."""
 
     def __init__(self) -> None:
         host, limit = own_address(), timedelta(seconds=CONNECT_S)
@@ -92,35 +131,6 @@ class Office:
             host, 0, None, True, timeout=limit, wait_for_workers=False
         )
         self.address = Address(host, self._store.port)
-        self._known: deque[tuple[str, int]] = deque()
-
-    def open(self, token: str, ranks: int) -> None:
-        """An update of so many processes begins; mail of long ago is thrown away."""
-        self._known.append((token, ranks))
-        if len(self._known) > KEPT:
-            old, count = self._known.popleft()
-            self._store.delete_key(_pulse(old))
-            for name in (make(old, rank) for make in (_orders, _answers) for rank in range(count)):
-                while self._store.queue_len(name):
-                    self._store.queue_pop(name, False)
-
-    def tell_all(self, token: str, ranks: int, *, orders: Mapping[str, Any], answers: Mapping[str, Any]) -> None:
-        """Say something to both ends of every talk."""
-        for rank in range(ranks):
-            self._store.queue_push(_orders(token, rank), json.dumps(orders))
-            self._store.queue_push(_answers(token, rank), json.dumps(answers))
-
-    def pulse(self, token: str) -> int:
-        """A number that grows while the processes wait for their sender, or get on."""
-        count: int = self._store.add(_pulse(token), 0)
-        return count
-
-    def read(self, name: str) -> dict[str, Any] | None:
-        """What a process has left under a name; None if it has left nothing."""
-        if not self._store.queue_len(name):
-            return None
-        message: dict[str, Any] = json.loads(self._store.queue_pop(name, False))
-        return message
 
 
 def leave(address: Address, name: str, message: Mapping[str, Any]) -> None:

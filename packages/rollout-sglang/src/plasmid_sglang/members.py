@@ -8,12 +8,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from plasmid.errors import EngineError, PlasmidError, one_line
+from plasmid.errors import EngineError, PlasmidError, SyncError, one_line
 from plasmid.protocols import Actor
 
-from .actor import Look, Started
+from .actor import Started
 from .api import Abilities, Api
-from .mail import Address
+from .mail import Address, Office
+from .receiving import Commands, Update
+from .wire import Order
 
 log = logging.getLogger(__name__)
 STOP_S = 15.0
@@ -40,15 +42,15 @@ class Member:
     start: Callable[[], Awaitable[Actor]]
     """Makes a new actor, if the old one died with its machine or was killed."""
     api: Api
-    abilities: Abilities
-    office: Address
-    """Where mail of weight syncs is left."""
+    commands: Commands
     condition: Condition = Condition.SERVING
     restarts: int = 0
     misses: int = 0
     """Looks in a row that it has failed."""
+    update: Update | None = None
+    """The last one."""
     pulse: int | None = None
-    """When it was last seen; see `Look`."""
+    """Of the update, when it was last looked at."""
     error: str = ""
     """Why it was last given up."""
 
@@ -56,6 +58,28 @@ class Member:
     def runs(self) -> bool:
         """True if there is a server to talk to."""
         return self.condition in (Condition.SERVING, Condition.WAITING)
+
+    @property
+    def abilities(self) -> Abilities:
+        """What the server knows."""
+        return self.commands.abilities
+
+    @property
+    def mail(self) -> Address:
+        """Where mail of weight syncs is left."""
+        return self.commands.office.address
+
+    def take_up(self, started: Started) -> None:
+        """Talk to the server that was started in place of the last one."""
+        self.api = Api(started.url)
+        self.commands = type(self.commands)(self.api, started.abilities, Office(started.mail))
+
+    def begin_update(self, order: Order, version: int) -> Update:
+        """Take over what the trainer sends; an earlier update that is not complete is over."""
+        if self.update is not None:
+            self.update.end(SyncError("it was replaced by a later one"))
+        self.update = Update(self.commands, order, version)
+        return self.update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +159,14 @@ class Members:
         """Raises `PlasmidError` if the server does not answer; at once if its process or actor has ended."""
         timeout_s = self._watch.timeout_s
         try:
-            look: Look = await member.actor.call("look", timeout_s=timeout_s)
+            code = await member.actor.call("exit_code", timeout_s=timeout_s)
         except PlasmidError as error:
             raise _Ended(f"its actor is gone: {error}") from None
-        if look.exit_code is not None:
-            raise _Ended(f"its server ended with code {look.exit_code}")
-        before, member.pulse = member.pulse, look.pulse
-        if look.pulse is not None and look.pulse != before:
+        if code is not None:
+            raise _Ended(f"its server ended with code {code}")
+        before = member.pulse
+        member.pulse = None if member.update is None else await member.update.pulse()
+        if member.pulse is not None and member.pulse != before:
             return  # it takes weights over, and would answer after the last
         await member.api.loads(timeout_s=timeout_s)
 
@@ -179,7 +204,7 @@ class Members:
             await member.actor.stop(grace_s=0.1)
             member.actor = await member.start()
         started: Started = await member.actor.call("start", timeout_s=self._watch.start_s)
-        member.api, member.abilities, member.office = Api(started.url), started.abilities, started.office
+        member.take_up(started)
 
     async def stop_watching(self) -> None:
         """Look no more, and start nothing."""
@@ -189,6 +214,9 @@ class Members:
 
     async def close(self) -> None:
         """Stop the servers."""
+        for member in self.all:
+            if member.update is not None:
+                member.update.end(EngineError("the engine was closed"))
         await asyncio.gather(*(member.api.close() for member in self.all))
         await asyncio.gather(*(member.actor.stop() for member in self.all))
 

@@ -1,22 +1,24 @@
-"""One weight sync as the actor beside a server sees it: one command to SGLang's processes, and their receipts."""
+"""One weight sync as the engine sees it: one command to the processes of each server, and their receipts."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import pickle
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from plasmid.errors import EngineError, PlasmidError, SyncError
+from plasmid.errors import EngineError, PlasmidError, SyncError, one_line
 from plasmid.types import BucketSum, SyncReceipt
 
 from .api import Abilities, Api
 from .loader import COMMAND, NAME
-from .lost import heard, told
+from .lost import CutOffError, heard, told
 from .mail import Office
 from .stream import OVER
 from .wire import Order
@@ -26,8 +28,7 @@ class Commands:
     """Runs the commands of `loader.py` in a server's processes."""
 
     def __init__(self, api: Api, abilities: Abilities, office: Office) -> None:
-        self._api, self.abilities, self._office = api, abilities, office
-        self._count = 0
+        self._api, self.abilities, self.office = api, abilities, office
 
     async def begin(self) -> None:
         """Open an update, where the release wants that. An earlier one that was given up is closed first."""
@@ -58,9 +59,8 @@ class Commands:
         **command: Any,
     ) -> list[dict[str, Any]]:
         """Receipts of every process, in rank order. Raises `SyncError`, `EngineError`."""
-        self._count += 1
-        name, ranks = f"{operation}-{self._count}", self.abilities.ranks
-        office = (self._office.address.host, self._office.address.port)
+        name, ranks = uuid.uuid4().hex, self.abilities.ranks
+        office = (self.office.address.host, self.office.address.port)
         what = {"operation": operation, "office": office, "name": name, "ranks": ranks, "timeout_s": timeout_s}
         tensors = [(COMMAND, torch.frombuffer(bytearray(json.dumps(what | command).encode()), dtype=torch.uint8))]
         payload = base64.b64encode(pickle.dumps(tensors)).decode()
@@ -73,10 +73,22 @@ class Commands:
         if weight_version is not None:
             body["weight_version"] = weight_version
         await self._api.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
-        return [self._read(name, rank) for rank in range(ranks)]
+        return await asyncio.to_thread(lambda: [self._read(name, rank) for rank in range(ranks)])
+
+    async def checksums(self, timeout_s: float) -> Mapping[str, int]:
+        """Of every parameter of every process. Raises `SyncError`, `EngineError`."""
+        await self.begin()
+        receipts = await self.run("checksums", timeout_s=timeout_s)
+        await self.end()
+        several = len(receipts) > 1
+        return {
+            f"{name}@{rank}" if several else name: value
+            for rank, receipt in enumerate(receipts)
+            for name, value in receipt["checksums"].items()
+        }
 
     def _read(self, name: str, rank: int) -> dict[str, Any]:
-        receipt = self._office.read(f"{name}/{rank}")
+        receipt = self.office.read(f"{name}/{rank}")
         if receipt is None:
             raise SyncError(f"rank {rank} of the engine gave no receipt")
         if error := heard(receipt):
@@ -87,10 +99,9 @@ class Commands:
 class Update:
     """The update of one server, from the command to the receipt."""
 
-    def __init__(self, commands: Commands | None, office: Office, order: Order, version: int) -> None:
-        self._order, self._version, self._office = order, version, office
-        office.open(order.token, order.ranks)
-        self._task = asyncio.ensure_future(self._run(commands))
+    def __init__(self, commands: Commands, order: Order, version: int) -> None:
+        self._commands, self._order, self._version = commands, order, version
+        self._task = asyncio.ensure_future(self._run())
         self._why: PlasmidError | None = None
 
     def end(self, why: PlasmidError) -> None:
@@ -99,9 +110,14 @@ class Update:
             self._why = why
             self._task.cancel()
 
-    def pulse(self) -> int | None:
-        """A number that grows while the server's processes are at it; None when it is over."""
-        return None if self._task.done() else self._office.pulse(self._order.token)
+    async def pulse(self) -> int | None:
+        """A number that grows while the server's processes are at it; None when it is over, or nobody knows."""
+        if self._task.done():
+            return None
+        try:
+            return await asyncio.to_thread(self._commands.office.pulse, self._order.token)
+        except RuntimeError:
+            return None
 
     async def result(self) -> SyncReceipt:
         """When all weights are in the model, under their version. Raises `SyncError`, `EngineError`."""
@@ -112,19 +128,27 @@ class Update:
             error: PlasmidError = SyncError(f"not complete within {self._order.timeout_s:g} s")
         except asyncio.CancelledError:
             if self._why is None:
+                self._tell(CutOffError("the engine gave up"))
                 raise
             error = self._why
         except PlasmidError as failed:
             error = failed
+        except RuntimeError as gone:
+            error = EngineError(f"what is beside the server is gone: {one_line(gone)}")
         kind = type(error) if isinstance(error, SyncError | EngineError) else SyncError
         error = kind(f"weight sync of version {self._version}: {error}")
-        self._office.tell_all(self._order.token, self._order.ranks, orders=OVER, answers=told(error))
+        await asyncio.to_thread(self._tell, error)
         raise error
 
-    async def _run(self, commands: Commands | None) -> SyncReceipt:
-        if commands is None:
-            raise EngineError("the server is not running")
-        order = self._order
+    def _tell(self, error: Exception) -> None:
+        """Let nobody wait for anybody."""
+        with contextlib.suppress(RuntimeError):
+            order, office = self._order, self._commands.office
+            office.tell_all(order.token, order.ranks, orders=OVER, answers=told(error))
+
+    async def _run(self) -> SyncReceipt:
+        order, commands = self._order, self._commands
+        await asyncio.to_thread(commands.office.open, order.token, order.ranks)
         await commands.begin()
         began = time.perf_counter()
         receipts = await commands.run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from .api import Api
 from .bulletin import BulletinFile
 from .engine import EngineOptions, SGLangEngine
 from .exactness import exact_arguments
-from .external import ExternalServer
+from .external import ExternalServer, FolderCommands
 from .followers import by_machine
 from .loader import NAME
+from .mail import Office
 from .members import Member, Watch
 from .planning import Planner
 from .process import ServerOptions
+from .receiving import Commands
 from .schema import installed_version
 from .settings import SGLang
 from .wire import Kind
@@ -90,7 +92,7 @@ async def start_members(settings: SGLang, context: BuildContext) -> list[Member]
 
         actor = await make()
         started: Started = await actor.call("start", timeout_s=place.start_timeout_s + ACTOR_S)
-        return Member(index, name, actor, make, Api(started.url), started.abilities, started.office)
+        return _member(index, name, actor, make, started, Commands)
 
     return await together(start(i) for i in range(len(bundles) // size))
 
@@ -110,9 +112,16 @@ async def attach_members(settings: SGLang, context: BuildContext) -> list[Member
 
         actor = await make()
         started: Started = await actor.call("start", timeout_s=ACTOR_S)
-        return Member(index, name, actor, make, Api(started.url), started.abilities, started.office)
+        return _member(index, name, actor, make, started, FolderCommands)
 
     return await together(attach(i, url) for i, url in enumerate(settings.urls))
+
+
+def _member(
+    index: int, name: str, actor: Actor, make: Callable[[], Awaitable[Actor]], started: Started, kind: type[Commands]
+) -> Member:
+    api = Api(started.url)
+    return Member(index, name, actor, make, api, kind(api, started.abilities, Office(started.mail)))
 
 
 def put_together(settings: SGLang, context: BuildContext, members: list[Member]) -> SGLangEngine:
