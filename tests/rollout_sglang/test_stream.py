@@ -10,7 +10,7 @@ from plasmid.protocols import SyncPlan
 from plasmid.sync import checksum, make_buckets, send_weights, unpack
 from plasmid_sglang import sources
 from plasmid_sglang.lost import CutOffError, told
-from plasmid_sglang.mail import Building, Channel, Office
+from plasmid_sglang.mail import Channel, Mail, MailHost
 from plasmid_sglang.shelf import Shelf, bytes_of, read
 from plasmid_sglang.stream import OVER, Stream
 from plasmid_sglang.wire import Meeting, Order, SGLangWire
@@ -56,9 +56,9 @@ def is_whole(taken):
 
 
 @pytest.fixture
-def offices():
-    buildings = Building(), Building()
-    yield tuple(Office(building.address) for building in buildings)
+def mails():
+    hosts = MailHost(), MailHost()
+    yield tuple(Mail(host.address) for host in hosts)
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def processes():
         yield pool
 
 
-def wire_to(offices, kind, tmp_path, *, ranks=1, timeout_s=20.0, meeting=None):
+def wire_to(mails, kind, tmp_path, *, ranks=1, timeout_s=20.0, meeting=None):
     order = Order(token="token", ranks=ranks, timeout_s=timeout_s, folder=tmp_path / "weights")
-    return SGLangWire(kind=kind, order=order, offices={i: o.address for i, o in offices.items()}, meeting=meeting)
+    return SGLangWire(kind=kind, order=order, addresses={i: mail.address for i, mail in mails.items()}, meeting=meeting)
 
 
 def meet(ranks):
@@ -88,9 +88,9 @@ def send(wire, rank=0):
     return send_weights(WEIGHTS, plan=SyncPlan(wire=wire, dtype="float32", bucket_bytes=BUCKET), version=1, rank=rank)
 
 
-def check_all_get_all(kind, offices, pool, tmp_path):
-    wire = wire_to(dict(enumerate(offices)), kind, tmp_path, ranks=2, meeting=meet(2) if kind == "broadcast" else None)
-    running = [pool.submit(outcome, office.address, rank) for office in offices for rank in range(2)]
+def check_all_get_all(kind, mails, pool, tmp_path):
+    wire = wire_to(dict(enumerate(mails)), kind, tmp_path, ranks=2, meeting=meet(2) if kind == "broadcast" else None)
+    running = [pool.submit(outcome, mail.address, rank) for mail in mails for rank in range(2)]
     sent = send(wire)
     assert len(sent.buckets) == 3
     for taken, receipt in (run.result() for run in running):
@@ -98,10 +98,10 @@ def check_all_get_all(kind, offices, pool, tmp_path):
         assert receipt["buckets"] == [(s.index, s.num_bytes, s.checksum) for s in sent.buckets]
 
 
-def check_one_fails(kind, offices, pool, tmp_path):
-    wire = wire_to(dict(enumerate(offices)), kind, tmp_path, meeting=meet(1) if kind == "broadcast" else None)
-    bad = pool.submit(outcome, offices[0].address, 0, 1)
-    good = pool.submit(outcome, offices[1].address)
+def check_one_fails(kind, mails, pool, tmp_path):
+    wire = wire_to(dict(enumerate(mails)), kind, tmp_path, meeting=meet(1) if kind == "broadcast" else None)
+    bad = pool.submit(outcome, mails[0].address, 0, 1)
+    good = pool.submit(outcome, mails[1].address)
     assert len(send(wire).buckets) == 3
     taken, error = bad.result()
     assert len(taken) == 2 and str(error) == "it does not fit"  # nothing after the bucket that did not fit
@@ -110,86 +110,86 @@ def check_one_fails(kind, offices, pool, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["http", "disk"])
-def test_every_process_of_every_server_gets_all(kind, offices, threads, tmp_path):
-    check_all_get_all(kind, offices, threads, tmp_path)
+def test_every_process_of_every_server_gets_all(kind, mails, threads, tmp_path):
+    check_all_get_all(kind, mails, threads, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["http", "disk"])
-def test_a_server_that_fails_does_not_keep_the_weights_from_the_other(kind, offices, threads, tmp_path):
-    check_one_fails(kind, offices, threads, tmp_path)
+def test_a_server_that_fails_does_not_keep_the_weights_from_the_other(kind, mails, threads, tmp_path):
+    check_one_fails(kind, mails, threads, tmp_path)
 
 
-def test_a_broadcast_reaches_every_process(offices, processes, tmp_path):
-    check_all_get_all("broadcast", offices, processes, tmp_path)
+def test_a_broadcast_reaches_every_process(mails, processes, tmp_path):
+    check_all_get_all("broadcast", mails, processes, tmp_path)
 
 
-def test_a_server_that_fails_in_a_broadcast_stays_in_it(offices, processes, tmp_path):
-    check_one_fails("broadcast", offices, processes, tmp_path)
+def test_a_server_that_fails_in_a_broadcast_stays_in_it(mails, processes, tmp_path):
+    check_one_fails("broadcast", mails, processes, tmp_path)
 
 
-def test_sending_fails_when_no_server_is_left(offices, threads, tmp_path):
-    running = [threads.submit(Process(office.address, fails_at=0).run) for office in offices]
+def test_sending_fails_when_no_server_is_left(mails, threads, tmp_path):
+    running = [threads.submit(Process(mail.address, fails_at=0).run) for mail in mails]
     with pytest.raises(SyncError, match="it does not fit"):
-        send(wire_to(dict(enumerate(offices)), "http", tmp_path))
+        send(wire_to(dict(enumerate(mails)), "http", tmp_path))
     for run in running:
         with pytest.raises(SyncError, match="it does not fit"):
             run.result()
 
 
-def test_what_the_actor_says_of_a_server_ends_the_waiting_for_it(offices, threads, tmp_path):
-    sending = threads.submit(send, wire_to({0: offices[0]}, "disk", tmp_path))
-    offices[0].tell_all("token", 1, orders=OVER, answers=told(EngineError("the server is not running")))
+def test_what_the_actor_says_of_a_server_ends_the_waiting_for_it(mails, threads, tmp_path):
+    sending = threads.submit(send, wire_to({0: mails[0]}, "disk", tmp_path))
+    mails[0].tell_all("token", 1, orders=OVER, answers=told(EngineError("the server is not running")))
     with pytest.raises(EngineLostError, match="EngineError: the server is not running"):
         sending.result()
-    late = Process(offices[0].address)
+    late = Process(mails[0].address)
     with pytest.raises(CutOffError):
         while True:
             late.run()  # some buckets were announced before
 
 
-def test_a_sender_that_fails_tells_the_servers(offices, threads, tmp_path):
-    running = threads.submit(Process(offices[0].address).run)
-    sender = wire_to({0: offices[0]}, "disk", tmp_path).open(rank=0, version=1)
+def test_a_sender_that_fails_tells_the_servers(mails, threads, tmp_path):
+    running = threads.submit(Process(mails[0].address).run)
+    sender = wire_to({0: mails[0]}, "disk", tmp_path).open(rank=0, version=1)
     sender.send(next(make_buckets(WEIGHTS, bucket_bytes=BUCKET)))
     sender.close(ok=False)
     with pytest.raises(CutOffError, match="the sender gave up"):
         running.result()
 
 
-def test_whoever_says_nothing_is_not_waited_for_longer_than_agreed(offices, tmp_path):
+def test_whoever_says_nothing_is_not_waited_for_longer_than_agreed(mails, tmp_path):
     with pytest.raises(CutOffError, match=r"the sender said nothing for 0\.2 s"):
-        Process(offices[0].address, timeout_s=0.2).run()
+        Process(mails[0].address, timeout_s=0.2).run()
     with pytest.raises(EngineLostError, match=r"no answer within 0\.2 s"):
-        send(wire_to({0: offices[0]}, "disk", tmp_path, timeout_s=0.2))
+        send(wire_to({0: mails[0]}, "disk", tmp_path, timeout_s=0.2))
 
 
-def test_a_process_that_waits_shows_that_it_lives(offices, threads):
-    waiting = threads.submit(Process(offices[0].address, timeout_s=2.5).run)
+def test_a_process_that_waits_shows_that_it_lives(mails, threads):
+    waiting = threads.submit(Process(mails[0].address, timeout_s=2.5).run)
     with pytest.raises(CutOffError):
         waiting.result()
-    assert offices[0].pulse("token") >= 3  # at the beginning, and once a second
-    assert offices[0].pulse("other") == 0
+    assert mails[0].pulse("token") >= 3  # at the beginning, and once a second
+    assert mails[0].pulse("other") == 0
 
 
-def test_a_rank_whose_server_was_left_out_sends_nothing(offices, threads, tmp_path):
+def test_a_rank_whose_server_was_left_out_sends_nothing(mails, threads, tmp_path):
     """Ranks lie on the GPUs of their servers: that of a server that is gone must not send to another one."""
-    wire = wire_to({1: offices[1]}, "ipc", tmp_path)
+    wire = wire_to({1: mails[1]}, "ipc", tmp_path)
     assert len(send(wire, rank=0).buckets) == 3
-    offices[1].tell_all("token", 1, orders=OVER, answers={"index": 0})
+    mails[1].tell_all("token", 1, orders=OVER, answers={"index": 0})
     with pytest.raises(CutOffError):
-        Process(offices[1].address).run()  # it was told of no bucket
+        Process(mails[1].address).run()  # it was told of no bucket
 
 
-def test_mail_of_long_ago_is_thrown_away(offices):
-    office, _ = offices
-    store = office.address.store()
+def test_mail_of_long_ago_is_thrown_away(mails):
+    mail, _ = mails
+    store = mail.address.store()
     before = None
     for i in range(30):
-        office.open(f"token-{i}", 2)
-        office.tell_all(f"token-{i}", 2, orders=OVER, answers=OVER)
+        mail.open(f"token-{i}", 2)
+        mail.tell_all(f"token-{i}", 2, orders=OVER, answers=OVER)
         if i == 9:
             before = store.num_keys()
-    assert Channel.to(office.address, "token-29", 1).get(1) == OVER
+    assert Channel.to(mail.address, "token-29", 1).get(1) == OVER
     assert store.queue_len("token-0/0/orders") == 0
     assert store.num_keys() <= before
 

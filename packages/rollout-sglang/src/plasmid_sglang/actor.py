@@ -13,7 +13,7 @@ from plasmid.protocols import Actor
 
 from .api import Abilities, Api
 from .followers import Followers
-from .mail import Address, Building
+from .mail import Address, MailHost
 from .process import Server, ServerOptions
 
 
@@ -34,7 +34,7 @@ class EngineServer:
         self._options = options
         self._followers = Followers(followers)
         self._server = Server(options, self._followers)
-        self._mail = Building()
+        self._mail = MailHost()
 
     async def start(self) -> Started:
         """Start the server, or start it anew. Raises `EngineError`."""

@@ -177,7 +177,7 @@ class SGLangEngine:
                 f"weight sync of version {version}: engine 'sglang' cannot receive by {type(wire).__name__}"
             )
         order = wire.order
-        members = [m for m in self.members.all if wire.offices.get(m.index) == m.mail]
+        members = [m for m in self.members.all if wire.addresses.get(m.index) == m.mail]
         self.members.has_synced = True
         for member in self.members.running():  # also those that the plan had to leave out: they miss this version
             member.condition = Condition.WAITING

@@ -14,7 +14,7 @@ from plasmid.errors import EngineError
 from .actor import Started
 from .api import Abilities, Api
 from .exactness import others_mistakes
-from .mail import Building, Channel
+from .mail import Channel, MailHost
 from .receiving import Commands
 from .stream import Stream
 
@@ -41,7 +41,7 @@ class FolderCommands(Commands):
         if operation != "take_over":
             raise EngineError(f"{self._api.url}: parameters of servers that others run cannot be read")
         stream = Stream(
-            channel=Channel.of(self.office.address, command["token"], 0),
+            channel=Channel.of(self.mail.address, command["token"], 0),
             load=lambda bucket: None,  # it is enough to have read it; the server does that again
             rank=0,
             device=torch.device("cpu"),
@@ -58,7 +58,7 @@ class ExternalServer:
 
     def __init__(self, url: str, model_path: Path, wanted: Mapping[str, Any]) -> None:
         self._url, self._model_path, self._wanted = url, model_path, wanted
-        self._mail = Building()
+        self._mail = MailHost()
 
     async def start(self) -> Started:
         """Attach. Raises `EngineError` if the server has another model or cannot be updated."""

@@ -35,7 +35,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         receipt = OPERATIONS[command["operation"]](model, command)
     except Exception as error:  # noqa: BLE001  boundary: the server must live to tell
         receipt = told(error)
-    leave(Address(*command["office"]), f"{command['name']}/{rank()}", receipt)
+    leave(Address(*command["mail"]), f"{command['name']}/{rank()}", receipt)
 
 
 def rank() -> int:
@@ -69,7 +69,7 @@ class Loading:
 def _take_over(model: nn.Module, command: Mapping[str, Any]) -> Receipt:
     """All buckets of one update."""
     return Stream(
-        channel=Channel.of(Address(*command["office"]), command["token"], rank()),
+        channel=Channel.of(Address(*command["mail"]), command["token"], rank()),
         load=Loading(model, verify=command["verify"], complete=command["ranks"] == 1).take,
         rank=rank(),
         device=next(model.parameters()).device,

@@ -83,8 +83,8 @@ class Channel:
             self._store.add(self._pulse, 1)
 
 
-class Office:
-    """The engine's side: begins and ends talks, reads what processes have left. Calls raise `RuntimeError` if it is gone."""
+class Mail:
+    """The engine's side: begins and ends talks, reads what processes have left. Raises `RuntimeError` if it is gone."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -122,7 +122,7 @@ class Office:
         return message
 
 
-class Building:
+class MailHost:
     """Where the mail lies, on this machine, as long as this object is held."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Building:
 
 
 def leave(address: Address, name: str, message: Mapping[str, Any]) -> None:
-    """For `Office.read`."""
+    """For `Mail.read`."""
     address.store().queue_push(name, json.dumps(message))
 
 

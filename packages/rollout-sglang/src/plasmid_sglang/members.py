@@ -13,7 +13,7 @@ from plasmid.protocols import Actor
 
 from .actor import Started
 from .api import Abilities, Api
-from .mail import Address, Office
+from .mail import Address, Mail
 from .receiving import Commands, Update
 from .wire import Order
 
@@ -67,12 +67,12 @@ class Member:
     @property
     def mail(self) -> Address:
         """Where mail of weight syncs is left."""
-        return self.commands.office.address
+        return self.commands.mail.address
 
     def take_up(self, started: Started) -> None:
         """Talk to the server that was started in place of the last one."""
         self.api = Api(started.url)
-        self.commands = type(self.commands)(self.api, started.abilities, Office(started.mail))
+        self.commands = type(self.commands)(self.api, started.abilities, Mail(started.mail))
 
     def begin_update(self, order: Order, version: int) -> Update:
         """Take over what the trainer sends; an earlier update that is not complete is over."""

@@ -49,7 +49,7 @@ class Planner:
                 folder=self.folder / f"weights-{token}" if self.kind == "disk" else None,
                 timeout_s=self.timeout_s,
             ),
-            offices={member.index: member.mail for member in reached},
+            addresses={member.index: member.mail for member in reached},
             senders="all" if self.kind == "ipc" else "first",
             meeting=meeting,
         )

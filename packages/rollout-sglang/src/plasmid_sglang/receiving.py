@@ -19,7 +19,7 @@ from plasmid.types import BucketSum, SyncReceipt
 from .api import Abilities, Api
 from .loader import COMMAND, NAME
 from .lost import CutOffError, heard, told
-from .mail import Office
+from .mail import Mail
 from .stream import OVER
 from .wire import Order
 
@@ -27,8 +27,8 @@ from .wire import Order
 class Commands:
     """Runs the commands of `loader.py` in a server's processes."""
 
-    def __init__(self, api: Api, abilities: Abilities, office: Office) -> None:
-        self._api, self.abilities, self.office = api, abilities, office
+    def __init__(self, api: Api, abilities: Abilities, mail: Mail) -> None:
+        self._api, self.abilities, self.mail = api, abilities, mail
 
     async def begin(self) -> None:
         """Open an update, where the release wants that. An earlier one that was given up is closed first."""
@@ -60,8 +60,8 @@ class Commands:
     ) -> list[dict[str, Any]]:
         """Receipts of every process, in rank order. Raises `SyncError`, `EngineError`."""
         name, ranks = uuid.uuid4().hex, self.abilities.ranks
-        office = (self.office.address.host, self.office.address.port)
-        what = {"operation": operation, "office": office, "name": name, "ranks": ranks, "timeout_s": timeout_s}
+        mail = (self.mail.address.host, self.mail.address.port)
+        what = {"operation": operation, "mail": mail, "name": name, "ranks": ranks, "timeout_s": timeout_s}
         tensors = [(COMMAND, torch.frombuffer(bytearray(json.dumps(what | command).encode()), dtype=torch.uint8))]
         payload = base64.b64encode(pickle.dumps(tensors)).decode()
         body: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Commands:
         }
 
     def _read(self, name: str, rank: int) -> dict[str, Any]:
-        receipt = self.office.read(f"{name}/{rank}")
+        receipt = self.mail.read(f"{name}/{rank}")
         if receipt is None:
             raise SyncError(f"rank {rank} of the engine gave no receipt")
         if error := heard(receipt):
@@ -115,7 +115,7 @@ class Update:
         if self._task.done():
             return None
         try:
-            return await asyncio.to_thread(self._commands.office.pulse, self._order.token)
+            return await asyncio.to_thread(self._commands.mail.pulse, self._order.token)
         except RuntimeError:
             return None
 
@@ -143,12 +143,12 @@ class Update:
     def _tell(self, error: Exception) -> None:
         """Let nobody wait for anybody."""
         with contextlib.suppress(RuntimeError):
-            order, office = self._order, self._commands.office
-            office.tell_all(order.token, order.ranks, orders=OVER, answers=told(error))
+            order, mail = self._order, self._commands.mail
+            mail.tell_all(order.token, order.ranks, orders=OVER, answers=told(error))
 
     async def _run(self) -> SyncReceipt:
         order, commands = self._order, self._commands
-        await asyncio.to_thread(commands.office.open, order.token, order.ranks)
+        await asyncio.to_thread(commands.mail.open, order.token, order.ranks)
         await commands.begin()
         began = time.perf_counter()
         receipts = await commands.run(

@@ -21,7 +21,7 @@ from .exactness import exact_arguments
 from .external import ExternalServer, FolderCommands
 from .followers import by_machine
 from .loader import NAME
-from .mail import Office
+from .mail import Mail
 from .members import Member, Watch
 from .planning import Planner
 from .process import ServerOptions
@@ -121,7 +121,7 @@ def _member(
     index: int, name: str, actor: Actor, make: Callable[[], Awaitable[Actor]], started: Started, kind: type[Commands]
 ) -> Member:
     api = Api(started.url)
-    return Member(index, name, actor, make, api, kind(api, started.abilities, Office(started.mail)))
+    return Member(index, name, actor, make, api, kind(api, started.abilities, Mail(started.mail)))
 
 
 def put_together(settings: SGLang, context: BuildContext, members: list[Member]) -> SGLangEngine:

@@ -71,7 +71,7 @@ class SGLangWire:
 
     kind: Kind
     order: Order
-    offices: Mapping[int, Address]
+    addresses: Mapping[int, Address]
     """Where the mail of each engine lies, by its number; one that is left out gets nothing."""
     senders: Literal["first", "all"] = "first"
     meeting: Meeting | None = None
@@ -82,8 +82,8 @@ class SGLangWire:
         ranks = self.order.ranks
         if self.kind == "ipc":  # trainer ranks lie on the GPUs of the engines, in one order with their processes
             engine, place = divmod(rank, ranks)
-            return SGLangSender(self, {engine: (place,)} if engine in self.offices else {})
-        return SGLangSender(self, {engine: range(ranks) for engine in self.offices})
+            return SGLangSender(self, {engine: (place,)} if engine in self.addresses else {})
+        return SGLangSender(self, {engine: range(ranks) for engine in self.addresses})
 
 
 class SGLangSender:
@@ -100,7 +100,7 @@ class SGLangSender:
         for engine, ranks in processes.items():
             self._peers[engine] = []
             with self._noting(engine):
-                self._peers[engine] = [Channel.to(wire.offices[engine], wire.order.token, rank) for rank in ranks]
+                self._peers[engine] = [Channel.to(wire.addresses[engine], wire.order.token, rank) for rank in ranks]
         self._sent: deque[Bucket] = deque()
         self._shelf = Shelf(wire.order.token) if wire.kind == "http" else None
 
@@ -201,7 +201,7 @@ class SGLangSender:
         except PlasmidError as heard_of:
             error = heard_of
         except RuntimeError as broken:
-            STORES.pop(self._wire.offices[engine], None)
+            STORES.pop(self._wire.addresses[engine], None)
             error = EngineError(f"what is beside the server is gone: {one_line(broken)}")
         self._errors.setdefault(engine, error)
 
