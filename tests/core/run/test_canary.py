@@ -135,6 +135,29 @@ def test_a_run_checks_every_version_before_it_trains_on_it(runner):
     assert len(trainer.checked) == 2
 
 
+@pytest.mark.parametrize(("leaves", "expected"), [(True, [0, 1, 1, 2, 2, 3]), (False, [0, 1, 2, 3])])
+def test_an_engine_that_was_stopped_for_a_checkpoint_is_asked_again(runner, leaves, expected):
+    """It gave memory up, so what it has now must be proved; and its first answer may have been cut off."""
+    asked = []
+
+    class Asked(Engine):
+        async def generate(self, request):
+            if request.id.startswith("canary/"):
+                asked.append(int(request.id.removeprefix("canary/").partition("#")[0]))
+            return await super().generate(request)
+
+        async def receive(self, plan, version):
+            self.version = version
+            return await super().receive(plan, version)
+
+    trainer = Trainer(-0.5)
+    place = {"colocated": True, "offload_trainer": leaves, "offload_engine": leaves}
+    changes = {"run": {"batches": 3}, "placement": place, "checkpoint": {"every": 1, "at_end": False}}
+    run_with(runner, Asked(), trainer, tolerance=0.01, changes=changes)
+    assert asked == expected
+    assert len(trainer.checked) == 3
+
+
 def test_a_run_ends_before_it_trains_on_what_nobody_can_vouch_for(runner):
     trainer = Trainer(-2.0)
     with pytest.raises(SyncError, match="weight sync of version 0"):

@@ -268,6 +268,8 @@ class Loop:
             await self.parts.saver.settle()
         if self.config.checkpoint.every and step % self.config.checkpoint.every == 0 and step < self.config.run.batches:
             await self._save()
+            if self.config.placement.offload_trainer:
+                self._ask_canary()  # the engine was stopped for it, and has its memory back
 
     async def _measured(self, taken: Taken) -> dict[str, float]:
         """Of the rollouts, and what the engine says of itself just after them."""
