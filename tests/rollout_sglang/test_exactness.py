@@ -14,10 +14,11 @@ from sgl_cases import make_context
 RELEASES = ["0.5.17", "0.5.23"]
 
 
-def recipe(tmp_path, *, device="cuda", trainer="fsdp", **rollout):
+def recipe(tmp_path, *, device="cuda", trainer="fsdp", trainer_dtype=None, **rollout):
     """A configuration for GPUs; nothing is started."""
     plain = make_context(tmp_path, tmp_path, dtype="auto").config.model_dump(mode="json")
-    changes = {"trainer": {"kind": trainer}, "placement": {"device": device}, "rollout": rollout}
+    table = {"kind": trainer} if trainer_dtype is None else {"kind": trainer, "dtype": trainer_dtype}
+    changes = {"trainer": table, "placement": {"device": device}, "rollout": rollout}
     return resolve(merge({**plain, "trainer": {}}, changes))
 
 
@@ -55,6 +56,11 @@ def test_without_the_modes_sglang_computes_as_it_likes(tmp_path):
             {"trainer": "no-trainer"},
             "rollout.true_on_policy: SGLang {release} computes as trainers 'fsdp' do, and trainer.kind is 'no-trainer';"
             " remove it",
+        ),
+        (
+            {"trainer_dtype": "float32"},
+            "trainer.dtype: 'float32' with rollout.true_on_policy, where the engine's is bfloat16; set \"bfloat16\" or "
+            "remove it",
         ),
         (
             {"dtype": "float32"},

@@ -71,6 +71,12 @@ def _unmet_target(settings: SGLang, config: RunConfig) -> Iterator[str]:
             f"rollout.true_on_policy: SGLang {release} computes as trainers {', '.join(map(repr, targets))} do, and "
             f"trainer.kind is {kind!r}; remove it"
         )
+    computed = getattr(config.trainer, "dtype", "auto")
+    if computed not in ("auto", "bfloat16"):
+        yield (
+            f"trainer.dtype: {computed!r} with rollout.true_on_policy, where the engine's is bfloat16; set "
+            '"bfloat16" or remove it'
+        )
     if settings.dtype not in ("auto", "bfloat16"):
         yield (
             f"rollout.dtype: {settings.dtype!r} with rollout.true_on_policy, whose logits are bfloat16; set "
