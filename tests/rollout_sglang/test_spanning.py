@@ -26,14 +26,14 @@ def spanning(model_path, run_dir, **settings):
 
 
 def ranks():
-    """The processes of SGLang's ranks below this one, by their names."""
+    """The processes of servers of several ranks below this one, by their names; the one that tests share has one."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         try:
             found[process.cmdline()[0]] = process
         except (psutil.NoSuchProcess, IndexError):
             continue
-    return {name: process for name, process in found.items() if name.startswith("sglang::scheduler")}
+    return {name: process for name, process in found.items() if name.startswith("sglang::scheduler_TP")}
 
 
 async def until(is_so):
