@@ -146,7 +146,7 @@ def test_what_a_stopped_run_was_evaluating_is_evaluated_once_after_the_resume(ru
     state = json.loads((stopped.checkpoint / "state.json").read_text())
     assert ["few", at - at % 4] in state["evaluations"]
     assert ("few", at - at % 4) not in made(runner)
-    runner.run({**changes, "run": {**changes["run"], "rollout_timeout_s": 1.0}}, resume=True)
+    runner.run({**changes, "run": {**changes["run"], "rollout_timeout_s": 4.0}}, resume=True)
     assert made(runner) == [("few", 0), ("few", 4), ("few", 8)]
     if mode == "engine":
         assert {step: metrics["eval/few/version_min"] for _, step, metrics in journal(runner)} == {0: 0, 4: 4, 8: 8}
