@@ -65,7 +65,9 @@ def bin_(wheels, tmp_path_factory) -> Path:
     # older Pythons put an old setuptools in, which would hide the one lent
     run(folder / "bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools", cwd=folder)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    lent = Path(sysconfig.get_path("purelib"))
+    helper = lent / "sglang_cpu.pth"  # without it the torchvision of the tests' SGLang cannot be imported
+    (site / "third_party.pth").write_text(f"{lent}\n{helper.read_text() if helper.is_file() else ''}")
     return folder / "bin"
 
 
