@@ -51,7 +51,7 @@ def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tup
             mesh = tensor.device_mesh
             ranks = _ranks(tensor)
         with torch.no_grad():
-            piece = Sharded(name, local(tensor), tensor, kept, _padded(tensor.shape, ranks))
+            piece = Sharded(name, local(tensor).detach(), tensor, kept, _padded(tensor.shape, ranks))
         num_bytes = piece.padded * ranks * kept.itemsize
         if pending and (size + num_bytes > GATHERED_BYTES or not piece.fits(pending[0])):
             yield from _together(pending)
@@ -65,17 +65,13 @@ def _together(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
     """One cast and one collective for all pieces: a GPU copies a small tensor faster than a launch takes."""
     if not pieces:
         return
-    with torch.no_grad():
-        if _ranks(pieces[0].whole) == 1:
-            yield from _cast(pieces)
-        else:
-            yield from _gather(pieces)
+    yield from _cast(pieces) if _ranks(pieces[0].whole) == 1 else _gather(pieces)
 
 
 def _cast(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
     """Of one rank, which has everything."""
     first = pieces[0]
-    names, rows = [piece.name for piece in pieces], [piece.rows.detach() for piece in pieces]
+    names, rows = [piece.name for piece in pieces], [piece.rows for piece in pieces]
     if first.rows.dtype == first.dtype:
         yield from zip(names, rows, strict=True)
         return
