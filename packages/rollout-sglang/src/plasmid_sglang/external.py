@@ -17,6 +17,7 @@ from .exactness import others_mistakes
 from .mail import Channel, MailHost
 from .receiving import Commands
 from .stream import Stream
+from .wire import Order
 
 
 class FolderCommands(Commands):
@@ -28,29 +29,23 @@ class FolderCommands(Commands):
     async def end(self) -> None:
         """Nothing."""
 
-    async def run(
-        self,
-        operation: str,
-        *,
-        timeout_s: float,
-        weight_version: str | None = None,
-        flush_cache: bool = False,
-        **command: Any,
-    ) -> list[dict[str, Any]]:
+    async def take_over(self, order: Order, version: int) -> list[dict[str, Any]]:
         """Checks what lies in the files, and has the server take them when all are there. Raises `SyncError`."""
-        if operation != "take_over":
-            raise EngineError(f"{self._api.url}: parameters of servers that others run cannot be read")
         stream = Stream(
-            channel=Channel.of(self.mail.address, command["token"], 0),
+            channel=Channel.of(self.mail.address, order.token, 0),
             load=lambda bucket: None,  # it is enough to have read it; the server does that again
             rank=0,
             device=torch.device("cpu"),
-            timeout_s=timeout_s,
+            timeout_s=order.timeout_s,
         )
         receipt = await asyncio.to_thread(stream.run)
-        body = {"model_path": command["folder"], "weight_version": weight_version, "flush_cache": flush_cache}
-        await self._api.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+        body = {"model_path": str(order.folder), "weight_version": str(version), "flush_cache": order.flush_cache}
+        await self._api.post("/update_weights_from_disk", body, timeout_s=order.timeout_s)
         return [receipt]
+
+    async def checksums(self, timeout_s: float) -> Mapping[str, int]:
+        """Never known. Raises `EngineError`."""
+        raise EngineError(f"{self._api.url}: parameters of servers that others run cannot be read")
 
 
 class ExternalServer:

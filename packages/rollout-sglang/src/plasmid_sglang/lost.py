@@ -26,6 +26,11 @@ def heard(message: Mapping[str, Any]) -> PlasmidError | None:
     return KINDS[message["kind"]](message["error"]) if "error" in message else None
 
 
+def gone(broken: RuntimeError) -> EngineError:
+    """What it means that the store of a server's mail cannot be reached."""
+    return EngineError(f"what is beside the server is gone: {one_line(broken)}")
+
+
 def lost(failed: Iterable[Exception]) -> PlasmidError:
     """What to raise when every server has failed in a weight sync: a failed proof as it is, else that all are gone."""
     errors = list(failed)

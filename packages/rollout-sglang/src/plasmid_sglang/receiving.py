@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from plasmid.errors import EngineError, PlasmidError, SyncError, one_line
+from plasmid.errors import EngineError, PlasmidError, SyncError
 from plasmid.types import BucketSum, SyncReceipt
 
 from .api import Abilities, Api
 from .loader import COMMAND, NAME
-from .lost import CutOffError, heard, told
+from .lost import CutOffError, gone, heard, told
 from .mail import Mail
 from .stream import OVER
 from .wire import Order
@@ -49,16 +49,20 @@ class Commands:
             await self._api.post("/end_weight_update")
             await self._api.post(path)
 
+    async def take_over(self, order: Order, version: int) -> list[dict[str, Any]]:
+        """Have the processes take what the trainer sends; see `run` for what comes of it."""
+        return await self.run(
+            "take_over",
+            timeout_s=order.timeout_s,
+            settings={"weight_version": str(version), "flush_cache": order.flush_cache},
+            token=order.token,
+            verify=order.verify,
+        )
+
     async def run(
-        self,
-        operation: str,
-        *,
-        timeout_s: float,
-        weight_version: str | None = None,
-        flush_cache: bool = False,
-        **command: Any,
+        self, operation: str, *, timeout_s: float, settings: Mapping[str, Any], **command: Any
     ) -> list[dict[str, Any]]:
-        """Receipts of every process, in rank order. Raises `SyncError`, `EngineError`."""
+        """Receipts of every process, in rank order; ``settings`` are SGLang's. Raises `SyncError`, `EngineError`."""
         name, ranks = uuid.uuid4().hex, self.abilities.ranks
         mail = (self.mail.address.host, self.mail.address.port)
         what = {"operation": operation, "mail": mail, "name": name, "ranks": ranks, "timeout_s": timeout_s}
@@ -67,18 +71,16 @@ class Commands:
         body: dict[str, Any] = {
             "serialized_named_tensors": [payload] * ranks,
             "load_format": NAME,
-            "flush_cache": flush_cache,
+            **settings,
         }
         body |= {"selector": "target"} if self.abilities.has_selector else {"disable_draft_model": True}
-        if weight_version is not None:
-            body["weight_version"] = weight_version
         await self._api.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
         return await asyncio.to_thread(lambda: [self._read(name, rank) for rank in range(ranks)])
 
     async def checksums(self, timeout_s: float) -> Mapping[str, int]:
         """Of every parameter of every process. Raises `SyncError`, `EngineError`."""
         await self.begin()
-        receipts = await self.run("checksums", timeout_s=timeout_s)
+        receipts = await self.run("checksums", timeout_s=timeout_s, settings={"flush_cache": False})
         await self.end()
         several = len(receipts) > 1
         return {
@@ -133,8 +135,8 @@ class Update:
             error = self._why
         except PlasmidError as failed:
             error = failed
-        except RuntimeError as gone:
-            error = EngineError(f"what is beside the server is gone: {one_line(gone)}")
+        except RuntimeError as broken:
+            error = gone(broken)
         kind = type(error) if isinstance(error, SyncError | EngineError) else SyncError
         error = kind(f"weight sync of version {self._version}: {error}")
         await asyncio.to_thread(self._tell, error)
@@ -151,15 +153,7 @@ class Update:
         await asyncio.to_thread(commands.mail.open, order.token, order.ranks)
         await commands.begin()
         began = time.perf_counter()
-        receipts = await commands.run(
-            "take_over",
-            timeout_s=order.timeout_s,
-            weight_version=str(self._version),
-            flush_cache=order.flush_cache,
-            token=order.token,
-            verify=order.verify,
-            folder=None if order.folder is None else str(order.folder),
-        )
+        receipts = await commands.take_over(order, self._version)
         phases = _phases(receipts, time.perf_counter() - began)
         began = time.perf_counter()
         await commands.end()

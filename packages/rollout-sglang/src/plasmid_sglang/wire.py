@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from plasmid.errors import DeadlineError, EngineError, PlasmidError, one_line
+from plasmid.errors import DeadlineError, PlasmidError
 from plasmid.protocols import Bucket, Sender
 from plasmid.sync import unpack
 
 from .group import Host
-from .lost import heard, lost
+from .lost import gone, heard, lost
 from .mail import STORES, Address, Channel
 from .shelf import Shelf
 from .stream import OVER
@@ -202,7 +202,7 @@ class SGLangSender:
             error = heard_of
         except RuntimeError as broken:
             STORES.pop(self._wire.addresses[engine], None)
-            error = EngineError(f"what is beside the server is gone: {one_line(broken)}")
+            error = gone(broken)
         self._errors.setdefault(engine, error)
 
     def _say_over(self, engine: int) -> None:
