@@ -13,6 +13,7 @@ broadcast between two processes with nothing else to do.
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -39,6 +40,10 @@ class Sized:
         return await self._engine.receive(plan, version)
 
 
+def say(progress):
+    print(progress, file=sys.stderr, flush=True)
+
+
 async def measure(config, folder, syncs, sizes):
     """By bucket size: seconds of each phase of each sync, the last receipt, and the canary's difference."""
     parts = await start_parts(config, RayCluster(log_dir=folder / "logs"), folder, with_trainer=True, with_engine=True)
@@ -46,6 +51,7 @@ async def measure(config, folder, syncs, sizes):
     limit_s = config.run.sync_timeout_s
     canary = Canary(engine, trainer, tolerance=1.0, copies=config.placement.trainer_ranks, limit_s=limit_s)
     found, version = {}, 0
+    say("the trainer and the engine have started")
     try:
         for size in sizes:
             times = []
@@ -64,6 +70,7 @@ async def measure(config, folder, syncs, sizes):
                 times.append(row | {"canary": time.perf_counter() - resumed} | phases)
                 version += 1
             found[size] = times[1:], receipt, difference
+            say(f"buckets of {size >> 20} MiB: {1000 * statistics.median(row['transfer'] for row in times[1:]):.1f} ms")
         return found
     finally:
         await parts.close()
