@@ -7,7 +7,7 @@
 Nothing is trained; the weights that are sent are those of the model's folder. Times are medians, after one sync with
 each size of buckets that counts for nothing (groups are joined and memory is taken in it). The phases are what both
 sides say of themselves and overlap. In the same run, afterwards, the limit: the same bytes copied on the GPU, or
-broadcast between two processes with nothing else to do.
+broadcast between two processes with nothing else to do, and SGLang's own update over a broadcast.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from plasmid.run.canary import Canary
 from plasmid.run.cluster import RayCluster
 from plasmid.run.parts import start_parts
 from plasmid.run.publish import transfer
+from sglang_own import own_update_ms
 from wire_limit import broadcast_ms, copy_ms
 
 
@@ -71,9 +72,26 @@ async def measure(config, folder, syncs, sizes):
                 version += 1
             found[size] = times[1:], receipt, difference
             say(f"buckets of {size >> 20} MiB: {1000 * statistics.median(row['transfer'] for row in times[1:]):.1f} ms")
-        return found
+        own = {} if config.placement.colocated else await asyncio.to_thread(own_updates, config, engine, sizes)
+        for size, ms in own.items():
+            say(f"SGLang's own update in buckets of {size >> 20} MiB: {ms:.1f} ms")
+        return found, own
     finally:
         await parts.close()
+
+
+def own_updates(config, engine, sizes):
+    """What SGLang's own update takes, by bucket size. Only of one server with one process."""
+    servers = engine.members.running()
+    if len(servers) > 1 or servers[0].abilities.ranks > 1:
+        return {}
+    return own_update_ms(
+        servers[0].api.url,
+        config.model.path,
+        sizes=sizes,
+        device=config.placement.device,
+        has_sessions=servers[0].abilities.has_sessions,
+    )
 
 
 def show(size, times, receipt, difference, limit):
@@ -88,14 +106,15 @@ def show(size, times, receipt, difference, limit):
     print(f"{speed:.2f} GiB/s; canary differs by {difference:.2g}{limit}")
 
 
-def limit_of(config, receipt):
+def limit_of(config, receipt, own):
     """What the bytes take at least, in words."""
+    others = f"; SGLang's own update of weights that lie ready takes {own:.1f} ms" if own else ""
     if config.placement.device != "cuda":
-        return ""
+        return others
     sizes = [bucket.num_bytes for bucket in receipt.buckets]
     if config.placement.colocated:
         return f"; a plain copy on the GPU takes {copy_ms(sizes):.1f} ms"
-    return f"; a plain broadcast takes {broadcast_ms(sizes):.1f} ms"
+    return f"; a plain broadcast takes {broadcast_ms(sizes):.1f} ms{others}"
 
 
 def main():
@@ -108,9 +127,9 @@ def main():
     config = load_config(arguments.recipe, arguments.overrides)
     sizes = [size << 20 for size in arguments.bucket_mib or ()] or [config.rollout.bucket_bytes]
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(config, Path(folder), arguments.syncs, sizes))
+        found, own = asyncio.run(measure(config, Path(folder), arguments.syncs, sizes))
     for size, (times, receipt, difference) in found.items():
-        show(size, times, receipt, difference, limit_of(config, receipt))
+        show(size, times, receipt, difference, limit_of(config, receipt, own.get(size)))
 
 
 if __name__ == "__main__":
