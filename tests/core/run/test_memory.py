@@ -97,7 +97,7 @@ def states(runner, batch):
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_resumed_run_scores_and_filters_as_one_that_was_never_stopped(remembering, workers):
     (whole, settings), (cut, others) = remembering("whole"), remembering("cut")
     placement = {"placement": {"rollout_workers": workers}}

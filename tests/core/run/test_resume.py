@@ -31,7 +31,7 @@ def tokens(runner, step):
     return [(g.id, g.prompt.id, s.id, s.token_ids.tolist()) for g in groups for s in g.samples]
 
 
-@pytest.mark.parametrize("at", [2, 4, 6])
+@pytest.mark.parametrize("at", [2, 4, pytest.param(6, marks=pytest.mark.long)])
 def test_a_resumed_run_equals_one_that_was_never_stopped(make_runner, at):
     whole, cut = make_runner("whole"), make_runner("cut")
     whole.run(SETTINGS)

@@ -44,7 +44,7 @@ def check_bounds(found, prompts=4):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("sync_every", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_old_groups_join_the_new_ones_within_their_bounds(runner, staleness, sync_every):
     run = {"max_staleness": staleness, "sync_every": sync_every, "batches": 12, "rollout_timeout_s": 30.0}
     runner.run({**SETTINGS, "run": run})
@@ -57,7 +57,7 @@ def test_old_groups_join_the_new_ones_within_their_bounds(runner, staleness, syn
     assert all(m["rollout/staleness_max"] <= staleness for m in metrics)  # of the new groups
 
 
-@pytest.mark.parametrize("at", [2, 6])
+@pytest.mark.parametrize("at", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_a_resumed_run_draws_the_same_groups_again(make_runner, at):
     whole, cut = make_runner("whole"), make_runner("cut")
     whole.run(SETTINGS)

@@ -78,7 +78,7 @@ def test_a_checkpoint_is_of_the_moment_when_it_was_begun(make_runner):
         assert ours | {"config": None} == theirs | {"config": None}
 
 
-@pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_run_resumed_from_a_checkpoint_written_behind_equals_one_that_was_never_stopped(make_runner, at):
     whole, cut = make_runner("whole"), make_runner("cut")
     whole.run(settings(whole, {}))

@@ -120,7 +120,7 @@ def test_a_run_that_is_broken_twice_loses_nothing(plain, bound, sync_every, how,
     simulate(plain, chances, run, -1, every, ("oldest-first", "drop"), [(how, 0.3), (how, 0.3)])
 
 
-@pytest.mark.parametrize("rollout_s", [1.0, 10.0])
+@pytest.mark.parametrize("rollout_s", [1.0, pytest.param(10.0, marks=pytest.mark.long)])
 def test_no_group_is_lost_to_a_bound_of_one_if_the_trainer_waits(plain, rollout_s):
     run = {"max_staleness": 1, "sync_every": 1, "prompts_per_batch": 3, "batches": 20, "over_sampling": 1.0}
     chances = Chances(seed=1, dropped=0.3, rollout_s=rollout_s, train_s=1.0, save_s=0.5)
@@ -128,7 +128,7 @@ def test_no_group_is_lost_to_a_bound_of_one_if_the_trainer_waits(plain, rollout_
     assert "stale" not in simulate(plain, chances, run, -1, 0, ("oldest-first", "wait"), [])
 
 
-@pytest.mark.parametrize("kind", ["freshest-first", "priority"])
+@pytest.mark.parametrize("kind", ["freshest-first", pytest.param("priority", marks=pytest.mark.long)])
 def test_prompts_are_sampled_again_in_place_of_being_dropped(plain, kind):
     run = {"max_staleness": 1, "sync_every": 1, "prompts_per_batch": 3, "batches": 20, "over_sampling": 2.0}
     chances = Chances(seed=1, dropped=0.0, rollout_s=1.0, train_s=1.0, save_s=0.5)
@@ -136,7 +136,7 @@ def test_prompts_are_sampled_again_in_place_of_being_dropped(plain, kind):
     assert "stale" not in simulate(plain, chances, run, -1, 0, (kind, "resample"), [])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(**EVERYTHING)
 def test_nothing_is_lost_or_done_twice(plain, chances, run, rows, every, buffer, breaks):
     simulate(plain, chances, run, rows, every, buffer, breaks)
