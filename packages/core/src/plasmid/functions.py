@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .module_file import import_file
 
 HERE = "."
 """Modules are looked for in the current folder, too, as by ``python -m``."""
@@ -49,18 +50,7 @@ class FunctionName:
         if not path.is_file():
             raise ImportError(f"no such file: {path}")
         name = "plasmid_functions_" + re.sub(r"\W", "_", str(path.absolute()))
-        if name in sys.modules:
-            return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None, "the name ends in .py"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
+        return import_file(path, name)
 
 
 def with_here() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 import os
 import re
@@ -32,6 +31,7 @@ from .components import (
 )
 from .errors import PluginError, line_in, one_line
 from .interaction import Environment, Tool
+from .module_file import import_file
 
 Classes = Mapping[str, type[Component]]
 
@@ -92,16 +92,12 @@ def load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise PluginError(f"plugins: no such file: {path}")
     name = "plasmid_plugin_" + re.sub(r"\W", "_", path.stem)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise PluginError(f"plugins: {path} is no Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        return import_file(path, name, again=True)
     except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
         raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
-    return module
 
 
 def installed(manager: pluggy.PluginManager) -> dict[str, Classes]:

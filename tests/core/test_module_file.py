@@ -1,0 +1,62 @@
+"""Files that several threads import at once, as rollout workers do that share a process."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from plasmid.functions import FunctionName
+from plasmid.module_file import import_file
+from plasmid.plugins import load_file
+
+SETTINGS = """
+from __future__ import annotations
+import time
+time.sleep(0.1)  # another thread begins meanwhile
+from typing import Literal
+from pydantic import BaseModel
+
+class Settings(BaseModel):
+    kind: Literal["own"] = "own"
+
+def answer():
+    return 42
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "settings_file.py"
+    path.write_text(SETTINGS)
+    return path
+
+
+def by_three(work):
+    """What three threads get that begin one shortly after the other."""
+    with ThreadPoolExecutor(3) as pool:
+        return [
+            call.result()
+            for call in [pool.submit(lambda wait: (time.sleep(wait), work())[1], i / 20) for i in range(3)]
+        ]
+
+
+def test_a_plugin_file_is_whole_for_every_thread(file):
+    assert by_three(lambda: load_file(file).Settings().kind) == ["own"] * 3
+
+
+def test_a_function_is_found_by_every_thread(file):
+    assert [function() for function in by_three(lambda: FunctionName(str(file), "answer").load())] == [42] * 3
+
+
+def test_a_file_runs_once_unless_asked_to_run_again(file):
+    first = import_file(file, "module_file_once")
+    assert import_file(file, "module_file_once") is first
+    assert import_file(file, "module_file_once", again=True) is not first
+
+
+def test_a_file_that_fails_leaves_nothing(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        import_file(path, "module_file_broken")
+    path.write_text("x = 1")
+    assert import_file(path, "module_file_broken").x == 1
