@@ -6,7 +6,6 @@ group that SGLang joins broadcasts the bytes, which lie ready. From the first ca
 
 import json
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from plasmid.sync import make_buckets
+from plasmid_sglang.process import free_port
 from safetensors.torch import load_file
 
 ROUNDS = 7
@@ -67,16 +67,15 @@ def _join(post, backend):
     """Meet the server in a group, as rank 0."""
     from sglang.srt.utils.common import init_custom_process_group
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    host = "127.0.0.1"
+    port = free_port(host)
+    meeting = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": 2}
     request = meeting | {"group_name": GROUP, "backend": backend}
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(post, "/init_weights_update_group", request)
         group = init_custom_process_group(
             backend=backend,
-            init_method=f"tcp://127.0.0.1:{port}",
+            init_method=f"tcp://{host}:{port}",
             timeout=timedelta(seconds=LIMIT_S),
             world_size=2,
             rank=0,

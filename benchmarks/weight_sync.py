@@ -46,14 +46,17 @@ def say(progress):
 
 
 async def measure(config, folder, syncs, sizes):
-    """By bucket size: seconds of each phase of each sync, the last receipt, and the canary's difference."""
+    """By bucket size: seconds of each phase of each sync, the last receipt, and the canary's difference.
+
+    And what SGLang's own update takes, in ms, by bucket size, where it was timed.
+    """
     parts = await start_parts(config, RayCluster(log_dir=folder / "logs"), folder, with_trainer=True, with_engine=True)
     trainer, engine = parts.trainer, parts.engine
     limit_s = config.run.sync_timeout_s
     canary = Canary(engine, trainer, tolerance=1.0, copies=config.placement.trainer_ranks, limit_s=limit_s)
     found, version = {}, 0
-    say("the trainer and the engine have started")
     try:
+        say("the trainer and the engine have started")
         for size in sizes:
             times = []
             for _ in range(syncs + 1):

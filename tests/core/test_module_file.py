@@ -32,11 +32,13 @@ def file(tmp_path):
 
 def by_three(work):
     """What three threads get that begin one shortly after the other."""
+
+    def later(seconds):
+        time.sleep(seconds)
+        return work()
+
     with ThreadPoolExecutor(3) as pool:
-        return [
-            call.result()
-            for call in [pool.submit(lambda wait: (time.sleep(wait), work())[1], i / 20) for i in range(3)]
-        ]
+        return list(pool.map(later, (0.0, 0.05, 0.1)))
 
 
 def test_a_plugin_file_is_whole_for_every_thread(file):
