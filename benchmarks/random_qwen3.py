@@ -9,18 +9,17 @@ from pathlib import Path
 from plasmid.testing.tiny import make_tiny_model
 
 SHAPES = {
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144},
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "num_attention_heads": 16, "tied": True},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28, "num_attention_heads": 16, "tied": True},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_layers": 36, "num_attention_heads": 32, "tied": True},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_attention_heads": 32, "tied": False},
 }
 COMMON = {
     "family": "qwen3",
-    "num_layers": 28,
-    "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 151936,
-    "max_position_embeddings": 4096,
-    "tied": True,
+    "max_position_embeddings": 40960,
     "initializer_range": 0.02,
 }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from plasmid import load_config
 from plasmid.run.canary import Canary
-from plasmid.run.cluster import RayCluster
+from plasmid.run.cluster import open_cluster
 from plasmid.run.parts import start_parts
 from plasmid.run.publish import transfer
 from sglang_own import own_update_ms
@@ -50,7 +50,9 @@ async def measure(config, folder, syncs, sizes):
 
     And what SGLang's own update takes, in ms, by bucket size, where it was timed.
     """
-    parts = await start_parts(config, RayCluster(log_dir=folder / "logs"), folder, with_trainer=True, with_engine=True)
+    parts = await start_parts(
+        config, open_cluster(log_dir=folder / "logs"), folder, with_trainer=True, with_engine=True
+    )
     trainer, engine = parts.trainer, parts.engine
     limit_s = config.run.sync_timeout_s
     canary = Canary(engine, trainer, tolerance=1.0, copies=config.placement.trainer_ranks, limit_s=limit_s)

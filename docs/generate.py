@@ -22,8 +22,9 @@ HEAD = """\
 A recipe is a TOML file. It is resolved in four steps:
 
 1. Recipes are merged from left to right. Tables are merged key by key; lists are replaced; a table with another `kind`
-   starts anew.
+   starts anew. The first one names the run, unless `recipe` is set.
 2. `key=value` overrides are applied. The value is TOML; what is no TOML is taken as text. A number reaches into a list.
+   Integers have at most 64 bits, and tables and lists lie at most 40 deep within each other, here as in files.
 3. The component of each slot is looked up by its `kind`. What is installed is listed by `rl plugins`.
 4. Everything is checked, before any process is started. All mistakes are told at once, one line each.
 
@@ -32,9 +33,14 @@ rl train recipes/smollm2-sums-cpu.toml trainer.lr=2e-6 'filters=[{kind="nonzero-
 rl train recipes/smollm2-sums-cpu.toml rewards.0.pick=first --dry-run
 ```
 
-`--dry-run` prints the resolved configuration as a recipe, and what its numbers come to. `rl options run` and
-`rl options fsdp` print a part of this page, for what you have installed. Every run writes its resolved configuration
-into `config.json`.
+`--dry-run` goes through everything that `rl train` checks before it starts a process (files, data, packages, the run's
+folder, the checkpoint of `--resume`), then prints the resolved configuration as a recipe, and what its numbers come to.
+Where the command would be refused, so is the dry run, with the same line. `rl options run` and `rl options fsdp` print
+a part of this page, for what you have installed. Every run writes its resolved configuration into `config.json`.
+
+Whatever `rl` prints, in its own lines and in those of libraries, control characters and invisible ones (escape
+sequences, bidirectional overrides, zero width) are written out as `\\x1b` or `\\u202e`: names and texts of other
+people's files cannot command a terminal.
 
 A minimal recipe; everything else has a default:
 

@@ -44,8 +44,11 @@ TAIL = """
   `reduction = "per-rollout"`.
 - **KL in the reward** is taken off before anything else is computed: in group methods off the sample's reward (the sum
   over its tokens), in `ppo` and `reinforce-plus-plus` off each token's. It is that of the policy before the first step.
-- **KL in the loss** is not clamped, except `low_var_kl` (k3 within -10..10). `unbiased_kl` multiplies it with the
-  ratio to the old policy; with `old_policy = "decoupled"` that is the trainer's, not what drew the tokens.
+- **KL in the loss**: with d the log-probability of the policy less that of the reference, `k1` and `k2` are exact for
+  every d. `k3` takes d below -20 as -20: such a token, likelier under the reference by e^20 and more, has gradient 0.
+  `low_var_kl` is k3 within -10..10, with gradient 0 beyond (d below -2.6 or above 11). verl clamps d at 20 on both
+  sides and its k3 always to 10. `unbiased_kl` multiplies the estimate with the ratio to the old policy; with
+  `old_policy = "decoupled"` that is the trainer's, not what drew the tokens.
 - **Clips bite from the second step on a batch on**: before the first one the ratio is 1, unless the old policy is
   `rollout`. With `run.steps_per_batch = 1` the clips of ratio and value change nothing.
 - **Whitening** is over all loss tokens of the batch on all ranks, in two passes in fp64, with the divisor n - 1. `ppo`

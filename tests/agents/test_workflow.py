@@ -192,7 +192,7 @@ def test_a_program_that_fails_is_a_sample_with_an_error(tokenizer, program):
 def test_an_agent_that_takes_too_long_is_killed_with_all_it_started(tokenizer, agents, tmp_path, monkeypatch):
     file = tmp_path / "pid"
     monkeypatch.setenv("PID_FILE", str(file))
-    sample = one(tokenizer, {"function": f"{agents}:sleeps", "timeout_s": 6.0})
+    sample = one(tokenizer, {"function": f"{agents}:sleeps", "timeout_s": 6.0, "environment": ["PID_FILE"]})
     assert sample.error == "the agent took longer than workflow.timeout_s = 6"
     assert shown(tokenizer, sample)[1] == (True, "hello<eos>")
     with pytest.raises(ProcessLookupError):
@@ -227,7 +227,7 @@ def test_agents_end_with_the_run(tokenizer, agents, tmp_path, monkeypatch):
     monkeypatch.setenv("PID_FILE", str(file))
 
     async def main():
-        workflow = Agent(function=f"{agents}:sleeps")
+        workflow = Agent(function=f"{agents}:sleeps", environment=("PID_FILE",))
         await workflow.open(RunContext(seed=1, run_dir=Path()))
         rollout = make_rollout(tokenizer, ["hello"])
         running = asyncio.create_task(execute(workflow, rollout, make_prompt("hi"), 60.0))

@@ -49,6 +49,34 @@ def test_logprobs_do_not_depend_on_neighbours(kind, request):
     assert max(np.abs(a - b).max() for a, b in zip(alone, together, strict=True)) < 2e-5
 
 
+@pytest.mark.parametrize("setting", [{"attention": "sdpa"}, {"attention": "eager"}])
+def test_padded_and_packed_samples_have_the_same_logprobs(one_rank, setting):
+    batch = make_batch(longest=40)
+
+    async def run(**trainer):
+        handle, _ = await one_rank.start(trainer=trainer)
+        return await handle.logprobs(batch)
+
+    packed, padded = asyncio.run(run()), asyncio.run(run(**setting))
+    assert max(np.abs(a - b).max() for a, b in zip(packed, padded, strict=True)) < 1e-5
+
+
+@pytest.mark.long
+def test_compiled_layers_compute_the_same_with_at_most_three_graphs_in_a_run(one_rank):
+    async def run(**trainer):
+        handle, config = await one_rank.start(trainer=trainer)
+        reports = []
+        for index in range(3):  # batches of other lengths, scored and trained
+            batch = make_batch(seed=index, index=index, longest=20 + 10 * index)
+            scores = await handle.logprobs(batch)
+            reports += await fit(handle, config, batch)
+        return scores, reports
+
+    (plain, _), (compiled, reports) = asyncio.run(run()), asyncio.run(run(compile=True))
+    assert max(np.abs(a - b).max() for a, b in zip(plain, compiled, strict=True)) < 1e-4
+    assert 1 <= reports[-1]["train/graphs"] <= 3
+
+
 @pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
 def test_logprobs_of_restricted_samples_are_those_within_their_sets(kind, request, tiny_model):
     ranks, batch = request.getfixturevalue(kind), make_batch(restricted=True, temperature=0.8)

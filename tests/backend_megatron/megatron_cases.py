@@ -85,8 +85,7 @@ def plain_outcome(model, folder, *, batch=None, algorithm=None):
 
     def forward(only_masked):
         packed = collate(rows, range(rows.num_samples), table_index=part.samples, only_masked=only_masked)
-        found = lm(packed.input_ids, attention_mask=packed.attention_mask, position_ids=packed.position_ids)
-        logits = found.logits.flatten(0, 1)[packed.source]
+        logits = torch.cat([lm(ids[None]).logits[0] for ids in packed.token_ids.split(packed.lengths)])[packed.source]
         return packed, logits_logprobs(logits, packed.targets, packed.temperatures)
 
     with torch.no_grad():

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 from plasmid.errors import ConfigError
@@ -10,6 +12,8 @@ from plasmid.recipe import validate
 from plasmid_megatron.settings import Megatron
 from plasmid_megatron.shapes import check_split, layers_of_stages
 from plasmid_megatron.upstream import fields
+
+ROOT = Path(__file__).parents[2]
 
 
 def mistake(**settings):
@@ -131,3 +135,23 @@ def test_a_cpu_without_support_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"trainer.kind: 'megatron' needs GPUs, but the trainer is placed on the cpu"):
         device.check_device("cpu")
     device.check_device("cuda")
+
+
+def test_a_recipe_with_fields_of_megatron_is_checked_offline_without_megatron(tmp_path, monkeypatch, capsys):
+    from plasmid_cli.main import app
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("plasmid_megatron.upstream.version", missing)
+    monkeypatch.setattr("plasmid.components.base.find_spec", lambda name: None if name == "megatron.core" else name)
+    monkeypatch.chdir(ROOT)
+    argv = ["train", "recipes/glm-4-9b-reasoning-8gpus.toml", "trainer.transformer.recompute_granularity='full'"]
+    with pytest.raises(SystemExit) as stopped:
+        app([*argv, "--dry-run", "--offline"])
+    assert (stopped.value.code or 0, capsys.readouterr().err) == (0, "")
+    with pytest.raises(SystemExit) as stopped:
+        app([*argv, f"model.path={tmp_path}", "--dry-run"])
+    assert stopped.value.code == 2
+    expected = "error: trainer.kind: 'megatron' needs the package megatron.core; pip install 'plasmid-megatron'"
+    assert expected in capsys.readouterr().err.splitlines()

@@ -1,8 +1,10 @@
 """Saved trainers continue exactly, also in another layout; a checkpoint that does not fit says so."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
+import torch
 from megatron_cases import fit, largest_difference, make_batch, weights_of
 from megatron_families import make_family
 from plasmid.errors import CheckpointError
@@ -11,6 +13,16 @@ ADAM = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.0
 ONE, TP2, PP2, DP2 = (1, {}), (2, {"tensor_parallel": 2}), (2, {"pipeline_parallel": 2}), (2, {})
 PPO = {"kind": "ppo", "critic_warmup": 1}
 CRITIC = {"critic": {"lr": 1e-2, "head_std": 0.1, "export": True}}
+
+
+class TouchFile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 def batches():
@@ -129,3 +141,25 @@ def test_a_checkpoint_that_does_not_fit_says_so(ranks, tmp_path):
             await trainer.load(tmp_path / "saved")
 
     asyncio.run(run())
+
+
+@pytest.mark.long
+def test_a_checkpoint_with_a_damaged_or_hostile_common_file_is_refused(ranks, tmp_path):
+    async def work():
+        trainer, config = await ranks.start(num_ranks=1, trainer=ADAM)
+        await fit(trainer, config, make_batch())
+        await trainer.save(tmp_path / "saved")
+        common = torch.load(tmp_path / "saved/common.pt", weights_only=True)
+        for content, message in (
+            ({key: value for key, value in common.items() if key != "steps"}, "no optimizer steps under 'steps'"),
+            (common | {"steps": ["policy"]}, "no optimizer steps under 'steps'"),
+            ([1, 2], "holds no trainer state"),
+            (common | {"steps": TouchFile(tmp_path / "TRICKED")}, "holds no trainer state that can be read: "),
+        ):
+            torch.save(content, tmp_path / "saved/common.pt")
+            with pytest.raises(CheckpointError) as error:
+                await trainer.load(tmp_path / "saved")
+            assert message in str(error.value) and "\n" not in str(error.value)
+            assert not (tmp_path / "TRICKED").exists(), "code of the file has run"
+
+    asyncio.run(work())

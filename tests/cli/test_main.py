@@ -45,6 +45,14 @@ def plugin(tmp_path) -> Path:
     return file
 
 
+def test_the_first_recipe_names_the_run_unless_one_sets_the_name(tmp_path, capsys):
+    (tmp_path / "changes.toml").write_text("run.batches = 3\n")
+    (tmp_path / "named.toml").write_text('recipe = "mine"\n')
+    for more, name in (([], "smollm2-sums-cpu"), ([tmp_path / "named.toml"], "mine"), (["recipe=other"], "other")):
+        assert rl("train", RECIPE, tmp_path / "changes.toml", *more, "--dry-run", "--offline") == 0
+        assert f'recipe = "{name}"\n' in capsys.readouterr().out
+
+
 def test_help_is_quick_and_imports_no_backend():
     code = (
         "import sys, contextlib\n"
@@ -185,7 +193,7 @@ def test_options_tells_key_type_default_and_meaning(plugin, capsys):
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert out[0] == "rewards/shout: 1.0 if the text is loud [very loud]."
     assert 'how "loud" | "louder" "loud" How loud.' in out
-    meaning = "Longest time for one sample; past it the run ends with an error that names the sample."
+    meaning = "Longest time for one sample, once its computation has begun; past it the run ends with an error."
     assert f"timeout_s float > 0 60.0 {meaning}" in out
 
 

@@ -44,7 +44,7 @@ def tell(progress):
     queues.emit("phase_started", batch=0, phase="start", version=0)
     queues.emit("evaluation_finished", step=0, name="held-out", metrics={"eval/held-out/reward": 0.1})
     for step in (1, 2):
-        queues.emit("phase_started", batch=step - 1, phase="sample", version=step - 1)
+        queues.emit("phase_started", batch=step, phase="sample", version=step - 1)
         queues.emit("step_finished", step=step, metrics=METRICS)
     queues.emit("checkpoint_saved", step=2, path="runs/sums/checkpoints/batch-000002", seconds=2.06)
     queues.close()
@@ -103,7 +103,7 @@ def test_log_lines_go_through_the_display_and_handlers_come_back(monkeypatch):
 
 def test_the_display_keeps_eight_batches_and_fits_narrow_terminals():
     state = Heard(config(batches=1000))
-    state.begin_phase(0, "sample", 0)
+    state.begin_phase(1, "sample", 0)
     for step in range(1, 31):
         state.end_step(step, METRICS)
     shown = text(state)
@@ -116,11 +116,12 @@ def test_the_display_keeps_eight_batches_and_fits_narrow_terminals():
 
 def test_the_bar_says_what_is_going_on_and_how_many_groups_are_there():
     state = Heard(config())
-    state.begin_phase(3, "sample", 3)
+    state.begin_phase(3, "start", 0)
+    state.begin_phase(4, "sample", 3)
     state.scored = 2
     assert "sampling 2/4" in text(state)
     assert "3/10" in text(state), "a resumed run does not begin at 0"
-    state.begin_phase(3, "train", 3)
+    state.begin_phase(4, "train", 3)
     assert "training" in text(state)
 
 

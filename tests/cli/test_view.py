@@ -4,9 +4,10 @@ import pytest
 from plasmid.errors import ConfigError
 from plasmid.observe.journal import Journal
 from plasmid.observe.sample_store import write_samples
+from plasmid.printable import printable
 from plasmid_cli.main import app
 from plasmid_cli.run_data import load_run
-from plasmid_cli.tokens import TokenTexts, printable
+from plasmid_cli.tokens import TokenTexts
 from plasmid_cli.view import Shown, colored, read_shown, select, view_run, view_samples
 from rich.console import Console
 
@@ -106,7 +107,7 @@ def test_text_of_a_policy_is_neither_markup_nor_a_command_to_the_terminal(make_r
     write_samples(path / "samples/batch-000003.parquet", [group], step=3)
     out = printed(run, step=3)
     assert "\x1b" not in out and "\x9b" not in out and "\x07" not in out and "\r" not in out
-    assert out.count("[bold]x[/bold] \\x1b]0;owned\\x07 \\x9b2J\\x0d[/nonsense]") == 3
+    assert out.count("[bold]x[/bold] \\x1b]0;owned\\x07 \\u009b2J\\x0d[/nonsense]") == 3
 
 
 def test_printable_text_stays_as_it_is():

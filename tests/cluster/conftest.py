@@ -126,11 +126,14 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster_of(*nodes):
-    """A cluster with these nodes."""
+def cluster_of(*nodes, **variables):
+    """A cluster with these nodes, started with these environment variables."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, NODES, json.dumps(nodes)]
-    with ray_environment() as environment, subprocess.Popen(command, env=environment, **pipes) as process:
+    with (
+        ray_environment() as environment,
+        subprocess.Popen(command, env={**environment, **variables}, **pipes) as process,
+    ):
         try:
             address = process.stdout.readline().strip()
             assert address, "the cluster did not start"

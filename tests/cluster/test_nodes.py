@@ -22,10 +22,9 @@ async def look_at_gpus(cluster, folder):
     """What an actor with two GPUs sees on either machine, while somebody else holds one GPU of each."""
     import ray
     from plasmid.protocols import Bundle, Resources, Share
-    from plasmid.run.cluster import RayCluster
+    from plasmid.run.cluster import open_cluster
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    found = RayCluster(log_dir=folder, address=cluster.address)
+    found = open_cluster(log_dir=folder, address=cluster.address)
     try:
         holders = [ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy="SPREAD")(Looking).remote() for _ in "ab"]
         ray.get([holder.look.remote() for holder in holders])
@@ -69,6 +68,7 @@ def test_a_run_that_gets_too_little_says_what_it_wanted_and_what_there_is(two_ma
         f"1 machine with 3 CPUs, 1 machine with 2 CPUs, 1 machine with 1 CPU; it has {there}, of which are free "
     )
     assert said.endswith("; add machines, wait until others have ended, or set fewer nodes or ranks")
+    assert out.count("runs without authentication: whoever reaches its ports can run code") == 1
 
 
 @pytest.mark.long

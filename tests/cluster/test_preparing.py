@@ -105,7 +105,8 @@ def test_a_dry_run_shows_which_ranks_compute_where(config, capsys):
         ("ranks on machine 0", "3", "trainer 0-2"),
         ("ranks on machine 1", "2", "engine 0-1"),
     ]
-    print_plan(config.model_copy(update={"placement": place}), DataFacts(num_prompts=1), [])
+    placed = config.model_copy(update={"placement": place})
+    print_plan(placed, placed, DataFacts(num_prompts=1), [])
     printed = capsys.readouterr().out
     assert "ranks on machine 0" in printed and "trainer 0-2" in printed
     assert "ranks on machine 1" in printed and "engine 0-1" in printed

@@ -11,12 +11,12 @@ from plasmid_cli.main import app
 
 @pytest.fixture
 def rl(job, capsys, monkeypatch):
-    """The command `rl eval` in the folder of a job; returns the metrics that it prints."""
+    """The command `rl eval` in the folder of a job, whose rewards are a plugin file; returns the metrics it prints."""
     monkeypatch.chdir(job.folder)
 
     def rl(*arguments):
         with pytest.raises(SystemExit) as end:
-            app(["eval", *arguments, "--json"], make_cluster=lambda _: LocalCluster())
+            app(["eval", *arguments, "--json", "--trust-recipe"], make_cluster=lambda _: LocalCluster())
         out, err = capsys.readouterr()
         assert not end.value.code, err
         return json.loads(out)["held-out"]

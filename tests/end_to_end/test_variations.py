@@ -69,3 +69,10 @@ def test_several_evaluation_sets_have_their_own_settings_and_times(job):
 def test_mixed_precision_runs_and_keeps_fp32_masters(job):
     job.run({"trainer": {"dtype": "bfloat16", "lr": 1e-5}, "run": {"batches": 3}})
     assert 0 < max(m["train/logprob_diff_max"] for m in job.metrics()) < 0.2
+
+
+def test_a_learning_rate_is_planned_for_the_batches_that_the_epochs_are_enough_for(job):
+    data = {"path": f"{job.folder}/train.jsonl@[0:8]", "epochs": 1}
+    trainer = {"lr": 0.01, "schedule": "linear"}
+    assert job.run({"data": data, "trainer": trainer, "eval": []}).steps == 2
+    assert [m["train/lr"] for m in job.metrics()] == pytest.approx([0.01, 0.005])

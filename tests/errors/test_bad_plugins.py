@@ -30,6 +30,10 @@ BAD = [
         "plugin 'p.py': has no hooks; decorate its functions, for example register_rewards, with @hookimpl",
     ),
     (
+        hook() + "def step_finished(step):\n    pass\n",
+        "plugin 'p.py': step_finished has no @hookimpl, so it would never be called; decorate it",
+    ),
+    (
         hook(name="register_reward"),
         "plugin 'p.py': there is no hook 'register_reward'; did you mean 'register_rewards'?",
     ),

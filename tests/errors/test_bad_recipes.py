@@ -164,6 +164,33 @@ TOGETHER = [
         ["trainer.decay_steps=5"],
         "trainer: decay_steps has no effect with schedule = 'constant'; remove it or change schedule",
     ),
+    (
+        ["checkpoint.keep_every=3"],
+        "checkpoint: keep_every = 3 is never read with every = 0, which saves at the end only; remove it",
+    ),
+    (
+        ["checkpoint.every=2", "checkpoint.keep_every=3"],
+        "checkpoint: keep_every = 3 is no multiple of every = 2, so most would not be there",
+    ),
+    (
+        ["eval.0.pass_threshold=0.5"],
+        "eval.0: pass_threshold = 0.5 is never read without pass_at; remove it, or set pass_at",
+    ),
+    (
+        ["algorithm.kind='ppo'", "algorithm.critic_warmup=4"],
+        "algorithm.critic_warmup: 4 leaves none of run.batches = 4 to train the policy in; lower it",
+    ),
+    (["rewards.0.weight=0"], "rewards: all have weight = 0, so there is nothing to learn; give one another weight"),
+    (["sampling.stop=['']"], "sampling: stop holds an empty text, which would end every completion at once; remove it"),
+    (["sampling.stop_token_ids=[-1]"], "sampling: stop_token_ids must be at least 0, got -1"),
+    (
+        ["reuse.groups_per_batch=9", "reuse.capacity=2", "algorithm.old_policy='rollout'"],
+        "reuse: groups_per_batch = 9 is more than capacity = 2 holds; raise it",
+    ),
+    (
+        ["run.max_staleness=1", "buffer={kind='priority',arguments={a=1}}"],
+        "buffer: arguments has no effect with by = 'reward-spread'; remove it",
+    ),
     (["data.too_long='drop'"], "data: too_long = 'drop' has no effect without max_prompt_tokens"),
     (
         ["rewards=[{kind='length',max_tokens=3,slope_tokens=5}]"],
@@ -301,3 +328,13 @@ def test_a_recipe_that_cannot_be_read_is_named(rl, folder):
 )
 def test_a_command_line_that_cannot_be_meant_is_one_line(rl, argv, message):
     assert [line.replace(str(Path.cwd()), "HERE") for line in rl(*argv.split())] == [message]
+
+
+@pytest.mark.parametrize("command", [("eval",), ("sample", "--eval", "test")])
+@pytest.mark.parametrize("override", ["sampling.temperature=0", "sampling={temperature=0}"])
+def test_sampling_of_the_command_line_that_an_evaluation_set_hides_is_refused(rl, command, override):
+    own = "eval.0.sampling={temperature=0.7, max_new_tokens=5}"
+    assert rl(*command, "recipe.toml", own, override) == [
+        "eval.0.sampling.temperature: is 0.7, which comes before sampling.temperature of the command line; set "
+        "eval.0.sampling.temperature there"
+    ]

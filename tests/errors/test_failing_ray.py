@@ -54,5 +54,34 @@ def test_a_ray_whose_own_process_does_not_come_up_in_time_is_one_line(folder, sh
     assert "Traceback" not in done.stderr
     (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "Exception: The current node timed out during startup" in said
-    assert f"; its logs are in {short_folder}/{LOGS}" in said
-    assert (short_folder / "ray/session_latest/logs").is_dir()
+    assert f"; its logs are in {short_folder}/plasmid-{os.getuid()}/{LOGS}" in said
+    assert (short_folder / f"plasmid-{os.getuid()}/ray/session_latest/logs").is_dir()
+
+
+KEEPING = """
+import ray._raylet as raylet
+from plasmid_cli.main import app
+raylet.get_authentication_mode = lambda: raylet.AuthenticationMode.DISABLED
+app(["train", "recipe.toml", "placement.address=local"])
+"""
+
+
+def test_a_ray_that_was_imported_and_keeps_no_token_is_not_started(folder, short_folder):
+    environment = {**os.environ, "RAY_TMPDIR": str(short_folder)}
+    command = [sys.executable, "-c", KEEPING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 2, done.stderr
+    (said,) = done.stderr.splitlines()
+    assert said == (
+        "error: ray was imported before the run could set a token for it, so that anybody who reaches this machine "
+        "could run code in it; start the run in a process of its own, with `rl train`"
+    )
+    assert not list(short_folder.iterdir())
+
+
+def test_a_folder_for_rays_sockets_that_somebody_else_has_made_is_refused(rl, short_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
+    folder = short_folder / f"plasmid-{os.getuid()}"
+    folder.symlink_to(tmp_path)
+    (said,) = rl("train", "recipe.toml", "placement.address=local", printed=STARTING)
+    assert said == f"{folder}: is no folder of this user; remove it, or set RAY_TMPDIR to another folder"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plasmid.errors import RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import F1, GPQA, Dapo, DeepScaler, Distinct, Math
-from plasmid_rewards.boxed_text import last_boxed
+from plasmid_rewards.boxed_text import last_boxed, unboxed
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,12 @@ THINKING = [
     (r"\boxed{3}</think> no </think> \boxed{4}", 1),
     (r"x ###Response \boxed{4}", 1),
 ]
+
+
+def test_a_target_of_thousands_of_open_boxes_is_read_in_one_pass():
+    text, started = r"So \boxed{" * 20_000 + "3}", time.process_time()
+    assert unboxed(text) == "3"
+    assert time.process_time() - started < 2  # 400 s when every box looked for its own end
 
 
 def test_mathematics_is_compared_as_quantities_and_after_thinking():
@@ -185,6 +191,18 @@ HUGE += [
     r"\boxed $ " * 100_000,
     "answer is" + " " * 10**6 + "!",
     "answer is option" + "\n" * 10**6 + "?",
+]
+HUGE += [
+    "answer is A," + " " * 10**6,
+    "answer is A" + ", B" * 300_000,
+    "answer is A" + " " * 10**6 + "!",
+    "A/" * 500_000,
+]
+HUGE += [
+    "Answer: 5 " + "x " * 140,
+    r"Answer: \text{" * 70_000,
+    "Answer: " + "1 " * 500_000,
+    "Answer: 1" + ",000" * 250_000,
 ]
 HUGE += [" " * 10**6, "{" * 10**6, "\\" * 10**6, "\n" * 10**6, r"\text{" * 100_000]
 

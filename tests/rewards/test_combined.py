@@ -187,7 +187,7 @@ def test_rewards_within_are_opened_closed_saved_and_restored():
 
 
 def test_rewards_within_keep_their_own_deadline_and_must_be_finite():
-    with pytest.raises(RewardError, match=r"stateful: no score for samples 0/0 to 0/0 within timeout_s = 0.1"):
+    with pytest.raises(RewardError, match=r"stateful: no score for sample 0/0 within timeout_s = 0.1; make it faster"):
         score(Boxed(reward=Stateful(timeout_s=0.1)), r"\boxed{slow}")
     with pytest.raises(RewardError, match="stateful: must return a finite number or a Score, got inf for sample 0/0"):
         score(Boxed(reward=Stateful()), r"\boxed{inf}")

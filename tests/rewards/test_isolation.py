@@ -13,7 +13,7 @@ from plasmid.errors import RewardError
 from plasmid.plugins import load_file
 from plasmid.rollout.scoring import Scorer
 from plasmid.testing.rewards import make_prompt, make_sample
-from plasmid_rewards import Isolated, PooledReward
+from plasmid_rewards import Isolated, PooledReward, Remote, Sum
 
 plugin = load_file(Path(__file__).with_name("untrusted_plugin.py"))
 Rank, Untrusted = plugin.Rank, plugin.Untrusted
@@ -32,7 +32,7 @@ def ask(tmp_path, *texts, **settings):
     """Scores of texts, asked one after another of one worker."""
 
     async def work():
-        settings_ = {"workers": 1, "call_timeout_s": 0.5, "memory_mb": 512, **settings}
+        settings_ = {"workers": 1, "call_timeout_s": 1.5, "memory_mb": 512, **settings}
         async with opened(Isolated(reward=Untrusted(), failure_value=-2.0, **settings_), tmp_path) as reward:
             return [await reward(make_prompt(), make_sample(text)) for text in texts]
 
@@ -40,9 +40,9 @@ def ask(tmp_path, *texts, **settings):
 
 
 REASONS = {
-    "hang": "no answer within call_timeout_s = 0.5",
-    "sleep": "no answer within call_timeout_s = 0.5",
-    "block-signals": "no answer within call_timeout_s = 0.5",
+    "hang": "no answer within call_timeout_s = 1.5",
+    "sleep": "no answer within call_timeout_s = 1.5",
+    "block-signals": "no answer within call_timeout_s = 1.5",
     "crash": "its process was killed by SIGSEGV",
     "exit": "its process ended without an answer",
     "abort": "its process was killed by SIGABRT",
@@ -150,6 +150,24 @@ def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
     assert {s.score.error for s in scored if s.reward < 0} == {"no answer within call_timeout_s = 1.5"}
     # a loop that waits for what hangs would be late fifty times; other programs of the machine may make it late, too
     assert sum(lag > 0.3 for lag in lags) < 10 and sorted(lags)[len(lags) // 2] < 0.05
+
+
+def test_files_can_be_moved_between_folders(tmp_path):
+    for name in ("from", "to"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "from/file").touch()
+    assert ask(tmp_path, f"move {tmp_path}")[0].value == 1.0 and (tmp_path / "to/file").exists()
+
+
+def test_a_key_that_an_isolated_reward_names_reaches_its_worker(tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", "x")
+
+    async def work():
+        server = Remote(url="http://localhost:9", server={"api_key_env": "SERVER_KEY"})
+        async with opened(Isolated(reward=Sum(rewards=[server]), network=True, workers=1), tmp_path) as reward:
+            return reward.kind
+
+    assert asyncio.run(work()) == "isolated", "a key that is missing is an error when the reward is opened"
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path):

@@ -219,3 +219,41 @@ def test_families_that_only_verify_accept_a_solution(family):
 def test_importing_the_package_does_not_import_reasoning_gym():
     code = "import plasmid_rewards, sys; assert not {'reasoning_gym', 'sympy', 'httpx', 'nltk'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+SMALL = {"chain_sum": {"max_terms": 2, "max_digits": 1, "min_digits": 1}, "gcd": {"max_value": 6, "max_numbers": 2}}
+"""Families with a few hundred different tasks: two streams of seeds meet again and again."""
+
+
+def test_no_task_of_an_evaluation_set_is_drawn_in_training(caplog):
+    source = ReasoningGymSource(families=tuple(SMALL), options=SMALL)
+    stream = source.stream(encode, seed=0)
+    trained = draw(stream, 400)
+    metrics = stream.metrics()
+    state = json.loads(json.dumps(stream.state()))
+    stream.close()
+    for seed in (0, 7):
+        held_out = list(source.model_copy(update={"size": 60, "seed": seed}).prompts(encode))
+        assert len(held_out) == 60
+        assert not {prompt.text for prompt in trained} & {prompt.text for prompt in held_out}
+        assert {prompt.metadata["family"] for prompt in held_out} == set(SMALL)
+    assert 60 < metrics["data/held_out"] < 240  # a quarter of what the seeds gave
+    first, second = (record for record in caplog.messages if record.startswith("reasoning-gym: 60 tasks"))
+    assert first.endswith(" others were excluded, as training may draw them") and first != second
+    resumed = source.stream(encode, seed=0)
+    resumed.restore(state)
+    assert resumed.metrics() == metrics
+    assert resumed.prompt(trained[-1].id).text == trained[-1].text
+    resumed.close()
+
+
+def test_families_with_too_few_tasks_to_hold_some_out_are_named():
+    source = ReasoningGymSource(families=("count_bits",), options={"count_bits": {"min_n": 3, "max_n": 3}}, size=1)
+    failures = []
+    for stream in (source.prompts(encode), iter(source.stream(encode, seed=0).draw, None)):
+        try:
+            list(stream)
+        except DataError as error:
+            failures.append(str(error))
+    (failure,) = failures  # its one question is either for training or for evaluation
+    assert failure.startswith("data.families: 10 draws in a row gave only tasks for ")

@@ -1,6 +1,7 @@
 """Rewards that ask a server: a real one on this machine, which fails as it is told to."""
 
 import asyncio
+import re
 import time
 
 import pytest
@@ -138,7 +139,8 @@ def test_the_judges_last_grade_counts_and_equal_questions_are_asked_once(monkeyp
         assert ask(fresh, "twelve")[0].components["cached"] == 1.0
     assert len(got) == 1 and got[0]["path"] == "/v1/chat/completions" and got[0]["key"] == "Bearer k"
     (message,) = got[0]["body"]["messages"]
-    assert "<answer>\ntwelve\n</answer>" in message["content"] and "1 + 11 =" in message["content"]
+    mark = re.search(r"<answer-([0-9a-f]{16})>", message["content"])[1]
+    assert f"<answer-{mark}>\ntwelve\n</answer-{mark}>" in message["content"] and "1 + 11 =" in message["content"]
 
 
 def test_equal_texts_of_a_group_are_asked_about_once_though_they_come_together():

@@ -55,6 +55,8 @@ class Untrusted(Reward):
                 os.kill(os.getppid(), signal.SIGKILL)
             case "network":
                 socket.create_connection(("127.0.0.1", int(rest)), timeout=2)
+            case "move":
+                os.rename(f"{rest}/from/file", f"{rest}/to/file")
             case "deep":
                 return (await self(prompt, sample)) if rest else eval("(" * 5000 + ")" * 5000)
             case "nan":

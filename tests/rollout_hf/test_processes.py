@@ -7,7 +7,7 @@ import pytest
 from hf_cases import changed, generate_all, make_request, plain_logprobs, plain_model, publish, run, started
 from plasmid.errors import ModelError
 from plasmid.protocols import Share
-from plasmid.run.cluster import RayCluster
+from plasmid.run.cluster import open_cluster
 from plasmid.sync import compare
 
 
@@ -17,7 +17,7 @@ def test_the_engine_runs_in_processes_of_its_own(tiny_model, tmp_path):
     requests = [make_request(i) for i in range(20)]
 
     async def test():
-        cluster = RayCluster(log_dir=tmp_path)
+        cluster = open_cluster(log_dir=tmp_path)
         await cluster.reserve([Share()])
         async with started(tiny_model, ranks=2, cluster=cluster) as engine:
             await engine.expect([request.session_id for request in requests])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 START_S = 600
+KEY = "PLASMID_TEST_SERVER_KEY"
 
 
 def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), **settings):
@@ -69,6 +71,12 @@ class Shared:
         self._context = make_context(model_path, run_dir)
         self._members = self.run(start_members(self._context.config.rollout, self._context))
         self._count = 0
+
+    def as_external(self, engine):
+        """Settings by which a run attaches to the server, which asks for its key."""
+        api = engine.members.all[0].api
+        os.environ[KEY] = api.key
+        return {"urls": [api.url], "api_key_env": KEY, "read_back_every": 0}
 
     def run(self, work):
         """Run a coroutine on the loop that the server's connections belong to."""

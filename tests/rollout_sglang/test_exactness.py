@@ -110,9 +110,8 @@ def test_a_run_that_finds_no_gpu_ends_before_a_server_starts(tmp_path):
 def test_a_server_of_others_must_be_in_the_mode(shared, tmp_path):
     async def attach():
         async with shared.engine() as own:
-            url = own.members.all[0].api.url
             context = make_context(
-                shared.model_path, tmp_path, urls=[url], read_back_every=0, server_args=None, deterministic=True
+                shared.model_path, tmp_path, server_args=None, deterministic=True, **shared.as_external(own)
             )
             try:
                 await context.config.rollout.build(context)

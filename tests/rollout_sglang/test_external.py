@@ -15,12 +15,10 @@ from sgl_cases import changed, make_context, make_request, plain_logprobs, plain
 
 
 @contextlib.asynccontextmanager
-async def attached(shared, tmp_path, model_path=None):
+async def attached(shared, tmp_path, model_path=None, **more):
     async with shared.engine() as own:  # which sets the weights back, and pauses afterwards
-        url = own.members.all[0].api.url
-        context = make_context(
-            model_path or shared.model_path, tmp_path, urls=[url], read_back_every=0, server_args=None, dtype="auto"
-        )
+        settings = shared.as_external(own) | more
+        context = make_context(model_path or shared.model_path, tmp_path, server_args=None, dtype="auto", **settings)
         engine = await context.config.rollout.build(context)
         try:
             yield engine
@@ -100,6 +98,23 @@ def test_a_server_of_another_model_is_refused(shared, tmp_path):
 
     with pytest.raises(EngineError, match=r"serves a model with model_type 'llama', model\.path has 'qwen3'"):
         shared.run(test())
+
+
+def test_a_server_that_asks_for_another_key_is_refused(shared, tmp_path, monkeypatch):
+    async def test(**more):
+        async with attached(shared, tmp_path, **more):
+            raise AssertionError("it was attached")
+
+    monkeypatch.setenv("WRONG_KEY", "guess")
+    for variable, message in (
+        ("", r"/get_server_info: answered 401"),
+        ("WRONG_KEY", r"/get_server_info: answered 401"),
+        ("NO_SUCH_KEY", r"rollout\.api_key_env: NO_SUCH_KEY is not set in the environment"),
+    ):
+        with pytest.raises((EngineError, ConfigError), match=message):
+            shared.run(test(api_key_env=variable))
+    with pytest.raises(ConfigError, match=r"rollout: api_key_env: is read for servers at urls only"):
+        make_context(tmp_path, tmp_path, api_key_env="SOME")
 
 
 @pytest.mark.long

@@ -3,11 +3,13 @@
 import socket
 from datetime import timedelta
 from threading import Thread
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 from plasmid.errors import ConfigError
 from plasmid.recipe import merge, resolve
+from plasmid.training.rendezvous import listen
 from plasmid_sglang.followers import held_ports
 from plasmid_sglang.group import Group, Host
 from plasmid_sglang.process import address_to_listen_on
@@ -55,7 +57,8 @@ def test_ports_of_a_meeting_are_kept_until_they_are_opened():
         with socket.socket() as anybody:
             anybody.bind(("127.0.0.1", 0))
             assert anybody.getsockname()[1] not in range(first, first + 3)
-        store = torch.distributed.TCPStore("127.0.0.1", first, 1, is_master=True)  # as SGLang's first rank does
+        store, port = listen("127.0.0.1", first)  # as the process that starts SGLang does
+        assert port == first
         store.set("met", "yes")
         assert store.get("met") == b"yes"
 
@@ -72,12 +75,11 @@ def test_a_broadcast_meets_on_the_machine_that_sends(monkeypatch):
     monkeypatch.setenv("PLASMID_ADDRESS", "127.0.0.2")
     limit = timedelta(seconds=60)
     host = Host("gloo", size=2, timeout=limit)
-    assert host.address == "127.0.0.2"
+    assert urlsplit(host.url).hostname == "127.0.0.2"
     got = torch.zeros(3)
 
     def member():
-        where = {"host": host.address, "port": host.port}
-        Group.join("gloo", **where, rank=1, size=2, timeout=limit).broadcast(got)
+        Group.join("gloo", rendezvous=host.url, rank=1, size=2, timeout=limit).broadcast(got)
 
     thread = Thread(target=member)
     thread.start()

@@ -65,14 +65,12 @@ def check_batches(folder):
 
 
 def test_a_run_trains_on_policy_and_proves_every_version(shared, tmp_path):
-    async def address():
+    async def attach():
         async with shared.engine() as engine:
-            member = engine.members.all[0]
-            await member.api.resume()
-            return member.api.url
+            await engine.members.all[0].api.resume()
+            return shared.as_external(engine)
 
-    url = shared.run(address())
-    config = recipe(tmp_path, shared.model_path, {"urls": [url], "read_back_every": 0, "canary_tolerance": 1e-3})
+    config = recipe(tmp_path, shared.model_path, shared.run(attach()) | {"canary_tolerance": 1e-3})
     result = run(config, make_cluster=lambda _: LocalCluster())
     assert result.steps == BATCHES
     check_batches(tmp_path)

@@ -176,3 +176,26 @@ def test_restricted_sampling_needs_a_top_k_that_sglang_can_tell_the_set_of(tmp_p
 def test_servers_of_others_say_nothing_of_sets(tmp_path):
     found = context(tmp_path, urls=["http://somewhere:1"], server_args=None, read_back_every=0).config.rollout
     assert not found.gives_kept_sets()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"disaggregation_mode": "prefill"}, "disaggregation_mode: 'prefill' is not supported"),
+        ({"quantization": "fp8"}, "quantization: 'fp8' is not supported: weight syncs send weights that are not"),
+        ({"enable_return_routed_experts": True}, "enable_return_routed_experts: True is not supported"),
+        ({"enable_lora": True}, "enable_lora: True is not supported: adapters are not trained or synced"),
+        ({"tokenizer_worker_num": 2}, "tokenizer_worker_num: must be 1, got 2: with more, SGLang asks for no API key"),
+        ({"smg_grpc_mode": True}, "smg_grpc_mode: True is not supported: SGLang's gRPC server asks for no API key"),
+        ({"grpc_port": 5000}, "grpc_port: 5000 is not supported: SGLang's gRPC server asks for no API key"),
+        ({"speculative_algorithm": "EAGLE"}, "weight syncs do not update the draft model; choose 'NGRAM' or remove it"),
+    ],
+)
+def test_arguments_that_would_silently_go_wrong_are_refused(tmp_path, arguments, said):
+    (line,) = refused(tmp_path, server_args=arguments)
+    assert line.startswith("rollout.server_args") and said in line
+
+
+def test_their_off_values_are_allowed(tmp_path):
+    off = {"disaggregation_mode": "null", "enable_return_routed_experts": False, "enable_lora": False}
+    context(tmp_path, server_args=off | {"speculative_algorithm": "NGRAM", "tokenizer_worker_num": 1})

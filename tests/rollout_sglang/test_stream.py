@@ -1,7 +1,9 @@
 """Weights on their way from a trainer's rank to the processes of servers, without SGLang: who is told of what."""
 
 import multiprocessing
+import secrets
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from inspect import signature
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from plasmid.errors import EngineError, EngineLostError, SyncError
 from plasmid.protocols import SyncPlan
 from plasmid.sync import checksum, make_buckets, send_weights, unpack
 from plasmid_sglang import sources
+from plasmid_sglang.control import ControlChannel, ControlClient, ControlServer
 from plasmid_sglang.lost import CutOffError, told
-from plasmid_sglang.mail import Channel, Mail, MailHost
 from plasmid_sglang.shelf import Shelf, bytes_of, read
 from plasmid_sglang.stream import OVER, Stream
+from plasmid_sglang.transport import Transport
 from plasmid_sglang.wire import Meeting, Order, SGLangWire
 
 WEIGHTS = [(f"layer.{i}", torch.arange(100.0) + i) for i in range(6)]
@@ -22,11 +25,12 @@ BUCKET = 2 * 416  # two tensors in each
 class Process:
     """One process of a server, which keeps what it is given."""
 
-    def __init__(self, address, rank=0, fails_at=None, timeout_s=20.0):
+    def __init__(self, address, plan, rank=0, fails_at=None, timeout_s=20.0):
         self.taken = {}
         self._fails_at = fails_at
         self._stream = Stream(
-            channel=Channel.of(address, "token", rank),
+            channel=ControlChannel.of_process(address, "token", rank),
+            transport=plan,
             load=self._load,
             rank=rank,
             device=torch.device("cpu"),
@@ -56,9 +60,12 @@ def is_whole(taken):
 
 
 @pytest.fixture
-def mails():
-    hosts = MailHost(), MailHost()
-    yield tuple(Mail(host.address) for host in hosts)
+def servers():
+    """The engine's ends of the control channels of two servers."""
+    hosts = ControlServer(secrets.token_bytes(32)), ControlServer(secrets.token_bytes(32))
+    yield tuple(ControlClient(host.address) for host in hosts)
+    for host in hosts:
+        host.close()
 
 
 @pytest.fixture
@@ -75,9 +82,14 @@ def processes():
         yield pool
 
 
-def wire_to(mails, kind, tmp_path, *, ranks=1, timeout_s=20.0, meeting=None):
+def wire_to(servers, kind, tmp_path, *, ranks=1, timeout_s=20.0, meeting=None):
     order = Order(token="token", ranks=ranks, timeout_s=timeout_s, folder=tmp_path / "weights")
-    return SGLangWire(kind=kind, order=order, addresses={i: mail.address for i, mail in mails.items()}, meeting=meeting)
+    addresses = {i: server.address for i, server in servers.items()}
+    return SGLangWire(kind=kind, order=order, addresses=addresses, meeting=meeting)
+
+
+def by_disk(tmp_path):
+    return Transport(kind="disk", token="token", folder=str(tmp_path / "weights"))
 
 
 def meet(ranks):
@@ -88,9 +100,13 @@ def send(wire, rank=0):
     return send_weights(WEIGHTS, plan=SyncPlan(wire=wire, dtype="float32", bucket_bytes=BUCKET), version=1, rank=rank)
 
 
-def check_all_get_all(kind, mails, pool, tmp_path):
-    wire = wire_to(dict(enumerate(mails)), kind, tmp_path, ranks=2, meeting=meet(2) if kind == "broadcast" else None)
-    running = [pool.submit(outcome, mail.address, rank) for mail in mails for rank in range(2)]
+def check_all_get_all(kind, servers, pool, tmp_path):
+    wire = wire_to(dict(enumerate(servers)), kind, tmp_path, ranks=2, meeting=meet(2) if kind == "broadcast" else None)
+    running = [
+        pool.submit(outcome, server.address, wire.transport(i), rank)
+        for i, server in enumerate(servers)
+        for rank in range(2)
+    ]
     sent = send(wire)
     assert len(sent.buckets) == 3
     for taken, receipt in (run.result() for run in running):
@@ -98,10 +114,10 @@ def check_all_get_all(kind, mails, pool, tmp_path):
         assert receipt["buckets"] == [(s.index, s.num_bytes, s.checksum) for s in sent.buckets]
 
 
-def check_one_fails(kind, mails, pool, tmp_path):
-    wire = wire_to(dict(enumerate(mails)), kind, tmp_path, meeting=meet(1) if kind == "broadcast" else None)
-    bad = pool.submit(outcome, mails[0].address, 0, 1)
-    good = pool.submit(outcome, mails[1].address)
+def check_one_fails(kind, servers, pool, tmp_path):
+    wire = wire_to(dict(enumerate(servers)), kind, tmp_path, meeting=meet(1) if kind == "broadcast" else None)
+    bad = pool.submit(outcome, servers[0].address, wire.transport(0), 0, 1)
+    good = pool.submit(outcome, servers[1].address, wire.transport(1))
     assert len(send(wire).buckets) == 3
     taken, error = bad.result()
     assert len(taken) == 2 and str(error) == "it does not fit"  # nothing after the bucket that did not fit
@@ -110,107 +126,179 @@ def check_one_fails(kind, mails, pool, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["http", "disk"])
-def test_every_process_of_every_server_gets_all(kind, mails, threads, tmp_path):
-    check_all_get_all(kind, mails, threads, tmp_path)
+def test_every_process_of_every_server_gets_all(kind, servers, threads, tmp_path):
+    check_all_get_all(kind, servers, threads, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["http", "disk"])
-def test_a_server_that_fails_does_not_keep_the_weights_from_the_other(kind, mails, threads, tmp_path):
-    check_one_fails(kind, mails, threads, tmp_path)
+def test_a_server_that_fails_does_not_keep_the_weights_from_the_other(kind, servers, threads, tmp_path):
+    check_one_fails(kind, servers, threads, tmp_path)
 
 
-def test_a_broadcast_reaches_every_process(mails, processes, tmp_path):
-    check_all_get_all("broadcast", mails, processes, tmp_path)
+def test_a_broadcast_reaches_every_process(servers, processes, tmp_path):
+    check_all_get_all("broadcast", servers, processes, tmp_path)
 
 
-def test_a_server_that_fails_in_a_broadcast_stays_in_it(mails, processes, tmp_path):
-    check_one_fails("broadcast", mails, processes, tmp_path)
+def test_a_server_that_fails_in_a_broadcast_stays_in_it(servers, processes, tmp_path):
+    check_one_fails("broadcast", servers, processes, tmp_path)
 
 
-def test_sending_fails_when_no_server_is_left(mails, threads, tmp_path):
-    running = [threads.submit(Process(mail.address, fails_at=0).run) for mail in mails]
+def test_sending_fails_when_no_server_is_left(servers, threads, tmp_path):
+    wire = wire_to(dict(enumerate(servers)), "http", tmp_path)
+    running = [
+        threads.submit(Process(server.address, wire.transport(i), fails_at=0).run) for i, server in enumerate(servers)
+    ]
     with pytest.raises(SyncError, match="it does not fit"):
-        send(wire_to(dict(enumerate(mails)), "http", tmp_path))
+        send(wire)
     for run in running:
         with pytest.raises(SyncError, match="it does not fit"):
             run.result()
 
 
-def test_what_the_actor_says_of_a_server_ends_the_waiting_for_it(mails, threads, tmp_path):
-    sending = threads.submit(send, wire_to({0: mails[0]}, "disk", tmp_path))
-    mails[0].tell_all("token", 1, orders=OVER, answers=told(EngineError("the server is not running")))
+def test_what_the_actor_says_of_a_server_ends_the_waiting_for_it(servers, threads, tmp_path):
+    sending = threads.submit(send, wire_to({0: servers[0]}, "disk", tmp_path))
+    servers[0].put_all("token", 1, orders=OVER, answers=told(EngineError("the server is not running")))
     with pytest.raises(EngineLostError, match="EngineError: the server is not running"):
         sending.result()
-    late = Process(mails[0].address)
+    late = Process(servers[0].address, by_disk(tmp_path))
     with pytest.raises(CutOffError):
         while True:
             late.run()  # some buckets were announced before
 
 
-def test_a_sender_that_fails_tells_the_servers(mails, threads, tmp_path):
-    running = threads.submit(Process(mails[0].address).run)
-    sender = wire_to({0: mails[0]}, "disk", tmp_path).open(rank=0, version=1)
+def test_a_sender_that_fails_tells_the_servers(servers, threads, tmp_path):
+    running = threads.submit(Process(servers[0].address, by_disk(tmp_path)).run)
+    sender = wire_to({0: servers[0]}, "disk", tmp_path).open(rank=0, version=1)
     sender.send(next(make_buckets(WEIGHTS, bucket_bytes=BUCKET)))
     sender.close(ok=False)
     with pytest.raises(CutOffError, match="the sender gave up"):
         running.result()
 
 
-def test_whoever_says_nothing_is_not_waited_for_longer_than_agreed(mails, tmp_path):
+def test_whoever_says_nothing_is_not_waited_for_longer_than_agreed(servers, tmp_path):
     with pytest.raises(CutOffError, match=r"the sender said nothing for 0\.2 s"):
-        Process(mails[0].address, timeout_s=0.2).run()
+        Process(servers[0].address, by_disk(tmp_path), timeout_s=0.2).run()
     with pytest.raises(EngineLostError, match=r"no answer within 0\.2 s"):
-        send(wire_to({0: mails[0]}, "disk", tmp_path, timeout_s=0.2))
+        send(wire_to({0: servers[0]}, "disk", tmp_path, timeout_s=0.2))
 
 
-def test_a_process_that_waits_shows_that_it_lives(mails, threads):
-    waiting = threads.submit(Process(mails[0].address, timeout_s=2.5).run)
+def test_a_process_that_waits_shows_that_it_lives(servers, threads, tmp_path):
+    waiting = threads.submit(Process(servers[0].address, by_disk(tmp_path), timeout_s=2.5).run)
     with pytest.raises(CutOffError):
         waiting.result()
-    assert mails[0].pulse("token") >= 3  # at the beginning, and once a second
-    assert mails[0].pulse("other") == 0
+    assert servers[0].pulse("token") >= 3  # at the beginning, and once a second
+    assert servers[0].pulse("other") == 0
 
 
-def test_a_rank_whose_server_was_left_out_sends_nothing(mails, threads, tmp_path):
+def test_a_rank_whose_server_was_left_out_sends_nothing(servers, threads, tmp_path):
     """Ranks lie on the GPUs of their servers: that of a server that is gone must not send to another one."""
-    wire = wire_to({1: mails[1]}, "ipc", tmp_path)
+    wire = wire_to({1: servers[1]}, "ipc", tmp_path)
     assert len(send(wire, rank=0).buckets) == 3
-    mails[1].tell_all("token", 1, orders=OVER, answers={"index": 0})
+    servers[1].put_all("token", 1, orders=OVER, answers={"index": 0})
     with pytest.raises(CutOffError):
-        Process(mails[1].address).run()  # it was told of no bucket
+        Process(servers[1].address, by_disk(tmp_path)).run()  # it was told of no bucket
 
 
-def test_mail_of_long_ago_is_thrown_away(mails):
-    mail, _ = mails
-    store = mail.address.store()
-    before = None
+def test_messages_of_long_ago_are_dropped(servers):
+    client, _ = servers
     for i in range(30):
-        mail.open(f"token-{i}", 2)
-        mail.tell_all(f"token-{i}", 2, orders=OVER, answers=OVER)
-        if i == 9:
-            before = store.num_keys()
-    assert Channel.to(mail.address, "token-29", 1).get(1) == OVER
-    assert store.queue_len("token-0/0/orders") == 0
-    assert store.num_keys() <= before
+        client.open(f"token-{i}")
+        client.put_all(f"token-{i}", 2, orders=OVER, answers=OVER)
+    assert ControlChannel.of_sender(client.address, "token-29", 1).get(1) == OVER
+    assert client.address.get("token-0/0/orders") is None
+    assert client.address.get("token-22/0/orders") == OVER
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ({"kind": "disk"}, "announced by 'disk', and 'http' was planned"),
+        ({"kind": "ipc", "handle": "gASVAAAA"}, "announced by 'ipc'"),
+        ({}, "announced by None"),
+        ({"kind": "http", "host": "127.0.0.1", "port": "80"}, "port = '80'"),
+    ],
+)
+def test_a_bucket_by_another_way_than_planned_is_refused(servers, threads, source, error):
+    process = Process(servers[0].address, Transport(kind="http", token="secret"))
+    running = threads.submit(process.run)
+    header = {"index": 0, "names": [], "shapes": [], "dtypes": [], "checksum": 0, "num_bytes": 8, "is_last": True}
+    sender = ControlChannel.of_sender(servers[0].address, "token", 0)
+    sender.put({"bucket": header, "source": source})
+    with pytest.raises(SyncError, match=error):
+        running.result()
+    assert error in sender.get(5)["error"]
+
+
+HANDLE = {
+    "offset": 4,
+    "handle": "AAAA",
+    "storage_bytes": 12,
+    "storage_offset": 0,
+    "counter": "AAAA",
+    "counter_offset": 0,
+    "event": "AAAA",
+    "is_recorded": True,
+}
+"""Plain fields of a CUDA IPC handle; what a driver makes of such bytes is not asked here."""
+
+
+def test_a_handle_has_plain_fields_of_the_right_kinds():
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    arguments = sources.ipc_arguments(HANDLE, num_bytes=8, device=1)
+    named = dict(zip(signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
+    assert (named["tensor_size"], named["tensor_offset"], named["storage_device"]) == ((8,), 4, 1)
+    assert named["storage_handle"] == named["ref_counter_handle"] == named["event_handle"] == b"\0\0\0"
+    assert (named["storage_size_bytes"], named["storage_offset_bytes"], named["ref_counter_offset"]) == (12, 0, 0)
+    assert (named["event_sync_required"], named["requires_grad"], named["dtype"]) == (True, False, torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"offset": 5},
+        {"offset": -1},
+        {"offset": True},
+        {"offset": "4"},
+        {"storage_bytes": 1 << 62},
+        {"handle": ""},
+        {"handle": "A" * 8192},
+        {"handle": ["AAAA"]},
+        {"event": "not base64"},
+        {"counter": None},
+        {"is_recorded": 1},
+    ],
+)
+def test_a_handle_with_other_fields_is_refused(wrong):
+    with pytest.raises(SyncError, match="a bucket was announced"):
+        sources.ipc_arguments(HANDLE | wrong, num_bytes=8, device=0)
 
 
 def test_buckets_are_served_to_those_who_know_the_token(threads):
     bucket = next(make_buckets(WEIGHTS, bucket_bytes=BUCKET))
     shelf = Shelf("secret")
+    host, port = shelf.address
     try:
-        url = shelf.put(bucket)
+        shelf.put(bucket)
         got = torch.empty_like(bucket.data)
-        read(url, bytes_of(got))
+        read(host, port, "/secret/0", bytes_of(got))
         assert checksum(got) == bucket.checksum
-        with pytest.raises(OSError, match="answered 404"):
-            read(url.replace("secret", "guess"), bytes_of(got))
+        for path in ("/guess/0", "/0", "/", "/secret/", "/secret/1"):
+            with pytest.raises(OSError, match="answered 404"):
+                read(host, port, path, bytes_of(got))
         with pytest.raises(OSError, match=f"with {got.numel()} bytes, not 200 with 8"):
-            read(url, memoryview(bytearray(8)))
+            read(host, port, "/secret/0", memoryview(bytearray(8)))
         shelf.take_off(bucket)
         with pytest.raises(OSError, match="answered 404"):
-            read(url, bytes_of(got))
+            read(host, port, "/secret/0", bytes_of(got))
     finally:
         shelf.close()
-    place = sources.Place(header={"num_bytes": got.numel()}, rank=0, device=torch.device("cpu"))
+    place = sources.Place(
+        header={"num_bytes": got.numel(), "index": 0},
+        transport=Transport(kind="http", token="secret"),
+        rank=0,
+        device=torch.device("cpu"),
+        timeout_s=1.0,
+    )
     with pytest.raises(CutOffError, match="Connection refused"):
-        sources.fetch({"kind": "http", "url": url}, place)
+        sources.fetch({"kind": "http", "host": host, "port": port}, place)

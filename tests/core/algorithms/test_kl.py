@@ -74,3 +74,28 @@ def test_far_apart_policies_have_finite_gradients(estimator, lp):
     value = kl_estimate(estimator, now, torch.tensor([-250.0]))
     value.sum().backward()
     assert value.isfinite().all() and now.grad.isfinite().all()
+
+
+LOG_RATIOS = [x / 4 for x in range(-400, 401)]
+
+
+def fp64_gradient(estimator, d):
+    """Derivative of the estimate after the policy's log-probability; 0 where a clamp holds the value."""
+    if estimator in ("k1", "k2"):
+        return 1.0 if estimator == "k1" else d
+    bounded = d < -20 or (estimator == "low_var_kl" and math.exp(-d) - 1 + d > 10)
+    return 0.0 if bounded else 1 - math.exp(-d)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("estimator", BY_HAND)
+def test_no_gradient_turns_round_far_from_the_reference(estimator, dtype):
+    now = torch.tensor(LOG_RATIOS, dtype=dtype, requires_grad=True)
+    value = kl_estimate(estimator, now, torch.zeros_like(now))
+    value.sum().backward()
+    exact = torch.tensor([fp64_gradient(estimator, d) for d in LOG_RATIOS], dtype=torch.float64)
+    torch.testing.assert_close(now.grad.double(), exact, rtol=1e-5, atol=1e-6)
+    values = torch.tensor([BY_HAND[estimator](max(d, -20.0) if "k3" in estimator else d) for d in LOG_RATIOS])
+    torch.testing.assert_close(value.detach().double(), values.double(), rtol=1e-5, atol=1e-5)
+    if estimator != "k1":  # nothing is pushed away from the reference
+        assert all(gradient * d >= 0 for gradient, d in zip(now.grad.tolist(), LOG_RATIOS, strict=True))

@@ -111,8 +111,9 @@ class Run:
 
     def at(self, table, m):
         """[P, ...] what a table says about each predicted token: its row, and how many tokens came before it."""
-        row, column = m.source // m.input_ids.shape[1], m.source % m.input_ids.shape[1]
-        return table[m.input_ids[row, 0], column]
+        begins = torch.tensor([0, *m.lengths]).cumsum(0)
+        first = begins[m.sample_index]
+        return table[m.token_ids[first], m.source - first]
 
     def logprobs(self, table, m):
         logits = self.at(table, m)  # through the trainers' own code: the table is a head for which one-hots are hidden

@@ -177,6 +177,10 @@ def test_a_first_token_is_added_where_the_file_asks_for_it(make_gguf, tmp_path):
             "the tokenizer's splitting 'tekken' cannot be converted; known are "
             "default, gpt-2, llama-bpe, qwen2, smollm",
         ),
+        (
+            {"changes": {"tokenizer.ggml.merges": ["alone"]}},
+            "a merge of the tokenizer is no pair of tokens: 'alone'",
+        ),
         ({"changes": {"tokenizer.ggml.eos_token_id": 99}}, "eos token 99 is not among the 43 tokens"),
         (
             {"tensors": [("rope_freqs.weight", (4,), 0, bytes(16))]},

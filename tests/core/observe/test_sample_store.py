@@ -1,5 +1,4 @@
 import dataclasses
-import os
 
 import numpy as np
 import pyarrow as pa
@@ -7,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from plasmid.errors import CheckpointError
 from plasmid.kept import KeptSet
+from plasmid.observe.sample_columns import SCHEMA
 from plasmid.observe.sample_store import read_dropped, read_samples, read_table, write_samples
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 
@@ -153,16 +153,14 @@ def test_groups_that_cannot_come_back_are_refused(tmp_path):
         write_samples(tmp_path / "a.parquet", [group(1, [sample(2, 0, [0.0])])], step=1)
 
 
-def test_a_full_disk_leaves_neither_a_part_of_the_file_nor_the_old_one_changed(tmp_path):
-    if not os.path.exists("/dev/full"):
-        pytest.fail("this test needs Linux")
+def test_a_full_disk_leaves_neither_a_part_of_the_file_nor_the_old_one_changed(tmp_path, full_disk):
     path = tmp_path / "a.parquet"
     write_samples(path, groups()[:1], step=1)
     before = path.read_bytes()
-    (tmp_path / ".a.parquet.tmp").symlink_to("/dev/full")
+    full_disk(1000)
     with pytest.raises(CheckpointError) as error:
         write_samples(path, groups(), step=1)
-    assert str(error.value) == f"{path}: cannot write samples: no space left on device"
+    assert str(error.value) == f"{path}: cannot write samples: file too large"
     assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
     assert path.read_bytes() == before
 
@@ -199,3 +197,11 @@ def test_kept_sets_without_their_mass_are_refused_and_files_without_sets_read(tm
     assert str(error.value) == f"{tmp_path / 'b.parquet'}: not a file of samples: column 'kept' has no field 'log_mass'"
     pq.write_table(table.set_column(place, "kept", less).slice(1), tmp_path / "c.parquet")
     assert_same(read_samples(tmp_path / "c.parquet")[1:], groups()[1:])
+
+
+def test_a_file_of_samples_whose_values_are_of_no_sample_is_one_line(tmp_path):
+    table = pa.table([pa.nulls(1, field.type) for field in SCHEMA], schema=SCHEMA)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(CheckpointError, match="not a file of samples: ") as error:
+        read_samples(tmp_path / "a.parquet")
+    assert "\n" not in str(error.value)

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from plasmid.components import CanaryPlan
 from plasmid.errors import EngineError, SyncError
 from plasmid.run.canary import PROMPT, Canary
 from plasmid.run.local import LocalCluster
@@ -48,8 +49,9 @@ class Trainer(FakeTrainer):
         return tuple(np.full(int(group.lengths[0]), self.logprob, np.float32) for group in batch.groups)
 
 
-def canary(engine, trainer, **settings):
-    return Canary(engine, trainer, **({"tolerance": 0.01, "copies": 3, "limit_s": 10} | settings))
+def canary(engine, trainer, *, tolerance=0.01, every=1, **settings):
+    plan = CanaryPlan(tolerance=tolerance, every=every)
+    return Canary(engine, trainer, plan, **({"copies": 3, "limit_s": 10} | settings))
 
 
 @pytest.mark.parametrize("off_by", [0.0, NEARLY, -NEARLY])
@@ -107,7 +109,7 @@ class EngineConfig(FakeEngineConfig):
     _tolerance: float | None = PrivateAttr(None)
 
     def canary(self):
-        return self._tolerance
+        return None if self._tolerance is None else CanaryPlan(tolerance=self._tolerance)
 
     async def build(self, context):
         return self._engine
@@ -214,3 +216,16 @@ def test_a_run_ends_when_too_little_is_left_of_the_engine(runner, monkeypatch):
     engine._settings = FakeEngineConfig(max_delay_s=5.0, num_tokens=4)
     with pytest.raises(EngineError, match="too few servers are left"):
         run_with(runner, engine, Trainer(-0.5))
+
+
+@pytest.mark.parametrize(("version", "asked"), [(0, True), (1, False), (2, False), (3, True)])
+def test_a_canary_is_asked_in_every_kth_version_only(version, asked):
+    async def test():
+        trainer = Trainer(-0.5)
+        probe = canary(Engine(version=version), trainer, every=3)
+        probe.ask(version)
+        assert (probe.asked is not None) == asked
+        assert bool(await probe.check()) == bool(trainer.checked) == asked
+        await probe.close()
+
+    asyncio.run(test())

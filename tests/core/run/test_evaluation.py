@@ -12,6 +12,7 @@ from plasmid.errors import ConfigError, DataError, RewardError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_store import read_samples
+from plasmid.recipe import merge, resolve
 from plasmid.run.evaluate import evaluate
 from plasmid.run.evaluation import Bench, EvaluationSet, Evaluator
 from plasmid.run.evaluation_metrics import mean_over_sets, summarize
@@ -19,7 +20,7 @@ from plasmid.run.layout import Layout, check_gpus
 from plasmid.run.local import LocalCluster
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
-from plasmid.types import PromptGroup, Score, StopReason
+from plasmid.types import PromptGroup, SamplingParams, Score, StopReason
 
 SLOW = "eval-few-0-000000"
 """The first rollout of the evaluation before the first batch."""
@@ -216,6 +217,24 @@ def test_a_reward_that_raises_in_an_evaluation_ends_the_run_with_its_place(runne
     }
     with pytest.raises(RewardError, match=r"eval.0.rewards.0 \(bad\): raised on sample eval-few-0-00000\d/0: KeyErr"):
         runner.run(with_parts(runner, changes))
+
+
+def test_a_set_inherits_each_setting_of_sampling_that_it_does_not_set(runner):
+    run = {"batches": 1, "prompts_per_batch": 4}
+    sampling = {"max_new_tokens": 7, "stop": ["#"], "temperature": 0.5}
+    runner.run({"run": run, "sampling": sampling, "eval": [few(runner, sampling={"temperature": 0.0})]})
+    sets = runner.folder / "run" / "samples" / "eval-few-000001.parquet"
+    for sample in (sample for group in read_samples(sets) for sample in group.samples):
+        assert sample.sampling == SamplingParams(temperature=0.0, max_new_tokens=7, stop=("#",))
+    batch = runner.folder / "run" / "samples" / "batch-000001.parquet"
+    assert {s.sampling.temperature for group in read_samples(batch) for s in group.samples} == {0.5}
+
+
+def test_what_a_set_inherits_survives_the_stored_recipe(runner):
+    config = runner.config({"sampling": {"stop": ["#"]}, "eval": [few(runner, sampling={"temperature": 0.0})]})
+    changed = resolve(merge(config.model_dump(mode="json"), {"sampling": {"stop": ["!"]}}))
+    prompt = make_prompt()
+    assert changed.sampling_of(prompt, changed.eval[0].sampling) == SamplingParams(temperature=0.0, stop=("!",))
 
 
 def test_a_set_has_rewards_and_a_workflow_of_its_own(runner):

@@ -47,19 +47,19 @@ def test_any_checkpoint_can_be_exported(runner, tmp_path):
     runner.run(SHORT)
     run = runner.folder / "run"
     first = run / "checkpoints/batch-000001"
-    assert export_checkpoint(first, tmp_path / "first", make_cluster=cluster) == 1
-    assert export_checkpoint(run, tmp_path / "newest", make_cluster=cluster) == 2
+    assert export_checkpoint(first, tmp_path / "first", make_cluster=cluster, trust_recipe=True) == 1
+    assert export_checkpoint(run, tmp_path / "newest", make_cluster=cluster, trust_recipe=True) == 2
     copied = first.rename(tmp_path / "copied")
-    assert export_checkpoint(copied, tmp_path / "again", make_cluster=cluster) == 1
+    assert export_checkpoint(copied, tmp_path / "again", make_cluster=cluster, trust_recipe=True) == 1
     assert [origin(tmp_path / name)["batch"] for name in ("first", "newest", "again")] == [1, 2, 1]
 
 
 def test_exports_that_cannot_be_made_say_why(runner, tmp_path):
     with pytest.raises(CheckpointError, match=r"is neither a checkpoint \(it has no state.json\) nor the folder of a"):
-        export_checkpoint(tmp_path, tmp_path / "out", make_cluster=cluster)
+        export_checkpoint(tmp_path, tmp_path / "out", make_cluster=cluster, trust_recipe=True)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
-        export_checkpoint(tmp_path, tmp_path / "out", make_cluster=cluster)
+        export_checkpoint(tmp_path, tmp_path / "out", make_cluster=cluster, trust_recipe=True)
     runner.run(SHORT)
     with pytest.raises(CheckpointError, match="exists already; remove it or choose another folder"):
-        export_checkpoint(runner.folder / "run", runner.folder / "run/final", make_cluster=cluster)
+        export_checkpoint(runner.folder / "run", runner.folder / "run/final", make_cluster=cluster, trust_recipe=True)

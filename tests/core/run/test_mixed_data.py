@@ -10,6 +10,7 @@ import pytest
 from plasmid.errors import ConfigError, DataError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.sample_store import read_samples
+from plasmid.types import SamplingParams
 
 ROWS = """
 def row(*, seed, index):
@@ -93,6 +94,23 @@ def test_prompts_are_sampled_and_judged_as_their_profile_says(runner):
             head = int(sample.text[0]) / 9
             assert set(sample.score.components) == ({"head"} if made else {"digits", "head"})
             assert sample.reward == pytest.approx(sample.score.components.get("digits", 0.0) + 2 * head)
+
+
+def test_a_profile_inherits_each_setting_of_sampling_that_it_does_not_set(runner):
+    runner.run(recipe(runner, sampling={"max_new_tokens": 7, "stop": ["#"]}))
+    for _, group in groups(runner):
+        temperature = 0.5 if group.prompt.profile else 1.0
+        for sample in group.samples:
+            assert sample.sampling == SamplingParams(temperature=temperature, max_new_tokens=7, stop=("#",))
+
+
+def test_a_set_comes_before_the_profile_of_its_prompts_key_by_key(runner):
+    (runner.folder / "own.jsonl").write_text('{"prompt": "say 1", "target": 1, "as": "long"}\n')
+    data = {"path": f"{runner.folder}/own.jsonl", "profile_key": "as"}
+    set_ = {"name": "own", "data": data, "sampling": {"max_new_tokens": 3}}
+    runner.run(recipe(runner, sampling={"stop": ["#"]}, eval=[set_]))
+    [group] = read_samples(runner.folder / "run" / "samples" / "eval-own-000000.parquet")
+    assert group.samples[0].sampling == SamplingParams(temperature=0.5, max_new_tokens=3, stop=("#",))
 
 
 def test_metrics_tell_rewards_and_shares_of_each_source_and_components_of_those_that_have_them(runner):

@@ -107,6 +107,23 @@ def test_a_resumed_run_goes_on_with_the_rows_that_come_next(make_runner, sft):
             {"run": {"samples_per_prompt": 5}},
             "run.samples_per_prompt: 5 is never read, because algorithm 'sft' never samples; remove it",
         ),
+        *(
+            (
+                {table: {name: value}},
+                f"{table}.{name}: {value} is never read, because algorithm 'sft' never samples; remove it",
+            )
+            for table, name, value in (
+                ("run", "sync_every", 2),
+                ("run", "max_dropped", 5),
+                ("run", "max_failed", 0.25),
+                ("run", "rollout_timeout_s", 5.0),
+                ("run", "sync_timeout_s", 5.0),
+                ("run", "warn_mismatch", 0.5),
+                ("placement", "engine_ranks", 2),
+                ("placement", "rollout_workers", 2),
+                ("placement", "colocated", True),
+            )
+        ),
         (
             {"algorithm": {"kind": "ppo"}, "rollout": {"kind": "fake"}, "rewards": [{"kind": "digits"}]},
             "data.kind: demonstrations hold the answers, and algorithm 'ppo' samples its own; "
@@ -155,6 +172,19 @@ def test_restrictions_that_greedy_sampling_never_reads_are_refused(runner):
     with pytest.raises(ConfigError) as error:
         runner.config({"sampling": {"temperature": 0.0, "top_k": 3}})
     assert str(error.value) == "sampling.top_k: 3 is never read at temperature 0; remove it"
+
+
+def test_a_restriction_is_told_where_it_is_set_and_not_where_it_is_inherited(runner):
+    greedy = {"sampling": {"temperature": 0.0, "top_p": 0.9}}
+    data = {"path": str(runner.folder / "prompts.jsonl")}
+    sets = [{"name": "a", "data": data, "sampling": {"temperature": 0.0}}, {"name": "b", "data": data, **greedy}]
+    profiles = {"p": {"sampling": {"temperature": 0.0}}, "q": greedy}
+    with pytest.raises(ConfigError) as error:
+        runner.config({"sampling": {"top_k": 3}, "eval": sets, "profiles": profiles})
+    assert str(error.value).splitlines() == [
+        "profiles.q.sampling.top_p: 0.9 is never read at temperature 0; remove it",
+        "eval.1.sampling.top_p: 0.9 is never read at temperature 0; remove it",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "gspo", "cispo", "rloo", "reinforce-plus-plus-baseline"])

@@ -6,8 +6,8 @@ import shutil
 import sys
 
 import pytest
+from plasmid.checkpoint_config import CheckpointConfig
 from plasmid.components import PromptStream
-from plasmid.config import CheckpointConfig
 from plasmid.errors import CheckpointError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.sample_store import read_samples

@@ -59,7 +59,7 @@ def score(model, rows, rank):
 
 
 def forward(model, m, **options):
-    hidden = model.hidden(m.input_ids).flatten(0, 1)[m.source]
+    hidden = torch.cat([model.hidden(ids[None])[0] for ids in m.token_ids.split(m.lengths)])[m.source]
     head = {"bias": model.head.bias, "chunk_size": 5}
     return token_logprobs(hidden, model.head.weight, m.targets, m.temperatures, kept=m.kept, **head, **options)
 

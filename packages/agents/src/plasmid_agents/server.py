@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 from plasmid.errors import one_line
 from plasmid.types import SamplingParams
 
@@ -18,13 +18,25 @@ from .chat import ChatRequest, Problem, Refused, Reply
 from .session import Prepared, Session
 from .wire import anthropic_messages, openai_chat, openai_text
 
-MAX_BODY = 64 << 20
-"""Bytes of one request."""
+MAX_BODY = 16 << 20
+"""Largest body of a request in bytes, after decompression: a million tokens, and time enough to parse them."""
 KEEP_ALIVE_S = 5.0
 """Time between two signs of life in a stream: proxies close silent connections, and clients that left are noticed."""
 ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/messages and /v1/messages/count_tokens"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger(__name__)
+
+
+class _ParsedOnly(logging.Filter):
+    """Leaves out requests that are no HTTP: they get status 400, and their tracebacks could fill the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, http_exceptions.HttpProcessingError)
+
+
+http_log = logging.getLogger(f"{__name__}.http")
+http_log.addFilter(_ParsedOnly())
 
 
 class Wire(Protocol):
@@ -62,7 +74,9 @@ class AgentServer:
             app.router.add_get(f"{prefix}/v1/models/{{name}}", self._model)
         app.router.add_route("*", "/{path:.*}", _nowhere)
         # a handler ends with its client: what nobody waits for must not be drawn, nor trained on
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
@@ -108,6 +122,8 @@ class AgentServer:
                 return _refuse(wire, error)
             except (ConnectionError, web.HTTPException):
                 raise
+            except RecursionError:
+                return _refuse(wire, _nested())
             except Exception as error:  # boundary: the agent gets an answer, and the rollout an error
                 log.exception("a request failed")
                 if session is not None:
@@ -141,6 +157,8 @@ class AgentServer:
             return web.json_response({"input_tokens": session.count(asked)})
         except Refused as error:
             return _refuse(anthropic_messages, error)
+        except RecursionError:
+            return _refuse(anthropic_messages, _nested())
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [_card("policy")], "has_more": False})
@@ -166,10 +184,20 @@ async def _nowhere(request: web.Request) -> web.StreamResponse:
 
 
 async def _json(request: web.Request) -> object:
+    body = await request.read()
     try:
-        return await request.json()
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        data = json.loads(body.decode("utf-8"))
+        if b"\\ud" in body.lower():
+            json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused(Problem.BAD_REQUEST, "the body has half a surrogate pair; no tokenizer takes it") from None
+    except ValueError as error:  # of the encoding, the syntax, or a number of thousands of digits
         raise Refused(Problem.BAD_REQUEST, f"the body is not valid JSON: {error}") from None
+    return data
+
+
+def _nested() -> Refused:
+    return Refused(Problem.BAD_REQUEST, "the body is nested too deeply")
 
 
 def _refuse(wire: Wire, error: Refused) -> web.Response:

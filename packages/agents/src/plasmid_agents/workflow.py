@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from plasmid.child_environment import child_environment
 from plasmid.components import Rollout, Workflow
 from plasmid.errors import PluginError
 from plasmid.functions import FunctionName
@@ -50,6 +52,9 @@ class Agent(Workflow):
     unfollowed: Literal["refuse", "ignore"] = "refuse"
     """What becomes of requests that ask for what the run does not follow (another temperature, a forced tool, a
     response format, a seed): an error that names it, or nothing."""
+    environment: tuple[str, ...] = ()
+    """Names of further environment variables of the run that agents get, such as keys for their tools. Without it they
+    get ``PATH``, ``HOME``, the locale and the like, and those of the policy's server."""
     host: str = "127.0.0.1"
     """Address to listen on; ``0.0.0.0`` for agents in containers or on other machines."""
     advertised_host: str = "auto"
@@ -58,6 +63,7 @@ class Agent(Workflow):
     _server: AgentServer | None = PrivateAttr(None)
     _functions: FunctionHost | None = PrivateAttr(None)
     _seed: int = PrivateAttr(0)
+    _environment: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
@@ -80,9 +86,12 @@ class Agent(Workflow):
         """Start the server, and import the function. Raises `PluginError`."""
         from .server import AgentServer  # settings are read without the web server
 
-        self._seed = context.seed
+        missing = [name for name in self.environment if name not in os.environ]
+        if missing:
+            raise PluginError(f"workflow.environment: {missing[0]} is not set where the run was started; set it")
+        self._seed, self._environment = context.seed, child_environment(self.environment)
         if self.function:
-            self._functions = FunctionHost(FunctionName.parse(self.function))
+            self._functions = FunctionHost(FunctionName.parse(self.function), self._environment)
             await self._functions.start()
         loopback = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
         advertised = loopback if self.advertised_host == "auto" else self.advertised_host
@@ -126,7 +135,7 @@ class Agent(Workflow):
     async def _agent(self, task: Task) -> Result:
         if self._functions is not None:
             return await self._functions.run(task)
-        return await run_command(self.command, task)
+        return await run_command(self.command, task, self._environment)
 
     def _rules(self) -> Rules:
         return Rules(

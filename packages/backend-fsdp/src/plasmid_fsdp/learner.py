@@ -18,7 +18,7 @@ from plasmid.types import Floats, Role
 from torch import Tensor
 
 from .frozen import Frozen
-from .loading import reshard
+from .loading import compiled_graphs, reshard
 from .model import Policy
 from .optimizer import Updater
 from .ranks import Ranks
@@ -85,12 +85,16 @@ class Learner:
                 mismatch=result.mismatch,
             )
         update = self.updater.update()
-        return {
-            "train/grad_norm": update.norm,
-            "train/lr": update.lr,
-            "train/skipped": float(not update.taken),
-            "train/step": float(self.updater.step),
-        } | self.ranks.reduce(metrics)
+        return (
+            {
+                "train/grad_norm": update.norm,
+                "train/lr": update.lr,
+                "train/skipped": float(not update.taken),
+                "train/step": float(self.updater.step),
+            }
+            | self.ranks.reduce(metrics)
+            | compiled_graphs()
+        )
 
 
 def microbatches(

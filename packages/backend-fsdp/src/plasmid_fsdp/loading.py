@@ -15,19 +15,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .decoder_input import PACKED, packing_obstacle
 from .folder_layout import FolderLayout
 from .settings import FSDP
+
+COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Settings by which families say that their layers have experts, whose loops in transformers do not compile well."""
 
 
 def on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The folder's causal language model without memory for its weights. Raises `ModelError`."""
     trust = source.trust_remote_code
+    implementation = PACKED if settings.attention == "auto" else settings.attention
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
         _without_dropout(config)
         with BUILDING, torch.device("meta"):
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, attn_implementation=settings.attention, trust_remote_code=trust
+                config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust
             )
     except (ValueError, KeyError, ImportError, OSError) as error:
         first = str(error).strip().splitlines()[0]
@@ -36,6 +41,11 @@ def on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float3
         ) from None
     if not isinstance(lm.get_output_embeddings(), nn.Linear):  # type: ignore[no-untyped-call]
         raise ModelError(f"{source.where}.path: {source.path} has no plain linear head, which trainer 'fsdp' needs")
+    obstacle = packing_obstacle(lm) if settings.attention == "auto" else None
+    if obstacle:
+        raise ModelError(
+            f"trainer.attention: 'auto' packs samples, which {source.path} does not allow: {obstacle}; set it to 'sdpa'"
+        )
     return lm
 
 
@@ -92,10 +102,12 @@ def shard_module(
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
     }
     low, high = _precision(getattr(torch, settings.dtype)), _precision(torch.float32)
-    layers = set(model._no_split_modules or ())
-    for module in model.modules():
-        if type(module).__name__ in layers:
-            fully_shard(module, mp_policy=low, **options)
+    compiled = _compiles(model, settings, device)
+    for layer in decoder_layers(model):
+        if compiled:
+            # the method and not the module: FSDP's hooks stay outside of the graph, which all layers share
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        fully_shard(layer, mp_policy=low, **options)
     for module in exact:
         fully_shard(module, mp_policy=high, **options)
     fully_shard(root, mp_policy=low, **options)
@@ -104,6 +116,25 @@ def shard_module(
             # loss weights already make the sum over ranks right; plain sums are what gloo can do
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """What transformers names as not to be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _compiles(model: PreTrainedModel, settings: FSDP, device: torch.device) -> bool:
+    if settings.compile != "auto":
+        return settings.compile
+    experts = any(getattr(model.config, name, None) for name in COUNTS_OF_EXPERTS)
+    return device.type == "cuda" and settings.attention == "auto" and not experts
+
+
+def compiled_graphs() -> dict[str, float]:
+    """``train/graphs``: graphs that `torch.compile` has made in this process; empty if there are none."""
+    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return {"train/graphs": float(count)} if count else {}
 
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -11,6 +11,7 @@ from plasmid.training.model_source import Source
 from torch import nn
 from transformers import PreTrainedModel
 
+from .decoder_input import decoder_input
 from .folder_layout import FolderLayout
 from .launch import Shard
 from .loading import freeze, materialize, on_meta, prepare_training, shard_module
@@ -36,15 +37,11 @@ class Policy(nn.Module):
 
         Log-probabilities are taken within the kept set of a token that has one.
         """
-        hidden = self.lm.base_model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-        ).last_hidden_state.flatten(0, 1)
+        rows = decoder_input(batch, self.lm.config._attn_implementation)
+        hidden = self.lm.base_model(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
         head = self.lm.get_output_embeddings()  # type: ignore[no-untyped-call]
         return token_logprobs(
-            hidden[batch.source],
+            hidden[rows.source],
             head.weight,
             batch.targets,
             batch.temperatures,

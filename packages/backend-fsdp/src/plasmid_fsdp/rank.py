@@ -19,8 +19,8 @@ from plasmid.training.model_folder import dtype_of
 from plasmid.training.model_source import source
 from plasmid.training.rank_batch import RankBatch
 from plasmid.training.ranked_trainer import Seat
+from plasmid.training.rendezvous import Rendezvous, connect
 from plasmid.types import Floats, Role, SyncReceipt
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .export import export_folder, whole_tensors
 from .launch import RankSetup
@@ -40,21 +40,20 @@ class RankProcess:
         assert isinstance(self._config.trainer, FSDP), "built by another trainer's settings"
         self._settings = self._config.trainer
         self._device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
-        self._store: TCPStore | None = None
+        self._rendezvous: Rendezvous | None = None
         self._memory = Memory(f"trainer-{setup.shard.rank}", self._device)
         torch.set_num_threads(setup.threads)
         torch.manual_seed(self._config.run.seed + setup.shard.rank)
 
-    def listen(self) -> tuple[str, int]:
-        """Open the meeting point of all ranks on a free port; rank 0 alone is asked."""
-        host = own_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self._store.port
+    def listen(self) -> str:
+        """Open the store by which all ranks meet, and return its URL; rank 0 alone is asked."""
+        self._rendezvous = Rendezvous(own_address())
+        return self._rendezvous.url
 
-    def join(self, host: str, port: int) -> Seat:
+    def join(self, url: str) -> Seat:
         """Meet the other ranks and load the models. Raises `ModelError`."""
         shard, run = self._setup.shard, self._config.run
-        store = self._store or TCPStore(host, port, is_master=False)
+        store = self._rendezvous.store if self._rendezvous else connect(url, own_address())
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dist.init_process_group(

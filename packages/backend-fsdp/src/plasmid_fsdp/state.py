@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plasmid.errors import CheckpointError, some_of
+from plasmid.convert.distributed_files import TensorReader
+from plasmid.errors import CheckpointError, ModelError, some_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -43,16 +44,16 @@ def load_state(
     if the checkpoint cannot be read, or is one of another model or optimizer.
     """
     try:
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:  # boundary: a pickle that is damaged may raise anything
+        metadata = TensorReader(path).read_metadata()
+    except ModelError as error:
         raise CheckpointError(f"{path} holds no trainer state that can be read: {_cause(error)}") from error
     tensors = _tensors(weights, optimizers)
     _check(path, tensors, metadata)
     restored = {f"numbers.{name}": torch.tensor(0) for name in numbers}
     generators = {name: value for name, value in _generators().items() if name in metadata.state_dict_metadata}
     try:
-        load(tensors | restored | generators, storage_reader=FileSystemReader(path))
-    except (CheckpointException, OSError, RuntimeError) as error:
+        load(tensors | restored | generators, storage_reader=TensorReader(path))
+    except (CheckpointException, ModelError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: the trainer's state cannot be read: {_cause(error)}") from None
     _set_generators(generators)
     return {name: int(restored[f"numbers.{name}"]) for name in numbers}

@@ -10,7 +10,7 @@ from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
 from plasmid.training.schedule import Microbatching
 
 from .launch import RankSetup, Shard, launch
-from .settings import FSDP
+from .settings import FSDP, ON_CPU
 
 
 async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
@@ -28,7 +28,7 @@ async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
     ]
     fixed = settings.microbatch_samples
     microbatching = (
-        Microbatching(unit="tokens", size=settings.microbatch_tokens)
+        Microbatching(unit="packed" if settings.attention == "auto" else "tokens", size=settings.microbatch_tokens)
         if fixed == "auto"
         else Microbatching(unit="samples", size=fixed)
     )
@@ -37,5 +37,5 @@ async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
 
 def _check(settings: FSDP, context: BuildContext) -> None:
     if settings.cpu_offload and not context.on_gpu:
-        raise ConfigError("trainer.cpu_offload: moves weights between GPU and host, but the trainer runs on the cpu")
+        raise ConfigError(ON_CPU)
     check_models(context.config)

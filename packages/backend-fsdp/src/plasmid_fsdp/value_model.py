@@ -9,6 +9,7 @@ from plasmid.training.model_source import Source
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .decoder_input import decoder_input
 from .folder_layout import FolderLayout
 from .launch import Shard
 from .loading import freeze, materialize, on_meta, prepare_training, shard_module
@@ -35,13 +36,9 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: Microbatch) -> Tensor:
         """[P] values of the predicted tokens, fp32 whatever the backbone computes in."""
-        hidden = self.backbone(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-        ).last_hidden_state.flatten(0, 1)
-        values: Tensor = self.score(hidden[batch.source].float())
+        rows = decoder_input(batch, self.backbone.config._attn_implementation)
+        hidden = self.backbone(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
+        values: Tensor = self.score(hidden[rows.source].float())
         return values[:, 0].clone()  # FSDP warns of views as outputs
 
     def named(self) -> dict[str, Tensor]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from plasmid.training.packed_attention import attend
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .packing import Sequences
 
@@ -33,46 +31,15 @@ class PackedAttention(nn.Module):
         sequences: Sequences = options["packed_seq_params"]
         scale = 1 / math.sqrt(query.shape[-1]) if self._scale is None else self._scale
         if sequences.order is None:
-            return attend(query, key, value, sequences.cu_seqlens, sequences.max_seqlen_q, scale).flatten(1)
+            return attend(query, key, value, sequences.cu_seqlens, sequences.max_seqlen_q, scale=scale).flatten(1)
         group, size = mpu.get_context_parallel_group(), mpu.get_context_parallel_world_size()
         heads = _shared_heads(query.shape[1], key.shape[1], size)
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
         inverse = torch.argsort(sequences.order)
         query, key, value = (_tokens(x, group)[inverse] for x in (query, key, value))
-        out = attend(query, key, value, sequences.cu_seqlens, sequences.max_seqlen_q, scale)
+        out = attend(query, key, value, sequences.cu_seqlens, sequences.max_seqlen_q, scale=scale)
         whole: Tensor = _TokensForHeads.apply(out[sequences.order], group)  # type: ignore[no-untyped-call]
         return whole.flatten(1)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
-    """[t, h, e] of whole sequences that begin and end at ``cu_seqlens`` [n + 1]."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return _attend_one_by_one(query, key, value, cu_seqlens, scale)
-    from torch.nn.attention.varlen import varlen_attn
-
-    size = value.shape[-1]
-    widest = max(query.shape[-1], size)
-    query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))  # MLA has unequal sizes
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
-    assert isinstance(out, Tensor), "a second result must be asked for"
-    return out[..., :size]
-
-
-def _attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """For what the packed kernel does not compute: the CPU, and fp32."""
-    parts = []
-    for start, end in pairwise(cu_seqlens.tolist()):
-        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-        grouped = q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
 
 
 def _shared_heads(query_heads: int, key_heads: int, ranks: int) -> int:

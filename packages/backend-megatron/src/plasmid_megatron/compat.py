@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,6 +16,8 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.moe import moe_utils
+from plasmid.convert.distributed_files import METADATA
+from plasmid.convert.safe_pickle import load_metadata
 
 
 def define_router_gemm() -> None:
@@ -45,6 +49,24 @@ def keep_results_in_this_process() -> None:
     """
     assert hasattr(filesystem_async, "_results_queue"), "upstream has another place for results now"
     filesystem_async._results_queue = SimpleQueue()
+
+
+@contextmanager
+def plain_values_only(path: Path) -> Iterator[None]:
+    """Have Megatron and torch make nothing but tensors and plain values out of the files of a checkpoint.
+
+    Megatron-Core 0.16.1 unpickles ``.metadata`` as it is, and torch whatever is no tensor: both run the code that a
+    pickle names. Raises `ModelError` if ``.metadata`` names any; torch raises `UnpicklingError` for the other files.
+    """
+    load_metadata(path / METADATA)
+    force, allow = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = {name: os.environ.pop(name, None) for name in (force, allow)}
+    os.environ[force] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(force, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 @contextmanager

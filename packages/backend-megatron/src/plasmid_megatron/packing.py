@@ -54,16 +54,13 @@ def pack(batch: Microbatch, *, device: torch.device, divisor: int = 1, bounds_on
     Each rank's number of tokens is a multiple of ``divisor``. With ``bounds_on_device`` all tensors are there.
     """
     cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-    filled = batch.attention_mask.bool()
-    lengths = _padded(filled.sum(1).tolist(), cp_size, divisor)
+    lengths = _padded(list(batch.lengths), cp_size, divisor)
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    rows, columns = torch.nonzero(filled, as_tuple=True)
-    place = starts[:-1][rows] + columns  # of every real token
+    place = torch.cat([start + torch.arange(n) for start, n in zip(starts[:-1], batch.lengths, strict=True)])
     total = int(starts[-1])
-    ids, positions = torch.zeros(total, dtype=torch.int64), _positions(lengths)
-    ids[place] = batch.input_ids[filled]
-    width = batch.input_ids.shape[1]
-    sources = starts[:-1][batch.source // width] + batch.source % width  # [P] natural places
+    ids, positions = torch.zeros(total, dtype=torch.int64), torch.cat([torch.arange(n) for n in lengths])
+    ids[place] = batch.token_ids
+    sources = place[batch.source]  # [P] natural places
     order = torch.cat([_owned(starts, rank, cp_size) for rank in range(cp_size)])
     own = order.view(cp_size, -1)[cp_rank]
     local = torch.full((total,), -1)
@@ -96,10 +93,6 @@ def _padded(lengths: list[int], cp_size: int, divisor: int) -> list[int]:
     padded = [-(-length // unit) * unit for length in lengths]
     padded[-1] += -sum(padded) % math.lcm(unit, cp_size * divisor)
     return padded
-
-
-def _positions(lengths: list[int]) -> Tensor:
-    return torch.cat([torch.arange(length) for length in lengths])
 
 
 def _owned(starts: Tensor, rank: int, cp_size: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -83,6 +84,8 @@ def cause(error: BaseException) -> str:
     """The innermost reason on one line."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it names {unsafe[1]}, which is not made out of a file of somebody else"
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
 

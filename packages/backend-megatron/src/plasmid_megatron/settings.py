@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
+from plasmid import RunConfig
 from plasmid.components import Algorithm, BuildContext, PlanRow, TrainerConfig
 from plasmid.protocols import Trainer
 from plasmid.training.learning_settings import LearningSettings
@@ -38,11 +39,13 @@ NOT_SUPPORTED = {
     "variable_seq_lengths": "packs microbatches of any length",
     "attention_dropout": "trains without dropout, as the engine samples without",
     "hidden_dropout": "trains without dropout, as the engine samples without",
+    "mtp_num_layers": "trains no layers that predict further tokens",
     "hybrid_context_parallel": "has one layout of context parallelism",
 }
 OF_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")
 """Fields of Megatron that it reads with TransformerEngine only."""
-Fields = dict[str, Any]
+Fields = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
+"""Texts among them are not inert (`plasmid.trust`): some fields name a folder to write to, or a function to import."""
 
 
 class CriticSettings(LearningSettings):
@@ -181,6 +184,15 @@ class Megatron(LearningSettings, TrainerConfig):
         from .shapes import plan
 
         return plan(self, model, ranks)
+
+    def packages(self) -> Mapping[str, str]:
+        return {"megatron.core": "plasmid-megatron"}
+
+    def check(self, config: RunConfig) -> None:
+        """The folders of models, and what needs a GPU."""
+        from .trainer import check
+
+        check(self, config, "cpu" if config.placement.device == "cpu" else None)
 
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process for each rank. Raises `ConfigError` or `ModelError` before any is started, where it can."""

@@ -65,7 +65,8 @@ def layers_of_stages(settings: Megatron, model: Model) -> list[int] | None:
     layers, stages = model.get("num_hidden_layers"), settings.pipeline_parallel
     if not isinstance(layers, int) or set(settings.transformer) & UNEVEN:
         return None
-    first, last = settings.transformer.get(FIRST), settings.transformer.get(LAST)
+    counts: Mapping[str, Any] = settings.transformer
+    first, last = counts.get(FIRST), counts.get(LAST)
     given = [count for count in (first, last) if count is not None]
     middle = max(stages - len(given), 0)
     each = (layers - sum(given)) // middle if middle else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from plasmid.errors import CheckpointError
 
-from .compat import load_distributed_optimizer
+from .compat import load_distributed_optimizer, plain_values_only
 from .critic import Critic
 from .learner import Learner
 from .resplit import is_split_alike, put_together, tensors
@@ -43,14 +44,16 @@ def load_state(path: Path, models: Trained) -> None:
     be read, or is one of another model or optimizer.
     """
     try:
-        common = dist_checkpointing.load_common_state_dict(str(path))
+        with plain_values_only(path):
+            common = dist_checkpointing.load_common_state_dict(str(path))
     except Exception as error:  # boundary: files that are damaged may raise anything
         raise CheckpointError(f"{path} holds no trainer state that can be read: {cause(error)}") from error
-    if set(common["steps"]) != set(models):
-        has = "a critic" if "critic" in common["steps"] else "no critic"
+    steps = _steps(path, common)
+    if set(steps) != set(models):
+        has = "a critic" if "critic" in steps else "no critic"
         raise CheckpointError(f"{path}: it is a checkpoint of another algorithm: it has {has}")
     wanted = _state(models, loading=True)
-    if common["num_ranks"] != dist.get_world_size():
+    if common.get("num_ranks") != dist.get_world_size():
         del wanted["generators"]
     try:
         state = _read(path, wanted, common, models)
@@ -58,11 +61,19 @@ def load_state(path: Path, models: Trained) -> None:
             for index, chunk in enumerate(model.network.bare):
                 chunk.load_state_dict(state[name][f"model{index}"])
             load_distributed_optimizer(model.updater.optimizer, state[name]["optimizer"])
-            model.updater.step = int(common["steps"][name])
-    except ERRORS as error:
+            model.updater.step = steps[name]
+    except (*ERRORS, UnpicklingError) as error:
         raise CheckpointError(f"{path}: the trainer's state cannot be read: {cause(error)}") from None
     if "generators" in state:
         _set_generators(state["generators"])
+
+
+def _steps(path: Path, common: object) -> Mapping[str, int]:
+    """Optimizer steps of each model. Raises `CheckpointError` if the checkpoint holds none."""
+    steps = common.get("steps") if isinstance(common, Mapping) else None
+    if not isinstance(steps, Mapping) or not all(type(step) is int for step in steps.values()):
+        raise CheckpointError(f"{path} holds no trainer state: its common.pt has no optimizer steps under 'steps'")
+    return steps
 
 
 def _read(path: Path, wanted: dict[str, Any], common: Mapping[str, Any], models: Trained) -> dict[str, Any]:
@@ -75,7 +86,8 @@ def _read(path: Path, wanted: dict[str, Any], common: Mapping[str, Any], models:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         del wanted[name]["optimizer"]
-    state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
+    with plain_values_only(path):
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
     for name in resplit:
         saved = common[name]["optimizer"]
         state[name]["optimizer"] = put_together(saved, own[name], state[f"{name}.tensors"])

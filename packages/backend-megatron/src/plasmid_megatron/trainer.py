@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from plasmid import RunConfig
 from plasmid.components import BuildContext
 from plasmid.training.model_folder import read_config
 from plasmid.training.model_source import check_models
@@ -19,7 +20,7 @@ from .shapes import check_split
 
 async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
     """Start all ranks and load the model. Raises `ConfigError` and `ModelError`; nothing is left running then."""
-    _check(settings, context)
+    check(settings, context.config, "cuda" if context.on_gpu else "cpu")
     config = config_of_ranks(context)
     setups = [
         RankSetup(
@@ -40,10 +41,11 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
     return await start_ranks(context, launch, setups, microbatching=microbatching, saves_behind=settings.async_save)
 
 
-def _check(settings: Megatron, context: BuildContext) -> None:
-    device = "cuda" if context.on_gpu else "cpu"
-    check_device(device)
-    if settings.transformer_engine:
+def check(settings: Megatron, config: RunConfig, device: str | None) -> None:
+    """Raise `ConfigError` or `ModelError` for what cannot be trained; ``device`` is None where nobody knows it yet."""
+    if device is not None:
+        check_device(device)
+    if settings.transformer_engine and device is not None:
         check_transformer_engine(device)
-    check_models(context.config, torch_dist=True)
-    check_split(settings, read_config("model", Path(context.config.model.path)))
+    check_models(config, torch_dist=True)
+    check_split(settings, read_config("model", Path(config.model.path)))

@@ -107,11 +107,12 @@ def write_png(path: Path, series: Sequence[Series], *, title: str) -> None:
             axes.plot(x, smooth(y), color=color, linewidth=2, label=f"{one.name} (smoothed)")
     axes.set_xlabel("batch")
     axes.set_ylabel("mean reward")
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if series:
-        axes.legend(frameon=False, loc="best")
+        for label in axes.legend(frameon=False, loc="best").get_texts():
+            label.set_parse_math(False)  # names may hold dollar signs
     try:
         figure.savefig(path)
     except OSError as error:

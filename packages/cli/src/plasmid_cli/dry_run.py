@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from plasmid.evaluation_config import EvalConfig
 
 
-def print_plan(config: RunConfig, data: DataFacts, models: Sequence[PlanRow]) -> None:
-    """Print the configuration as TOML, coloured on a terminal, then models, prompts and the batch algebra."""
+def print_plan(config: RunConfig, planned: RunConfig, data: DataFacts, models: Sequence[PlanRow]) -> None:
+    """Print the configuration as TOML, coloured on a terminal, then models, prompts and the batch algebra.
+
+    ``planned`` has the batches that the data are enough for.
+    """
     from rich.syntax import Syntax
     from rich.table import Table
 
@@ -25,7 +28,10 @@ def print_plan(config: RunConfig, data: DataFacts, models: Sequence[PlanRow]) ->
     else:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     table = Table("what", "how many", "from", box=None, title="plan", title_justify="left")
-    for row in (*models, *machine_rows(config), *prompt_rows(data), *batch_algebra(config)):
+    fewer = planned.run.batches < config.run.batches
+    ends = [("batches", f"{planned.run.batches:,}", f"the data end before run.batches = {config.run.batches}")]
+    rows = (*machine_rows(config), *prompt_rows(data), *(ends if fewer else ()), *batch_algebra(planned))
+    for row in (*models, *rows):
         table.add_row(*row)
     console.print(table)
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from plasmid.hookspecs import hookimpl
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from .output import error_console
 
 Z = 1.96
 """Standard errors to either side of a mean that hold the true one with 95 %."""
@@ -72,8 +73,8 @@ class Bars:
 @contextmanager
 def bars() -> Iterator[list[object]]:
     """Observers that show progress on standard error; none where that is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = error_console()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         yield [Bars(progress)] if console.is_terminal else []
 

@@ -55,10 +55,11 @@ class Heard:
     """What has been heard of the run so far. Guarded by its lock: observers and the display are different threads."""
 
     config: RunConfig
+    batches: int = 0
+    """Batches that the run is to train: fewer than the recipe says where the data end before."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     started: float = field(default_factory=time.monotonic)
     step: int = 0
-    first_step: int = 0
     phase: str = "start"
     version: int = 0
     scored: int = 0
@@ -72,15 +73,14 @@ class Heard:
     behind: set[int] = field(default_factory=set)
     """Batches whose checkpoints are or were written while the run goes on."""
 
-    @property
-    def batches(self) -> int:
-        """Batches that the run is to train."""
-        return self.config.run.batches
+    def __post_init__(self) -> None:
+        self.batches = self.batches or self.config.run.batches
 
     def begin_phase(self, batch: int, phase: str, version: int) -> None:
         with self.lock:
-            if self.phase == "start" and phase != "start":
-                self.step = self.first_step = batch  # a resumed run does not begin at 0
+            if phase == "start":
+                self.step = batch  # a resumed run does not begin at 0
+            elif self.phase == "start":
                 self.last_end = time.monotonic()
             self.phase, self.version = phase, version
 
@@ -128,7 +128,8 @@ class PlainProgress:
         return None
 
     @hookimpl
-    def run_started(self, run_dir: Path) -> None:
+    def run_started(self, run_dir: Path, batches: int) -> None:
+        self._state.batches = batches
         self._print(STARTING.format(run_dir))
 
     @hookimpl
@@ -190,7 +191,8 @@ class LiveProgress:
             root.addHandler(handler)
 
     @hookimpl
-    def run_started(self, run_dir: Path) -> None:
+    def run_started(self, run_dir: Path, batches: int) -> None:
+        self._state.batches = batches
         self._console.print(Text(STARTING.format(run_dir), style="dim"))
 
     @hookimpl

@@ -12,6 +12,7 @@ from typing import Any
 
 from plasmid.errors import CheckpointError
 from plasmid.observe.journal import Entry
+from plasmid.safe_files import write_text
 
 from .run_data import RunData
 from .summary import costs
@@ -37,12 +38,9 @@ def write_report(run: RunData, path: Path | None = None) -> Path:
     path = path or run.path / "report.html"
     template = files("plasmid_cli").joinpath("report.html").read_text(encoding="utf-8")
     page = template.replace(PLACE, embedded(report_data(run)))
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(path)
+        write_text(path, page)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: cannot write the report: {(error.strerror or str(error)).lower()}") from error
     return path
 

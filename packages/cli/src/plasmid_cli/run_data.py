@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plasmid.errors import ConfigError
+from plasmid.json_files import read_json
 from plasmid.observe.journal import Entry, read_journal
 
 
@@ -49,13 +49,16 @@ class RunData:
 
     def evaluation_files(self, name: str) -> dict[int, Path]:
         """Files of an evaluation set's samples by step."""
-        named, prefix = self.sample_files(), f"eval-{name}-"
-        return {int(n.removeprefix(prefix)): f for n, f in named.items() if n.removeprefix(prefix).isdigit()}
+        return self.numbered_files(f"eval-{name}-")
 
     def batch_files(self) -> dict[int, Path]:
         """Files of training samples by step."""
-        named = self.sample_files()
-        return {int(n.removeprefix("batch-")): f for n, f in named.items() if n.removeprefix("batch-").isdigit()}
+        return self.numbered_files("batch-")
+
+    def numbered_files(self, prefix: str) -> dict[int, Path]:
+        """Sample files whose names are a prefix and a step, by step."""
+        named = {name.removeprefix(prefix): f for name, f in self.sample_files().items() if name.startswith(prefix)}
+        return {int(step): file for step, file in named.items() if step.isdecimal()}
 
 
 def load_run(path: Path) -> RunData:
@@ -76,7 +79,7 @@ def load_run(path: Path) -> RunData:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):  # a run that is just starting, or files of another origin
         return {}
     return found if isinstance(found, dict) else {}

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
-from .tokens import TokenTexts, printable
+from .tokens import TokenTexts, shortened
 from .view import VERSION_COLORS, Shown, facts, token_versions
 
 if TYPE_CHECKING:
@@ -57,16 +57,15 @@ def print_samples(config: RunConfig, found: Sequence[Sampled], console: Console)
 def masked(shown: Shown, texts: TokenTexts) -> Text:
     """All tokens of a sample; how they are drawn says what the loss sees."""
     sample, versions = shown.sample, token_versions(shown.sample)
-    text = Text()
     if not texts.known:  # the parts are then told apart as well as texts can
-        return Text.assemble((printable(shown.prompt.text), GIVEN), printable(sample.text))
-    for position, token in enumerate(texts.split(sample.token_ids.tolist())):
+        return Text.assemble((shortened(shown.prompt.text), GIVEN), shortened(sample.text))
+
+    def style(position: int) -> str:
         if sample.loss_mask[position]:
-            style = VERSION_COLORS[int(versions[position]) % len(VERSION_COLORS)]
-        else:
-            style = GIVEN if position < len(shown.prompt.token_ids) else NOT_TRAINED
-        text.append(printable(token), style=style)
-    return text
+            return VERSION_COLORS[int(versions[position]) % len(VERSION_COLORS)]
+        return GIVEN if position < len(shown.prompt.token_ids) else NOT_TRAINED
+
+    return texts.draw(sample.token_ids.tolist(), style)
 
 
 def token_texts(config: RunConfig) -> TokenTexts:
@@ -94,15 +93,12 @@ def _legend(sample: Sample) -> Text:
 
 def _boundaries(prompt: Prompt, texts: TokenTexts) -> Text:
     """Tokens in two alternating shades, so that their boundaries are seen."""
-    text = Text()
     if not texts.known:
-        return Text(printable(prompt.text))
-    for position, token in enumerate(texts.split(prompt.token_ids.tolist())):
-        text.append(printable(token), style="" if position % 2 else "cyan")
-    return text
+        return Text(shortened(prompt.text))
+    return texts.draw(prompt.token_ids.tolist(), lambda position: "" if position % 2 else "cyan")
 
 
 def _told(prompt: Prompt) -> Text:
     lines = [f"{len(prompt.token_ids)} tokens", f"target {prompt.target!r}"]
     lines += [f"{name} {value!r}" for name, value in prompt.metadata.items()]
-    return Text(printable("\n".join(lines)), style="dim")
+    return Text("\n".join(map(shortened, lines)), style="dim")

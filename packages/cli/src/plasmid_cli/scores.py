@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+from plasmid.printable import printable
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-from .tokens import printable
 
 BINS = 10
 """Bars of the histogram."""

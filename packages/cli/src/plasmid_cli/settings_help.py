@@ -14,8 +14,8 @@ from plasmid.errors import ConfigError
 from plasmid.plugins import Classes
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from .output import table_console
 
@@ -60,11 +60,10 @@ def print_settings(address: str, cls: type[BaseModel]) -> None:
     """Print key, type, default and meaning of every setting."""
     table = Table("key", "type", "default", "meaning", box=None)
     for row in rows(cls):
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     console = table_console()
-    console.print(
-        f"[bold]{escape(address)}[/]: {escape((inspect.getdoc(cls) or '').split(chr(10))[0])}", highlight=False
-    )
+    first = (inspect.getdoc(cls) or "").split("\n")[0]
+    console.print(Text.assemble((address, "bold"), f": {first}"))
     console.print(table, highlight=False)
 
 

@@ -22,44 +22,64 @@ class Target:
     """Or a checkpoint, which only the trainer that wrote it can read."""
     config: Mapping[str, Any] | None = None
     """Resolved recipe of its run, if it comes from one."""
+    run: Path | None = None
+    """Folder of the run, if it lies in one."""
 
 
 def find_target(path: Path) -> Target:
     """Find out what the path is. Of a run the final policy is taken, or else its newest checkpoint."""
-    from plasmid.config import CheckpointConfig
+    from plasmid.checkpoint_config import CheckpointConfig
     from plasmid.run.checkpoint import STATE, CheckpointFolder, read_state
 
     if (path / STATE).is_file():
-        return Target(checkpoint=path, config=read_state(path).config)
+        run = path.absolute().parent.parent
+        is_in_run = (run / "config.json").is_file()
+        return Target(checkpoint=path, config=read_state(path).config, run=run if is_in_run else None)
     if not (path / "run.json").is_file():
         return Target(model=path)
     config = _recorded(path / "config.json")
     if (path / "final" / "config.json").is_file():
-        return Target(model=path / "final", config=config)
-    return Target(checkpoint=CheckpointFolder(path / "checkpoints", CheckpointConfig()).newest(), config=config)
+        return Target(model=path / "final", config=config, run=path)
+    return Target(
+        checkpoint=CheckpointFolder(path / "checkpoints", CheckpointConfig()).newest(), config=config, run=path
+    )
 
 
-def load_target(target: Target, items: Sequence[str], plugins: Sequence[Path] | None) -> RunConfig:
-    """The recipe of the command line, or that of the target's run if the command line names none."""
-    from plasmid.recipe import merge, parse_override, resolve
+def load_target(
+    target: Target, items: Sequence[str], plugins: Sequence[Path] | None, *, trust: bool = False
+) -> RunConfig:
+    """The recipe of the command line, or what is taken of that of the target's run if the command line names none."""
+    from plasmid.stored_recipe import resolve_stored
 
+    from .output import print_warning
     from .recipe_arguments import load
 
     model = [] if target.model is None else [f"model.path={json.dumps(str(target.model))}"]
     if target.config is None or any(item.endswith(".toml") and "=" not in item for item in items):
         return load(items, plugins, more=model)
-    data = dict(target.config)
-    for override in [*items, *model]:
-        data = merge(data, parse_override(override))
-    data["plugins"] = [*data.get("plugins", ()), *map(str, plugins or ())]
-    return resolve(data)
+    config, notice = resolve_stored(
+        target.config,
+        target.checkpoint or target.run or Path(),
+        overrides=[*items, *model],
+        plugins=plugins or (),
+        run=target.run,
+        trust=trust,
+    )
+    if notice:
+        print_warning(notice)
+    return config
 
 
 def _recorded(path: Path) -> Mapping[str, Any]:
     from plasmid.errors import ConfigError
+    from plasmid.json_files import read_json
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
+        if not isinstance(found, Mapping):
+            raise ValueError("it is no JSON object")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot read the recipe of the run: {error}; name a recipe") from None
-    return dict(found)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds no recipe; name one")
+    return found

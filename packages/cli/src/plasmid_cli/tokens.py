@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from plasmid.printable import printable
+from rich.text import Text
 
 from .run_data import RunData
 
@@ -12,13 +16,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
+MAX_SHOWN = 20_000
+"""Tokens, or characters, of one text that a terminal is given: half from the beginning, half from the end."""
 LONGEST_CHARACTER = 8
 """Tokens after which an incomplete character is given up."""
-
-
-def printable(text: str) -> str:
-    """The text with control characters made visible: a policy must not be able to command the reader's terminal."""
-    return "".join(c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}" for c in text)
 
 
 class TokenTexts:
@@ -35,10 +36,11 @@ class TokenTexts:
     @staticmethod
     def of(run: RunData) -> TokenTexts:
         """With the tokenizer of the final policy, or else that of the model that the run started from."""
-        model = run.config.get("model") or {}
+        model = run.config.get("model")
+        model = model if isinstance(model, Mapping) else {}
         named = model.get("path") if model.get("tokenizer", "auto") == "auto" else model.get("tokenizer")
-        for folder in (run.path / "final", *([Path(named)] if named else [])):
-            if (folder / "tokenizer.json").exists():
+        for folder in (run.path / "final", *([Path(named)] if isinstance(named, str) else [])):
+            if os.path.isfile(folder / "tokenizer.json"):
                 from tokenizers import Tokenizer
 
                 return TokenTexts(Tokenizer.from_file(str(folder / "tokenizer.json")))
@@ -59,6 +61,37 @@ class TokenTexts:
             start = end if complete else start
         return texts
 
+    def draw(self, token_ids: Sequence[int], style: Callable[[int], str], *, start: int = 0) -> Text:
+        """The tokens from ``start`` on, in the style of their position; of very many those in the middle are left out.
+
+        Drawing a million tokens takes a minute, and nobody reads them.
+        """
+        text = Text()
+        surplus = len(token_ids) - start - MAX_SHOWN
+        cut = start + MAX_SHOWN // 2 if surplus > 0 else len(token_ids)
+        parts = [range(start, cut), range(cut + surplus, len(token_ids))] if surplus > 0 else [range(start, cut)]
+        for part in parts:
+            if part.start > cut:
+                text.append(left_out(surplus, "tokens"), style="dim")
+            before = max(0, part.start - LONGEST_CHARACTER)  # a character may begin there
+            tokens = self.split(token_ids[before : part.stop])[part.start - before :]
+            for position, token in zip(part, tokens, strict=True):
+                text.append(printable(token), style=style(position))
+        return text
+
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else ""
+
+
+def shortened(text: str) -> str:
+    """A text as a terminal may show it; of a very long one the middle is left out."""
+    surplus = len(text) - MAX_SHOWN
+    if surplus > 0:
+        text = text[: MAX_SHOWN // 2] + left_out(surplus, "characters") + text[-MAX_SHOWN // 2 :]
+    return printable(text)
+
+
+def left_out(number: int, what: str) -> str:
+    """A line in place of what is not shown."""
+    return f"\n... {number} {what} are not shown ...\n"

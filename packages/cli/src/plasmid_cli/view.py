@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from plasmid.errors import ConfigError
 from plasmid.observe.sample_store import read_dropped, read_samples
+from plasmid.printable import printable
 from plasmid.types import Prompt, Sample
 from rich.console import Console
 from rich.panel import Panel
@@ -22,7 +23,7 @@ from .curves import Series, chart, sparkline
 from .evaluations import evaluation_table
 from .run_data import RunData
 from .summary import print_run
-from .tokens import TokenTexts, printable
+from .tokens import TokenTexts, shortened
 
 Order = Literal["best", "worst", "random", "stored"]
 Coloring = Literal["logprob", "version", "none"]
@@ -106,7 +107,7 @@ def view_samples(
         console.print(facts(one))
         console.print(
             Panel(
-                Text(printable(one.prompt.text) or "(tokens only)"),
+                Text(shortened(one.prompt.text) or "(tokens only)"),
                 title="prompt",
                 title_align="left",
                 border_style="dim",
@@ -120,7 +121,7 @@ def view_samples(
 def sample_file(run: RunData, *, step: int | None, evaluation: str | None) -> str:
     """Name of the file that holds these samples. Raises `ConfigError` that lists what there is."""
     prefix = f"eval-{evaluation}-" if evaluation is not None else "batch-"
-    found = {int(n.removeprefix(prefix)): n for n in run.sample_files() if n.removeprefix(prefix).isdigit()}
+    found = {number: file.stem for number, file in run.numbered_files(prefix).items()}
     if not found:
         raise ConfigError(f"{run.path}: holds no samples ({prefix}*.parquet)")
     if step is not None and step not in found:
@@ -169,7 +170,7 @@ def facts(shown: Shown) -> Text:
     if shown.dropped_by:
         text.append(f"\ngroup dropped by filter {shown.dropped_by}", style="yellow")
     if shown.prompt.target is not None:
-        text.append(printable(f"\ntarget {shown.prompt.target}"), style="dim")
+        text.append(shortened(f"\ntarget {shown.prompt.target}"), style="dim")
     return text
 
 
@@ -177,20 +178,17 @@ def colored(shown: Shown, texts: TokenTexts, coloring: Coloring) -> Text:
     """The tokens after the prompt; what no policy drew (tool replies) is dim."""
     sample, start = shown.sample, min(len(shown.prompt.token_ids), len(shown.sample.token_ids))
     if not texts.known:
-        return Text(printable(sample.text))
+        return Text(shortened(sample.text))
     versions = token_versions(sample)
-    text = Text()
-    for position, token in enumerate(texts.split(sample.token_ids.tolist())[start:], start):
+
+    def style(position: int) -> str:
         if versions[position] < 0:
-            style = "dim italic"
-        elif coloring == "logprob":
-            style = next(s for bound, s in LIKELY_TO_UNLIKELY if not sample.rollout_logprobs[position] < bound)
-        elif coloring == "version":
-            style = VERSION_COLORS[int(versions[position]) % len(VERSION_COLORS)]
-        else:
-            style = ""
-        text.append(printable(token), style=style)
-    return text
+            return "dim italic"
+        if coloring == "logprob":
+            return next(s for bound, s in LIKELY_TO_UNLIKELY if not sample.rollout_logprobs[position] < bound)
+        return VERSION_COLORS[int(versions[position]) % len(VERSION_COLORS)] if coloring == "version" else ""
+
+    return texts.draw(sample.token_ids.tolist(), style, start=start)
 
 
 def token_versions(sample: Sample) -> np.ndarray:

@@ -24,7 +24,8 @@ def train(
 
     Runs on the Ray that this process or the recipe names, or starts one of its own.
     """
-    from .run.session import Mode, run  # imports what only a run needs
+    from .run.preparing import Mode  # imports what only a run needs
+    from .run.session import run
 
     mode = Mode(resume=resume, replay=replay, rollouts_only=rollouts_only)
     return run(config, mode=mode, observers=observers)

@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializeAsAny
 
 from .buffer_policy import BufferPolicy
+from .checkpoint_config import CheckpointConfig
 from .components import (
+    ActorCritic,
     Algorithm,
     DataSource,
     Filter,
@@ -24,21 +26,36 @@ from .placement_config import PlacementConfig
 from .profiles import Profile, profile_of
 from .profiles import mistakes as mistakes_of_profiles
 from .reuse_config import ReuseConfig
+from .trust import ACTIVE, INERT
 from .types import Prompt, SamplingParams
 
 Positive = Annotated[int, Field(ge=1)]
+OF_ENGINE = {
+    "run": (
+        "samples_per_prompt",
+        "sync_every",
+        "max_staleness",
+        "max_dropped",
+        "rollout_timeout_s",
+        "sync_timeout_s",
+        "max_failed",
+        "warn_mismatch",
+    ),
+    "placement": ("engine_ranks", "colocated", "rollout_workers"),
+}
+"""Settings that only a run with an engine reads."""
 
 
 class ModelConfig(Settings):
     """``[model]``: the policy."""
 
-    path: str
+    path: Annotated[str, INERT]
     """Hugging Face folder: config, weights, tokenizer."""
-    tokenizer: str = "auto"
+    tokenizer: Annotated[str, INERT] = "auto"
     """Folder of the tokenizer; ``auto`` is the model's own."""
-    chat_template: str = "auto"
+    chat_template: Annotated[str, INERT] = "auto"
     """File with a Jinja chat template; ``auto`` is the tokenizer's own."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, ACTIVE] = False
     """Run Python code that lies in the model folder."""
     max_length: Literal["auto"] | Positive = "auto"
     """Longest sample in tokens, prompt included; ``auto`` is what the model's config says."""
@@ -52,7 +69,7 @@ class ModelConfig(Settings):
 class RoleConfig(Settings):
     """``[reference]``, ``[teacher]``, ``[critic]``: another model beside the policy."""
 
-    path: str = "auto"
+    path: Annotated[str, INERT] = "auto"
     """Hugging Face folder; ``auto`` is the model that the policy starts from."""
 
 
@@ -64,7 +81,7 @@ class LoopConfig(Settings):
     seed: int = Field(0, ge=0)
     """Every random number of the run follows from it."""
     batches: int = Field(100, ge=1)
-    """Batches to train on."""
+    """Batches to train on; fewer if the data end before."""
     prompts_per_batch: int = Field(32, ge=1)
     """Prompt groups in one batch."""
     samples_per_prompt: int = Field(8, ge=1)
@@ -96,23 +113,6 @@ class LoopConfig(Settings):
     def rollouts_per_batch(self) -> int:
         """Rollouts in one batch."""
         return self.prompts_per_batch * self.samples_per_prompt
-
-
-class CheckpointConfig(Settings):
-    """``[checkpoint]``: what is saved, and where the run starts from."""
-
-    every: int = Field(0, ge=0)
-    """Batches between two checkpoints; 0 saves at the end (and on Ctrl-C) only."""
-    at_end: bool = True
-    """Save after the last batch."""
-    keep_last: int = Field(2, ge=1)
-    """Newest checkpoints to keep."""
-    keep_every: int = Field(0, ge=0)
-    """Keep every checkpoint whose batch is a multiple of this for good; 0 keeps none."""
-    start_from: str = "none"
-    """Checkpoint of another run to start the policy and its optimizer from; ``none`` is the model folder."""
-    export: bool = True
-    """Write a Hugging Face folder of the final policy."""
 
 
 class RunConfig(Settings):
@@ -160,8 +160,8 @@ class RunConfig(Settings):
     """Where metrics go besides JSONL."""
     plugins: tuple[str, ...] = ()
     """Plugin files (*.py) to load besides the installed plugins."""
-    recipe: str = "run"
-    """Name of the recipe, from its file; names the run's folder."""
+    recipe: Annotated[str, INERT] = Field("run", pattern=r"^[^/]+$")
+    """Name of the run's folder; by default the file name of the first recipe."""
 
     def misfits(self) -> Iterator[str]:
         """What is wrong between tables."""
@@ -188,9 +188,12 @@ class RunConfig(Settings):
         """Ranks of the rollout engines; 0 where the run starts none that would compute."""
         return self.placement.engine_ranks if self.rollout is not None and self.rollout.takes_ranks() else 0
 
-    def sampling_of(self, prompt: Prompt) -> SamplingParams:
-        """How rollouts of a prompt are sampled. Raises `DataError` if it names a profile that there is not."""
-        return profile_of(prompt, self.profiles).sampling or self.sampling
+    def sampling_of(self, prompt: Prompt, own: SamplingParams | None = None) -> SamplingParams:
+        """How rollouts of a prompt are sampled: as the run says, then its profile, then ``own`` of an evaluation set.
+
+        Raises `DataError` if it names a profile that there is not.
+        """
+        return self.sampling.changed_by(profile_of(prompt, self.profiles).sampling).changed_by(own)
 
     def _unmet_needs(self) -> Iterator[str]:
         needs, kind = self.algorithm.needs(), self.algorithm.model_fields["kind"].default
@@ -200,6 +203,8 @@ class RunConfig(Settings):
             yield f"rollout: algorithm {kind!r} never samples; remove the [rollout] table"
         if needs.rewards and not self.rewards:
             yield f"rewards: algorithm {kind!r} needs at least one; add a [[rewards]] table"
+        elif needs.rewards and not any(reward.weight for reward in self.rewards):
+            yield "rewards: all have weight = 0, so there is nothing to learn; give one another weight"
         if needs.teacher and self.teacher is None:
             yield f"teacher: algorithm {kind!r} needs one; add a [teacher] table with its path"
         if needs.groups and self.run.samples_per_prompt == 1:
@@ -221,6 +226,11 @@ class RunConfig(Settings):
             if not used and getattr(self, name) != type(self).model_fields[name].default:
                 yield f"{name}: algorithm {kind!r} with these settings never reads it; remove the table"
         yield from self.trainer.mistakes(self.algorithm)
+        if isinstance(self.algorithm, ActorCritic) and self.algorithm.critic_warmup >= self.run.batches:
+            yield (
+                f"algorithm.critic_warmup: {self.algorithm.critic_warmup} leaves none of run.batches = "
+                f"{self.run.batches} to train the policy in; lower it"
+            )
         for index, filter_ in enumerate(self.filters):
             yield from (f"filters.{index}.{mistake}" for mistake in filter_.mistakes(self))
         if self.rollout is not None:
@@ -235,10 +245,12 @@ class RunConfig(Settings):
                 yield f"{name}: algorithm {kind!r} samples nothing that could be scored; remove the tables"
         if self.sampling != SamplingParams():
             yield f"sampling: algorithm {kind!r} never samples; remove the table"
-        for name in ("max_staleness", "samples_per_prompt"):
-            value, default = getattr(self.run, name), LoopConfig.model_fields[name].default
-            if value not in (default, 1 if name == "samples_per_prompt" else default):
-                yield f"run.{name}: {value} is never read, because algorithm {kind!r} never samples; remove it"
+        for table, names in OF_ENGINE.items():
+            settings = getattr(self, table)
+            for name in names:
+                value, default = getattr(settings, name), type(settings).model_fields[name].default
+                if value not in (default, 1 if name == "samples_per_prompt" else default):
+                    yield f"{table}.{name}: {value} is never read, because algorithm {kind!r} never samples; remove it"
 
     @property
     def replays_kept_sets(self) -> bool:
@@ -247,26 +259,40 @@ class RunConfig(Settings):
         return restricted and self.rollout is not None and self.rollout.gives_kept_sets()
 
     def samplings(self) -> dict[str, SamplingParams]:
-        """Everything that training samples with, by its place in the recipe."""
+        """Everything that training samples with, by its place in the recipe; profiles with what they inherit."""
         own = {f"profiles.{name}.sampling": profile.sampling for name, profile in self.profiles.items()}
-        return {"sampling": self.sampling} | {place: sampling for place, sampling in own.items() if sampling}
+        inheriting = {place: self.sampling.changed_by(sampling) for place, sampling in own.items() if sampling}
+        return {"sampling": self.sampling, **inheriting}
 
     def _restricted_sampling(self) -> Iterator[str]:
         if self.rollout is None or not self.rollout.owns_weights:
             return  # nothing that a server of others draws is trained on
         kind = type(self.rollout).model_fields["kind"].default
         refused = self.algorithm.reads_rollout_logprobs() and not self.replays_kept_sets
-        samplings = self.samplings().items()
-        every = [(place, sampling, *item) for place, sampling in samplings for item in sampling.restrictions.items()]
-        for place, sampling, name, value in every:
-            if sampling.temperature == 0:
-                yield f"{place}.{name}: {value} is never read at temperature 0; remove it"
-            elif refused:
-                yield (
-                    f"{place}.{name}: {value} restricts what is drawn, and rollout engine {kind!r} does not say to "
-                    "what; ratios to its log-probabilities, which this algorithm corrects with, would be wrong; "
-                    'remove it, use another engine, or set algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
-                )
+        for place, own in self.given_samplings():
+            sampling = self.sampling.changed_by(own)
+            for name, value in sampling.restrictions.items():
+                if name not in own.model_fields_set:
+                    continue  # inherited: told where it is set
+                if sampling.temperature == 0:
+                    yield f"{place}.{name}: {value} is never read at temperature 0; remove it"
+                elif refused and not place.startswith("eval."):
+                    yield (
+                        f"{place}.{name}: {value} restricts what is drawn, and rollout engine {kind!r} does not say to "
+                        "what; ratios to its log-probabilities, which this algorithm corrects with, would be wrong; "
+                        'remove it, use another engine, or set algorithm.old_policy = "trainer" and '
+                        'algorithm.opsm = "off"'
+                    )
+
+    def given_samplings(self) -> Iterator[tuple[str, SamplingParams]]:
+        """Every table of sampling settings with what is set in it, by its place in the recipe."""
+        yield "sampling", self.sampling
+        for name, profile in self.profiles.items():
+            if profile.sampling is not None:
+                yield f"profiles.{name}.sampling", profile.sampling
+        for index, set_ in enumerate(self.eval):
+            if set_.sampling is not None:
+                yield f"eval.{index}.sampling", set_.sampling
 
     def _uneven_batches(self) -> Iterator[str]:
         run, parts = self.run, self.placement.trainer_ranks

@@ -12,8 +12,32 @@ SHOWN = 3
 
 def one_line(error: BaseException, *, longest: int = 300) -> str:
     """Kind and text of an error that others raised, on one line."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001, of an error that holds a value which cannot be shown, such as one nested too deeply
+        said = ""
+    text = " ".join(f"{type(error).__name__}: {said}".split()).removesuffix(":")
     return text if len(text) <= longest else f"{text[:longest]} ..."
+
+
+SAMPLE_FAULTS: dict[type[BaseException], str] = {
+    OverflowError: "a number is too large",
+    RecursionError: "too deeply nested",
+    MemoryError: "more memory than there is",
+    UnicodeError: "a character that cannot be encoded",
+}
+TOO_MANY_DIGITS = "integer string conversion"
+"""Part of the `ValueError` that Python raises for integers of more than 4300 digits."""
+
+
+def sample_fault(error: BaseException) -> str | None:
+    """What in a text made correct code raise: a number, a nesting or a character beyond what Python takes.
+
+    None for all other errors: they are mistakes of the code that read the text.
+    """
+    if isinstance(error, ValueError) and TOO_MANY_DIGITS in str(error):
+        return "a number has too many digits"
+    return next((reason for kind, reason in SAMPLE_FAULTS.items() if isinstance(error, kind)), None)
 
 
 def line_in(file: str | Path, error: BaseException) -> int | None:

@@ -46,6 +46,11 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def marks(annotation: Any) -> tuple[Any, ...]:
+    """What `Annotated` says of a setting, besides its type."""
+    return annotation.__metadata__ if get_origin(annotation) is Annotated else ()
+
+
 def _members(annotation: Any, bounds: str = "") -> Iterator[tuple[Any, str]]:
     """The members of a union with what `Annotated` says about their range; a plain annotation is its only member."""
     origin, args = get_origin(annotation), get_args(annotation)

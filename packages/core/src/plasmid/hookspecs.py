@@ -2,6 +2,7 @@
 
 The ``register_*`` hooks return component classes; core indexes them by ``kind``. The others observe a run and return
 nothing. An implementation may leave out arguments it does not need, so adding an argument to a hook breaks no plugin.
+``batch`` and ``step`` are the number of a batch, counted from 1; 0 stands for what comes before the first.
 """
 
 from __future__ import annotations
@@ -92,8 +93,11 @@ def register_trackers() -> list[type[Tracker]]:
 
 
 @hookspec
-def run_started(run_dir: Path) -> None:
-    """Called in the driver once everything has been checked, before a process is started."""
+def run_started(run_dir: Path, batches: int) -> None:
+    """Called in the driver once everything has been checked, before a process is started.
+
+    ``batches`` is how many the run has when it ends: `run.batches`, or fewer if the data end before.
+    """
 
 
 @hookspec
@@ -109,14 +113,18 @@ def sample_generated(sample: Sample, prompt: Prompt) -> Sample | None:
 def batch_ready(batch: int, groups: tuple[GroupRef, ...]) -> tuple[GroupRef, ...] | None:
     """May change the ``rewards`` and ``components`` of a batch's groups before it is trained on.
 
-    Called in the driver, before advantages are computed; ``batch`` counts from 0. Return the same groups in the same
-    order, changed with `dataclasses.replace`, or nothing. The sample store keeps what the rewards had said.
+    Called in the driver, before advantages are computed. Return the same groups in the same order, changed with
+    `dataclasses.replace`, or nothing. The sample store keeps what the rewards had said.
     """
 
 
 @hookspec
 def phase_started(batch: int, phase: str, version: int) -> None:
-    """The loop enters a phase: ``start``, ``sample``, ``score``, ``train``, ``sync``, ``save`` or ``evaluate``."""
+    """The loop enters a phase: ``start``, ``sample``, ``score``, ``train``, ``sync``, ``save`` or ``evaluate``.
+
+    ``batch`` is the number of the batch that the phase is about, from 1: the one that is sampled, scored, trained,
+    synced, evaluated or saved. It is 0 for what comes before the first batch.
+    """
 
 
 @hookspec
@@ -126,10 +134,7 @@ def group_scored(group: GroupRef) -> None:
 
 @hookspec
 def step_finished(step: int, metrics: Mapping[str, float]) -> None:
-    """Called in the driver after every batch, once the engine has the new weights if it gets any.
-
-    ``step`` counts batches from 1.
-    """
+    """Called in the driver after every batch, once the engine has the new weights if it gets any."""
 
 
 @hookspec

@@ -13,6 +13,9 @@ from .components import Settings
 
 Positive = Annotated[int, Field(ge=1)]
 
+MAX_PROCESSES = 100_000
+"""Most processes of one kind: a typing error beyond it would take all memory before anything could be said."""
+
 
 class PlacementConfig(Settings):
     """``[placement]``: which part runs where."""
@@ -22,11 +25,11 @@ class PlacementConfig(Settings):
     address: str = "auto"
     """Ray cluster to run on, by ``host:port`` of its head; ``auto`` is RAY_ADDRESS where that is set, as in jobs of
     ``ray job submit``, and else, as with ``local``, one of the run's own on this machine."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1, le=MAX_PROCESSES)
     """Machines to use; ranks are dealt out to them evenly and in order, engines after the trainer."""
-    trainer_ranks: int = Field(1, ge=1)
+    trainer_ranks: int = Field(1, ge=1, le=MAX_PROCESSES)
     """Processes of the trainer, one GPU each (on the CPU: one process each)."""
-    engine_ranks: int = Field(1, ge=1)
+    engine_ranks: int = Field(1, ge=1, le=MAX_PROCESSES)
     """GPUs that all rollout engines have together (on the CPU: processes)."""
     colocated: bool = False
     """Trainer and engines share the same GPUs and take turns."""
@@ -34,9 +37,9 @@ class PlacementConfig(Settings):
     """Move the trainer to host memory while the engine samples."""
     offload_engine: bool = False
     """Let the engine give up its GPU memory while the trainer trains."""
-    eval_ranks: int = Field(0, ge=0)
+    eval_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
     """GPUs (on the CPU: processes) of an engine of their own for evaluation sets with mode = "engine"."""
-    rollout_workers: int = Field(1, ge=1)
+    rollout_workers: int = Field(1, ge=1, le=MAX_PROCESSES)
     """Processes that run workflows, rewards and filters."""
     threads: Literal["auto"] | Positive = "auto"
     """CPU threads of each rank; ``auto`` shares the cores out."""

@@ -221,6 +221,11 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
         raise PluginError(
             f"plugin {name!r}: has no hooks; decorate its functions, for example register_rewards, with @hookimpl"
         )
+    for hook in _hook_names():
+        function = getattr(plugin, hook, None)
+        ours = function is getattr(hookspecs, hook)
+        if inspect.isroutine(function) and not ours and manager.parse_hookimpl_opts(plugin, hook) is None:
+            raise PluginError(f"plugin {name!r}: {hook} has no @hookimpl, so it would never be called; decorate it")
 
 
 def _hook_names() -> list[str]:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer
 
 from .components import DataFacts, Reward, Settings, Workflow
 from .errors import DataError
+from .trust import INERT
 from .types import Prompt, SamplingParams
 
 
 class Profile(Settings):
     """``[profiles.<name>]``: rewards, workflow and sampling of the prompts that name it."""
 
-    rewards: Literal["all"] | tuple[str, ...] = "all"
+    rewards: Annotated[Literal["all"] | tuple[str, ...], INERT] = "all"
     """Which of ``[[rewards]]`` judge the samples, by their names; ``all`` as without a profile."""
     workflow: SerializeAsAny[Workflow] | None = None
     """How one prompt becomes samples; by default the run's ``[workflow]``."""
     sampling: SamplingParams | None = Field(None)
-    """Sampling settings; by default the run's ``[sampling]``."""
+    """Sampling settings; each that is not set is that of the run's ``[sampling]``."""
+
+    @field_serializer("sampling")
+    def _only_explicit(self, value: SamplingParams | None, info: SerializationInfo) -> dict[str, Any] | None:
+        """What is inherited must still be so after a round trip through plain data."""
+        return None if value is None else value.model_dump(mode=info.mode, exclude_unset=True)
 
 
 def reward_names(rewards: Sequence[Reward]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from .evaluation_config import EvalConfig
 from .expected_types import element, model_in, takes
 from .plugins import BASES, Classes, installed, load_plugins
 from .profiles import Profile
+from .recipe_values import parse_override, read_toml
 from .validation import Checked, check, validate
 
 C = TypeVar("C", bound=Component)
@@ -33,6 +33,7 @@ def load_config(
 ) -> RunConfig:
     """Merge recipes left to right, apply ``key=value`` overrides, pick the components, validate.
 
+    The first recipe names the run, unless ``recipe`` is set.
     ``plugins`` are plugin files besides those that the recipe names. Raises `ConfigError` or `PluginError`.
     """
     files = [recipes] if isinstance(recipes, str | Path) else list(recipes)
@@ -45,7 +46,7 @@ def load_config(
     if extra:
         data["plugins"] = [*_plugin_files(data), *extra]
     if files:
-        data.setdefault("recipe", Path(files[-1]).stem)
+        data.setdefault("recipe", Path(files[0]).stem)
     return resolve(data)
 
 
@@ -84,32 +85,6 @@ def revive(component: C) -> C:
     return validate(cls, {**data, **within})
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """One recipe file as plain data."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the recipe: {(error.strerror or str(error)).lower()}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-
-
-def parse_override(text: str) -> dict[str, Any]:
-    """``trainer.lr=1e-6`` -> ``{"trainer": {"lr": 1e-6}}``; the value is TOML, or else a string."""
-    key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"override {text!r} must look like key=value, for example trainer.lr=1e-6")
-    try:
-        leaf: Any = tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
-        leaf = value
-    *parents, last = key.split(".")
-    tree: dict[str, Any] = {last: leaf}
-    for parent in reversed(parents):
-        tree = {parent: tree}
-    return tree
-
-
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """Tables are merged key by key, except that another ``kind`` starts its table anew; lists are replaced.
 
@@ -124,17 +99,26 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
             and value.get("kind", old.get("kind")) == old.get("kind")
         ):
             merged[key] = merge(old, value)
-        elif isinstance(old, list) and isinstance(value, Mapping) and value and all(k.isdigit() for k in value):
+        elif (
+            isinstance(old, list)
+            and isinstance(value, Mapping)
+            and value
+            and all(k.isascii() and k.isdigit() for k in value)
+        ):
             merged[key] = _merge_list(key, old, value)
         else:
             merged[key] = value
     return merged
 
 
+def _is_index(key: str) -> bool:
+    return key.isascii() and key.isdigit()  # of other digits, as in "\u00b2", `int` makes nothing
+
+
 def _merge_list(key: str, old: list[Any], items: Mapping[str, Any]) -> list[Any]:
     merged = list(old)
     for index, value in items.items():
-        if int(index) >= len(merged):
+        if len(index) > len(str(len(merged))) or int(index) >= len(merged):
             raise ConfigError(f"{key}.{index}: there is no such item; {key} has {len(merged)}, counted from 0")
         item = merged[int(index)]
         both = isinstance(item, Mapping) and isinstance(value, Mapping)
@@ -230,7 +214,7 @@ def _pick_within(
     for name, field in cls.model_fields.items():
         value, path = item.get(name), f"{where}.{name}"
         annotation = field.rebuild_annotation()
-        single, many = _slot_of(annotation), _slot_of(element(annotation, 0))
+        single, many = slot_of(annotation), slot_of(element(annotation, 0))
         checked: list[Checked[Component]] = []
         if not takes(annotation, value):
             continue  # `check` will say so
@@ -250,7 +234,7 @@ def _pick_within(
     return within, mistakes
 
 
-def _slot_of(annotation: Any) -> str | None:
+def slot_of(annotation: Any) -> str | None:
     """The slot whose components a setting takes; None for settings of other types."""
     model = model_in(annotation)
     return next((slot for slot, base in BASES.items() if base is model), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from .components import Settings
@@ -22,3 +24,8 @@ class ReuseConfig(Settings):
     """Batches that a group is trained in, the first one included."""
     capacity: int = Field(1024, ge=1)
     """Groups in the pool; beyond it the oldest leave. They stay in memory, and are in every checkpoint."""
+
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        if self.groups_per_batch > self.capacity:
+            yield f"groups_per_batch = {self.groups_per_batch} is more than capacity = {self.capacity} holds; raise it"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from .kept import KeptSet
+from .trust import INERT
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -44,7 +45,7 @@ class SamplingParams(BaseModel):
     """Drop tokens less likely than this fraction of the most likely one."""
     max_new_tokens: int = Field(256, ge=1)
     """Longest completion of one rollout, in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], INERT] = ()
     """Texts that end a completion; the text is kept."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, besides the model's own end of text."""
@@ -52,6 +53,18 @@ class SamplingParams(BaseModel):
     def model_post_init(self, context: object, /) -> None:
         if isinstance(self.top_k, int) and self.top_k < 1:
             raise ValueError(f"top_k must be 'all' or at least 1, got {self.top_k}")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty text, which would end every completion at once; remove it")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be at least 0, got {min(self.stop_token_ids)}")
+
+    def changed_by(self, own: SamplingParams | None) -> SamplingParams:
+        """A copy with the settings that ``own`` sets; those that it leaves to their defaults stay."""
+        return self if own is None else self.model_copy(update=own.explicit())
+
+    def explicit(self) -> dict[str, Any]:
+        """The settings that were given, by name; not those that are left to their defaults."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @property
     def restrictions(self) -> Mapping[str, object]:

@@ -64,7 +64,7 @@ def _told(place: Place, at: Place, whole: bool) -> bool:
 
 
 def _lines(where: str, place: Place, text: str) -> list[str]:
-    path = ".".join([*filter(None, [where]), *map(str, place)])
+    path = ".".join([*filter(None, [where]), *map(str, place)]).replace("\n", "\\n")
     return [f"{path}: {line}" if path else line for line in text.splitlines()]
 
 

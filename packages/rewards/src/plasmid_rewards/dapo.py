@@ -3,73 +3,94 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from decimal import Decimal, DecimalException
-from typing import Literal
+from typing import ClassVar, Literal
 
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import Field
 
 from .boxed_text import last_boxed
+from .quantity import APART, WRAPPER, Quantity, read_quantity
 from .targets import accepted
 
 LINE = re.compile(r"answer\s*:\s*([^\n]*)", re.IGNORECASE)
-WRAPPED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|overline|boxed|fbox)\{([^{}]*)\}")
-UNITS = re.compile(
-    r"(?<![a-z\\])(?:square|cubic|units?|degrees?|dollars?|cents?|percent|points?|people|minutes?|hours?|seconds?|days?"
-    r"|inches|feet|miles|meters|cm|km|mph|edges|ways)(?![a-z])"
-)
-NOISE = re.compile(r"\\(?:left|right|[!,;: ])|\\%|\\\$|\^\\circ|\^\{\\circ\}|[$%\s]")
+END_TOKEN = re.compile(r"(?:<\|[a-z_]{1,20}\|>|</s>)\s*$")
+FORMULA = re.compile(r"[^$]*(?<!\\)\$([^$]+)(?<!\\)\$[^$]*")
+MARKUP = re.compile(r"\*\*|\"|\\[()\[\]]|\\\\\s*$")
+ARTICLE = re.compile(r"(?:an?|the) (?=[a-z]{2})", re.IGNORECASE)
+WRAPPED = re.compile(rf"(?:{WRAPPER}|\\(?:overline|boxed|fbox))\{{([^{{}}]*)\}}")
 SHORT_FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]+)\}|(\w))(?:\{([^{}]+)\}|(\w))")
-SHORT_ROOT = re.compile(r"\\sqrt(\w)")
+SHORT_ROOT = re.compile(r"\\sqrt ?(\w)")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+FRACTION = re.compile(r"(-?)(?:(\d{1,50})(?=\())?\(?(-?\d{1,50})\)?/\(?(\d{1,50})\)?")
 
 
 class Dapo(Reward):
     """1.0 if the last ``Answer: ...`` line is the target, else -1.0, also if there is no such line.
 
     The reward of DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476). Both sides are brought to a plain form
-    (units, LaTeX wrappers, ``a = 3`` as ``3``, digit commas) and compared as numbers, or else as text.
+    (LaTeX wrappers, ``a = 3`` as ``3``, digit commas, units if only one side has one) and compared as numbers, or else
+    as text.
     """
 
     kind: Literal["dapo"] = "dapo"
+    reads_target: ClassVar[bool] = True
     window: int = Field(300, ge=10)
     """Characters at the end of the text that are looked at."""
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        targets = [plain(str(target)) for target in accepted(prompt, self.kind)]
+        targets = [read_answer(str(target)) for target in accepted(prompt, self.kind)]
         lines = LINE.findall(sample.text[-self.window :])
         if not lines:
             return Score(value=-1.0, components={"accuracy": 0.0, "found": 0.0}, error="no line with 'Answer:'")
-        answer = plain(lines[-1])
+        answer = read_answer(lines[-1])
         right = any(_same(target, answer) for target in targets)
         return Score(value=1.0 if right else -1.0, components={"accuracy": float(right), "found": 1.0})
 
 
-def plain(text: str) -> str:
-    """An answer without what does not change it."""
-    text = last_boxed(text) or text
-    text = text.rpartition("=")[2].strip().rstrip(".").lower()
+def read_answer(text: str) -> Quantity:
+    """The unit of an answer, and its expression without what does not change it."""
+    text = END_TOKEN.sub("", last_boxed(text) or text)
+    if formula := FORMULA.fullmatch(text):  # text around the only formula is no part of the answer
+        text = formula[1]
+    text = MARKUP.sub("", text).rpartition("=")[2].strip().rstrip(".*:")
+    quantity = read_quantity(ARTICLE.sub("", text))
+    return replace(quantity, expression=_simplified(quantity.expression))
+
+
+def _simplified(text: str) -> str:
+    text = text.lower()
     while (inner := WRAPPED.sub(r"\1", text)) != text:
         text = inner
-    text = NOISE.sub("", UNITS.sub("", text))
+    text = re.sub(r"\\(?:left|right)(?![a-z])", "", text)
     text = SHORT_FRACTION.sub(lambda m: f"({m[1] or m[2]})/({m[3] or m[4]})", text)
-    text = SHORT_ROOT.sub(r"\\sqrt{\1}", text)
-    return THOUSANDS.sub("", text).strip(".*:")
+    text = THOUSANDS.sub("", SHORT_ROOT.sub(r"\\sqrt{\1}", text)).strip(" .*:")
+    return text if APART.search(text) else text.replace(" ", "")
 
 
-def _same(target: str, answer: str) -> bool:
-    if target == answer:
-        return bool(target)
-    numbers = _number(target), _number(answer)
-    return None not in numbers and numbers[0] == numbers[1]
+def _same(target: Quantity, answer: Quantity) -> bool:
+    if None not in (target.unit, answer.unit) and target.unit != answer.unit:
+        return False
+    if None not in (target.base, answer.base) and target.base != answer.base:
+        return False
+    if target.expression == answer.expression and (target.is_percent or not answer.is_percent):
+        return bool(target.expression)
+    numbers = _number(target.expression), _number(answer.expression)
+    if numbers[0] is None or numbers[1] is None:
+        return False
+    if target.is_percent and not answer.is_percent and numbers[0] / 100 == numbers[1]:
+        return True
+    return numbers[0] == (numbers[1] / 100 if answer.is_percent and not target.is_percent else numbers[1])
 
 
 def _number(text: str) -> Decimal | None:
     try:
         number = Decimal(text)
     except DecimalException:
-        fraction = re.fullmatch(r"(-?)\(?(-?\d{1,50})\)?/\(?(\d{1,50})\)?", text)
-        if fraction is None or int(fraction[3]) == 0:
+        fraction = FRACTION.fullmatch(text)
+        if fraction is None or int(fraction[4]) == 0:
             return None
-        number = Decimal(fraction[1] + "1") * Decimal(fraction[2]) / Decimal(fraction[3])
+        number = Decimal(fraction[2] or 0) + Decimal(fraction[3]) / Decimal(fraction[4])
+        number = -number if fraction[1] else number
     return number if number.is_finite() else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from plasmid import Prompt, Reward, Sample
 
@@ -13,6 +13,7 @@ class ExactMatch(Reward):
     """1.0 if the text is the target (or one of a list of targets), else 0.0."""
 
     kind: Literal["exact-match"] = "exact-match"
+    reads_target: ClassVar[bool] = True
     where: Literal["whole", "start", "end", "anywhere"] = "whole"
     """Where in the text the target must stand; ``whole`` allows nothing else."""
     strip: bool = True

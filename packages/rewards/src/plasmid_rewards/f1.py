@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from plasmid import Prompt, Reward, Sample, Score
+from plasmid.trust import INERT
 
 from .targets import accepted
 
@@ -24,7 +25,8 @@ class F1(Reward):
     """
 
     kind: Literal["f1"] = "f1"
-    after: str = ""
+    reads_target: ClassVar[bool] = True
+    after: Annotated[str, INERT] = ""
     """Look only behind the last occurrence of this text, for example ``</think>``; a text without it gets 0.0."""
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:

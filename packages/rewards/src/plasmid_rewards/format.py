@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from plasmid import Prompt, Reward, Sample
+from plasmid.trust import INERT
 from pydantic import Field
 
 
@@ -13,7 +14,7 @@ class Format(Reward):
     """1.0 if each tag occurs once, closed, not empty, and they come in their order, else 0.0."""
 
     kind: Literal["format"] = "format"
-    tags: tuple[str, ...] = Field(("answer",), min_length=1)
+    tags: Annotated[tuple[str, ...], INERT] = Field(("answer",), min_length=1)
     """Names in their order: ``["think", "answer"]`` asks for ``<think>...</think> ... <answer>...</answer>``."""
     text_around: bool = True
     """Allow other text before, between and after the tags."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from plasmid import Prompt, Score
-from plasmid.errors import RewardError
+from plasmid.errors import RewardError, one_line
 
 from .extras import needed
 from .pooled import PooledReward
+
+ORDINARY = "This is a plain text. It has some words.\n\nIt has two paragraphs, too."
+"""A text on which no checker raises that has what it needs."""
 
 
 class Instructions(PooledReward):
@@ -25,34 +28,72 @@ class Instructions(PooledReward):
     score: Literal["all", "fraction"] = "all"
     """Whether all instructions must be followed, or each one that is counts its part."""
     package: ClassVar[str]
+    batched: ClassVar[bool] = True
 
     @property
     @abstractmethod
     def _name(self) -> str: ...
+
+    def packages(self) -> Mapping[str, str]:
+        return dict.fromkeys(("langdetect", "if_verifiable"), "plasmid-rewards[ifeval]")
 
     def warm(self) -> None:
         needed("langdetect", extra="ifeval", kind=self._name).DetectorFactory.seed = 0  # it guesses at random otherwise
         self._checkers()
 
     def judge(self, prompt: Prompt, text: str) -> Score:
-        ids, arguments = self._instructions(prompt)
-        evaluate = needed("if_verifiable.common", extra="ifeval", kind=self._name).evaluate_instructions
-        try:
-            results, _ = evaluate(text, ids, arguments, prompt.text, self._checkers())
-        except LookupError as error:
-            if "nltk" not in str(error).lower():
+        common = needed("if_verifiable.common", extra="ifeval", kind=self._name)
+        checks = self._checks(prompt)
+        text = common.strip_thinking(text)
+        if not text.strip():
+            return Score(value=self.failure(), error="an empty text")
+        variants = [text] if self.strict else [v for v in common.get_loose_transformations(text) if v.strip()]
+        followed = []
+        for name, check in checks:
+            try:
+                followed.append(any(check(variant) for variant in variants))
+            except MemoryError:
                 raise
-            resource = str(error).partition("'")[2].partition("'")[0] or "punkt"
-            raise RewardError(
-                f"{self._name}: prompt {prompt.id} needs the NLTK data {resource!r}, which are not on this machine; "
-                f"python -m nltk.downloader {resource}, or leave the row out"
-            ) from None
-        if not results:
-            return Score(value=0.0, error="an empty text")
-        followed = [r.strict_pass if self.strict else r.loose_pass for r in results]
+            except Exception as error:  # noqa: BLE001  boundary: checkers raise on texts that they do not expect
+                self._check_row(prompt, name, check, error)
+                return Score(value=self.failure(), error=f"the checker {name} raised {one_line(error)}")
         fraction = sum(followed) / len(followed)
         value = fraction if self.score == "fraction" else float(all(followed))
         return Score(value=value, components={"followed": fraction})
+
+    def _checks(self, prompt: Prompt) -> list[tuple[str, Callable[[str], object]]]:
+        """Name and checker of each instruction of the row. Raises `RewardError` if the row is wrong."""
+        checks = []
+        for name, arguments in zip(*self._instructions(prompt), strict=True):
+            checker = self._checkers()[name](name)
+            try:
+                checker.build_description(**{key: value for key, value in arguments.items() if value is not None})
+                if "prompt" in (checker.get_instruction_args() or ()):
+                    checker.build_description(prompt=prompt.text)
+            except Exception as error:  # noqa: BLE001  boundary: checkers raise on arguments that they do not expect
+                raise self._wrong_row(prompt, name, error) from None
+            checks.append((name, checker.check_following))
+        return checks
+
+    def _check_row(self, prompt: Prompt, name: str, check: Callable[[str], object], error: Exception) -> None:
+        """Raises `RewardError` if the checker raises on an ordinary text, too: then the row is wrong, not the text."""
+        try:
+            check(ORDINARY)
+        except Exception:  # noqa: BLE001  boundary: as above
+            raise self._wrong_row(prompt, name, error) from None
+
+    def _wrong_row(self, prompt: Prompt, name: str, error: Exception) -> RewardError:
+        where = f"{self._name}: prompt {prompt.id}"
+        if type(error) is not LookupError or "nltk" not in str(error).lower():
+            return RewardError(
+                f"{where}: the checker of {name!r} cannot use its table in 'kwargs': {one_line(error)}; mend the row, "
+                "or leave it out"
+            )
+        resource = str(error).partition("'")[2].partition("'")[0] or "punkt"
+        return RewardError(
+            f"{where} needs the NLTK data {resource!r}, which are not on this machine; "
+            f"python -m nltk.downloader {resource}, or leave the row out"
+        )
 
     def _checkers(self) -> Mapping[str, Any]:
         checkers: Mapping[str, Any] = needed(self.package, extra="ifeval", kind=self._name).INSTRUCTION_DICT

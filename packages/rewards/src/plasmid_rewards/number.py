@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from decimal import Context, Decimal, DecimalException
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from plasmid import Prompt, Reward, Sample, Score
 from plasmid.errors import RewardError
+from plasmid.trust import INERT
 from pydantic import Field
 
 from .targets import accepted
@@ -32,9 +33,10 @@ class Number(Reward):
     """
 
     kind: Literal["number"] = "number"
+    reads_target: ClassVar[bool] = True
     pick: Literal["first", "last"] = "last"
     """Which number of the text is the answer."""
-    after: str = ""
+    after: Annotated[str, INERT] = ""
     """Look only behind the last occurrence of this text, for example ``####``; a text without it has no number."""
     tolerance: float = Field(1e-6, ge=0, allow_inf_nan=False)
     """Largest difference to the target that still counts as right."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from typing import Annotated, Literal
 
 import regex
 from plasmid import Prompt, Reward, Sample, Score
+from plasmid.trust import INERT
 from pydantic import Field, field_validator
 
 
@@ -14,7 +15,7 @@ class Regex(Reward):
     """1.0 if the pattern matches, else 0.0, also if matching takes too long."""
 
     kind: Literal["regex"] = "regex"
-    pattern: str
+    pattern: Annotated[str, INERT]
     """Regular expression, as the ``regex`` package reads it; a dot matches line ends, too."""
     where: Literal["whole", "anywhere"] = "anywhere"
     """What must match: the whole text, or some part of it."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from plasmid import Prompt, Reward, RunContext, Sample, Score
 from plasmid.errors import IsolationError, RewardError
-from plasmid.isolation import Limits, WorkerPool
+from plasmid.isolation import BatchPool, Limits, WorkerPool
 from plasmid.isolation.worker import Work
 from pydantic import Field, PrivateAttr
 
 from .scores import pack_scores, unpack_scores
 
+WORKER_S = 180.0
+"""Time beyond `call_timeout_s` in which a pool starts a worker, and has given up one that does not answer."""
 EMPTY = np.zeros(0, np.int32)
 
 
@@ -23,13 +25,19 @@ class InWorkers(Reward):
     """Works in worker processes: a call that hangs, crashes or eats memory gets the failure value and a reason."""
 
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time for one sample, waiting for a free worker included; past it the run ends with an error."""
+    """Longest time for one sample, once a worker takes it; at least a minute longer than `call_timeout_s`."""
     workers: Literal["auto"] | int = "auto"
     """Worker processes; ``auto`` is one for each core, at most 8."""
     call_timeout_s: float = Field(10.0, gt=0)
     """Longest time for judging one sample; past it the sample gets the failure value."""
     memory_mb: int = Field(1024, ge=16)
     """Memory that judging one sample may take, in MiB."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that the worker processes get. They have paths, the locale and the settings of
+    Python and of the Hugging Face caches anyway, and no other: no keys."""
+    batched: ClassVar[bool] = False
+    """Whether a process judges many samples, one after another, which is many times faster. Only for rewards that never
+    execute what a sample says: such code could change what the process answers to the samples after it."""
     _pool: WorkerPool | None = PrivateAttr(None)
 
     def model_post_init(self, context: object, /) -> None:
@@ -45,9 +53,12 @@ class InWorkers(Reward):
         """What a sample gets that could not be judged."""
         return 0.0
 
+    def limit_s(self, num_samples: int) -> float:
+        return max(super().limit_s(num_samples), self.call_timeout_s + WORKER_S)
+
     def limits(self) -> Limits:
         """What one call may use."""
-        return Limits(timeout_s=self.call_timeout_s, memory_mb=self.memory_mb)
+        return Limits(timeout_s=self.call_timeout_s, memory_mb=self.memory_mb, environment=self.environment)
 
     async def open(self, context: RunContext) -> None:
         try:
@@ -76,7 +87,8 @@ class InWorkers(Reward):
     def _opened(self) -> WorkerPool:
         if self._pool is None:
             workers = min(os.cpu_count() or 1, 8) if self.workers == "auto" else self.workers
-            self._pool = WorkerPool(self.work(), self.limits(), workers=workers)
+            pool = BatchPool if self.batched else WorkerPool
+            self._pool = pool(self.work(), self.limits(), workers=workers)
         return self._pool
 
 

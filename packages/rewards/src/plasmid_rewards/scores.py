@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from plasmid.reward_calls import components_fault
 from plasmid.types import Score
 
 
@@ -25,9 +26,13 @@ def unpack_scores(answer: Any, count: int) -> list[Score] | str:
             )
             for value, parts, error in answer
         ]
+    except OverflowError:
+        return "a score is too large a number"
     except (ValueError, TypeError, AttributeError):
         return "the answer cannot be read"
     if len(scores) != count:
         return f"{len(scores)} scores came for {count} samples"
     finite = all(math.isfinite(v) for score in scores for v in (score.value, *score.components.values()))
-    return scores if finite else "a score is not finite"
+    if not finite:
+        return "a score is not finite"
+    return next(filter(None, (components_fault(score.components) for score in scores)), None) or scores

@@ -163,6 +163,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
         name, saved, wanted = min(info["mismatched_keys"])
         raise ModelError(f"model.path: {path}: {name} is {list(saved)}, its config.json wants {list(wanted)}")
     _check_windows(hf, path)
+    _check_layers(hf, path)
     hf.eval().requires_grad_(False)
     hf.to(device)
     return LanguageModel(hf, device, pieces=_pieces(hf, path))
@@ -191,6 +192,17 @@ def _check_windows(hf: PreTrainedModel, path: Path) -> None:
             )
 
 
+def _check_layers(hf: PreTrainedModel, path: Path) -> None:
+    """Layers that keep a state of their own would silently begin with an empty one at every token."""
+    kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()
+    others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if others:
+        raise ModelError(
+            f"model.path: {path} has layers of kind {others[0]!r}, which engine 'hf' does not compute; choose another "
+            "model or another engine"
+        )
+
+
 def kv_bytes_per_token(model: LanguageModel) -> int:
     """Of the cache, found with one token. Raises `ModelError` if the family needs more than causal attention."""
     cache = SlotCache(num_layers=model.facts.num_layers, block=ALIGNMENT, max_rows=1)
@@ -200,4 +212,10 @@ def kv_bytes_per_token(model: LanguageModel) -> int:
     except (NotImplementedError, KeyError, TypeError) as error:
         family = model.hf.config.model_type
         raise ModelError(f"model.path: engine 'hf' cannot run models of type {family!r}: {error}") from error
+    idle = [index for index, keys in enumerate(cache.keys) if not keys.numel()]
+    if idle:
+        raise ModelError(
+            f"model.path: engine 'hf' cannot run models of type {model.hf.config.model_type!r}: layer {idle[0]} has no "
+            "attention over the cache"
+        )
     return cache.num_bytes // ALIGNMENT

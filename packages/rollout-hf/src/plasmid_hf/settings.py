@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from plasmid.components import BuildContext, RolloutEngineConfig
+from plasmid.components import BuildContext, CanaryPlan, RolloutEngineConfig
 from plasmid.protocols import PauseMode, RolloutEngine
 from pydantic import Field
 
@@ -34,6 +34,12 @@ class HF(RolloutEngineConfig):
     policy version that drew it; without, earlier tokens keep the keys and values of the older policy."""
     bucket_bytes: int = Field(32 << 20, ge=1 << 10)
     """Largest bucket of weights in a weight sync; a larger tensor travels alone."""
+    canary_every: int = Field(10, ge=0)
+    """Compare the log-probabilities of engine and trainer on a fixed prompt in every k-th version, the first included;
+    0 for never."""
+    canary_tolerance: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
+    """Maximum mean difference of those log-probabilities, in nats; ``auto`` is 0.02 with dtype = "float32" and 0.25
+    otherwise."""
 
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
@@ -44,6 +50,12 @@ class HF(RolloutEngineConfig):
 
     def gives_kept_sets(self) -> bool:
         return True
+
+    def canary(self) -> CanaryPlan | None:
+        """Its cache and attention are not the trainer's code."""
+        usual = 0.02 if self.dtype == "float32" else 0.25
+        tolerance = usual if self.canary_tolerance == "auto" else self.canary_tolerance
+        return CanaryPlan(tolerance=tolerance, every=self.canary_every, alone=True) if self.canary_every else None
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from .engine import start_engine

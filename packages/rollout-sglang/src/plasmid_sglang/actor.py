@@ -1,4 +1,4 @@
-"""What lives beside each server, on its machine: starts it, holds its mail, ends it."""
+"""What lives beside each server, on its machine: starts it, holds its control channel, ends it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from plasmid.errors import EngineError
 from plasmid.protocols import Actor
 
 from .api import Abilities, Api
+from .control import ControlAddress, ControlServer
 from .followers import Followers
-from .mail import Address, MailHost
 from .process import Server, ServerOptions
 
 
@@ -23,8 +23,8 @@ class Started:
 
     url: str
     abilities: Abilities
-    mail: Address
-    """Where mail of weight syncs is to be left."""
+    control: ControlAddress
+    """Control channel of weight syncs."""
 
 
 class EngineServer:
@@ -34,12 +34,13 @@ class EngineServer:
         self._options = options
         self._followers = Followers(followers)
         self._server = Server(options, self._followers)
-        self._mail = MailHost()
+        self._control = ControlServer(options.control_key)
 
     async def start(self) -> Started:
         """Start the server, or start it anew. Raises `EngineError`."""
         url = await self._server.start()
-        return Started(url=url, abilities=await abilities_at(url), mail=self._mail.address)
+        abilities = await abilities_at(url, self._options.api_key)
+        return Started(url=url, abilities=abilities, control=self._control.address)
 
     async def exit_code(self) -> int | None:
         """How the server ended, or a part of it on another machine; None while all runs."""
@@ -56,11 +57,12 @@ class EngineServer:
         await self._server.stop()
         with contextlib.suppress(EngineError):  # they end with their actors, too
             await self._followers.kill()
+        self._control.close()
 
 
-async def abilities_at(url: str) -> Abilities:
+async def abilities_at(url: str, key: str) -> Abilities:
     """What the server there knows. Raises `EngineError`."""
-    api = Api(url)
+    api = Api(url, key)
     try:
         return await api.abilities()
     finally:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import aiohttp
 from plasmid.errors import EngineError, one_line
+from plasmid.urls import shown_url
 
 from .gauges import Load, flat
 
 CONTROL_S = 120.0
 """Longest time for a control call that moves no weights."""
+
+
+MAX_BYTES = 64 << 20
+"""Largest answer of a control call."""
+
+
+async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body. Raises `EngineError` if it has more than ``max_bytes``."""
+    data = bytearray()
+    async for chunk in reply.content.iter_any():
+        data += chunk
+        if len(data) > max_bytes:
+            raise EngineError(f"{shown_url(str(reply.url))}: the answer has more than {max_bytes} bytes")
+    return bytes(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +52,9 @@ class Abilities:
 class Api:
     """Calls to one server. Connections belong to the event loop that makes the first call."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, key: str = "") -> None:
+        """``key`` is the server's API key, if it wants one."""
+        self.url, self.key = url.rstrip("/"), key
         self._session: aiohttp.ClientSession | None = None
 
     def session(self) -> aiohttp.ClientSession:
@@ -46,7 +63,10 @@ class Api:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             # a server closes connections that were idle for 5 s, and what is just being sent on one then is lost
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+            headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, auto_decompress=False, headers=headers
+            )
         return self._session
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S) -> Any:
@@ -63,15 +83,19 @@ class Api:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         try:
-            async with asyncio.timeout(timeout_s), self.session().request(method, self.url + path, json=body) as reply:
-                text = await reply.text()
-                if reply.status not in (200, 202):
-                    raise EngineError(f"{self.url}{path}: answered {reply.status}: {' '.join(text.split())[:500]}")
-                return await reply.json() if text.strip() else None
+            call = self.session().request(method, self.url + path, json=body, allow_redirects=False)
+            async with asyncio.timeout(timeout_s), call as reply:
+                data = await read_answer(reply, MAX_BYTES)
+            if reply.status not in (200, 202):
+                text = " ".join(data.decode(errors="replace").split())[:500]
+                raise EngineError(f"{self.url}{path}: answered {reply.status}: {text}")
+            return json.loads(data) if data.strip() else None
         except TimeoutError:
             raise EngineError(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise EngineError(f"{self.url}{path}: {one_line(error)}") from None
+        except (ValueError, RecursionError):
+            raise EngineError(f"{self.url}{path}: the answer is no JSON") from None
 
     async def info(self, *, timeout_s: float = CONTROL_S) -> Mapping[str, Any]:
         """Everything that the server says of itself."""

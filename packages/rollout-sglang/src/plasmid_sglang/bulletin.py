@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from plasmid.safe_files import write_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +39,7 @@ class BulletinFile:
     def write(self, bulletin: Bulletin) -> None:
         """Replace it; readers see the old one or the new one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(bulletin)))
-        os.replace(partial, self._path)
+        write_text(self._path, json.dumps(asdict(bulletin)))
 
     def read(self) -> Bulletin:
         """The latest one. Costs a look at the file's date unless it has changed."""

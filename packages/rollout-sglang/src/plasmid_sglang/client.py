@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import aiohttp
@@ -16,7 +16,7 @@ import orjson
 from plasmid.errors import EngineError, one_line
 from plasmid.types import Completion, GenerateRequest
 
-from .api import Api
+from .api import Api, read_answer
 from .bulletin import BulletinFile
 from .wording import completion, finished, request_body
 
@@ -24,6 +24,11 @@ WAIT_S = 0.05
 """Between two looks for a server that may be asked."""
 RETRIED = (502, 503)
 """Answers of a server or router that is starting or has lost its server; the same request may succeed later."""
+
+
+def _max_bytes(request: GenerateRequest, num_tokens: int) -> int:
+    """Largest answer of so many tokens; with kept sets each has a list of token ids."""
+    return (1 << 20) + num_tokens * (1 << 16 if request.wants_kept_set else 1 << 10)
 
 
 class Unavailable(Exception):
@@ -41,6 +46,8 @@ class ClientOptions:
     """Servers say which version drew each token of a request that went on through a weight sync."""
     keep_session: bool
     """Name the session, so that a router finds the server that has its prefix."""
+    api_key: str = field(default="", repr=False)
+    """That servers and router ask for."""
 
 
 class Desk:
@@ -87,10 +94,11 @@ class Desk:
         self._asked[url] += 1
         try:
             async with asyncio.timeout(limit_s):
-                async with api.session().post(f"{api.url}/generate", json=body, headers=headers) as reply:
+                call = api.session().post(f"{api.url}/generate", json=body, headers=headers, allow_redirects=False)
+                async with call as reply:
                     if reply.status in RETRIED:
                         raise Unavailable(f"{url} answered {reply.status}")
-                    answer = orjson.loads(await reply.read())
+                    answer = orjson.loads(await read_answer(reply, _max_bytes(request, allowed)))
                     return completion(request, reply.status, answer, has_spans=self._options.has_spans)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
             raise Unavailable(f"{url}: {one_line(error)}") from None
@@ -126,7 +134,7 @@ class Desk:
 
     def _api(self, url: str) -> Api:
         if url not in self._apis:
-            self._apis[url] = Api(url)
+            self._apis[url] = Api(url, self._options.api_key)
         return self._apis[url]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from plasmid.errors import EngineError, SyncError
@@ -42,6 +42,8 @@ class EngineOptions:
     """Of the run's files that are the engine's."""
     log_file: Path
     """Of the router."""
+    api_key: str = field(default="", repr=False)
+    """That the servers ask for, and the router, which every run starts with a random one; empty for `urls`."""
 
 
 class SGLangEngine:
@@ -64,6 +66,7 @@ class SGLangEngine:
                 seeded=settings.deterministic or settings.true_on_policy,
                 has_spans=settings.pause_mode == "in_place",
                 keep_session=settings.router,
+                api_key=options.api_key,
             ),
         )
         self._router: Router | None = None
@@ -71,6 +74,7 @@ class SGLangEngine:
             self._router = Router(
                 settings.router_args,
                 host=settings.host,
+                api_key=options.api_key,
                 folder=options.folder,
                 log_file=options.log_file,
                 changed=self._announce,
@@ -177,7 +181,7 @@ class SGLangEngine:
                 f"weight sync of version {version}: engine 'sglang' cannot receive by {type(wire).__name__}"
             )
         order = wire.order
-        members = [m for m in self.members.all if wire.addresses.get(m.index) == m.mail]
+        members = [m for m in self.members.all if wire.addresses.get(m.index) == m.control]
         self.members.has_synced = True
         for member in self.members.running():  # also those that the plan had to leave out: they miss this version
             member.condition = Condition.WAITING
@@ -185,7 +189,7 @@ class SGLangEngine:
         receipts: dict[Member, SyncReceipt] = {}
 
         async def receive(member: Member) -> None:
-            receipts[member] = await member.begin_update(order, version).result()
+            receipts[member] = await member.begin_update(order, wire.transport(member.index), version).result()
 
         failed = await each(members, receive)
         if order.folder is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from plasmid.errors import EngineError
 
 from .actor import Started
 from .api import Abilities, Api
+from .control import ControlChannel, ControlServer
 from .exactness import others_mistakes
-from .mail import Channel, MailHost
 from .receiving import Commands
 from .stream import Stream
+from .transport import Transport
 from .wire import Order
 
 
@@ -29,10 +31,11 @@ class FolderCommands(Commands):
     async def end(self) -> None:
         """Nothing."""
 
-    async def take_over(self, order: Order, version: int) -> list[dict[str, Any]]:
+    async def take_over(self, order: Order, transport: Transport, version: int) -> list[dict[str, Any]]:
         """Checks what lies in the files, and has the server take them when all are there. Raises `SyncError`."""
         stream = Stream(
-            channel=Channel.of(self.mail.address, order.token, 0),
+            channel=ControlChannel.of_process(self.control.address, order.token, 0),
+            transport=transport,
             load=lambda bucket: None,  # it is enough to have read it; the server does that again
             rank=0,
             device=torch.device("cpu"),
@@ -51,19 +54,19 @@ class FolderCommands(Commands):
 class ExternalServer:
     """What `EngineServer` is for servers of our own."""
 
-    def __init__(self, url: str, model_path: Path, wanted: Mapping[str, Any]) -> None:
-        self._url, self._model_path, self._wanted = url, model_path, wanted
-        self._mail = MailHost()
+    def __init__(self, url: str, api_key: str, model_path: Path, wanted: Mapping[str, Any]) -> None:
+        self._url, self._key, self._model_path, self._wanted = url, api_key, model_path, wanted
+        self._control = ControlServer(secrets.token_bytes(32))
 
     async def start(self) -> Started:
         """Attach. Raises `EngineError` if the server has another model or cannot be updated."""
-        api = Api(self._url)
+        api = Api(self._url, self._key)
         try:
             abilities = await api.abilities()
             await self._check(api, abilities)
         finally:
             await api.close()
-        return Started(url=self._url, abilities=abilities, mail=self._mail.address)
+        return Started(url=self._url, abilities=abilities, control=self._control.address)
 
     async def _check(self, api: Api, abilities: Abilities) -> None:
         await self._check_model(api)
@@ -71,7 +74,7 @@ class ExternalServer:
             raise EngineError(line)
         if not abilities.has_disk_updates:
             raise EngineError(f"{self._url}: SGLang {abilities.release} cannot take weights from disk")
-        # also the proof that we may: a server may ask for a key
+        # also the proof that we may: a server may ask for another key here (admin_api_key)
         await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
     async def _check_model(self, api: Api) -> None:

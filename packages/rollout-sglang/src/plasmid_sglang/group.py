@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from plasmid.run.host import own_address
+from plasmid.training.rendezvous import Rendezvous, connect
 from torch import Tensor
 
 
@@ -21,11 +22,12 @@ class Group:
     store: Any
 
     @classmethod
-    def join(cls, backend: str, *, host: str, port: int, rank: int, size: int, timeout: timedelta) -> Self:
-        """Meet the others at the address of rank 0. All must set NCCL_CUMEM_ENABLE alike (SGLang sets it to 0)."""
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, size, False, timeout=timeout, wait_for_workers=False
-        )
+    def join(cls, backend: str, *, rendezvous: str, rank: int, size: int, timeout: timedelta) -> Self:
+        """Meet the others where rank 0 says. All must set NCCL_CUMEM_ENABLE alike (SGLang sets it to 0).
+
+        Raises `ValueError` if the rendezvous cannot be this run's, `RuntimeError` if the others are not there.
+        """
+        store = connect(rendezvous, own_address(), timeout_s=timeout.total_seconds())
         return cls(_group(backend, store, rank, size, timeout), store)
 
     def broadcast(self, data: Tensor) -> None:
@@ -36,20 +38,18 @@ class Group:
 
 
 class Host:
-    """Rank 0: opens the meeting point on its own machine, so that nobody has to choose a port for it."""
+    """Rank 0: opens the rendezvous."""
 
     def __init__(self, backend: str, *, size: int, timeout: timedelta) -> None:
-        self.address = own_address()
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            self.address, 0, size, True, timeout=timeout, wait_for_workers=False
-        )
-        self.port: int = self._store.port
+        self._rendezvous = Rendezvous(own_address(), timeout_s=timeout.total_seconds())
+        self.url = self._rendezvous.url
         self._backend, self._size, self._timeout = backend, size, timeout
 
     @cached_property
     def group(self) -> Group:
         """The first call meets the others, who must be on their way."""
-        return Group(_group(self._backend, self._store, 0, self._size, self._timeout), self._store)
+        store = self._rendezvous.store
+        return Group(_group(self._backend, store, 0, self._size, self._timeout), store)
 
 
 def _group(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -17,10 +17,11 @@ from plasmid.sync import checksum, unpack
 from torch import Tensor, nn
 
 from . import read_back
+from .control import ControlAddress, ControlChannel, leave
 from .lost import told
-from .mail import Address, Channel, leave
 from .stream import Stream
 from .together import Together
+from .transport import Transport
 
 NAME = "plasmid_sglang.loader.load"
 """What SGLang knows it by."""
@@ -35,7 +36,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         receipt = OPERATIONS[command["operation"]](model, command)
     except Exception as error:  # noqa: BLE001  boundary: the server must live to tell
         receipt = told(error)
-    leave(Address(*command["mail"]), f"{command['name']}/{rank()}", receipt)
+    leave(ControlAddress.from_environment(*command["control"]), f"{command['name']}/{rank()}", receipt)
 
 
 def rank() -> int:
@@ -69,7 +70,10 @@ class Loading:
 def _take_over(model: nn.Module, command: Mapping[str, Any]) -> Receipt:
     """All buckets of one update."""
     return Stream(
-        channel=Channel.of(Address(*command["mail"]), command["token"], rank()),
+        channel=ControlChannel.of_process(
+            ControlAddress.from_environment(*command["control"]), command["token"], rank()
+        ),
+        transport=Transport(**command["transport"]),
         load=Loading(model, verify=command["verify"], complete=command["ranks"] == 1).take,
         rank=rank(),
         device=next(model.parameters()).device,

@@ -27,7 +27,7 @@ def heard(message: Mapping[str, Any]) -> PlasmidError | None:
 
 
 def gone(broken: RuntimeError) -> EngineError:
-    """What it means that the store of a server's mail cannot be reached."""
+    """What it means that the control channel of a server cannot be reached."""
     return EngineError(f"what is beside the server is gone: {one_line(broken)}")
 
 

@@ -13,8 +13,9 @@ from plasmid.protocols import Actor
 
 from .actor import Started
 from .api import Abilities, Api
-from .mail import Address, Mail
+from .control import ControlAddress, ControlClient
 from .receiving import Commands, Update
+from .transport import Transport
 from .wire import Order
 
 log = logging.getLogger(__name__)
@@ -65,20 +66,20 @@ class Member:
         return self.commands.abilities
 
     @property
-    def mail(self) -> Address:
-        """Where mail of weight syncs is left."""
-        return self.commands.mail.address
+    def control(self) -> ControlAddress:
+        """Its control channel."""
+        return self.commands.control.address
 
     def take_up(self, started: Started) -> None:
         """Talk to the server that was started in place of the last one."""
-        self.api = Api(started.url)
-        self.commands = type(self.commands)(self.api, started.abilities, Mail(started.mail))
+        self.api = Api(started.url, self.api.key)
+        self.commands = type(self.commands)(self.api, started.abilities, ControlClient(started.control))
 
-    def begin_update(self, order: Order, version: int) -> Update:
+    def begin_update(self, order: Order, transport: Transport, version: int) -> Update:
         """Take over what the trainer sends; an earlier update that is not complete is over."""
         if self.update is not None:
             self.update.end(SyncError("it was replaced by a later one"))
-        self.update = Update(self.commands, order, version)
+        self.update = Update(self.commands, order, transport, version)
         return self.update
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from .lost import lost
 from .members import Member, each
-from .wire import Kind, Meeting, Order, SGLangWire
+from .transport import Kind
+from .wire import Meeting, Order, SGLangWire
 
 ANSWER_S = 20.0
 """Longest time for a server to show that it will come to a meeting."""
@@ -38,7 +40,7 @@ class Planner:
         reached = [member for member in running if meeting is None or member.index in meeting.first_ranks]
         if not reached:
             raise lost(())
-        token = uuid.uuid4().hex
+        token = secrets.token_hex(16)
         return SGLangWire(
             kind=self.kind,
             order=Order(
@@ -49,7 +51,7 @@ class Planner:
                 folder=self.folder / f"weights-{token}" if self.kind == "disk" else None,
                 timeout_s=self.timeout_s,
             ),
-            addresses={member.index: member.mail for member in reached},
+            addresses={member.index: member.control for member in reached},
             senders="all" if self.kind == "ipc" else "first",
             meeting=meeting,
         )

@@ -22,9 +22,12 @@ from typing import Any
 
 from plasmid.errors import EngineError
 from plasmid.run.host import last_lines, own_address
+from plasmid.safe_files import append_private, write_text
 
 from .api import Api
+from .control import KEY_VARIABLE
 from .followers import Followers
+from .launch import API_KEY_VARIABLE
 
 TRIES = 5
 """Ports to try: somebody may take one between our look and the server's start."""
@@ -48,6 +51,10 @@ class ServerOptions:
     start_s: float
     """Longest time to come up."""
     env: Mapping[str, str] = field(default_factory=dict)
+    api_key: str = field(repr=False)
+    """Random; the server refuses requests without it."""
+    control_key: bytes = field(repr=False)
+    """Random; authenticates the control channel of weight syncs."""
 
 
 class Server:
@@ -83,8 +90,9 @@ class Server:
         options.folder.mkdir(parents=True, exist_ok=True)
         options.log_file.parent.mkdir(parents=True, exist_ok=True)
         file = options.folder / "arguments.json"
-        file.write_text(json.dumps({**options.arguments, **chosen}, indent=1))
-        with options.log_file.open("ab") as log:
+        write_text(file, json.dumps({**options.arguments, **chosen}, indent=1))
+        keys = {API_KEY_VARIABLE: options.api_key, KEY_VARIABLE: options.control_key.hex()}
+        with append_private(options.log_file) as log:  # SGLang logs its arguments, and with them the key
             self._begin = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "plasmid_sglang.launch", "server", str(os.getpid()), str(file)],
@@ -92,12 +100,12 @@ class Server:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **options.env},
+                env={**os.environ, **options.env, **keys},
             )
 
     async def _ready(self, url: str, name: str, deadline: float) -> bool:
         """True once the server that we started answers; False if its port was taken."""
-        api = Api(url)
+        api = Api(url, self._options.api_key)
         try:
             while True:
                 if self.exit_code() is not None:
@@ -139,7 +147,7 @@ class Server:
             return file.read().decode(errors="replace")
 
     def _last_words(self) -> str:
-        words = last_lines(self._options.log_file) or "it said nothing"
+        words = last_lines(self._options.log_file).replace(self._options.api_key, "***") or "it said nothing"
         return f"its last words: {words} (its log: {self._options.log_file})"
 
     async def stop(self) -> None:

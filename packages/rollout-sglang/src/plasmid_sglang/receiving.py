@@ -10,6 +10,7 @@ import pickle
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,18 +18,19 @@ from plasmid.errors import EngineError, PlasmidError, SyncError
 from plasmid.types import BucketSum, SyncReceipt
 
 from .api import Abilities, Api
+from .control import ControlClient
 from .loader import COMMAND, NAME
 from .lost import CutOffError, gone, heard, told
-from .mail import Mail
 from .stream import OVER
+from .transport import Transport
 from .wire import Order
 
 
 class Commands:
     """Runs the commands of `loader.py` in a server's processes."""
 
-    def __init__(self, api: Api, abilities: Abilities, mail: Mail) -> None:
-        self._api, self.abilities, self.mail = api, abilities, mail
+    def __init__(self, api: Api, abilities: Abilities, control: ControlClient) -> None:
+        self._api, self.abilities, self.control = api, abilities, control
 
     async def begin(self) -> None:
         """Open an update, where the release wants that. An earlier one that was given up is closed first."""
@@ -49,7 +51,7 @@ class Commands:
             await self._api.post("/end_weight_update")
             await self._api.post(path)
 
-    async def take_over(self, order: Order, version: int) -> list[dict[str, Any]]:
+    async def take_over(self, order: Order, transport: Transport, version: int) -> list[dict[str, Any]]:
         """Have the processes take what the trainer sends; see `run` for what comes of it."""
         return await self.run(
             "take_over",
@@ -57,6 +59,7 @@ class Commands:
             settings={"weight_version": str(version), "flush_cache": order.flush_cache},
             token=order.token,
             verify=order.verify,
+            transport=asdict(transport),
         )
 
     async def run(
@@ -64,8 +67,8 @@ class Commands:
     ) -> list[dict[str, Any]]:
         """Receipts of every process, in rank order; ``settings`` are SGLang's. Raises `SyncError`, `EngineError`."""
         name, ranks = uuid.uuid4().hex, self.abilities.ranks
-        mail = (self.mail.address.host, self.mail.address.port)
-        what = {"operation": operation, "mail": mail, "name": name, "ranks": ranks, "timeout_s": timeout_s}
+        control = (self.control.address.host, self.control.address.port)  # the processes have the key
+        what = {"operation": operation, "control": control, "name": name, "ranks": ranks, "timeout_s": timeout_s}
         tensors = [(COMMAND, torch.frombuffer(bytearray(json.dumps(what | command).encode()), dtype=torch.uint8))]
         payload = base64.b64encode(pickle.dumps(tensors)).decode()
         body: dict[str, Any] = {
@@ -90,7 +93,7 @@ class Commands:
         }
 
     def _read(self, name: str, rank: int) -> dict[str, Any]:
-        receipt = self.mail.read(f"{name}/{rank}")
+        receipt = self.control.read(f"{name}/{rank}")
         if receipt is None:
             raise SyncError(f"rank {rank} of the engine gave no receipt")
         if error := heard(receipt):
@@ -101,8 +104,8 @@ class Commands:
 class Update:
     """The update of one server, from the command to the receipt."""
 
-    def __init__(self, commands: Commands, order: Order, version: int) -> None:
-        self._commands, self._order, self._version = commands, order, version
+    def __init__(self, commands: Commands, order: Order, transport: Transport, version: int) -> None:
+        self._commands, self._order, self._transport, self._version = commands, order, transport, version
         self._task = asyncio.ensure_future(self._run())
         self._why: PlasmidError | None = None
 
@@ -117,7 +120,7 @@ class Update:
         if self._task.done():
             return None
         try:
-            return await asyncio.to_thread(self._commands.mail.pulse, self._order.token)
+            return await asyncio.to_thread(self._commands.control.pulse, self._order.token)
         except RuntimeError:
             return None
 
@@ -145,15 +148,15 @@ class Update:
     def _tell(self, error: Exception) -> None:
         """Let nobody wait for anybody."""
         with contextlib.suppress(RuntimeError):
-            order, mail = self._order, self._commands.mail
-            mail.tell_all(order.token, order.ranks, orders=OVER, answers=told(error))
+            order, control = self._order, self._commands.control
+            control.put_all(order.token, order.ranks, orders=OVER, answers=told(error))
 
     async def _run(self) -> SyncReceipt:
         order, commands = self._order, self._commands
-        await asyncio.to_thread(commands.mail.open, order.token, order.ranks)
+        await asyncio.to_thread(commands.control.open, order.token)
         await commands.begin()
         began = time.perf_counter()
-        receipts = await commands.take_over(order, self._version)
+        receipts = await commands.take_over(order, self._transport, self._version)
         phases = _phases(receipts, time.perf_counter() - began)
         began = time.perf_counter()
         await commands.end()

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import EngineError
+from plasmid.safe_files import append_private, write_text
 
 from .api import Api
+from .launch import API_KEY_VARIABLE
 from .process import address_to_listen_on, free_port
 
 log = logging.getLogger(__name__)
@@ -27,11 +29,18 @@ class Router:
     """Keeps a router running that knows exactly the servers of `route_to`. Used on one event loop."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], *, host: str, folder: Path, log_file: Path, changed: Callable[[], None]
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        host: str,
+        api_key: str,
+        folder: Path,
+        log_file: Path,
+        changed: Callable[[], None],
     ) -> None:
-        """``changed`` is called when the router comes up or goes away."""
+        """The router and its servers have one API key. ``changed`` is called when it comes up or goes away."""
         self._arguments, self._folder, self._log_file = dict(arguments), folder, log_file
-        self._host = address_to_listen_on(host)
+        self._host, self._key = address_to_listen_on(host), api_key
         self._changed = changed
         self._process: subprocess.Popen[bytes] | None = None
         self._api: Api | None = None
@@ -72,20 +81,22 @@ class Router:
         if self._api is not None:
             await self._api.close()
         port = free_port(self._host)
-        own = {"host": self._host, "port": port, "worker_urls": [], "prometheus_port": free_port(self._host)}
+        own = {"host": self._host, "port": port, "worker_urls": []}
+        own |= {"prometheus_host": self._host, "prometheus_port": free_port(self._host)}
         self._folder.mkdir(parents=True, exist_ok=True)
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         file = self._folder / "router.json"
-        file.write_text(json.dumps({**self._arguments, **own}, indent=1))
-        with self._log_file.open("ab") as output:
+        write_text(file, json.dumps({**self._arguments, **own}, indent=1))
+        with append_private(self._log_file) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "plasmid_sglang.launch", "router", str(os.getpid()), str(file)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env={**os.environ, API_KEY_VARIABLE: self._key},
             )
-        self._api = Api(f"http://{self._host}:{port}")
+        self._api = Api(f"http://{self._host}:{port}", self._key)
 
     async def _reconcile(self) -> bool:
         """Add and remove servers; True once the router has those that are wanted, and no other."""
@@ -99,7 +110,7 @@ class Router:
         known = {worker["url"].rstrip("/"): worker for worker in answer["workers"]}
         for url in self._wanted - known.keys():
             with contextlib.suppress(EngineError):  # 202: it takes its time, and we look again
-                await self._api.post("/workers", {"url": url}, timeout_s=ANSWER_S)
+                await self._api.post("/workers", {"url": url, "api_key": self._key}, timeout_s=ANSWER_S)
         for url in known.keys() - self._wanted:
             with contextlib.suppress(EngineError):
                 await self._api.delete(f"/workers/{known[url]['id']}", timeout_s=ANSWER_S)

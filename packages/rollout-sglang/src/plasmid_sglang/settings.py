@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from plasmid.components import BuildContext, PlanRow, RolloutEngineConfig
+from plasmid.components import BuildContext, CanaryPlan, PlanRow, RolloutEngineConfig
 from plasmid.errors import ConfigError
 from plasmid.protocols import PauseMode, RolloutEngine
-from pydantic import Field, field_validator
+from plasmid.urls import web_address
+from pydantic import AfterValidator, Field, field_validator
 
 from .exactness import exact_mistakes
 from .followers import uneven
@@ -34,6 +35,8 @@ OWN = {
 FIXED = (
     "port",
     "api_key",
+    "admin_api_key",
+    "nccl_port",
     "served_model_name",
     "weight_version",
     "custom_weight_loader",
@@ -49,6 +52,20 @@ FIXED = (
 """Server arguments that the engine itself needs for what it does."""
 
 
+UNSUPPORTED = {
+    "disaggregation_mode": "servers of the run do both; start the servers yourself and set rollout.urls",
+    "quantization": "weight syncs send weights that are not quantized; remove it",
+    "enable_return_routed_experts": "the trainer does not replay routing; remove it",
+    "enable_lora": "adapters are not trained or synced; remove it",
+    "lora_paths": "adapters are not trained or synced; remove it",
+    "grpc_mode": "SGLang's gRPC server asks for no API key; remove it",
+    "smg_grpc_mode": "SGLang's gRPC server asks for no API key; remove it",
+    "grpc_port": "SGLang's gRPC server asks for no API key; remove it",
+}
+"""Server arguments that SGLang would accept and the run would get wrong, and why. Their off values are allowed."""
+OFF = (None, False, "null")
+WITHOUT_DRAFT_WEIGHTS = ("NGRAM",)
+"""Speculative algorithms whose drafts need no weights, which no weight sync would update."""
 LARGEST_SET = 4096
 """SGLang's own default of ``sampling_mask_max_tokens``."""
 
@@ -68,11 +85,14 @@ class SGLang(RolloutEngineConfig):
     """Any argument of the SGLang router, under its own name; read with `router` only."""
     router: bool = False
     """Put the SGLang router in front; without, each rollout worker asks the server that has fewest of its requests."""
-    urls: tuple[str, ...] = ()
+    urls: tuple[Annotated[str, AfterValidator(web_address)], ...] = ()
     """Servers that somebody else runs, in place of own ones. They must serve `model.path`."""
+    api_key_env: str = ""
+    """Environment variable with the API key of the servers at `urls`; empty for none. Own servers get a random key."""
     host: str = "auto"
     """Address that servers and router listen on; ``auto`` is the loopback, or in a cluster that the run has joined the
-    one by which its machines reach each other. Whoever reaches it can use the servers."""
+    one by which its machines reach each other. Requests need a random key that only the run has; it is sent without
+    encryption."""
     max_requests: int = Field(256, ge=1)
     """Requests that each rollout worker has open at once; the others wait in it."""
     pause_mode: PauseMode = "abort"
@@ -94,8 +114,9 @@ class SGLang(RolloutEngineConfig):
     deterministic: bool = False
     """SGLang's deterministic inference, with a seed for each sample. GPUs only."""
     true_on_policy: bool = False
-    """Have SGLang compute as the trainer does (its ``rl_on_policy_target``), deterministic inference included, so that
-    both give the same log-probabilities. GPUs only, in bfloat16."""
+    """SGLang's ``rl_on_policy_target``, deterministic inference included, which is meant for trainers with SGLang's own
+    kernels. Plasmid's have others, so it makes the mismatch larger: on an H100 log-probabilities differ by 0.017 in the
+    mean instead of 0.008. GPUs only, in bfloat16."""
     health_interval_s: float = Field(5.0, gt=0.0)
     """Seconds between two looks at each server."""
     health_timeout_s: float = Field(20.0, gt=0.0)
@@ -113,13 +134,13 @@ class SGLang(RolloutEngineConfig):
         lines = [f"{name}: is decided by {OWN[name]}; set that" for name in table if name in OWN]
         lines += [f"{name}: is set by the engine itself; remove it" for name in table if name in FIXED]
         others = {name: value for name, value in table.items() if name not in OWN and name not in FIXED}
-        _raise([*lines, *mistakes("sglang", others)])
+        _raise([*lines, *mistakes("sglang", others), *unsupported(table)])
         return table
 
     @field_validator("router_args")
     @classmethod
     def _known_to_the_router(cls, table: Mapping[str, Any]) -> Mapping[str, Any]:
-        own = ("worker_urls", "host", "port", "prometheus_port")
+        own = ("worker_urls", "host", "port", "prometheus_host", "prometheus_port", "api_key")
         lines = [f"{name}: is set by the engine itself; remove it" for name in table if name in own]
         others = {name: value for name, value in table.items() if name not in own}
         _raise([*lines, *mistakes("sglang-router", others)])
@@ -138,6 +159,8 @@ class SGLang(RolloutEngineConfig):
             yield 'recompute_kv: is read with pause_mode = "in_place" only; remove it'
         if self.urls and self.server_args:
             yield "server_args: servers at urls are started by somebody else; remove the table"
+        if self.api_key_env and not self.urls:
+            yield "api_key_env: is read for servers at urls only; own servers get a random key; remove it"
         if self.urls and self.wire not in ("auto", "disk"):
             yield f'wire: servers at urls take weights from disk only, got {self.wire!r}; set "disk" or remove it'
         if self.urls and self.read_back_every:
@@ -185,6 +208,10 @@ class SGLang(RolloutEngineConfig):
             if (value := getattr(place, name)) != type(place).model_fields[name].default:
                 yield f"placement.{name}: {_toml(value)} is never read, {why}; remove it"
 
+    def packages(self) -> Mapping[str, str]:
+        """SGLang itself, unless the servers at `urls` are started by somebody else."""
+        return {} if self.urls else {"sglang": "plasmid-sglang[server]"}
+
     def takes_ranks(self) -> bool:
         """Servers at `urls` take none."""
         return not self.urls
@@ -201,11 +228,10 @@ class SGLang(RolloutEngineConfig):
                     )
                     return
 
-    def canary(self) -> float:
-        """Largest mean difference to the trainer after each weight sync: SGLang loads weights by code of its own."""
-        if self.canary_tolerance != "auto":
-            return self.canary_tolerance
-        return 0.02 if self.dtype == "float32" else 0.25
+    def canary(self) -> CanaryPlan:
+        """After each weight sync: SGLang loads weights by code of its own."""
+        usual = 0.02 if self.dtype == "float32" else 0.25
+        return CanaryPlan(tolerance=usual if self.canary_tolerance == "auto" else self.canary_tolerance)
 
     def gives_kept_sets(self) -> bool:
         """Releases that return what was left to draw from can be told how much; servers of others may be older."""
@@ -231,6 +257,21 @@ class SGLang(RolloutEngineConfig):
         from .starting import start_engine
 
         return await start_engine(self, context)
+
+
+def unsupported(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Server arguments with which a run would silently go wrong."""
+    for name, why in UNSUPPORTED.items():
+        if arguments.get(name) not in OFF:
+            yield f"{name}: {arguments[name]!r} is not supported: {why}"
+    if (workers := arguments.get("tokenizer_worker_num", 1)) != 1:
+        yield f"tokenizer_worker_num: must be 1, got {workers}: with more, SGLang asks for no API key"
+    algorithm = arguments.get("speculative_algorithm")
+    if algorithm is not None and algorithm not in WITHOUT_DRAFT_WEIGHTS:
+        yield (
+            f"speculative_algorithm: {algorithm!r} is not supported: weight syncs do not update the draft model; "
+            f"choose {', '.join(map(repr, WITHOUT_DRAFT_WEIGHTS))} or remove it"
+        )
 
 
 def _toml(value: object) -> str:

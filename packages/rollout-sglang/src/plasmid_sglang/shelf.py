@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from plasmid.protocols import Bucket
 from plasmid.run.host import own_address
 from torch import Tensor
+
+from .transport import bucket_path
 
 READ_S = 60.0
 """Longest time without a byte."""
@@ -27,18 +29,19 @@ class Shelf:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="weights", daemon=True)
         self._thread.start()
 
-    def put(self, bucket: Bucket) -> str:
-        """The URL of its bytes."""
-        self._buckets[self._path(bucket)] = bytes_of(bucket.data.cpu())
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
         host, port = self._server.server_address[:2]
-        return f"http://{host!s}:{port}{self._path(bucket)}"
+        return str(host), int(port)
+
+    def put(self, bucket: Bucket) -> None:
+        """Serve its bytes under `bucket_path`."""
+        self._buckets[bucket_path(self._token, bucket.index)] = bytes_of(bucket.data.cpu())
 
     def take_off(self, bucket: Bucket) -> None:
         """Serve it no more."""
-        self._buckets.pop(self._path(bucket), None)
-
-    def _path(self, bucket: Bucket) -> str:
-        return f"/{self._token}/{bucket.index}"
+        self._buckets.pop(bucket_path(self._token, bucket.index), None)
 
     def close(self) -> None:
         """Serve nothing more."""
@@ -51,12 +54,14 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], buckets: dict[str, memoryview]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self.buckets = buckets
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
+    timeout = READ_S
 
     def do_GET(self) -> None:
         """One bucket."""
@@ -78,12 +83,11 @@ def bytes_of(data: Tensor) -> memoryview:
     return memoryview(cast(Any, data.numpy()))
 
 
-def read(url: str, into: memoryview) -> None:
-    """The bytes at a URL. Raises `OSError` if there are not as many."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=READ_S)
+def read(host: str, port: int, path: str, into: memoryview) -> None:
+    """The bytes that a server has there. Raises `OSError` if there are not as many."""
+    connection = http.client.HTTPConnection(host, port, timeout=READ_S)
     try:
-        connection.request("GET", parts.path)
+        connection.request("GET", path)
         answer = connection.getresponse()
         if answer.status != HTTPStatus.OK or answer.length != into.nbytes:
             raise OSError(f"answered {answer.status} with {answer.length} bytes, not 200 with {into.nbytes}")

@@ -12,9 +12,10 @@ from plasmid.errors import SyncError, one_line
 from plasmid.protocols import Bucket
 from plasmid.sync import checksum
 
+from .control import ControlChannel
 from .lost import CutOffError, told
-from .mail import Channel
 from .sources import Place, fetch
+from .transport import Transport
 
 OVER = {"over": True}
 """Said in place of a bucket: no more will come."""
@@ -24,7 +25,8 @@ OVER = {"over": True}
 class Stream:
     """Takes every bucket, checks it, loads it, and says so, so that the sender may use its memory again."""
 
-    channel: Channel
+    channel: ControlChannel
+    transport: Transport
     load: Callable[[Bucket], None]
     rank: int
     device: torch.device
@@ -67,7 +69,10 @@ class Stream:
 
     def _take(self, header: Mapping[str, Any], source: Mapping[str, Any]) -> None:
         began = time.perf_counter()
-        data = fetch(source, Place(header=header, rank=self.rank, device=self.device))
+        place = Place(
+            header=header, transport=self.transport, rank=self.rank, device=self.device, timeout_s=self.timeout_s
+        )
+        data = fetch(source, place)
         began = self._count("fetch", began)
         if self._error is not None:
             return

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from plasmid.errors import DeadlineError, PlasmidError
 from plasmid.protocols import Bucket, Sender
 from plasmid.sync import unpack
 
+from .control import CONNECTIONS, ControlAddress, ControlChannel
 from .group import Host
 from .lost import gone, heard, lost
-from .mail import STORES, Address, Channel
 from .shelf import Shelf
+from .sources import ipc_source
 from .stream import OVER
+from .transport import Kind, Transport
 
-Kind = Literal["ipc", "broadcast", "disk", "http"]
 IN_FLIGHT: Mapping[Kind, int] = {"ipc": 1, "broadcast": 1, "disk": 2, "http": 2}
 """Buckets on the way besides the one that is being made; each is one more in memory."""
 HOSTED: dict[str, Host] = {}
@@ -53,7 +51,7 @@ class Order:
     """What one update is to be."""
 
     token: str
-    """Names it, so that stragglers of an earlier one are told apart."""
+    """Names it, so that stragglers of an earlier one are told apart. Secret: who knows it may fetch buckets."""
     ranks: int
     """Processes of each server."""
     verify: bool = False
@@ -71,11 +69,20 @@ class SGLangWire:
 
     kind: Kind
     order: Order
-    addresses: Mapping[int, Address]
-    """Where the mail of each engine lies, by its number; one that is left out gets nothing."""
+    addresses: Mapping[int, ControlAddress]
+    """Control channel of each engine, by its number; one that is left out gets nothing."""
     senders: Literal["first", "all"] = "first"
     meeting: Meeting | None = None
     """With kind "broadcast"."""
+
+    def transport(self, engine: int) -> Transport:
+        """For the command to one engine."""
+        order, meeting = self.order, self.meeting
+        plan = Transport(kind=self.kind, token=order.token, folder=str(order.folder or ""))
+        if meeting is None:
+            return plan
+        first_rank = meeting.first_ranks[engine]
+        return replace(plan, backend=meeting.backend, group=meeting.name, first_rank=first_rank, size=meeting.size)
 
     def open(self, *, rank: int, version: int) -> Sender:
         """Start sending from this rank."""
@@ -96,11 +103,13 @@ class SGLangSender:
         """``processes`` are those of each engine that this rank sends to; there may be none."""
         self._wire = wire
         self._errors: dict[int, PlasmidError] = {}
-        self._peers: dict[int, list[Channel]] = {}
+        self._peers: dict[int, list[ControlChannel]] = {}
         for engine, ranks in processes.items():
             self._peers[engine] = []
             with self._noting(engine):
-                self._peers[engine] = [Channel.to(wire.addresses[engine], wire.order.token, rank) for rank in ranks]
+                self._peers[engine] = [
+                    ControlChannel.of_sender(wire.addresses[engine], wire.order.token, rank) for rank in ranks
+                ]
         self._sent: deque[Bucket] = deque()
         self._shelf = Shelf(wire.order.token) if wire.kind == "http" else None
 
@@ -123,14 +132,13 @@ class SGLangSender:
         source, meeting = self._source(bucket), self._wire.meeting
         self._sent.append(bucket)  # its memory must live until it is taken over
         for engine, peers in self._told():
-            own = source if meeting is None else source | {"first_rank": meeting.first_ranks[engine]}
             with self._noting(engine):
                 for peer in peers:
-                    peer.put({"bucket": header, "source": own})
+                    peer.put({"bucket": header, "source": source})
         if meeting is not None:
             self._broadcast(meeting, bucket)
 
-    def _told(self) -> Iterator[tuple[int, list[Channel]]]:
+    def _told(self) -> Iterator[tuple[int, list[ControlChannel]]]:
         """Engines that hear of a bucket: those that take part in a broadcast must, even if they load nothing more."""
         for engine, peers in self._peers.items():
             if self._wire.meeting is not None or engine not in self._errors:
@@ -153,26 +161,26 @@ class SGLangSender:
     def _source(self, bucket: Bucket) -> dict[str, Any]:
         kind = self._wire.kind
         if self._shelf is not None:
-            return {"kind": kind, "url": self._shelf.put(bucket)}
+            self._shelf.put(bucket)
+            host, port = self._shelf.address
+            return {"kind": kind, "host": host, "port": port}
         if kind == "disk":
-            return {"kind": kind, "path": str(self._write(bucket))}
+            self._write(bucket)
+            return {"kind": kind}
         if kind == "ipc":
-            return {"kind": kind, "handle": _handle(bucket.data)}
-        meeting, timeout_s = self._wire.meeting, self._wire.order.timeout_s
+            return ipc_source(bucket.data)
+        meeting = self._wire.meeting
         assert meeting is not None
-        host = meeting.host(timeout_s)
-        where = {"host": host.address, "port": host.port, "size": meeting.size, "backend": meeting.backend}
-        return {"kind": kind, "group": meeting.name, "timeout_s": timeout_s, **where}
+        return {"kind": kind, "rendezvous": meeting.host(self._wire.order.timeout_s).url}
 
-    def _write(self, bucket: Bucket) -> Path:
+    def _write(self, bucket: Bucket) -> None:
         from safetensors.torch import save_file
 
         folder = self._wire.order.folder
         assert folder is not None
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"model-{bucket.index:05d}.safetensors"
+        path = Transport(kind="disk", token="", folder=str(folder)).bucket_file(bucket.index)
         save_file({name: tensor.cpu() for name, tensor in unpack(bucket)}, path, metadata={"format": "pt"})
-        return path
 
     def _settle(self) -> None:
         """Wait until the bucket that was sent first is with every engine that has not failed."""
@@ -201,7 +209,7 @@ class SGLangSender:
         except PlasmidError as heard_of:
             error = heard_of
         except RuntimeError as broken:
-            STORES.pop(self._wire.addresses[engine], None)
+            CONNECTIONS.pop(self._wire.addresses[engine], None)
             error = gone(broken)
         self._errors.setdefault(engine, error)
 
@@ -227,12 +235,3 @@ class SGLangSender:
     def _check_any_left(self) -> None:
         if len(self._errors) == len(self._peers) > 0:
             raise lost(self._errors.values())
-
-
-def _handle(data: torch.Tensor) -> str:
-    """What another process on the same GPU opens the memory with."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    torch.cuda.current_stream().synchronize()
-    handle = reduce_tensor(data)  # type: ignore[no-untyped-call]
-    return base64.b64encode(pickle.dumps(handle)).decode()

@@ -9,8 +9,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from .task import AgentFailed, Result, Task
 
@@ -29,8 +30,8 @@ def check_command(command: Sequence[str]) -> None:
         raise ValueError(f"no such program: {command[0]}")
 
 
-async def run_command(command: Sequence[str], task: Task) -> Result:
-    """Run the program once; what it prints is its answer.
+async def run_command(command: Sequence[str], task: Task, environment: Mapping[str, str]) -> Result:
+    """Run the program once, in this environment and what the task adds; what it prints is its answer.
 
     Raises `AgentFailed` if it does not end with code 0. If this is cancelled, the program is killed with all that it
     started.
@@ -40,28 +41,34 @@ async def run_command(command: Sequence[str], task: Task) -> Result:
         for file, text in (("prompt.txt", task.prompt), ("task.json", task.document())):
             (folder / file).write_text(text, encoding="utf-8")
         files = {"PLASMID_PROMPT_FILE": str(folder / "prompt.txt"), "PLASMID_TASK_FILE": str(folder / "task.json")}
-        out, err = folder / "out", folder / "err"
-        with (folder / "prompt.txt").open() as given, out.open("wb") as output, err.open("wb") as errors:
+        # output goes to files without a name: under one, the program could put a pipe, a device or a link
+        with (
+            (folder / "prompt.txt").open("rb") as given,
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as errors,
+        ):
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=given,
                 stdout=output,
                 stderr=errors,
-                env={**os.environ, "PATH": search_path(), **task.environment(), **files},
+                env={**environment, "PATH": search_path(), **task.environment(), **files},
                 start_new_session=True,
             )
-        try:
-            code = await process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if code != 0:
-            last = _tail(err).strip().splitlines()[-1:] or _tail(out).strip().splitlines()[-1:]
-            raise AgentFailed(f"{command[0]} ended with code {code}: {' '.join(last)[-300:] or 'it printed nothing'}")
-        return Result(answer=_tail(out).strip() or None)
+            try:
+                code = await process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            out, err = _tail(output), _tail(errors)
+    if code != 0:
+        last = err.strip().splitlines()[-1:] or out.strip().splitlines()[-1:]
+        raise AgentFailed(f"{command[0]} ended with code {code}: {' '.join(last)[-300:] or 'it printed nothing'}")
+    return Result(answer=out.strip() or None)
 
 
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LONGEST))
-        return file.read().decode("utf-8", errors="replace")
+def _tail(file: BinaryIO) -> str:
+    """The last `LONGEST` bytes of a file, as text."""
+    descriptor = file.fileno()
+    start = max(0, os.fstat(descriptor).st_size - LONGEST)
+    return os.pread(descriptor, LONGEST, start).decode("utf-8", errors="replace")

@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from plasmid.errors import PluginError
+from plasmid.errors import PluginError, one_line
 from plasmid.functions import FunctionName, with_here
 
 from .task import AgentFailed, Result, Task
@@ -31,8 +32,8 @@ main()
 class FunctionHost:
     """Runs one function, many times at once."""
 
-    def __init__(self, target: FunctionName) -> None:
-        self._target = target
+    def __init__(self, target: FunctionName, environment: Mapping[str, str]) -> None:
+        self._target, self._environment = target, dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -50,6 +51,7 @@ class FunctionHost:
                 [sys.executable, "-c", BOOT, path, str(theirs.fileno()), name],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=self._environment,
             )
         self._control = ours
         ours.settimeout(START_S)
@@ -60,7 +62,9 @@ class FunctionHost:
             first = {"error": f"the import took longer than {START_S:g} s"}
         if "error" in first:
             self.close()
-            raise PluginError(f"workflow.function: {name} cannot be loaded: {' '.join(first['error'].split())}")
+            why = " ".join(first["error"].split())
+            hint = "; workflow.environment names variables that agents get" if why.startswith("KeyError") else ""
+            raise PluginError(f"workflow.function: {name} cannot be loaded: {why}{hint}")
         ours.setblocking(False)
 
     async def run(self, task: Task) -> Result:
@@ -71,7 +75,7 @@ class FunctionHost:
         reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST)
         pid: int | None = None
         try:
-            pid = (await self._read(reader))["pid"]
+            pid = int((await self._read(reader))["pid"])
             work = {"arguments": task.arguments(), "environment": task.environment()}
             writer.write(json.dumps(work, default=str).encode() + b"\n")
             outcome = await self._read(reader)
@@ -81,8 +85,10 @@ class FunctionHost:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
         if "error" in outcome:
-            raise AgentFailed(" ".join(outcome["error"].split()))
-        result = outcome["result"]
+            raise AgentFailed(" ".join(str(outcome["error"]).split()))
+        result = outcome.get("result")
+        if not isinstance(result, dict):
+            raise AgentFailed("its result cannot be read: it is no result")
         answer = result.pop("answer", None)
         return Result(answer=answer if answer is None else str(answer), metadata=result)
 
@@ -104,7 +110,10 @@ class FunctionHost:
             raise AgentFailed(f"its result cannot be read: {error}") from None
         if not line:
             raise AgentFailed("its process died")
-        return dict(json.loads(line))
+        try:
+            return dict(json.loads(line))
+        except (ValueError, TypeError, RecursionError) as error:  # the agent can write there as well
+            raise AgentFailed(f"its result cannot be read: {one_line(error)}") from None
 
     def close(self) -> None:
         """End the process; agents that still run end with it."""

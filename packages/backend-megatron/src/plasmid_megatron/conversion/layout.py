@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from plasmid.components import Converter
 from plasmid.convert.companions import Described, described
 from plasmid.errors import ModelError
+from plasmid.safe_files import in_folder
 from pydantic import Field
 
 if TYPE_CHECKING:
@@ -98,4 +99,6 @@ def newest(path: Path) -> Path:
         last = (path / LATEST).read_text(encoding="utf-8").strip()
     except OSError:
         return path
-    return path / (last if last == "release" else f"iter_{int(last):07}" if last.isdigit() else last)
+    if last.isdecimal() and len(last) < 20:
+        last = f"iter_{int(last):07}"
+    return path / in_folder(path / LATEST, last)

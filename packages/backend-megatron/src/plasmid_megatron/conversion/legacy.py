@@ -42,7 +42,7 @@ def rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     """The file of every rank, by its place in tensor, pipeline and expert parallelism."""
     found = {}
     for rank in sorted(folder.glob("mp_rank_*")):
-        numbers = [int(part) for part in rank.name.removeprefix("mp_rank_").split("_") if part.isdigit()]
+        numbers = [int(part) for part in rank.name.removeprefix("mp_rank_").split("_") if part.isdecimal()]
         file = next((rank / name for name in FILES if (rank / name).is_file()), None)
         if file is not None and 1 <= len(numbers) <= 3:
             tensor, pipeline, expert = (*numbers, 0, 0)[:3]

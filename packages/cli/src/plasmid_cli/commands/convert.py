@@ -57,6 +57,8 @@ def convert(
     from plasmid.convert import verify_sha256
     from plasmid.plugins import converters, load_plugins
 
+    from ..output import print_line
+
     layouts: Layouts = converters(load_plugins(files=plugin or ()))
     given = _settings(settings or ())
     from_kind = from_ or _detect(source, layouts)
@@ -74,7 +76,7 @@ def convert(
         return
     with _progress(reader.num_tensors(source)) as told:
         write(source, target, reader=reader, writer=writer, progress=told)
-    typer.echo(f"wrote {target}")
+    print_line(f"wrote {target}")
 
 
 def _settings(items: Sequence[str]) -> dict[str, dict[str, object]]:
@@ -131,10 +133,12 @@ def _detect(path: Path, layouts: Layouts) -> str:
 def _compare(left: Path, right: Path, left_reader: Converter, right_reader: Converter) -> None:
     from plasmid.convert import compare
 
+    from ..output import print_line
+
     found = compare(left, right, left_reader=left_reader, right_reader=right_reader)
     for line in found.differences:
-        typer.echo(line)
-    typer.echo(f"{found.num_equal} tensors are equal, {len(found.differences)} differ")
+        print_line(line)
+    print_line(f"{found.num_equal} tensors are equal, {len(found.differences)} differ")
     if found.differences:
         raise typer.Exit(1)
 
@@ -142,11 +146,12 @@ def _compare(left: Path, right: Path, left_reader: Converter, right_reader: Conv
 @contextmanager
 def _progress(total: int | None) -> Iterator[Callable[[str, int], None]]:
     """A bar over the tensors on standard error; nothing where that is no terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    from ..output import error_console
+
+    console = error_console()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda name, _: bar.update(task, advance=1, description=name)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..recipe_arguments import OptionalItems, PluginFiles
+from ..recipe_arguments import OptionalItems, PluginFiles, TrustRecipe, check_sampling_overrides
 
 Model = Annotated[
     Path | None,
@@ -29,6 +29,7 @@ def evaluate(
     model: Model = None,
     url: Url = None,
     plugin: PluginFiles = None,
+    trust_recipe: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate on the recipe's evaluation sets: rl eval recipe.toml --model runs/mine
@@ -39,7 +40,7 @@ def evaluate(
     from plasmid.run.evaluate import evaluate as run
 
     from ..evaluations import bars, evaluation_table, num_failed
-    from ..output import print_warning, table_console
+    from ..output import print_line, print_warning, table_console
     from ..targets import Target, find_target, load_target
 
     target = Target() if model is None else find_target(model)
@@ -49,13 +50,14 @@ def evaluate(
         )
     served = [] if url is None else ["rollout.kind=server", f"rollout.url={json.dumps(url)}"]
     # the server first: it starts the table of the engine anew, and settings of the command line are its own
-    config = load_target(target, [*served, *(items or [])], plugin)
+    config = load_target(target, [*served, *(items or [])], plugin, trust=trust_recipe)
     if not config.eval:
         raise ConfigError("eval: the recipe has no evaluation set; add an [[eval]] table")
+    check_sampling_overrides(config, items or [])
     with bars() as observers:
         found = run(config, checkpoint=target.checkpoint, observers=observers, make_cluster=context.obj)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_line(json.dumps(found, indent=2))
     else:
         table_console().print(evaluation_table(found), highlight=False)
     if failed := num_failed(found):

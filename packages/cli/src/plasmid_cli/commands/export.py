@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..recipe_arguments import TrustRecipe
+
 Source = Annotated[Path, typer.Argument(help="A checkpoint (RUN/checkpoints/batch-000010), or a run: its newest one.")]
 Target = Annotated[Path, typer.Argument(help="Folder to write.")]
 Settings = Annotated[
@@ -15,9 +17,20 @@ Settings = Annotated[
 ]
 
 
-def export(context: typer.Context, source: Source, target: Target, settings: Settings = None) -> None:
+def export(
+    context: typer.Context, source: Source, target: Target, settings: Settings = None, trust_recipe: TrustRecipe = False
+) -> None:
     """Write a checkpoint's policy as a Hugging Face folder: rl export runs/sums models/sums"""
     from plasmid.run.export import export_checkpoint
 
-    batch = export_checkpoint(source, target, overrides=settings or (), make_cluster=context.obj)
-    typer.echo(f"wrote {target}, the policy after batch {batch}")
+    from ..output import print_line, print_warning
+
+    batch = export_checkpoint(
+        source,
+        target,
+        overrides=settings or (),
+        trust_recipe=trust_recipe,
+        warn=print_warning,
+        make_cluster=context.obj,
+    )
+    print_line(f"wrote {target}, the policy after batch {batch}")

@@ -10,7 +10,6 @@ def plugins(plugin: PluginFiles = None) -> None:
     import inspect
 
     from plasmid.plugins import installed, load_plugins, origin
-    from rich.markup import escape
     from rich.table import Table
 
     from ..output import table_console
@@ -19,5 +18,5 @@ def plugins(plugin: PluginFiles = None) -> None:
     for slot, classes in installed(load_plugins(files=plugin or ())).items():
         for kind, cls in sorted(classes.items()):
             meaning = (inspect.getdoc(cls) or "").split("\n")[0]
-            table.add_row(*map(escape, (slot, kind, origin(cls), meaning)))
+            table.add_row(slot, kind, origin(cls), meaning)
     table_console().print(table, highlight=False)

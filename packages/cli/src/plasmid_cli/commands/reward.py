@@ -54,7 +54,7 @@ def reward(
     from plasmid.errors import ConfigError
     from plasmid.rollout.rescoring import rescore
 
-    from ..output import table_console
+    from ..output import print_line, table_console
     from ..scores import render, summary
 
     config = load(items, plugin)
@@ -66,7 +66,7 @@ def reward(
     rows = [row for one in found for row in _rows(one)]
     if as_json:
         samples = [{name: getattr(row, name) for name in type(row).__slots__} for row in rows]
-        typer.echo(json.dumps({"summary": summary(rows), "samples": samples}, indent=1))
+        print_line(json.dumps({"summary": summary(rows), "samples": samples}, indent=1))
     else:
         table_console().print(render(rows, count=count), highlight=False, soft_wrap=False)
     if any(one.error for one in found):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..recipe_arguments import Items, PluginFiles, load
+from ..recipe_arguments import Items, PluginFiles, check_sampling_overrides, load
 
 if TYPE_CHECKING:
     from plasmid.run.sampling import Sampled
@@ -44,8 +44,8 @@ def sample(
     from plasmid.errors import ConfigError
     from plasmid.run.sampling import draw_prompts
     from plasmid.run.sampling import sample as run
-    from rich.console import Console
 
+    from ..output import output_console
     from ..samples import print_prompts, print_samples
 
     served = [] if url is None else ["rollout.kind=server", f"rollout.url={json.dumps(url)}"]
@@ -55,8 +55,10 @@ def sample(
     config = load([*served, *items], plugin)
     if config.rollout is None and not dry:
         raise ConfigError("rollout: the recipe has no engine to sample with; look at its prompts with --dry")
+    if evaluation:
+        check_sampling_overrides(config, items, eval_set=evaluation)
     prompts = draw_prompts(config, number, eval_set=evaluation)
-    console = Console()
+    console = output_console()
     if dry:
         print_prompts(config, prompts, console)
         return
@@ -64,7 +66,7 @@ def sample(
     print_samples(config, found, console)
     if out is not None:
         _write(out, found)
-        console.print(f"wrote {out}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"wrote {out}", soft_wrap=True)
 
 
 def _write(path: Path, found: Sequence[Sampled]) -> None:

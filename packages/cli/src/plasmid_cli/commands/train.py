@@ -47,23 +47,46 @@ def train(
         raise ConfigError("--replay begins a run of its own; leave out --resume")
     if offline and not dry_run:
         raise ConfigError("--offline checks a recipe without its models; add --dry-run")
+    if offline and (resume or replay is not None):
+        raise ConfigError("--offline checks a recipe by itself; leave out --resume and --replay")
     config = load(items, plugin)
-    if dry_run:
-        _explain(config, [Path(item) for item in items if item.endswith(".toml")], offline=offline)
+    if offline:
+        _explain_offline(config, [Path(item) for item in items if item.endswith(".toml")])
+    elif dry_run:
+        _explain(config, resume=resume, replay=replay, rollouts_only=rollouts_only)
     else:
         _run(config, items, plugin or (), resume=resume, replay=replay, rollouts_only=rollouts_only)
 
 
-def _explain(config: RunConfig, recipes: Sequence[Path], *, offline: bool) -> None:
-    from plasmid.run.preflight import check, check_data
+def _explain(config: RunConfig, *, resume: bool, replay: Path | None, rollouts_only: bool) -> None:
+    from contextlib import ExitStack
+
+    from plasmid.run.preparing import Mode, prepare
+
+    from ..dry_run import print_plan
+
+    with ExitStack() as held:
+        mode = Mode(resume=resume, replay=replay, rollouts_only=rollouts_only)
+        start = prepare(config, mode, held, dry_run=True)
+        print_plan(config, start.config, start.stream.facts(), start.models)
+
+
+def _explain_offline(config: RunConfig, recipes: Sequence[Path]) -> None:
+    from contextlib import ExitStack
+
+    from plasmid.run.evaluation import open_sets
+    from plasmid.run.planning import with_planned_batches
+    from plasmid.run.preflight import text_encoder
+    from plasmid.run.preparing import open_data
     from plasmid.run.shapes import plan_models
 
     from ..dry_run import print_plan
 
-    if not offline:
-        check(config)
-    models = plan_models(config, recipes=recipes if offline else ())
-    print_plan(config, check_data(config, offline=offline), models)
+    models, encode = plan_models(config, recipes=recipes), text_encoder(config, offline=True)
+    with ExitStack() as held:
+        facts = open_data(config, encode, held).facts()
+        open_sets(config, encode)
+        print_plan(config, with_planned_batches(config, facts), facts, models)
 
 
 def _run(
@@ -76,19 +99,20 @@ def _run(
     rollouts_only: bool,
 ) -> None:
     from plasmid import train as run
-    from rich.console import Console
 
+    from ..output import output_console
     from ..progress import make_progress
     from ..summary import print_summary
 
-    console = Console()
+    console = output_console()
     with make_progress(config, console) as progress:
         result = run(config, resume=resume, replay=replay, rollouts_only=rollouts_only, observers=[progress])
     print_summary(result, console)
     if result.was_finished:
-        console.print(f"all {result.steps} batches were trained before; to train further, raise run.batches")
+        further = "raise run.batches" if result.steps >= config.run.batches else "start a new run: the data end here"
+        console.print(f"all {result.steps} batches were trained before; to train further, {further}")
     if result.interrupted:
         options = [part for file in plugins for part in ("--plugin", str(file))]
         command = shlex.join(["rl", "train", *items, *options, "--resume"])
-        console.print(f"interrupted after batch {result.steps}; continue with: {command}", soft_wrap=True, markup=False)
+        console.print(f"interrupted after batch {result.steps}; continue with: {command}", soft_wrap=True)
         raise typer.Exit(130)

@@ -32,13 +32,12 @@ def view(
     report: Report = True,
 ) -> None:
     """Show curves and samples of a run, and write a report for the browser: rl view runs/sums"""
-    from rich.console import Console
-
+    from ..output import output_console
     from ..report import write_report
     from ..run_data import load_run
     from ..view import view_run, view_samples
 
-    console = Console()
+    console = output_console()
     data = load_run(run)
     view_run(data, console, metrics=metric or ())
     asked = step is not None or evaluation is not None or prompt is not None
@@ -49,4 +48,4 @@ def view(
             data, console, step=step, evaluation=evaluation, prompt=prompt, order=order, count=count, coloring=color
         )
     if report:
-        console.print(f"report: {write_report(data)}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"report: {write_report(data)}", soft_wrap=True)

@@ -5,8 +5,8 @@ Light components (rewards, filters, algorithms, ...) do their work themselves. H
 settings whose ``build()`` imports and starts the real thing, so that listing plugins never imports torch.
 """
 
-from .backends import BuildContext, PlanRow, RolloutEngineConfig, Tracker, TrainerConfig
-from .base import Component, Settings
+from .backends import BuildContext, CanaryPlan, PlanRow, RolloutEngineConfig, Tracker, TrainerConfig
+from .base import Component, Settings, components_in
 from .conversion import Converter
 from .methods import ActorCritic, Algorithm, Needs, Reduction
 from .rollouts import Rollout, Workflow
@@ -17,6 +17,7 @@ __all__ = [
     "ActorCritic",
     "Algorithm",
     "BuildContext",
+    "CanaryPlan",
     "Component",
     "Converter",
     "DataFacts",
@@ -34,4 +35,5 @@ __all__ = [
     "Tracker",
     "TrainerConfig",
     "Workflow",
+    "components_in",
 ]

@@ -55,6 +55,12 @@ class TrainerConfig(Component):
         """What these settings say that has no effect with the algorithm, one ``trainer.<key>: ...`` each."""
         yield from ()
 
+    def check(self, config: RunConfig) -> None:
+        """Raise `ConfigError` or `ModelError` for models and machines that it cannot train on.
+
+        Called before any process is started: by the folders alone, without importing torch.
+        """
+
     def num_parts(self, ranks: int) -> int:
         """Parts that this many processes deal a batch out to: as many, unless several hold one model together.
 
@@ -69,6 +75,18 @@ class TrainerConfig(Component):
     @abstractmethod
     async def build(self, context: BuildContext) -> Trainer:
         """Start the backend. Import torch in here, not at the top of the plugin's module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryPlan:
+    """When the engine is compared with the trainer on a fixed prompt, and what difference is allowed."""
+
+    tolerance: float
+    """Maximum mean difference of log-probabilities, in nats."""
+    every: int = 1
+    """The versions that are compared: those that this divides, the first included."""
+    alone: bool = False
+    """Wait for the answer before other requests are let in: which of them run together must not depend on it."""
 
 
 class RolloutEngineConfig(Component):
@@ -89,10 +107,10 @@ class RolloutEngineConfig(Component):
         """What these settings say that does not fit the rest of the recipe, one ``<table>.<key>: ...`` each."""
         yield from ()
 
-    def canary(self) -> float | None:
-        """Largest mean difference of log-probabilities to the trainer on a canary after each sync; None for no canary.
+    def canary(self) -> CanaryPlan | None:
+        """How the engine is compared with the trainer on a fixed prompt (`run/canary.py`); None for never.
 
-        An engine needs one that loads weights by code which is not the trainer's (see `run/canary.py`).
+        An engine needs it whose decoding is not the trainer's code.
         """
         return None
 

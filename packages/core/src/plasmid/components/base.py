@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -40,6 +41,17 @@ class Settings(BaseModel):
 class Component(Settings, ABC):
     """Base of every pluggable part. Declare ``kind: Literal["name"] = "name"`` to give it its name."""
 
+    def packages(self) -> Mapping[str, str]:
+        """Packages that these settings take and that may be missing: module to import -> what pip installs."""
+        return {}
+
+    def lacks(self) -> Iterator[str]:
+        """What this machine lacks for these settings, one ``<key>: ...`` each. Asked before a run starts."""
+        kind = type(self).model_fields["kind"].default
+        for name, install in self.packages().items():
+            if not _is_installed(name):
+                yield f"kind: {kind!r} needs the package {name}; pip install '{install}'"
+
     async def open(self, context: RunContext) -> None:
         """Called once before first use in each process that uses it. Keep what you open in a private attribute."""
 
@@ -63,3 +75,29 @@ class Component(Settings, ABC):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up a saved state. Called after `open`."""
+
+
+def components_in(settings: BaseModel, place: str = "") -> Iterator[tuple[str, Component]]:
+    """Every component among the settings, itself included, with its place in the recipe: ``rewards.0.reward``."""
+    if isinstance(settings, Component):
+        yield place, settings
+    for name in type(settings).model_fields:
+        yield from _within(getattr(settings, name), f"{place}.{name}" if place else name)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):  # of a parent package; of a module that was made without a spec
+        return False
+
+
+def _within(value: Any, place: str) -> Iterator[tuple[str, Component]]:
+    if isinstance(value, BaseModel):
+        yield from components_in(value, place)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _within(item, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _within(item, f"{place}.{index}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ class DataFacts:
 
     num_prompts: int | None = None
     """Prompts of one epoch; None where they are made as they are drawn."""
+    num_draws: int | None = None
+    """Most prompts that can be drawn before the data end; None where they never end, or nobody knows."""
     left_out: int = 0
     """Rows that are never drawn, because they are too long."""
     profiles: Mapping[str, str] = field(default_factory=dict)
@@ -83,6 +85,13 @@ class DataSource(Component):
         """True if the settings limit the tokens of a prompt, so that opening the source takes a tokenizer."""
         return False
 
+    def without_targets(self, place: str, profile: str = "") -> Iterator[tuple[str, str]]:
+        """Settings by which prompts have no target, and the profile that these prompts get.
+
+        ``place`` is where the source stands in the recipe, ``profile`` that of prompts which name none.
+        """
+        yield from ()
+
     @abstractmethod
     def stream(self, encode: PromptEncoder, *, seed: int) -> PromptStream:
         """Open the source. Raises `DataError` for files and rows that cannot be used."""
@@ -95,6 +104,11 @@ class DataSource(Component):
 class PromptEncoder(Protocol):
     """Turns what a row holds into prompt tokens: the tokenizer and its chat template."""
 
-    def __call__(self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> tuple[Ints, str]:
-        """Token ids and text of a plain prompt, or of messages through the chat template with these arguments."""
+    def __call__(
+        self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
+    ) -> tuple[Ints, str]:
+        """Token ids and text of a plain prompt, or of messages through the chat template with these arguments.
+
+        There are no token ids without ``tokenize``, which takes most of the time.
+        """
         ...

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import ModelError, one_line
+from ..json_files import read_json
+from ..safe_files import copy_file
+from ..tokenizer_files import has_tokenizer
 
 PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 OF_WEIGHTS = ("metadata.json", "latest_checkpointed_iteration.txt")
@@ -28,11 +30,7 @@ class Described:
 
     def config(self) -> dict[str, Any]:
         """``config.json``. Raises `ModelError`."""
-        file = self.model / "config.json"
-        try:
-            return dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ModelError(f"{file}: cannot be read: {error}") from None
+        return read_config(self.model / "config.json")
 
     def dtype(self, asked: str) -> str | None:
         """What floats become: ``auto`` is the type that `rl export` writes for runs, and none for other checkpoints."""
@@ -74,10 +72,15 @@ def described(path: Path, model: str, weights: Path) -> Described:
 
 def _of_run(file: Path) -> Described:
     try:
-        model = json.loads(file.read_text(encoding="utf-8"))["config"]["model"]
+        model = read_json(file)["config"]["model"]
         folder, tokenizer = Path(model["path"]), model.get("tokenizer", "auto")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file}: cannot be read: {error!r}") from None
+    if tokenizer != "auto" and not has_tokenizer(Path(tokenizer)):  # it may name any folder of the user's
+        raise ModelError(
+            f"{file}: says that the run's tokenizer is in {tokenizer}, where there is none; name the model's Hugging "
+            "Face folder with from.model=FOLDER"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{file}: says that the run's model is {folder}, which is not there seen from {Path.cwd()}; name the "
@@ -91,19 +94,30 @@ def is_of_run(weights: Path) -> bool:
     return (weights.parent / STATE).is_file()
 
 
+def read_config(file: Path) -> dict[str, Any]:
+    """A ``config.json``. Raises `ModelError`."""
+    try:
+        found = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read: {one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{file}: must hold a JSON object")
+    return found
+
+
 def copy_files(source: Path, target: Path) -> None:
     """Copy all that is no weight of a Hugging Face folder."""
     for pattern in PATTERNS:
         for file in sorted(source.glob(pattern)):
             if file.is_file() and not file.name.endswith(".index.json") and file.name not in OF_WEIGHTS:
-                shutil.copyfile(file, target / file.name)
+                copy_file(file, source, target / file.name)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
     """Set keys of a folder's ``config.json``, if it has one."""
     config = folder / "config.json"
     if config.is_file():
-        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings = read_config(config)
         if "dtype" in changes:
             settings.pop("torch_dtype", None)  # the older name of the same key
         config.write_text(json.dumps(settings | changes, indent=2) + "\n", encoding="utf-8")

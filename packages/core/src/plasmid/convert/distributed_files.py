@@ -6,15 +6,17 @@ torch's own functions want all tensors of a checkpoint in memory at once. Files 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,9 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from ..errors import ModelError
-from .safe_pickle import load_metadata
+from .safe_pickle import check_lengths, load_metadata, refuse_objects
 
 METADATA = ".metadata"
 
@@ -37,6 +41,7 @@ class DistributedFiles:
         """Read which tensors there are. Raises `ModelError`."""
         self.path = path
         metadata = load_metadata(path / METADATA)
+        check_lengths(path, metadata)
         entries = metadata.state_dict_metadata
         self.tensors: Mapping[str, TensorStorageMetadata] = {
             name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
@@ -51,6 +56,9 @@ class DistributedFiles:
         entry = self.tensors[name]
         start = [0] * len(entry.size) if start is None else list(start)
         shape = list(entry.size) if shape is None else list(shape)
+        there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if there < math.prod(entry.size):  # before memory is taken for what is not there
+            raise _not_whole(self.path, name, there, math.prod(entry.size))
         result, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
         for chunk in entry.chunks:
             low = [max(a, b) for a, b in zip(chunk.offsets, start, strict=True)]
@@ -64,27 +72,80 @@ class DistributedFiles:
             result[_window(low, high, start)] = part
             filled += part.numel()
         if filled != result.numel():
-            raise ModelError(f"{self.path}: {name} is not whole: {filled} of {result.numel()} numbers are there")
+            raise _not_whole(self.path, name, filled, result.numel())
         return result
 
     def _load(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         stored = self._stored.get((name, tuple(chunk.offsets)))
         if stored is None:
             raise ModelError(f"{self.path}: {METADATA} does not say where {name} lies; the folder is damaged")
-        if getattr(stored, "transform_descriptors", None):
-            raise ModelError(f"{self.path}: {name} was compressed when it was saved, which is not supported")
-        file = self.path / stored.relative_path
-        try:
-            with file.open("rb") as stream:
-                stream.seek(stored.offset)
-                loaded = torch.load(io.BytesIO(stream.read(stored.length)), map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            raise ModelError(f"{file}: is missing; {METADATA} says that {name} is in it") from None
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise ModelError(f"{file}: {name} cannot be read from it; the file is cut off or damaged") from error
-        if not isinstance(loaded, Tensor) or loaded.shape != chunk.sizes:
-            raise ModelError(f"{file}: {name} is not what {METADATA} says; the file is damaged or another one")
+        loaded = _read_part(self.path, name, stored)
+        if loaded.shape != chunk.sizes:
+            raise _another(self.path / stored.relative_path, name)
         return loaded
+
+
+class TensorReader(FileSystemReader):
+    """Reads a folder for `torch.distributed.checkpoint.load`, and nothing but tensors.
+
+    torch's own reader unpickles ``.metadata`` and whatever is no tensor, which runs the code that a pickle names.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the folder holds. Raises `ModelError`."""
+        file = Path(self.path) / METADATA
+        metadata = load_metadata(file)
+        refuse_objects(file, metadata)
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of the plan. Raises `ModelError`."""
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type != LoadItemType.TENSOR:
+                raise ModelError(f"{self.path}: {name} is no tensor")
+            stored = self.storage_data[item.storage_index]
+            part = _read_part(Path(self.path), name, stored)
+            ends = [offset + length for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
+            target = planner.resolve_tensor(item).detach()
+            if len(ends) != part.ndim or any(end > size for end, size in zip(ends, part.shape, strict=True)):
+                raise _another(Path(self.path) / stored.relative_path, name)
+            target.copy_(part[_window(list(item.storage_offsets), ends, [0] * part.ndim)])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _read_part(folder: Path, name: str, stored: Any) -> Tensor:
+    """One saved part of a tensor. Raises `ModelError`."""
+    if getattr(stored, "transform_descriptors", None):
+        raise ModelError(f"{folder}: {name} was compressed when it was saved, which is not supported")
+    file = folder / stored.relative_path
+    try:
+        with file.open("rb") as stream:
+            stream.seek(stored.offset)
+            data = io.BytesIO(stream.read(stored.length))
+        with zipfile.ZipFile(data) as archive:
+            if sum(member.file_size for member in archive.infolist()) > stored.length:
+                raise ModelError(f"{file}: {name} is compressed, which torch never does; the file is damaged")
+        data.seek(0)
+        loaded = torch.load(data, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ModelError(f"{file}: is missing; {METADATA} says that {name} is in it") from None
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{file}: {name} cannot be read from it; the file is cut off or damaged") from error
+    if not isinstance(loaded, Tensor):
+        raise _another(file, name)
+    return loaded
+
+
+def _another(file: Path, name: str) -> ModelError:
+    return ModelError(f"{file}: {name} is not what {METADATA} says; the file is damaged or another one")
+
+
+def _not_whole(folder: Path, name: str, there: int, whole: int) -> ModelError:
+    return ModelError(f"{folder}: {name} is not whole: {there} of {whole} numbers are there")
 
 
 def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..components import Converter
 from ..errors import ModelError
+from .gguf_header import check_header
 from .gguf_model import ModelMap
 from .gguf_tokenizer import write_tokenizer
 
@@ -79,6 +80,7 @@ def _open(path: Path) -> GGUFReader:
     if _head(path, 4) != MAGIC:
         raise ModelError(f"{path}: is no GGUF file; it begins with {_head(path, 4)!r}, not {MAGIC!r}")
     with _bad_file(path, "the header"):
+        check_header(path)
         return GGUFReader(path)
 
 
@@ -101,6 +103,8 @@ def _bad_file(path: Path, what: str) -> Iterator[None]:
         MemoryError,
         NotImplementedError,
         OSError,
+        RuntimeError,
+        struct.error,
     ) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         reason = re.sub(r"np\.\w+\((\w+)\)", r"\1", reason)

@@ -51,7 +51,10 @@ def _tokenizer(source: Path, metadata: Mapping[str, object], tokens: list[Any]) 
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2":
         raise ModelError(f"{source}: tokenizer {kind!r} cannot be converted; only byte-level BPE ('gpt2') can")
-    merges = [tuple(pair.split(" ", 1)) for pair in _list(source, metadata, "merges")]
+    merges = [tuple(str(pair).split(" ", 1)) for pair in _list(source, metadata, "merges")]
+    odd = next((merge for merge in merges if len(merge) != 2), None)
+    if odd is not None:
+        raise ModelError(f"{source}: a merge of the tokenizer is no pair of tokens: {odd[0][:50]!r}")
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = _pre_tokenizer(source, pre)
     tokenizer.decoder = decoders.ByteLevel()

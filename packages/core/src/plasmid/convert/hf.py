@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +10,9 @@ from pydantic import Field
 
 from ..components import Converter
 from ..errors import ModelError
-from .companions import change_config, copy_files
+from ..json_files import read_json
+from ..safe_files import in_folder
+from .companions import change_config, copy_files, read_config
 from .safetensors_writer import INDEX, write_safetensors
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class HF(Converter):
             raise ModelError("the source has no tensors")
 
     def write_companions(self, source: Path, target: Path) -> None:
+        if self.dtype != "keep":
+            read_config(source / "config.json")  # what is wrong with it is said of this file, not of its copy
         copy_files(source, target)
         if self.dtype != "keep":
             change_config(target, dtype=self.dtype)
@@ -81,15 +84,13 @@ class HF(Converter):
 def _weight_files(path: Path) -> list[Path]:
     index = path / INDEX
     if index.is_file():
-        return sorted({path / name for name in _weight_map(index).values()})
+        return sorted({path / in_folder(index, name) for name in _weight_map(index).values()})
     return sorted(path.glob("*.safetensors"))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return {
-            str(name): str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        }
+        return {str(name): str(file) for name, file in read_json(index)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{index}: is no index of weights; its weight_map must name the file of each tensor") from None
 

@@ -139,9 +139,9 @@ def pieces_of_folder(folder: Path, names: Collection[str]) -> dict[str, tuple[Pi
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with BUILDING, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise ModelError(f"{folder}: is no causal language model that loads: {one_line(error)}") from None
     return held(pieces_of(model), names)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
 from ..components import DataFacts, DataSource, PromptEncoder, PromptStream
 from ..errors import DataError
+from ..trust import INERT
 from ..types import Prompt
 from .within import located, seed_for
 
@@ -24,7 +25,7 @@ class Curriculum(DataSource):
     kind: Literal["curriculum"] = "curriculum"
     source: SerializeAsAny[DataSource]
     """Where the prompts come from: ``[data.source]`` is a table as ``[data]`` would be."""
-    by: str = "none"
+    by: Annotated[str, INERT] = "none"
     """Column whose values share a pass rate, such as a level; ``none`` observes each prompt by itself, which takes
     prompts that come again."""
     target: float = Field(0.5, ge=0.0, le=1.0)
@@ -41,6 +42,9 @@ class Curriculum(DataSource):
 
     def counts_tokens(self) -> bool:
         return self.source.counts_tokens()
+
+    def without_targets(self, place: str, profile: str = "") -> Iterator[tuple[str, str]]:
+        yield from self.source.without_targets(f"{place}.source", profile)
 
     def stream(self, encode: PromptEncoder, *, seed: int) -> CurriculumStream:
         """Open the source. Raises `DataError` if pass rates could never be used."""

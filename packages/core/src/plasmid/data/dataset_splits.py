@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, one_line
+from ..errors import DataError, ModelError, one_line
+from ..json_files import read_json
+from ..safe_files import in_folder
 from .file_slices import FileSlice
 from .parquet_rows import ParquetFile
 from .row_files import RowFile
@@ -26,12 +27,10 @@ def open_split(path: str, split: str) -> list[RowFile]:
     if not folder.is_dir():
         raise DataError(f"data.path: no such folder: {folder}, seen from {Path.cwd()}")
     if (folder / "dataset_dict.json").is_file():
-        names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        name = _choose(names, split, folder)
+        name = _choose(_split_names(folder / "dataset_dict.json"), split, folder)
         return [DatasetRows.saved(folder / name)]
     if (folder / "state.json").is_file():
-        name = json.loads((folder / "state.json").read_text()).get("_split") or "train"
-        _choose([name], split, folder)
+        _choose(_split_names(folder / "state.json"), split, folder)
         return [DatasetRows.saved(folder)]
     shards = _shards(folder)
     if not shards:
@@ -41,6 +40,20 @@ def open_split(path: str, split: str) -> list[RowFile]:
         )
     files = shards[_choose(list(shards), split, folder)]
     return [_open(file) for file in files]
+
+
+def _split_names(file: Path) -> list[str]:
+    """The splits that a file of ``save_to_disk`` names: all of a folder, or the one in it. Raises `DataError`."""
+    try:
+        found = read_json(file)
+        names = found["splits"] if file.name == "dataset_dict.json" else [found.get("_split") or "train"]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("a split has no name")
+        return [in_folder(file, name) for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
+    except ModelError as error:
+        raise DataError(str(error)) from None
 
 
 def _choose(names: list[str], split: str, folder: Path) -> str:

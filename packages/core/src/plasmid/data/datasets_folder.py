@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ..components import PromptEncoder
+from ..trust import INERT
 from .dataset_splits import open_split
 from .prompt_rows import PromptRows
 from .settings import Epochs, PromptColumns, prompt_rows
@@ -16,9 +17,9 @@ class Datasets(Epochs, PromptColumns):
     """Rows of a folder of the package datasets. They stay on disk until they are drawn."""
 
     kind: Literal["datasets"] = "datasets"
-    path: str = Field(min_length=1)
+    path: Annotated[str, INERT] = Field(min_length=1)
     """Folder that ``save_to_disk`` wrote, or one with Parquet or Arrow files named by split."""
-    split: str = "auto"
+    split: Annotated[str, INERT] = "auto"
     """Which part is read: ``train``, ``test``, ...; ``auto`` is the only one there is, or else ``train``."""
 
     def rows(self, encode: PromptEncoder) -> PromptRows:

@@ -12,11 +12,15 @@ import numpy as np
 from ..components import PromptEncoder
 from ..errors import DataError
 from ..types import Ints, Message, Prompt
-from .prompt_rows import PromptRows
+from .prompt_rows import PromptRows, check_size
 
 log = logging.getLogger(__name__)
 CHECKED_ROWS = 1000
 """Rows that are rendered when the run starts; the others are when they are drawn."""
+MAX_RENDERED_MESSAGES = 500_000
+"""Turns to learn times messages of a demonstration: the template renders the chat before and after each turn."""
+MAX_RENDERED_CHARACTERS = 200_000_000
+"""Turns to learn times characters of a demonstration. A chat at either bound takes about four seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class DemonstrationRows:
         completion = row.target
         if completion is not None and not isinstance(completion, str):
             raise DataError(f"the completion must be a string, got {completion!r:.40}")
+        check_size("the completion", completion)
         if not row.messages:
             if completion is None:
                 raise DataError("the prompt is plain text, and there is no completion; set data.completion_key")
@@ -120,9 +125,11 @@ class DemonstrationRows:
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns or (self._train_on == "last" and turns[-1] != len(messages) - 1):
             raise DataError('the chat has no message of the role "assistant" to learn from at its end; leave it out')
+        learned = turns if self._train_on == "all" else turns[-1:]
+        _check_turns(len(learned), messages)
         whole = self._render(messages[: turns[-1] + 1], ends=True)
         done = 0
-        for index in turns if self._train_on == "all" else turns[-1:]:
+        for index in learned:
             if index == 0:
                 raise DataError("the chat begins with the assistant, so nothing asks for what it writes; leave it out")
             before = self._render(messages[:index], ends=False)
@@ -146,4 +153,18 @@ class DemonstrationRows:
         )
 
     def _render(self, messages: Sequence[Message], *, ends: bool) -> str:
-        return self._encode(messages, {**self._template, "add_generation_prompt": not ends})[1]
+        return self._encode(messages, {**self._template, "add_generation_prompt": not ends}, tokenize=False)[1]
+
+
+def _check_turns(turns: int, messages: Sequence[Message]) -> None:
+    """Refuse a chat that would be rendered so often that it takes minutes. Raises `DataError`."""
+    characters = check_size("the chat", list(messages))
+    for size, name, limit in (
+        (len(messages), "messages", MAX_RENDERED_MESSAGES),
+        (characters, "characters", MAX_RENDERED_CHARACTERS),
+    ):
+        if turns * size > limit:
+            raise DataError(
+                f"the chat has {turns} turns to learn and {size} {name}, whose product must be at most {limit}; "
+                'leave the row out, or set data.train_on = "last"'
+            )

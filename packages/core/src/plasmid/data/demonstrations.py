@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from ..components import PromptEncoder
 from ..errors import DataError
+from ..trust import INERT
 from ..types import Ints, Prompt
 from .demonstration_rows import DemonstrationRows
 from .prompt_rows import PromptRows, RowReader
@@ -20,9 +21,9 @@ class Demonstrations(Epochs, Chats, Paths):
 
     limited_by: ClassVar[str] = "max_tokens"
     kind: Literal["demonstrations"] = "demonstrations"
-    prompt_key: str = "messages"
+    prompt_key: Annotated[str, INERT] = "messages"
     """Column of the chat, a list of messages; or with completion_key, of the prompt: a string or a list of messages."""
-    completion_key: str = "none"
+    completion_key: Annotated[str, INERT] = "none"
     """Column of what the policy is to write after the prompt; ``none`` if it stands in the chat."""
     prompt_as: Literal["text", "chat"] = "chat"
     """What a prompt that is a string becomes: ``text`` as it is (the completion then has to spell out the end of text
@@ -54,6 +55,8 @@ class Demonstrations(Epochs, Chats, Paths):
         return rows
 
 
-def _as_it_is(prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> tuple[Ints, str]:
+def _as_it_is(
+    prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
+) -> tuple[Ints, str]:
     """Leaves the text to `DemonstrationRows`, which tokenises it together with the answer."""
     return np.zeros(1, np.int32), prompt if isinstance(prompt, str) else ""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ..components import PromptEncoder, PromptStream
+from ..components import DataFacts, PromptEncoder, PromptStream
 from ..errors import CheckpointError, DataError, one_line
 from ..functions import FunctionName
 from ..types import Prompt
@@ -128,6 +128,10 @@ class FunctionStream(PromptStream):
                 "was saved; put it back as it was, or start a new run"
             )
         self._next, self._drawn = int(state["next"]), int(state["drawn"])
+
+    def facts(self) -> DataFacts:
+        """The number of rows, some of which may turn out to be too long."""
+        return DataFacts(num_draws=None if self._source.size == "endless" else self._source.size)
 
     def _digest(self, index: int) -> str:
         text = json.dumps(self._row(index), sort_keys=True, default=str)

@@ -13,6 +13,7 @@ from ..errors import DataError
 from ..types import Ints, Prompt, PromptGroup, Sample, SamplingParams, StopReason, VersionSpan
 from .file_slices import FileSlice
 from .json_lines import type_name
+from .prompt_rows import check_count, check_encodable, check_size
 from .row_files import open_rows
 
 Encode = Callable[[str], Ints]
@@ -45,12 +46,17 @@ def _group(index: int, where: str, row: Mapping[str, Any], keys: Keys, encode: E
         has = ", ".join(row) or "nothing"
         raise DataError(f"{where}: no response under {keys.response!r}; the row has: {has}; set --response-key")
     texts = given if isinstance(given, list) else [given]
+    check_count(f"{where}: {keys.response!r}", texts, "texts")
     for text in texts:
+        check_size(f"{where}: {keys.response!r}", text)
         if not isinstance(text, str):
             raise DataError(f"{where}: {keys.response!r} must be a text or a list of texts, got {type_name(text)}")
+        check_encodable(f"{where}: {keys.response!r}", text)
     asked = _get(row, keys.prompt)
+    check_size(f"{where}: {keys.prompt!r}", asked)
     messages = tuple(asked) if isinstance(asked, list) else ()
     text = "\n".join(_spoken(message) for message in messages) if messages else str(asked or "")
+    check_encodable(f"{where}: {keys.prompt!r}", text)
     used = {key.split(".")[0] for key in (keys.prompt, keys.response, keys.target)}
     prompt = Prompt(
         id=Path(where).name,

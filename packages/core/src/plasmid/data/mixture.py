@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,8 +14,12 @@ from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..components import DataFacts, DataSource, PromptEncoder, PromptStream
 from ..errors import CheckpointError, DataError
+from ..trust import INERT
 from ..types import Prompt
 from .within import located, seed_for
+
+MOST_COUNTED = 100_000
+"""Draws after which nobody waits for the first source to end before the run starts: about a second."""
 
 
 def _named(sources: Mapping[str, DataSource]) -> Mapping[str, DataSource]:
@@ -32,7 +37,7 @@ class Mixture(DataSource):
     """The sources by name: ``[data.sources.math]`` is a table as ``[data]`` would be."""
     weights: Mapping[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """How often each source is drawn from, relative to the others; 1 where nothing is said."""
-    profiles: Mapping[str, str] = Field(default_factory=dict)
+    profiles: Annotated[Mapping[str, str], INERT] = Field(default_factory=dict)
     """Profile of the prompts of a source that name none themselves: ``profiles.math = "exact"``."""
     exhausted: Literal["go-on", "end"] = "go-on"
     """When a source with an end has no more prompts: ``go-on`` with the others by their weights until all have ended,
@@ -53,6 +58,10 @@ class Mixture(DataSource):
 
     def counts_tokens(self) -> bool:
         return any(source.counts_tokens() for source in self.sources.values())
+
+    def without_targets(self, place: str, profile: str = "") -> Iterator[tuple[str, str]]:
+        for name, source in self.sources.items():
+            yield from source.without_targets(f"{place}.sources.{name}", self.profiles.get(name, profile))
 
     def stream(self, encode: PromptEncoder, *, seed: int) -> MixtureStream:
         """Open every source."""
@@ -91,7 +100,7 @@ class MixtureStream(PromptStream):
     def draw(self) -> Prompt | None:
         """The next prompt; None when all sources have ended, or the first one if that ends the data."""
         while len(self._ended) < len(self._streams) and not (self._ended and self._mixture.exhausted == "end"):
-            name = self._pick()
+            name = self._pick(self._next, self._ended)
             with self._located(name):
                 prompt = self._streams[name].draw()
             self._next += 1
@@ -101,10 +110,11 @@ class MixtureStream(PromptStream):
             self._ended.append(name)
         return None
 
-    def _pick(self) -> str:
-        names = [name for name in self._streams if name not in self._ended]
+    def _pick(self, number: int, ended: Sequence[str]) -> str:
+        """The source of one draw."""
+        names = [name for name in self._streams if name not in ended]
         weights = np.cumsum([self._mixture.weights.get(name, 1.0) for name in names])
-        at = np.random.default_rng([self._seed, self._next]).random() * weights[-1]
+        at = np.random.default_rng([self._seed, number]).random() * weights[-1]
         return names[min(int(np.searchsorted(weights, at, side="right")), len(names) - 1)]
 
     def prompt(self, id: str) -> Prompt:
@@ -162,10 +172,24 @@ class MixtureStream(PromptStream):
             profiles = {**facts.profiles, **profiles}
         return DataFacts(
             num_prompts=sum(counts) if len(counts) == len(parts) else None,
+            num_draws=self._num_draws({name: facts.num_draws for name, facts in parts.items()}),
             left_out=sum(facts.left_out for facts in parts.values()),
             profiles=profiles,
             parts=parts,
         )
+
+    def _num_draws(self, each: Mapping[str, int | None]) -> int | None:
+        """Draws until the data end, if all that is known of the sources comes true."""
+        known = {name: count for name, count in each.items() if count is not None}
+        if self._mixture.exhausted == "go-on":
+            return sum(known.values()) if len(known) == len(each) else None
+        drawn = Counter[str]()
+        for number in range(MOST_COUNTED if known else 0):
+            name = self._pick(number, [])
+            if drawn[name] == known.get(name):
+                return number
+            drawn[name] += 1
+        return None
 
     def close(self) -> None:
         """Close every source."""

@@ -27,14 +27,20 @@ class ParquetFile:
 
         try:
             self._file = parquet.ParquetFile(part.path, memory_map=True)
-        except pyarrow.ArrowException as error:
+            names = self._file.schema_arrow.names
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             what = str(error).splitlines()[0].lower()
             raise DataError(f"{part.path}: not a Parquet file that can be read: {what}") from None
-        names = self._file.schema_arrow.names
         if len(set(names)) < len(names):
             raise DataError(f"{part.path}: two columns have one name: {', '.join(sorted(names))}")
         meta = self._file.metadata
         self._ends = np.cumsum([meta.row_group(i).num_rows for i in range(meta.num_row_groups)])
+        in_groups = int(self._ends[-1]) if len(self._ends) else 0
+        if in_groups != meta.num_rows:
+            raise DataError(
+                f"{part.path}: damaged: it says to have {meta.num_rows} rows, and its row groups have {in_groups}; "
+                "write the file anew"
+            )
         self._rows = part.bounds(meta.num_rows)
         self._groups: OrderedDict[int, Any] = OrderedDict()
         self.path = part.path
@@ -81,9 +87,14 @@ class ParquetFile:
         if number not in self._groups:
             try:
                 self._groups[number] = self._file.read_row_group(number)
-            except pyarrow.ArrowException as error:
+            except (pyarrow.ArrowException, OSError) as error:
                 what = str(error).splitlines()[0].lower()
                 raise DataError(f"{self.path}: row group {number} cannot be read: {what}") from None
+            read, said = self._groups[number].num_rows, self._file.metadata.row_group(number).num_rows
+            if read != said:
+                raise DataError(
+                    f"{self.path}: damaged: row group {number} has {read} rows instead of {said}; write the file anew"
+                )
             if len(self._groups) > GROUPS:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(number)

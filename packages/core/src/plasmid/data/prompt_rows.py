@@ -18,6 +18,10 @@ from .json_lines import type_name
 from .row_files import RowFile
 
 log = logging.getLogger(__name__)
+MAX_MESSAGES = 10_000
+"""Messages of a prompt. Templates and tokenizers take seconds for more, in which no other prompt can be drawn."""
+MAX_CHARACTERS = 4_000_000
+"""Characters of a prompt, about a million tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +70,7 @@ class RowReader:
 
     def _prompt(self, where: str, value: object) -> str | tuple[Message, ...]:
         at = f"{where}: {self.prompt_key!r}"
+        check_size(at, value)
         if isinstance(value, str):
             _check_text(at, value)
             if not self.chat:
@@ -93,9 +98,34 @@ def _get(where: str, row: Mapping[str, Any], key: str, setting: str, way_out: st
     return value
 
 
+def check_count(at: str, items: list[Any], name: str) -> None:
+    """Raises `DataError` that begins with ``at`` for more items than `MAX_MESSAGES`."""
+    if len(items) > MAX_MESSAGES:
+        raise DataError(f"{at} has {len(items)} {name}, at most {MAX_MESSAGES} are taken; leave the row out")
+
+
+def check_size(at: str, value: object) -> int:
+    """Characters of a text or of messages. Raises `DataError` for what a template or tokenizer would take long for."""
+    if isinstance(value, list):
+        check_count(at, value, "messages")
+    left, characters = [value], 0
+    while left:  # no recursion: rows may be nested deeply
+        item = left.pop()
+        characters += len(item) if isinstance(item, str | Mapping | list) else 1
+        left.extend((*item, *item.values()) if isinstance(item, Mapping) else item if isinstance(item, list) else ())
+        if characters > MAX_CHARACTERS:
+            raise DataError(f"{at} has more than {MAX_CHARACTERS} characters; leave the row out")
+    return characters
+
+
 def _check_text(at: str, text: str) -> None:
     if not text:
         raise DataError(f"{at} is empty; leave the row out")
+    check_encodable(at, text)
+
+
+def check_encodable(at: str, text: str) -> None:
+    """Raises `DataError` that begins with ``at`` for text that is no Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -48,6 +48,8 @@ def open_rows(part: FileSlice) -> RowFile:
         raise DataError(f"data.path: {path} is a folder; name the files in it")
     if not path.exists():
         raise DataError(f"data.path: no such file: {path}{_hint(path)}")
+    if not path.is_file():
+        raise DataError(f"data.path: {path} is no regular file, but a pipe or a device; copy its rows into a file")
     try:
         return ParquetFile(part) if path.suffix == ".parquet" else JsonLinesFile(part)
     except OSError as error:

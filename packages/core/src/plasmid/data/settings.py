@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from ..components import DataSource, PromptEncoder
 from ..errors import DataError
+from ..trust import INERT
 from ..types import Prompt
 from .file_slices import FileSlice
 from .prompt_rows import PromptRows, RowReader
@@ -22,9 +23,9 @@ class Chats(DataSource):
 
     limited_by: ClassVar[str]
     """Name of the setting that limits tokens."""
-    system: str = ""
+    system: Annotated[str, INERT] = ""
     """System message of chats that do not begin with one; empty for none."""
-    template: Mapping[str, Any] = Field(default_factory=dict)
+    template: Annotated[Mapping[str, Any], INERT] = Field(default_factory=dict)
     """Arguments of the chat template: ``template.enable_thinking = false``."""
     too_long: Literal["error", "drop"] = "error"
     """What to do about longer ones: an error, or leave them out and count them."""
@@ -50,16 +51,20 @@ class PromptColumns(Chats):
     """Which column of a row is what."""
 
     limited_by: ClassVar[str] = "max_prompt_tokens"
-    prompt_key: str = "prompt"
+    prompt_key: Annotated[str, INERT] = "prompt"
     """Column of the prompt: a string, or a list of chat messages. ``a.b`` reaches into an object."""
-    target_key: str = "target"
+    target_key: Annotated[str, INERT] = "target"
     """Column of the ground truth that rewards get; ``none`` if the rows have none."""
-    profile_key: str = "none"
+    profile_key: Annotated[str, INERT] = "none"
     """Column that names the profile of the row (``[profiles.<name>]``), null for none; ``none`` if no row does."""
     prompt_as: Literal["text", "chat"] = "text"
     """What a prompt that is a string becomes: ``text`` as it is, or the user's message of a ``chat``."""
     max_prompt_tokens: Literal["none"] | int = "none"
     """Longest prompt in tokens. Setting it tokenises all rows of files when the run starts."""
+
+    def without_targets(self, place: str, profile: str = "") -> Iterator[tuple[str, str]]:
+        if self.target_key == "none" and self.profile_key == "none":
+            yield f"{place}.target_key", profile
 
     def reader(self) -> RowReader:
         """What makes prompts of rows."""
@@ -78,7 +83,8 @@ class Epochs(DataSource):
     shuffle: bool = True
     """Deal the rows anew in every epoch, as the run's seed says. Evaluation sets keep the order of the file."""
     epochs: Literal["endless"] | int = "endless"
-    """How often each row comes before the data end. Evaluation sets are read once."""
+    """How often each row comes before the data end; the run then ends, too, and learning-rate schedules are planned for
+    that. Evaluation sets are read once."""
 
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
@@ -105,7 +111,7 @@ class Epochs(DataSource):
 class Paths(DataSource):
     """Files of rows."""
 
-    path: str | tuple[str, ...]
+    path: Annotated[str | tuple[str, ...], INERT]
     """File or files, ``.jsonl`` or ``.parquet``; ``part-*.jsonl`` takes all that are named so, ``file.jsonl@[0:100]`` a
     slice of the rows, as Python would."""
 

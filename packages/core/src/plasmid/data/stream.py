@@ -93,7 +93,10 @@ class RowStream(PromptStream):
 
     def facts(self) -> DataFacts:
         """Rows of one epoch, those that are too long, and the profiles that rows name."""
-        return DataFacts(num_prompts=len(self), left_out=self._rows.left_out, profiles=self._rows.profiles)
+        draws = None if self._epochs is None else self._epochs * len(self)
+        return DataFacts(
+            num_prompts=len(self), num_draws=draws, left_out=self._rows.left_out, profiles=self._rows.profiles
+        )
 
     def _check_same(self, files: Sequence[Sequence[str]], num_rows: int) -> None:
         then, now = [label for label, _ in files], [label for label, _ in self._files]

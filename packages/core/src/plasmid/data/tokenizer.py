@@ -13,10 +13,10 @@ import numpy as np
 from ..components import PromptEncoder
 from ..config import ModelConfig
 from ..errors import DataError, ModelError
+from ..tokenizer_files import FAST, FILES, has_tokenizer
 from ..types import Ints
+from .templates import render_elsewhere
 
-VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
-"""Files that make a folder a tokenizer, besides ``tokenizer.json``."""
 OURS = ("continue_final_message", "add_generation_prompt")
 """Arguments that mean something also for a chat template that never reads them."""
 
@@ -60,13 +60,16 @@ class Tokenizer:
         ids = np.asarray(token_ids).tolist()
         return str(self._hf.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False))
 
-    def encode_prompt(self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> tuple[Ints, str]:
+    def encode_prompt(
+        self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
+    ) -> tuple[Ints, str]:
         """Token ids and text of plain text as it is, or of messages through the chat template with its arguments.
 
-        Raises `DataError` if there is no chat template, if it does not read an argument, or if it refuses the messages.
+        There are no token ids without ``tokenize``. Raises `DataError` if there is no chat template, if it does not
+        read an argument, or if it refuses the messages.
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, template)
-        return self.encode(text), text
+        return self.encode(text) if tokenize else np.zeros(0, np.int32), text
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
         """Text of messages through the chat template; the generation prompt follows unless an argument says no.
@@ -102,7 +105,12 @@ def prompt_encoder(model: ModelConfig) -> PromptEncoder:
     def tokenizer() -> Tokenizer:
         return Tokenizer.of(model)
 
-    return lambda prompt, template: tokenizer().encode_prompt(prompt, template)
+    def encode(
+        prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
+    ) -> tuple[Ints, str]:
+        return tokenizer().encode_prompt(prompt, template, tokenize=tokenize)
+
+    return encode
 
 
 def _reopen(path: str, chat_template: str, trust_remote_code: bool) -> Tokenizer:
@@ -110,13 +118,14 @@ def _reopen(path: str, chat_template: str, trust_remote_code: bool) -> Tokenizer
 
 
 def _open(path: Path, trust_remote_code: bool) -> Any:
+    render_elsewhere()
     if not path.is_dir():
         raise ModelError(f"model.path: no such folder: {path}")
-    fast = (path / "tokenizer.json").is_file()
-    if not (fast or trust_remote_code or any((path / name).is_file() for name in VOCABULARIES)):
+    fast = (path / FAST).is_file()
+    if not (trust_remote_code or has_tokenizer(path)):
         raise ModelError(
-            f"model.path: {path} has no tokenizer (tokenizer.json, {', '.join(VOCABULARIES)}); copy it there, or set "
-            "model.tokenizer to the folder that has it"
+            f"model.path: {path} has no tokenizer ({', '.join(FILES)}); copy it there, or set model.tokenizer to the "
+            "folder that has it"
         )
     try:
         if fast and not trust_remote_code:

@@ -8,6 +8,8 @@ import struct
 import time
 
 HEAD = struct.Struct(">Q")
+NUMBER = struct.Struct(">Q")
+"""In front of an answer: how many the worker gave before it."""
 LONGEST = 8 << 20
 """Bytes of one answer."""
 
@@ -22,6 +24,10 @@ class TooLong(Exception):
 
 class Closed(Exception):
     """The other side is gone."""
+
+
+class OtherCall(Closed):
+    """The answer belongs to another call, so that no answer of this worker can be trusted any more."""
 
 
 def send(descriptor: int, data: bytes) -> None:
@@ -45,8 +51,10 @@ def receive(descriptor: int, timeout_s: float | None = None, *, longest: int = 1
 
 def _read(descriptor: int, count: int, until: float | None) -> bytes:
     data = bytearray()
+    waiting = select.poll()  # a process may have more files open than `select` takes
+    waiting.register(descriptor, select.POLLIN)
     while len(data) < count:
-        if until is not None and not select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]:
+        if until is not None and not waiting.poll(1000 * max(0.0, until - time.monotonic())):
             raise Late
         part = os.read(descriptor, min(count - len(data), 1 << 20))
         if not part:

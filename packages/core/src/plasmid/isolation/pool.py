@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pickle
 import subprocess
 import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..child_environment import child_environment
 from ..errors import IsolationError
-from .messages import Closed, Late, TooLong, receive, send
+from ..work_clock import QueueingExecutor
+from .messages import LONGEST, NUMBER, Closed, Late, OtherCall, TooLong, receive, send
 from .worker import Work
 
 BOOT = """import json, sys
@@ -45,6 +46,8 @@ class Limits:
     memory_mb: int
     network: bool = False
     processes: bool = False
+    environment: tuple[str, ...] = ()
+    """Environment variables that workers get besides those of `child_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,9 @@ class Answer:
     """JSON types. What came is not trusted: check it."""
     failed: str | None = None
     """Why there is none: it hung, crashed, took too much memory, ..."""
+
+
+ENDED = Answer(failed="the worker process ended or did not answer")
 
 
 class WorkerPool:
@@ -78,7 +84,7 @@ class WorkerPool:
         self._limits = limits
         self._local = threading.local()
         self._workers: set[_Worker] = set()
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="isolated")
+        self._threads = QueueingExecutor(workers, thread_name_prefix="isolated")
         weakref.finalize(self, _stop_all, self._workers)
 
     async def start(self) -> None:
@@ -97,7 +103,7 @@ class WorkerPool:
     def _worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._local, "worker", None)
         if worker is None:
-            worker = _Worker(self._setup)
+            worker = _Worker(self._setup, self._limits.environment)
             self._workers.add(worker)
             self._local.worker = worker
         return worker
@@ -109,41 +115,56 @@ class WorkerPool:
             return Answer(failed="too deeply nested")
         worker = self._worker()
         try:
-            answer = worker.call(message, self._limits.timeout_s + GRACE_S)
+            worker.send(pickle.dumps([message]))
+            answer = worker.receive(self._limits.timeout_s + GRACE_S)
         except (Late, Closed, TooLong):
-            self._workers.discard(worker)
-            worker.stop()
-            self._local.worker = None
-            return Answer(failed="the worker process ended or did not answer")
-        return _read(answer)
+            self._drop(worker)
+            return ENDED
+        return read_answer(answer)
+
+    def _drop(self, worker: _Worker) -> None:
+        """Stop a worker; the next call of this thread starts another one."""
+        self._workers.discard(worker)
+        worker.stop()
+        self._local.worker = None
 
 
 class _Worker:
     """One worker process, used by one thread."""
 
-    def __init__(self, setup: bytes) -> None:
+    def __init__(self, setup: bytes, environment: Sequence[str]) -> None:
+        self._num_answers = 0
         self._process = subprocess.Popen(
             [sys.executable, "-c", BOOT, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **ENVIRONMENT},
+            env={**child_environment(environment), **ENVIRONMENT},
             start_new_session=True,
         )
         try:
-            _unless_raised(self.call(setup, START_S))
-        except (Late, Closed):
+            self.send(setup)
+            read_answer(self.receive(START_S))
+        except (Late, Closed, TooLong):
             self.stop()
             raise IsolationError(f"a worker process did not start within {START_S:g} s") from None
         except IsolationError:
             self.stop()
             raise
 
-    def call(self, message: bytes, timeout_s: float) -> bytes:
-        """Send and receive one message. Raises `Late` or `Closed`."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def send(self, message: bytes) -> None:
+        """Send one message. Raises `Closed`."""
+        assert self._process.stdin is not None
         send(self._process.stdin.fileno(), message)
-        return receive(self._process.stdout.fileno(), timeout_s)
+
+    def receive(self, timeout_s: float) -> bytes:
+        """Receive the answer to the next call. Raises `Late`, `Closed` or `TooLong`."""
+        assert self._process.stdout is not None
+        message = receive(self._process.stdout.fileno(), timeout_s, longest=NUMBER.size + LONGEST)
+        if message[: NUMBER.size] != NUMBER.pack(self._num_answers):
+            raise OtherCall
+        self._num_answers += 1
+        return message[NUMBER.size :]
 
     def stop(self) -> None:
         """Kill the process; its forks die with it."""
@@ -154,27 +175,19 @@ class _Worker:
         self._process.stdout.close()
 
 
-def _read(answer: bytes) -> Answer:
-    """Raises `IsolationError`, whatever else was answered."""
+def read_answer(answer: bytes) -> Answer:
+    """Decode an answer. Raises `IsolationError` with what the work raised."""
     try:
-        data: Any = json.loads(_unless_raised(answer))
+        data: Any = json.loads(answer)
     except (ValueError, RecursionError):
         data = None
+    if isinstance(data, dict) and "raised" in data:
+        raise IsolationError(str(data["raised"]))
     if isinstance(data, dict) and isinstance(data.get("failed"), str):
         return Answer(failed=data["failed"])
     if isinstance(data, dict) and "answer" in data:
         return Answer(value=data["answer"])
     return Answer(failed="the answer cannot be read")
-
-
-def _unless_raised(answer: bytes) -> bytes:
-    try:
-        data: Any = json.loads(answer)
-    except (ValueError, RecursionError):
-        return answer
-    if isinstance(data, dict) and "raised" in data:
-        raise IsolationError(str(data["raised"]))
-    return answer
 
 
 def _stop_all(workers: set[_Worker]) -> None:

@@ -1,11 +1,13 @@
-"""The worker process: holds what does the work, warm, and answers each call in a fork of itself.
+"""The worker process: holds what does the work, warm, and answers calls in forks of itself, one for each list of calls.
 
-The fork is killed when its time is up, and whatever it did to its memory is gone with it. It cannot start processes or
-reach a network unless the settings say so, and imports cannot either, so that none of them downloads anything.
+A fork is killed when the time of a call is up, and whatever it did to its memory is gone with it. It cannot start
+processes or reach a network unless the settings say so, and imports cannot either, so that none of them downloads
+anything.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -13,16 +15,26 @@ import resource
 import select
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import PlasmidError, one_line
+from ..errors import PlasmidError, one_line, sample_fault
 from ..plugins import load_file
-from .confinement import seccomp
-from .confinement.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl, set_limits
-from .messages import LONGEST, Closed, Late, TooLong, receive, send
+from .confinement import landlock, seccomp
+from .confinement.linux import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    die_with_parent,
+    drop_capabilities,
+    prctl,
+    set_limits,
+)
+from .messages import LONGEST, NUMBER, Closed, Late, TooLong, receive, send
 
+OUT_OF_MEMORY = b'{"memory": "none left"}'
+"""What a fork answers to a call for which it has not enough memory."""
 ENDING_S = 2.0
 """Time that a fork which has closed its pipe has to end."""
 
@@ -50,27 +62,41 @@ def main() -> None:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     die_with_parent()
+    if sys.platform == "linux":
+        prctl(PR_SET_DUMPABLE, 0)  # so that no fork reaches this process through /proc
     setup: dict[str, Any] = pickle.loads(receive(0))
+    numbers = itertools.count()
+
+    def respond(answer: bytes) -> None:
+        send(answers, NUMBER.pack(next(numbers)) + answer)
+
     try:
         work = _open(setup)
     except PlasmidError as error:
-        send(answers, json.dumps({"raised": str(error)}).encode())
+        respond(_encoded({"raised": str(error)}))
         return
     except Exception as error:  # noqa: BLE001  boundary: imports and plugins of others
-        send(answers, json.dumps({"raised": f"cannot be loaded: {one_line(error)}"}).encode())
+        respond(_encoded({"raised": f"cannot be loaded: {one_line(error)}{_environment_hint(error)}"}))
         return
-    send(answers, b"{}")
+    respond(b"{}")
     with suppress(Closed):
         while True:
-            call = receive(0)
-            send(answers, json.dumps(_serve(work, call, setup)).encode())
+            calls: list[bytes] = pickle.loads(receive(0))
+            for answer in _serve(work, calls, {**setup, "answers": answers}):
+                respond(answer)
+
+
+def _environment_hint(error: Exception) -> str:
+    if not isinstance(error, KeyError):
+        return ""
+    return " (a worker process has few environment variables; the setting `environment` names more)"
 
 
 def _open(setup: dict[str, Any]) -> Work:
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     if seccomp.supported():
-        seccomp.install(seccomp.compute_rules(os.getpid(), network=setup["network"], processes=True))
+        seccomp.install(seccomp.worker_rules(network=setup["network"]))
     for file in setup["plugins"]:
         load_file(Path(file))
     work: Work = pickle.loads(setup["work"])
@@ -78,55 +104,107 @@ def _open(setup: dict[str, Any]) -> Work:
     return work
 
 
-def _serve(work: Work, call: bytes, setup: dict[str, Any]) -> dict[str, Any]:
+class _Raised(Exception):
+    """What `Work.prepare` raised; such a call is not answered in a fork."""
+
+
+def _serve(work: Work, calls: list[bytes], setup: dict[str, Any]) -> Iterator[bytes]:
+    """The answers of calls, in order: all in one fork, unless one breaks it; a new one then goes on."""
+    left = [_prepared(work, call) for call in calls]
+    while left:
+        for answer in _answers(work, left, setup):
+            left = left[1:]
+            yield answer
+
+
+def _prepared(work: Work, call: bytes) -> Any:
     given = pickle.loads(call)
     try:
         work.prepare(given)
     except Exception as error:  # noqa: BLE001  boundary: users' code
-        return {"raised": _told(error)}
+        return _Raised(_told(error))
+    return given
+
+
+def _answers(work: Work, calls: list[Any], setup: dict[str, Any]) -> Iterator[bytes]:
+    """The answers of one fork, until all are there or it is of no more use."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(reading)
-        _answer(work, given, writing, setup)
+        _leave(reading, setup["answers"])
+        _answer(work, calls, writing, setup)
     os.close(writing)
     try:
-        answer = json.loads(receive(reading, setup["timeout_s"], longest=LONGEST))
-        return answer if isinstance(answer, dict) else {"failed": "the answer cannot be read"}
-    except Late:
-        return {"failed": f"no answer within call_timeout_s = {setup['timeout_s']:g}"}
-    except TooLong:
-        return {"failed": "its answer is too long"}
-    except Closed:
-        return {"failed": _why(child)}
-    except (ValueError, RecursionError):
-        return {"failed": "the answer cannot be read"}
+        for index, call in enumerate(calls):
+            if isinstance(call, _Raised):
+                yield _encoded({"raised": str(call)})
+                continue
+            answer, more = _receive(reading, child, setup)
+            if answer == OUT_OF_MEMORY:
+                if index > 0:
+                    return  # calls before it took some of the memory: it gets a fork of its own
+                failed = f"more memory than memory_mb = {setup['memory_bytes'] >> 20}"
+                answer, more = _encoded({"failed": failed}), False
+            yield answer
+            if not more:
+                return
     finally:
         os.close(reading)
         _end(child)
 
 
-def _answer(work: Work, given: Any, pipe: int, setup: dict[str, Any]) -> None:
+def _receive(reading: int, child: int, setup: dict[str, Any]) -> tuple[bytes, bool]:
+    """The next answer of a fork, as it came: the pool checks it. And whether the fork can give more."""
+    try:
+        return receive(reading, setup["timeout_s"], longest=LONGEST), True
+    except Late:
+        failed = f"no answer within call_timeout_s = {setup['timeout_s']:g}"
+    except TooLong:
+        failed = "its answer is too long"
+    except Closed:
+        failed = _why(child)
+    return _encoded({"failed": failed}), False
+
+
+def _leave(*descriptors: int) -> None:
+    """Close what the fork has of the worker: its input, its answers, and the other end of the pipe.
+
+    The descriptors that remain are the fork's own pipe, and what the work has opened for itself.
+    """
+    for descriptor in descriptors:
+        os.close(descriptor)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.close(nowhere)
+
+
+def _answer(work: Work, calls: list[Any], pipe: int, setup: dict[str, Any]) -> None:
     """Runs in the fork: never returns."""
     try:
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         die_with_parent()
-        set_limits({"AS": _address_space() + setup["memory_bytes"], "CPU": setup["cpu_s"], "CORE": 0})
-        if seccomp.supported():
-            rules = seccomp.compute_rules(os.getpid(), network=setup["network"], processes=setup["processes"])
-            seccomp.install(rules)
-        result: dict[str, Any] = {"answer": work.answer(given)}
-    except MemoryError:
-        result = {"failed": f"more memory than memory_mb = {setup['memory_bytes'] >> 20}"}
-    except RecursionError:
-        result = {"failed": "too deeply nested"}
-    except Exception as error:  # noqa: BLE001  boundary: users' code
-        result = {"raised": _told(error)}
-    try:
-        send(pipe, _encoded(result))
+        memory = _address_space() + setup["memory_bytes"]
+        set_limits({"AS": memory, "CPU": setup["cpu_s"] * len(calls), "CORE": 0})
+        if sys.platform == "linux":
+            landlock.enter_domain()
+            drop_capabilities()
+        if seccomp.supported() and not setup["processes"]:
+            seccomp.install(seccomp.single_process_rules(os.getpid()), others="all")
+        for call in calls:
+            if not isinstance(call, _Raised):
+                send(pipe, _result(work, call))
     finally:
         os._exit(0)
+
+
+def _result(work: Work, given: Any) -> bytes:
+    try:
+        return _encoded({"answer": work.answer(given)})
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except Exception as error:  # noqa: BLE001  boundary: users' code
+        fault = sample_fault(error)
+        return _encoded({"raised": _told(error)} if fault is None else {"failed": fault})
 
 
 def _encoded(result: dict[str, Any]) -> bytes:

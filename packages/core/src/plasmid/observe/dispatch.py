@@ -11,27 +11,17 @@ from typing import Any
 
 import pluggy
 
-from .. import hookspecs
 from ..components import Tracker
 from ..hookspecs import hookimpl
+from .observers import OBSERVER_HOOKS, ObserverManager, observer_name
 
 log = logging.getLogger(__name__)
-OBSERVER_HOOKS = (
-    "run_started",
-    "phase_started",
-    "group_scored",
-    "step_finished",
-    "evaluation_advanced",
-    "evaluation_finished",
-    "checkpoint_begun",
-    "checkpoint_saved",
-)
 
 
 class ObserverQueues:
     """Tells observers what happens in a run, without ever waiting for one of them.
 
-    An observer is any object with implementations of observer hooks (which may leave out arguments). One that raises
+    An observer is any object with methods named like observer hooks (which may leave out arguments). One that raises
     is switched off with a single log message. One that lags loses its oldest events beyond ``capacity``, which is
     counted and logged.
     """
@@ -45,12 +35,12 @@ class ObserverQueues:
     def of(plugins: pluggy.PluginManager, *extra: object, capacity: int = 1024) -> ObserverQueues:
         """Queues for every plugin of the manager that observes, and for the ``extra`` objects."""
         named = [(name, plugin) for name, plugin in plugins.list_name_plugin() if plugin is not None]
-        return ObserverQueues([*named, *((_name(o), o) for o in extra)], capacity=capacity)
+        return ObserverQueues([*named, *((observer_name(o), o) for o in extra)], capacity=capacity)
 
     @staticmethod
     def of_objects(observers: Iterable[object]) -> ObserverQueues:
         """Queues for these objects alone."""
-        return ObserverQueues([(_name(o), o) for o in observers])
+        return ObserverQueues([(observer_name(o), o) for o in observers])
 
     def emit(self, hook: str, /, **arguments: Any) -> None:
         """Queue one event for every observer that implements the hook. Returns at once."""
@@ -98,8 +88,7 @@ class _Lane:
 
     def __init__(self, name: str, observer: object, capacity: int) -> None:
         self.name = name
-        manager = pluggy.PluginManager("plasmid")
-        manager.add_hookspecs(hookspecs)
+        manager = ObserverManager()
         manager.register(observer, name=name)
         callers = manager.get_hookcallers(observer) or []
         self.hooks = {caller.name: caller for caller in callers if caller.name in OBSERVER_HOOKS}
@@ -159,8 +148,3 @@ class _Lane:
                 return None
             self._busy = True
             return self._events.popleft()
-
-
-def _name(observer: object) -> str:
-    own = type(observer).__str__ is not object.__str__
-    return str(observer) if own else type(observer).__qualname__

@@ -13,11 +13,14 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from ..errors import CheckpointError
+from ..safe_files import append_to, replacing
 
 log = logging.getLogger(__name__)
+MAX_STEP = 1 << 53
+"""Larger numbers are no batches, and no floats either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +41,15 @@ class Journal:
     """Appends to ``metrics.jsonl`` or ``evaluations.jsonl``. Raises `CheckpointError` if the file cannot be written."""
 
     path: Path
-    _file: TextIO | None = field(default=None, init=False, repr=False)
+    _file: IO[str] | None = field(default=None, init=False, repr=False)
 
     def append(self, step: int, *, metrics: Mapping[str, float], name: str = "") -> None:
         """Write one line and flush it, so that it outlives the process."""
         line = _encode(Entry(step=step, time=time.time(), metrics=metrics, name=name))
         try:
             if self._file is None:
+                self._file = append_to(self.path, encoding="utf-8")
                 _drop_torn_line(self.path)
-                self._file = self.path.open("a", encoding="utf-8")
             self._file.write(line)
             self._file.flush()
         except OSError as error:
@@ -58,15 +61,10 @@ class Journal:
         if not self.path.exists():
             return
         kept = [entry for entry in read_journal(self.path) if entry.step <= step]
-        temporary = self.path.with_name(self.path.name + ".tmp")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(map(_encode, kept))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
+            with replacing(self.path, durable=True) as file:
+                file.write("".join(map(_encode, kept)).encode("utf-8"))
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise _cannot("write", self.path, error) from error
 
     def close(self) -> None:
@@ -97,13 +95,15 @@ def _entries(path: Path, lines: Iterable[str]) -> Iterable[Entry]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
+            if abs(record["step"]) > MAX_STEP:
+                raise ValueError("no number of a batch")
             yield Entry(
                 step=int(record["step"]),
                 time=float(record["time"]),
                 metrics={str(name): float(value) for name, value in record["metrics"].items()},
                 name=str(record.get("name", "")),
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise CheckpointError(f"{path}:{number}: not a line of metrics: {line[:60]!r}; remove the line") from None
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from ..errors import CheckpointError
 from ..kept import KeptSet
+from ..safe_files import replacing
 from ..types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 from .sample_columns import SCHEMA, Lists, from_json, kept_column, kept_sets, lists, sampling_row, to_json
 
@@ -29,16 +30,11 @@ def write_samples(
     JSON does not know come back as lists or strings. A group without samples leaves no trace.
     """
     table = _table(groups, step, dropped_by or {})
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with replacing(path, durable=True) as file:
             pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: cannot write samples: {_reason(error)}") from error
 
 
@@ -46,14 +42,13 @@ def read_samples(path: Path) -> list[PromptGroup]:
     """The groups that `write_samples` was given. Raises `CheckpointError`."""
     table = read_table(path)
     try:
-        kept = kept_sets(table.column("kept"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a file of samples: {error}") from None
-    rows = zip(_samples(table, kept), _prompts(table), strict=True)
-    return [
-        PromptGroup(id=group_id, prompt=(members := list(found))[0][1], samples=tuple(sample for sample, _ in members))
-        for group_id, found in groupby(rows, key=lambda row: row[0].group_id)
-    ]
+        rows = zip(_samples(table, kept_sets(table.column("kept"))), _prompts(table), strict=True)
+        return [
+            PromptGroup(id=group_id, prompt=(members := list(found))[0][1], samples=tuple(s for s, _ in members))
+            for group_id, found in groupby(rows, key=lambda row: row[0].group_id)
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, pa.ArrowException) as error:
+        raise CheckpointError(f"{path}: not a file of samples: {_first_line(error)}") from None
 
 
 def read_dropped(path: Path) -> dict[int, str]:
@@ -75,6 +70,10 @@ def read_table(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         raise CheckpointError(f"{path}: cannot read samples: {_reason(error)}") from error
     except pa.ArrowException as error:
         raise CheckpointError(f"{path}: not a file of samples: {str(error).splitlines()[0]}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _reason(error: OSError) -> str:

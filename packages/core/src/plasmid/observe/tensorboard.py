@@ -26,6 +26,9 @@ class TensorBoard(Tracker):
     _writer: EventFileWriter | None = PrivateAttr(None)
     _resumed: bool = PrivateAttr(False)
 
+    def packages(self) -> Mapping[str, str]:
+        return {"tensorboard": "plasmid[tensorboard]"}
+
     async def open(self, context: RunContext) -> None:
         """Start a new event file. Raises `PluginError` if TensorBoard is not installed."""
         try:

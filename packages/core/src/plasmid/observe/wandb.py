@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import PrivateAttr
 
 from ..components import Tracker
 from ..errors import PluginError
 from ..protocols import RunContext
+from ..trust import INERT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,14 +22,17 @@ class WandB(Tracker):
     """A Weights & Biases run. The key is taken from the environment (WANDB_API_KEY) or ``wandb login``."""
 
     kind: Literal["wandb"] = "wandb"
-    project: str = "plasmid"
+    project: Annotated[str, INERT] = "plasmid"
     """Project that the run belongs to."""
-    name: str = "auto"
+    name: Annotated[str, INERT] = "auto"
     """Name of the run; ``auto`` is that of the run's folder."""
     mode: Literal["online", "offline"] = "online"
     """``offline`` only writes files into the run's folder ``wandb/``, for ``wandb sync``."""
 
     _run: Any = PrivateAttr(None)
+
+    def packages(self) -> Mapping[str, str]:
+        return {"wandb": "plasmid[wandb]"}
 
     async def open(self, context: RunContext) -> None:
         """Start the run, or continue the one that this run folder began. Raises `PluginError`."""

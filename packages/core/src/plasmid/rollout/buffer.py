@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -62,6 +63,17 @@ class Priority(BufferPolicy):
         except Exception as error:  # boundary: importing runs users' code
             raise ValueError(f"{value} cannot be loaded: {one_line(error)}") from error
         return value
+
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        if self.by == SPREAD:
+            if self.arguments:
+                yield f"arguments has no effect with by = {SPREAD!r}; remove it"
+            return
+        try:
+            inspect.signature(FunctionName.parse(self.by).load()).bind(None, **self.arguments)
+        except TypeError as error:
+            yield f"arguments: {self.by} is called with (group) and {sorted(self.arguments)}: {error}"
 
     def priority(self, group: GroupRef, *, version: int) -> float:
         if self.by == SPREAD:

@@ -13,6 +13,7 @@ from typing import Any
 from ..components import Component, Reward
 from ..config import RunConfig
 from ..errors import CheckpointError, one_line
+from ..json_files import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,7 +74,7 @@ class Memory:
     async def restore(self, paths: Sequence[Path]) -> None:
         """Take up what one or several processes had saved. Raises `CheckpointError`."""
         try:
-            saved: list[Mapping[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+            saved: list[Mapping[str, Any]] = [read_json(path) for path in paths]
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{paths[0].parent}: cannot be read: {one_line(error)}") from error
         for place in self._places:

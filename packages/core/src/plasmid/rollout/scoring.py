@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 import time
@@ -16,7 +17,9 @@ from ..components import Reward
 from ..errors import RewardError, line_in, one_line
 from ..profiles import Profile, profile_of, reward_names
 from ..protocols import RunContext
+from ..reward_calls import call_reward, named, shortened
 from ..types import Prompt, Sample, Score, StopReason
+from ..work_clock import QueueingExecutor
 
 T = TypeVar("T")
 CLOSE_S = 1.0
@@ -40,6 +43,7 @@ class Scorer:
         self._names = reward_names(rewards)
         self._profiles = profiles or {}
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(QueueingExecutor(thread_name_prefix="reward-threads"))
         threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
 
     async def open(self, context: RunContext) -> None:
@@ -98,35 +102,13 @@ class Scorer:
         return result
 
     async def _ask(self, reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
-        if type(reward).score_group is not Reward.score_group:
-            values = await self._guard(reward, reward.score_group(prompt, samples), samples)
-            if len(values) != len(samples):
-                raise RewardError(
-                    f"{self._where(reward)}: score_group returned {len(values)} scores for {len(samples)} samples"
-                )
-        elif reward.in_order():
-            values = [await self._guard(reward, reward(prompt, sample), [sample]) for sample in samples]
-        else:
-            calls = [self._guard(reward, reward(prompt, sample), [sample]) for sample in samples]
-            values = await asyncio.gather(*calls)
-        return [self._checked(reward, value, sample) for value, sample in zip(values, samples, strict=True)]
+        where = self._where(reward)
 
-    async def _guard(self, reward: Reward, call: Coroutine[Any, Any, T], samples: Sequence[Sample]) -> T:
-        limit = reward.timeout_s * len(samples)
-        first, last = samples[0], samples[-1]
-        who = f"sample {first.id}" if first is last else f"samples {first.id} to {last.id}"
-        try:
-            return await asyncio.wait_for(self._elsewhere(call), limit)
-        except TimeoutError:
-            raise RewardError(
-                f"{self._where(reward)}: no score for {who} within timeout_s = {limit:g}; make it faster, "
-                "let it give up by itself, or raise timeout_s"
-            ) from None
-        except RewardError:
-            raise
-        except Exception as error:  # boundary: rewards are users' code
-            said = f"{self._where(reward)}: raised on {who}: {one_line(error)}{_line_of(reward, error)}"
-            raise RewardError(f"{said}; {_quoted(samples)}") from error
+        def raised(error: Exception, samples: Sequence[Sample]) -> RewardError:
+            said = f"{where}: raised on {named(samples)}: {one_line(error)}{_line_of(reward, error)}"
+            return RewardError(f"{said}; {_quoted(samples)}")
+
+        return await call_reward(reward, prompt, samples, where=where, start=self._elsewhere, raised=raised)
 
     def _elsewhere(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
@@ -134,16 +116,6 @@ class Scorer:
     def _where(self, reward: Reward) -> str:
         index = next(i for i, r in enumerate(self._rewards) if r is reward)
         return f"{self._table}.{index} ({self._names[index]})"
-
-    def _checked(self, reward: Reward, value: object, sample: Sample) -> Score:
-        score = value if isinstance(value, Score) else None
-        if score is None and isinstance(value, int | float):
-            score = Score(value=float(value))
-        if score is None or score.value != score.value or abs(score.value) == float("inf"):
-            raise RewardError(
-                f"{self._where(reward)}: must return a finite number or a Score, got {value!r} for sample {sample.id}"
-            )
-        return score
 
     def _chosen(self, prompt: Prompt) -> list[int]:
         """Which rewards judge the samples of a prompt."""
@@ -159,7 +131,10 @@ class Scorer:
             components[name] = score.value
             components |= {f"{name}.{part}": value for part, value in score.components.items()}
         errors = [score.error for score in scores if score.error]
-        return Score(value=total, components=components, error="; ".join(errors) or None)
+        if not math.isfinite(total):
+            total = sum(self._rewards[index].weight * self._rewards[index].failure() for index in chosen)
+            errors.append("the sum of the rewards is too large a number")
+        return Score(value=total, components=components, error="; ".join(map(shortened, errors)) or None)
 
 
 def _line_of(reward: Reward, error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +12,14 @@ import numpy as np
 
 from ..batch import GroupRef, Rows
 from ..components import Workflow
-from ..config import ModelConfig, RunConfig
+from ..config import RunConfig
 from ..data.tokenizer import Tokenizer
 from ..observe.sample_columns import from_json, to_json
 from ..observe.sample_store import write_samples
 from ..plugins import load_plugins
 from ..protocols import EngineClient, Ref, RunContext, Store
 from ..recipe import resolve_with
+from ..training.sample_length import longest_sample
 from ..types import Prompt, PromptGroup, Sample, SamplingParams, StopReason
 from .execution import Execution, execute
 from .filtering import Filtering
@@ -208,14 +208,6 @@ class RolloutWorker:
             await part.close()
         for filter_ in self._config.filters:
             await filter_.close()
-
-
-def longest_sample(model: ModelConfig) -> int | None:
-    """Tokens that the model takes, prompt included; None if its config does not say."""
-    config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-    longest = config.get("text_config", config).get("max_position_embeddings")
-    limits = [limit for limit in (longest, model.max_length) if isinstance(limit, int)]
-    return min(limits, default=None)
 
 
 def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:

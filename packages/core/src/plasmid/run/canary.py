@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ..batch import BatchRef
+from ..components import CanaryPlan
 from ..errors import EngineError, SyncError
 from ..protocols import Ref, RolloutEngine, Trainer
 from ..rollout.worker import share
@@ -52,23 +53,26 @@ class Here:
 
 
 class Canary:
-    """Asks the engine after each weight sync, beside the first requests, and the trainer before it trains again.
+    """Asks the engine after a weight sync, beside the first requests, and the trainer before it trains again.
 
     Checksums prove what crossed the wire; this proves that the engine computes with it as the trainer does.
     """
 
     def __init__(
-        self, engine: RolloutEngine, trainer: Trainer, *, tolerance: float, copies: int, limit_s: float
+        self, engine: RolloutEngine, trainer: Trainer, plan: CanaryPlan, *, copies: int, limit_s: float
     ) -> None:
         """``copies``: samples that a batch of the trainer must have at least, one for each rank."""
         self._engine, self._trainer = engine, trainer
-        self._tolerance, self._copies, self._limit_s = tolerance, copies, limit_s
+        self.plan, self._copies, self._limit_s = plan, copies, limit_s
         self._asked: tuple[int, asyncio.Task[Completion]] | None = None
 
     def ask(self, version: int) -> None:
         """The engine serves this version now."""
         if self._asked is not None:
             self._asked[1].cancel()
+            self._asked = None
+        if version % self.plan.every:
+            return
         self._asked = version, asyncio.create_task(self._generate(version))
 
     @property
@@ -105,10 +109,11 @@ class Canary:
         found = (await self._trainer.logprobs(_batch(sample, self._copies)))[0][len(PROMPT) :]
         # the mean: with weights of bfloat16 a single improbable token may differ by half a nat
         difference = float(np.abs(found - completion.logprobs).mean())
-        if not difference <= self._tolerance:
+        if not difference <= self.plan.tolerance:
             raise SyncError(
                 f"weight sync of version {version}: trainer and engine differ by {difference:.3g} in the mean "
-                f"log-probability of a canary, {self._tolerance:g} is allowed; the engine does not hold this version"
+                f"log-probability of a canary, {self.plan.tolerance:g} is allowed; the engine does not hold this "
+                "version, or does not compute this model as the trainer does"
             )
         return {"sync/canary_difference": difference}
 

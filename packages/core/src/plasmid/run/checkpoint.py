@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import CheckpointConfig
+from ..checkpoint_config import CheckpointConfig
 from ..errors import CheckpointError
+from ..json_files import read_json
 
 PREFIX = "batch-"
 STATE = "state.json"
@@ -83,7 +84,11 @@ class CheckpointFolder:
     @staticmethod
     def complete(path: Path) -> list[Path]:
         """Complete checkpoints in a folder, oldest first."""
-        return sorted(found for found in path.glob(f"{PREFIX}*") if (found / STATE).is_file())
+        return sorted(
+            found
+            for found in path.glob(f"{PREFIX}*")
+            if found.name.removeprefix(PREFIX).isdecimal() and (found / STATE).is_file()
+        )
 
     def newest(self) -> Path:
         """The newest complete checkpoint. Raises `CheckpointError` if there is none."""
@@ -106,11 +111,14 @@ def read_state(path: Path) -> RunState:
     """The state of one checkpoint. Raises `CheckpointError` if it cannot be read."""
     file = path / STATE
     try:
-        return RunState(**json.loads(file.read_text()))
+        state = RunState(**read_json(file))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is no checkpoint (it has no {STATE})") from None
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    if not (isinstance(state.batch, int) and isinstance(state.version, int) and isinstance(state.config, dict)):
+        raise CheckpointError(f"{file}: cannot be read: batch, version and config are not what a run writes")
+    return state
 
 
 CHANGEABLE = (

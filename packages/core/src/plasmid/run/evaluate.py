@@ -8,6 +8,7 @@ from pathlib import Path
 from ..config import RunConfig
 from ..data.tokenizer import prompt_encoder
 from ..observe.dispatch import ObserverQueues
+from ..observe.observers import check_observers
 from ..waiting import GRACE, within
 from .checkpoint import read_state
 from .closing import Closing
@@ -33,7 +34,9 @@ def evaluate(
     With a ``checkpoint`` of a run its policy is evaluated instead: the recipe's trainer loads it and sends it to the
     engine. Samples and metrics are kept in a run folder of their own. Raises `PlasmidError`.
     """
-    check(config, training=checkpoint is not None)
+    check_observers(observers)
+    unused = ("trackers", "data", "filters", "buffer", *(() if checkpoint is not None else ("trainer",)))
+    check(config, training=checkpoint is not None, unused=unused)
     sets = open_sets(config, prompt_encoder(config.model))
     state = read_state(checkpoint) if checkpoint is not None else None
     folder = _folder(config)

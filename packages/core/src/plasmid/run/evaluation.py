@@ -266,7 +266,7 @@ class Evaluator:
             name=f"eval-{settings.name}-{batch}-{index:06d}",
             prompt=set_.prompts[index],
             num_samples=settings.samples_per_prompt,
-            sampling=settings.sampling or self._config.sampling_of(set_.prompts[index]),
+            sampling=self._config.sampling_of(set_.prompts[index], settings.sampling),
             seed=seed_of(self._config.run.seed, "eval", settings.name, set_.prompts[index].id),
             filtered=False,
             eval_set=settings.name,

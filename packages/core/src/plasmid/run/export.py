@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from ..config import RunConfig
 from ..errors import CheckpointError
+from ..json_files import read_json
 from ..protocols import Trainer
-from ..recipe import merge, parse_override, resolve
+from ..stored_recipe import resolve_stored
 from ..waiting import GRACE, within
 from .checkpoint import STATE, CheckpointFolder, read_state
 from .closing import Closing
@@ -20,6 +22,7 @@ from .interrupts import Interrupts
 from .preflight import check
 from .starting import MakeCluster, interruptible, on_ray, start_all
 
+log = logging.getLogger(__name__)
 ORIGIN = "plasmid.json"
 """Written into an exported folder, last of all: which run and batch its weights come from."""
 
@@ -34,7 +37,7 @@ async def export_policy(config: RunConfig, trainer: Trainer, target: Path, batch
 def is_exported(target: Path, batch: int) -> bool:
     """True if the folder holds the policy after this batch, complete."""
     try:
-        return bool(json.loads((target / ORIGIN).read_text())["batch"] == batch)
+        return bool(read_json(target / ORIGIN)["batch"] == batch)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -45,27 +48,31 @@ def export_checkpoint(
     *,
     overrides: Sequence[str] = (),
     config: RunConfig | None = None,
+    trust_recipe: bool = False,
+    warn: Callable[[str], None] = log.warning,
     make_cluster: MakeCluster | None = None,
 ) -> int:
     """Write the policy of a checkpoint, or of the newest one of a run's folder, and return its batch.
 
-    Starts the trainer that has written it, as the checkpoint's own recipe says, or ``config``. Raises `PlasmidError`.
+    Starts the trainer that has written it, as the checkpoint's own recipe says, or ``config``. Of that recipe only
+    inert settings are taken (`plasmid.stored_recipe`) unless ``trust_recipe``; ``warn`` is told of others. Raises
+    `PlasmidError`.
     """
     checkpoint = _checkpoint(source)
     state = read_state(checkpoint)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())) and config is None:
         raise CheckpointError(f"{target}: exists already; remove it or choose another folder")
     if config is None:
-        data = dict(state.config)
-        for override in overrides:
-            data = merge(data, parse_override(override))
-        config = resolve(data)
-    check(config)
+        config, notice = resolve_stored(state.config, checkpoint, overrides=overrides, trust=trust_recipe)
+        if notice:
+            warn(notice)
+    check(config, unused=[name for name in RunConfig.model_fields if name not in ("model", "trainer", "algorithm")])
     with ExitStack() as stack:
         run_dir = checkpoint.parent.parent
         if not (run_dir / "config.json").exists():  # it was copied out of its run
             run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = RunFolder(run_dir)
+        folder.check_links()
         folder.logs.mkdir(exist_ok=True)
         interruptible(_export(config, checkpoint, target, state.batch, folder, make_cluster or on_ray(config)))
     return state.batch

@@ -14,6 +14,7 @@ from ..components import DataFacts
 from ..config import RunConfig
 from ..errors import CheckpointError, ConfigError
 from ..plugins import versions
+from ..safe_files import write_text
 
 LIBRARIES = ("torch", "transformers", "ray", "numpy", "pyarrow")
 
@@ -34,15 +35,22 @@ class RunFolder:
 
     def create(self, config: RunConfig, data: DataFacts | None = None) -> None:
         """Make the folder and write the resolved configuration, facts of the data, and the versions of everything."""
+        self.check_links()
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
             self.logs.mkdir(exist_ok=True)
-            self.config.write_text(config.model_dump_json(indent=1))
-            self.info.write_text(json.dumps({**_info(config), **({"data": asdict(data)} if data else {})}, indent=1))
+            write_text(self.config, config.model_dump_json(indent=1))
+            write_text(self.info, json.dumps({**_info(config), **({"data": asdict(data)} if data else {})}, indent=1))
         except OSError as error:
             raise ConfigError(
                 f"run.dir: cannot write to {self.path}: {(error.strerror or str(error)).lower()}"
             ) from error
+
+    def check_links(self) -> None:
+        """Raise `ConfigError` if a file or folder that a run would write to is a link, which may lead anywhere."""
+        for file in (self.metrics, self.evaluations, self.samples, self.logs, *sorted(self.logs.glob("*"))):
+            if file.is_symlink():
+                raise ConfigError(f"run.dir: {file} is a link, which is not written through; remove it")
 
     def vacate(self) -> None:
         """Make the folder free for another run; its logs stay."""

@@ -13,7 +13,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
+
+from ..printable import PrintableStream
+from ..safe_files import append_to
 
 LOOPBACK = "127.0.0.1"
 ADDRESS = "PLASMID_ADDRESS"
@@ -111,10 +114,10 @@ def unwrap(outcome: Outcome, name: str) -> Any:
 def redirect_output(log: Path) -> None:
     """Send everything that this process and its libraries print into one file, and crash reports with it."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    file = log.open("a", buffering=1)
+    file = cast(TextIO, append_to(log, buffering=1))
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-    sys.stdout = sys.stderr = file
+    sys.stdout = sys.stderr = cast(TextIO, PrintableStream(file))  # logs are read in terminals
     faulthandler.enable(file)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..safe_files import open_to_lock
 
 LOCK = ".lock"
 """Stays where it is: a file that is removed while another process opens it would lock nothing."""
@@ -25,7 +28,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        file = open_to_lock(folder / LOCK)
     except OSError as error:
         raise ConfigError(f"run.dir: cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
     try:
@@ -35,6 +38,25 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+def check_lockable(folder: Path) -> None:
+    """Raise `ConfigError` where `locked` would; nothing is written."""
+    try:
+        if (folder / LOCK).exists():
+            file = os.open(folder / LOCK, os.O_RDWR)
+            try:
+                _lock(file, folder)
+            finally:
+                os.close(file)
+        elif folder.exists() and not folder.is_dir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        else:
+            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            with tempfile.TemporaryFile(dir=there):
+                pass
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
 
 
 def _lock(file: int, folder: Path) -> None:

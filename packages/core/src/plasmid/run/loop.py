@@ -28,6 +28,8 @@ from .turns import Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+BEFORE_TRAINED = ("sample", "score", "train")
+"""Phases of a batch that is not counted in `Progress.batch` yet."""
 
 
 class Telling(Protocol):
@@ -117,7 +119,7 @@ class LoopParts:
     """None where nothing can be sampled."""
     saver: Saving
     change: Callable[[int, tuple[GroupRef, ...]], tuple[GroupRef, ...]] = lambda batch, groups: groups
-    """Lets plugins change a batch, named by its number, before it is trained on."""
+    """Lets plugins change a batch, named by its number from 1, before it is trained on."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -141,10 +143,10 @@ class Loop:
         trainer, engine = self.parts.trainer, self.parts.engine
         if trainer is not None and engine is not None:
             self.turns = Turns(config=self.config, trainer=trainer, engine=engine)
-            tolerance = None if self.config.rollout is None else self.config.rollout.canary()
-            if tolerance is not None:
+            plan = None if self.config.rollout is None else self.config.rollout.canary()
+            if plan is not None:
                 ranks, limit_s = self.config.placement.trainer_ranks, self.config.run.sync_timeout_s
-                self.canary = Canary(engine, trainer, tolerance=tolerance, copies=ranks, limit_s=limit_s)
+                self.canary = Canary(engine, trainer, plan, copies=ranks, limit_s=limit_s)
 
     async def run(self) -> bool:
         """Train until the configured number of batches, the end of the data, or `stop`. True if it was stopped.
@@ -162,7 +164,7 @@ class Loop:
         if self.turns is not None:
             self._tell("sync")
             await self.turns.begin(self.progress.version)
-            self._ask_canary()
+            await self._ask_canary()
         if self.parts.evaluations is not None:
             await self.parts.evaluations.take_up(self._send)
         if self.progress.batch == 0:
@@ -232,20 +234,23 @@ class Loop:
             await self._publish_next()
         elif self.turns is not None:
             await self.turns.mend(self.progress.version)
-            self._ask_canary()
+            await self._ask_canary()
 
     async def _canary_answered(self) -> None:
         """Wait for an answer while the engine may draw. One that lacks weights by now gets them and is asked anew."""
         while self.canary is not None and self.canary.asked is not None and not self.canary.asked.done():
             await self._wait({self.canary.asked})
 
-    def _ask_canary(self) -> None:
+    async def _ask_canary(self) -> None:
+        """Wait for the answer here only if nothing else may be asked meanwhile."""
         if self.canary is not None:
             self.canary.ask(self.progress.version)
+            if self.canary.plan.alone:
+                await self._canary_answered()
 
     async def _batch(self, taken: Taken) -> None:
         self._check_failures(taken)
-        taken = replace(taken, groups=self.parts.change(self.progress.batch, taken.groups))
+        taken = replace(taken, groups=self.parts.change(self.progress.batch + 1, taken.groups))
         metrics = await self._measured(taken)
         if self.parts.trainer is not None:
             metrics |= await self._train(self.parts.trainer, taken)
@@ -269,7 +274,7 @@ class Loop:
         if self.config.checkpoint.every and step % self.config.checkpoint.every == 0 and step < self.config.run.batches:
             await self._save()
             if self.config.placement.offload_trainer:
-                self._ask_canary()  # the engine was stopped for it, and has its memory back
+                await self._ask_canary()  # the engine was stopped for it, and has its memory back
 
     async def _measured(self, taken: Taken) -> dict[str, float]:
         """Of the rollouts, and what the engine says of itself just after them."""
@@ -313,8 +318,8 @@ class Loop:
         receipt = await self.turns.publish(self.progress.version + 1)
         self.seconds["sync"] = time.monotonic() - started
         self.progress.version += 1
+        await self._ask_canary()
         self._release()
-        self._ask_canary()
         phases = {f"sync/{name}_s": seconds for name, seconds in receipt.phases.items()}
         return {"sync/bytes": float(receipt.num_bytes), "sync/transfer_s": receipt.seconds, **phases}
 
@@ -338,7 +343,12 @@ class Loop:
         if self.progress.batch == 0:
             why = ", ".join(sorted({group.dropped_by for group in taken.dropped})) or "there are no prompts"
             raise DataError(f"data: ended before anything was trained on: {why}; add prompts or loosen the filters")
-        log.info("the data ended after %d batches", self.progress.batch)
+        if self.progress.batch < self.config.run.batches:
+            log.warning(
+                "the data ended after %d of %d planned batches; learning-rate schedules have not come to their end",
+                self.progress.batch,
+                self.config.run.batches,
+            )
         if self.progress.unpublished and self.turns is not None:
             await self._publish_next()
         if taken.dropped:
@@ -381,10 +391,9 @@ class Loop:
         return result
 
     def _tell(self, phase: str) -> None:
-        log.debug("batch %d: %s", self.progress.batch, phase)
-        self.parts.observers.emit(
-            "phase_started", batch=self.progress.batch, phase=phase, version=self.progress.version
-        )
+        batch = self.progress.batch + (phase in BEFORE_TRAINED)
+        log.debug("batch %d: %s", batch, phase)
+        self.parts.observers.emit("phase_started", batch=batch, phase=phase, version=self.progress.version)
 
 
 def _rollouts(taken: Taken) -> int:

@@ -6,7 +6,10 @@ import difflib
 from pathlib import Path
 
 from ..config import RunConfig
-from ..training.model_folder import is_torch_dist
+from ..errors import ModelError
+from ..safe_files import check_link
+from ..tokenizer_files import FILES, has_tokenizer
+from ..training.model_folder import companions, is_torch_dist
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -29,6 +32,19 @@ def missing_files(config: RunConfig) -> list[str]:
     return problems
 
 
+def linked_files(config: RunConfig) -> list[str]:
+    """A line for each file of the model's folders that is a link to elsewhere: an export of the policy copies them."""
+    problems = []
+    for key, name in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
+        folder = Path(name)
+        for file in companions(folder) if name != "auto" and folder.is_dir() else ():
+            try:
+                check_link(file, folder)
+            except ModelError as error:
+                problems.append(f"{key}: {error}")
+    return problems
+
+
 def _model(key: str, path: str, *, weights: bool = True) -> list[str]:
     folder = Path(path)
     if folder.is_file():
@@ -48,6 +64,8 @@ def _tokenizer(config: RunConfig) -> list[str]:
     folder = Path(config.model.tokenizer_path)
     if config.model.tokenizer != "auto" and not folder.is_dir():
         return [f"model.tokenizer: no such folder: {folder}{_suggest(folder)}"]
+    if config.model.tokenizer != "auto" and not (has_tokenizer(folder) or config.model.trust_remote_code):
+        return [f"model.tokenizer: {folder} has no tokenizer ({', '.join(FILES)}); name the folder that has it"]
     return []
 
 

@@ -1,29 +1,33 @@
-"""What can be checked before any process is started: folders and files that the recipe names."""
+"""What can be checked before any process is started: what the recipe names and this machine lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..components import DataFacts
+from ..components import PromptEncoder
 from ..config import RunConfig
 from ..data.tokenizer import prompt_encoder
 from ..errors import ConfigError
-from ..profiles import check_named
 from ..training.model_folder import is_torch_dist
 from ..types import Ints
 from .address import address_of
-from .evaluation import open_sets
-from .missing import missing_files
+from .component_checks import component_mistakes
+from .missing import linked_files, missing_files
 
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 """Files under /dev that GPUs show up as: of NVIDIA, of AMD, and in WSL."""
 
 
-def check(config: RunConfig, *, training: bool = True) -> None:
-    """Raise one `ConfigError` with a line for each thing that is missing."""
+def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = ()) -> None:
+    """Raise one `ConfigError` with a line for each thing that is missing.
+
+    ``unused`` are tables of the recipe whose components are never called. With ``training`` the trainer looks at its
+    models, too. Raises `ModelError`.
+    """
     served = config.rollout is not None and not config.rollout.owns_weights
     if config.rollout is not None and served and training:
         kind = type(config.rollout).model_fields["kind"].default
@@ -37,8 +41,12 @@ def check(config: RunConfig, *, training: bool = True) -> None:
             f"Hugging Face folder of it: rl convert {config.model.path} FOLDER"
         )
     problems = [*missing_files(config), *_cluster(config), *_vanishing(config)]
+    problems += linked_files(config) if training else []
+    problems += component_mistakes(config, unused=unused)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    if training:
+        config.trainer.check(config)
 
 
 def _cluster(config: RunConfig) -> list[str]:
@@ -69,24 +77,22 @@ def _vanishing(config: RunConfig) -> list[str]:
     ]
 
 
-def check_data(config: RunConfig, *, offline: bool = False) -> DataFacts:
-    """Read every row that the recipe names, as a dry run does. Raises `DataError`.
+def text_encoder(config: RunConfig, *, offline: bool = False) -> PromptEncoder:
+    """For a dry run: makes no tokens of plain text unless they are counted, and none at all ``offline``.
 
-    A tokenizer is opened only if some source limits the tokens of prompts; ``offline``, never: none is too long then.
+    A tokenizer takes seconds to open. One that cannot be opened, or refuses a chat, is found all the same.
     """
+    tokenizer = prompt_encoder(config.model)
+    counted = any(source.counts_tokens() for source in (config.data, *(set_.data for set_ in config.eval)))
 
-    def encode(prompt: str | Sequence[object], template: object) -> tuple[Ints, str]:
-        return np.zeros(1, np.int32), prompt if isinstance(prompt, str) else "".join(map(str, prompt))
+    def encode(
+        prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
+    ) -> tuple[Ints, str]:
+        if offline or (isinstance(prompt, str) and not counted):
+            return np.zeros(1, np.int32), prompt if isinstance(prompt, str) else "".join(map(str, prompt))
+        return tokenizer(prompt, template, tokenize=tokenize)
 
-    limited = any(source.counts_tokens() for source in (config.data, *(set_.data for set_ in config.eval)))
-    encoder = prompt_encoder(config.model) if limited and not offline else encode
-    stream = config.data.stream(encoder, seed=config.run.seed)
-    try:
-        check_named(stream.facts(), config.profiles)
-        open_sets(config, encoder)
-        return stream.facts()
-    finally:
-        stream.close()
+    return encode
 
 
 def _has_gpu() -> bool:

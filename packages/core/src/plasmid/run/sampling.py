@@ -54,7 +54,7 @@ def sample(
     make_cluster: MakeCluster | None = None,
 ) -> list[Sampled]:
     """``each`` rollouts of every prompt by the recipe's engine and workflow, scored. Raises `PlasmidError`."""
-    check(config, training=False)
+    check(config, training=False, unused=("trackers", "trainer", "buffer", "data" if eval_set else "eval"))
     folder = RunFolder(_folder(config))
 
     async def main() -> list[Sampled]:
@@ -108,7 +108,7 @@ def _job(config: RunConfig, index: int, prompt: Prompt, each: int, eval_set: str
         name=str(index),
         prompt=prompt,
         num_samples=each,
-        sampling=own or config.sampling_of(prompt),
+        sampling=config.sampling_of(prompt, own),
         seed=seed_of(config.run.seed, index),
         filtered=not eval_set,
         eval_set=eval_set,

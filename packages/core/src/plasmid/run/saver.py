@@ -168,5 +168,10 @@ class Saver:
 
 def stateful(config: RunConfig) -> dict[str, Component]:
     """Components whose state a checkpoint holds, by a name that does not depend on their order in the recipe."""
-    trackers = {f"trackers/{type(tracker).model_fields['kind'].default}": tracker for tracker in config.trackers}
-    return {"buffer": config.buffer, **trackers}
+    found: dict[str, Component] = {"buffer": config.buffer}
+    for tracker in config.trackers:
+        name, number = f"trackers/{type(tracker).model_fields['kind'].default}", 1
+        while (numbered := name if number == 1 else f"{name}-{number}") in found:
+            number += 1
+        found[numbered] = tracker
+    return found

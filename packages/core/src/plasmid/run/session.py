@@ -5,31 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pluggy
 
-from ..components import PromptStream
 from ..config import RunConfig
-from ..data.tokenizer import prompt_encoder
 from ..observe.dispatch import ObserverQueues, TrackerObserver
 from ..observe.journal import read_journal
 from ..plugins import load_plugins
-from ..profiles import check_named
 from ..protocols import RunContext
 from .checkpoint import CheckpointFolder
 from .closing import Closing
 from .evaluating import open_evaluator
-from .evaluation import EvaluationSet, open_sets
 from .export import export_checkpoint, export_policy, is_exported
-from .folder import RunFolder, new_folder, newest_folder
+from .folder import RunFolder
 from .interrupts import Interrupts
-from .lock import locked
 from .parts import Parts
-from .preflight import check
-from .replay import check_replay
-from .setup import Restored, build_loop, restore
+from .preparing import Mode as Mode
+from .preparing import Start, prepare
+from .setup import Restored, build_loop
 from .starting import MakeCluster, interruptible, on_ray, start_all
 
 
@@ -53,17 +48,6 @@ class RunResult:
     """True if all batches had been trained before; at most the final policy has then been written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
-    """What kind of run this is."""
-
-    resume: bool = False
-    replay: Path | None = None
-    """Train on the stored samples of this run; no engine is started."""
-    rollouts_only: bool = False
-    """Sample and score only; no trainer is started."""
-
-
 def run(
     config: RunConfig,
     *,
@@ -76,23 +60,13 @@ def run(
     Ctrl-C (or SIGTERM) ends a run after the current batch, all saved; a second one, or one before there is anything to
     save, ends it at once with `KeyboardInterrupt`. Either way no process is left behind.
     """
-    session = _Session(config, mode or Mode(), observers, make_cluster or on_ray(config))
+    mode, started = mode or Mode(), time.time()
     with ExitStack() as held:
-        start = session.prepare(held)  # reads files only: Ctrl-C needs no cleaning up yet
-        if start.state is not None and start.state.state.batch >= config.run.batches:
+        start = prepare(config, mode, held, observers=observers)  # reads files only: Ctrl-C needs no cleaning up yet
+        session = _Session(start.config, mode, observers, make_cluster or on_ray(config), started)
+        if start.state is not None and start.state.state.batch >= start.config.run.batches:
             return session.finish(start, start.state)
         return interruptible(session.run(start))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Start:
-    """What a run begins with, after everything that needs no process has been checked."""
-
-    folder: RunFolder
-    stream: PromptStream
-    sets: tuple[EvaluationSet, ...]
-    state: Restored | None
-    """None for a new run."""
 
 
 @dataclass(slots=True)
@@ -101,24 +75,9 @@ class _Session:
     mode: Mode
     observers: Sequence[object]
     make_cluster: MakeCluster
-    started: float = field(default_factory=time.time)
+    started: float
 
-    def prepare(self, held: ExitStack) -> _Start:
-        """Find every mistake that can be found without starting anything, and hold the run's folder."""
-        check(self.config, training=not self.mode.rollouts_only)
-        if self.mode.replay is not None:
-            check_replay(self.config, self.mode.replay)
-        folder = newest_folder(self.config) if self.mode.resume else new_folder(self.config)
-        encode = prompt_encoder(self.config.model)
-        stream = self.config.data.stream(encode, seed=self.config.run.seed)
-        held.callback(stream.close)
-        check_named(stream.facts(), self.config.profiles)
-        sets = open_sets(self.config, encode) if self._with_engine else ()
-        held.enter_context(locked(folder.path))
-        state = restore(folder, self.config) if self.mode.resume else None
-        return _Start(folder=folder, stream=stream, sets=sets, state=state)
-
-    def finish(self, start: _Start, restored: Restored) -> RunResult:
+    def finish(self, start: Start, restored: Restored) -> RunResult:
         """The result of a run that has all its batches. Only an export may be missing, if it was killed before that."""
         folder, batch = start.folder, restored.state.batch
         final = folder.final if self.config.checkpoint.export else None
@@ -126,15 +85,16 @@ class _Session:
             export_checkpoint(restored.path, final, config=self.config, make_cluster=self.make_cluster)
         return replace(self._result(folder, batch, interrupted=False, final=final), was_finished=True)
 
-    async def run(self, start: _Start) -> RunResult:
+    async def run(self, start: Start) -> RunResult:
         folder = start.folder
         with Interrupts() as interrupts:
             folder.create(self.config, start.stream.facts())
             async with Closing() as stack:
                 plugins = load_plugins(files=map(Path, self.config.plugins))
                 queues = await self._open_observers(plugins, folder, stack)
-                queues.emit("run_started", run_dir=folder.path)
-                queues.emit("phase_started", batch=0, phase="start", version=0)
+                queues.emit("run_started", run_dir=folder.path, batches=self.config.run.batches)
+                batch = 0 if start.state is None else start.state.state.batch
+                queues.emit("phase_started", batch=batch, phase="start", version=0)
                 parts = await start_all(
                     self.config,
                     folder,

@@ -46,10 +46,14 @@ class Restored:
 
 
 def restore(folder: RunFolder, config: RunConfig) -> Restored:
-    """The newest checkpoint of the folder, after checking that the recipe is still the same. Remains of others go."""
-    checkpoints = CheckpointFolder(folder.checkpoints, config.checkpoint)
-    checkpoints.discard()
-    path = checkpoints.newest()
+    """The newest checkpoint of the folder, as `read_newest` does. Remains of others go."""
+    CheckpointFolder(folder.checkpoints, config.checkpoint).discard()
+    return read_newest(folder, config)
+
+
+def read_newest(folder: RunFolder, config: RunConfig) -> Restored:
+    """The newest checkpoint of the folder, after checking that the recipe is still the same."""
+    path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
     state = read_state(path)
     check_same_config(state.config, config.model_dump(mode="json"))
     return Restored(path=path, state=state)

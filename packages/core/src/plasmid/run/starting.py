@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ..config import RunConfig
 from ..protocols import Cluster
 from .address import address_of
+from .cluster import open_cluster
 from .folder import RunFolder
 from .parts import Parts, start_parts
 
@@ -28,10 +29,8 @@ def on_ray(config: RunConfig) -> MakeCluster:
     """Makes a cluster as the recipe says, whose processes log into the run's folder."""
 
     def make(folder: RunFolder) -> Cluster:
-        from .cluster import RayCluster  # imports ray: only a run needs it
-
         place = config.placement
-        return RayCluster(log_dir=folder.logs, address=address_of(place), wait_s=place.wait_timeout_s)
+        return open_cluster(log_dir=folder.logs, address=address_of(place), wait_s=place.wait_timeout_s)
 
     return make
 

@@ -1,4 +1,4 @@
-"""From flat rows to the padded tensors of one microbatch. B samples, S the longest, P tokens that are predicted."""
+"""From a rank's rows to the tensors of one microbatch: B samples one after another, T tokens, P that are predicted."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from .kept_tokens import KeptTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
-    """Padded rows for the model, and flat views of the predicted tokens for everything after it.
+    """The tokens of whole samples without padding, and what is known of those that are predicted.
 
-    Predicted tokens come sample after sample, in order. Without any sample the rows are one dummy token and P is 0, so
-    that a rank without work still takes part in every collective.
+    Predicted tokens come sample after sample, in order. Without any sample there is one dummy token and P is 0, so that
+    a rank without work still takes part in every collective.
     """
 
-    input_ids: Tensor
-    """[B, S] int64, padded on the right with 0."""
-    attention_mask: Tensor
-    """[B, S] int64: 1 on tokens, 0 on padding."""
-    position_ids: Tensor
-    """[B, S] int64: 0, 1, ... also over padding."""
+    token_ids: Tensor
+    """[T] int64."""
+    lengths: tuple[int, ...]
+    """Tokens of each of the B samples; of the dummy, if there is none."""
     source: Tensor
-    """[P] int64: which of the B * S hidden states predicts the token (the one before it)."""
+    """[P] int64: which of the T tokens predicts the token (the one before it)."""
     targets: Tensor
     """[P] int64: the token."""
     mask: Tensor
@@ -57,9 +55,11 @@ class Microbatch:
 
     def to(self, device: torch.device | str) -> Microbatch:
         """The same on a device."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: None if v is None else v.to(device, non_blocking=True) for k, v in parts.items()}
-        return Microbatch(**moved)
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, part in parts.items():
+            if isinstance(part, Tensor | KeptTokens):
+                parts[name] = part.to(device, non_blocking=True)
+        return Microbatch(**parts)
 
 
 def collate(
@@ -72,24 +72,20 @@ def collate(
     """
     index = np.asarray(indices, np.int64)
     starts, lengths = rows.offsets[index], rows.lengths()[index]
-    width = int(lengths.max()) if len(index) else 1
-    columns = np.arange(width)
-    filled = columns[None, :] < lengths[:, None]  # [B, S]
-    places = np.where(filled, starts[:, None] + columns[None, :], 0)
-    loss_mask = filled & rows.loss_mask[places] if len(index) else filled
-    if loss_mask[:, :1].any():
-        first = int(np.flatnonzero(loss_mask[:, 0])[0])
+    begins = np.cumsum(lengths) - lengths
+    sample = np.repeat(np.arange(len(index)), lengths)  # [T]
+    column = np.arange(len(sample)) - begins[sample]
+    places = starts[sample] + column
+    loss_mask = rows.loss_mask[places]
+    if (loss_mask & (column == 0)).any():
+        first = int(sample[np.flatnonzero(loss_mask & (column == 0))[0]])
         raise ValueError(f"sample {rows.sample_ids[index[first]]}: nothing predicts the first token; mask it out")
-    chosen = loss_mask if only_masked else filled & (columns > 0)[None, :]
-    row, column = np.nonzero(chosen)
-    token = places[row, column]
-    padded = max(len(index), 1)
-    input_ids = np.where(filled, rows.token_ids[places], 0) if len(index) else np.zeros((1, 1))
+    predicted = np.flatnonzero(loss_mask if only_masked else column > 0)
+    row, token = sample[predicted], places[predicted]
     return Microbatch(
-        input_ids=_long(input_ids),
-        attention_mask=_long(filled if len(index) else np.ones((1, 1))),
-        position_ids=torch.arange(width).repeat(padded, 1),
-        source=_long(row * width + column - 1),
+        token_ids=_long(rows.token_ids[places] if len(index) else np.zeros(1)),
+        lengths=tuple(lengths.tolist()) or (1,),
+        source=_long(predicted - 1),
         targets=_long(rows.token_ids[token]),
         mask=torch.from_numpy(rows.loss_mask[token]),
         sample_index=_long(row),

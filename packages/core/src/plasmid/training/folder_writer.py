@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ModelError
+from ..safe_files import copy_file
 from .model_folder import INDEX, SINGLE, copy_companions
 
 FILE_BYTES = 4 << 30
@@ -41,13 +42,16 @@ class FolderWriter:
             copy_companions(self._source, self._temporary)
             if self._tokenizer != self._source:
                 copy_companions(self._tokenizer, self._temporary)
-                shutil.copyfile(self._source / "config.json", self._temporary / "config.json")
+                copy_file(self._source / "config.json", self._source, self._temporary / "config.json")
             if self._change_config is not None:
                 changed = self._change_config(json.loads((self._source / "config.json").read_text(encoding="utf-8")))
                 (self._temporary / "config.json").write_text(json.dumps(changed, indent=2), encoding="utf-8")
             self._write_weights(tensors, sizes)
             shutil.rmtree(self._target, ignore_errors=True)
             self._temporary.replace(self._target)
+        except ModelError:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            raise
         except (OSError, SafetensorError) as error:
             shutil.rmtree(self._temporary, ignore_errors=True)
             raise CheckpointError(f"{self._target}: the model cannot be written: {error}") from None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from ..components import Settings
+from ..trust import INERT
 
 DECAY_ONLY = ("min_lr_fraction", "decay_steps")
 
@@ -30,7 +31,7 @@ class LearningSettings(Settings):
     """Fraction of every weight that one step at learning rate 1 takes away; not of biases and norms."""
     max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Gradients with a larger norm are scaled down to it; 0 turns this off."""
-    freeze: tuple[str, ...] = ()
+    freeze: Annotated[tuple[str, ...], INERT] = ()
     """Regular expressions; parameters whose Hugging Face name one of them is found in are not trained."""
 
     @field_validator("freeze")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
+from ..json_files import read_json
+from ..safe_files import copy_file, in_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}
@@ -54,7 +54,7 @@ def weight_files(where: str, path: Path) -> tuple[Path, ...]:
     index = path / INDEX
     if index.is_file():
         weight_map = _read_json(where, index, "").get("weight_map", {})
-        files = tuple(path / name for name in sorted(set(weight_map.values())))
+        files = tuple(path / in_folder(index, str(name)) for name in sorted(set(weight_map.values())))
     else:
         files = (path / SINGLE,)
     for file in files:
@@ -80,9 +80,14 @@ def tensor_names(where: str, path: Path) -> set[str]:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copy what lies beside the weights: config, tokenizer, chat template, generation settings, model code."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in COMPANION_SUFFIXES and file.name not in NOT_COMPANIONS:
-            shutil.copyfile(file, target / file.name)
+    for file in companions(source):
+        copy_file(file, source, target / file.name)
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files that `copy_companions` copies."""
+    named = (f for f in folder.iterdir() if f.suffix in COMPANION_SUFFIXES and f.name not in NOT_COMPANIONS)
+    return sorted(file for file in named if file.is_file())
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -95,7 +100,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 def _read_json(where: str, file: Path, hint: str) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except FileNotFoundError:
         raise ModelError(f"{where}.path: {file.parent} has no {file.name}; {hint}") from None
     except (OSError, ValueError) as error:

@@ -101,7 +101,7 @@ def loss_inputs(
     token = microbatch.token_index
     picked = {role: values[token] for role, values in scores.items()}
     return LossInputs(
-        num_samples=microbatch.input_ids.shape[0],
+        num_samples=len(microbatch.lengths),
         sample_index=microbatch.sample_index,
         logprobs=logprobs,
         entropy=entropy,

@@ -101,8 +101,8 @@ class RankedTrainer:
 
     async def meet(self, timeout_s: float) -> None:
         """Let the ranks find each other and load the model."""
-        host, port = await self._actors[0].call("listen", timeout_s=timeout_s)
-        self._seats = tuple(await self._all("join", host, port, timeout_s=timeout_s))
+        url = await self._actors[0].call("listen", timeout_s=timeout_s)
+        self._seats = tuple(await self._all("join", url, timeout_s=timeout_s))
 
     async def score(self, batch: BatchRef, roles: Sequence[Role]) -> ScoresRef:
         """Per-token scores of every sample; they stay on the ranks until the batch has been trained."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
+from ..json_files import read_json
 from .model_folder import read_config
 
 
@@ -45,7 +45,7 @@ def _tokens(where: str, path: Path) -> dict[str, int]:
     if not file.is_file():
         return {}
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = read_json(file)
         vocabulary = content["model"]["vocab"]
         if not isinstance(vocabulary, Mapping):
             vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import DataError
+from ..json_files import parse_json
 
 WORD = re.compile(r"\w+")
 LONGEST_QUERY = 64
@@ -67,7 +67,7 @@ def _documents(path: Path) -> Iterator[tuple[str, str]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             yield str(row.get("title", "")), str(row["text"])
         except (ValueError, KeyError, AttributeError, TypeError):
             raise DataError(

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
@@ -18,6 +18,7 @@ from ..errors import RewardError, one_line
 from ..interaction import Environment, Episode, Step
 from ..rollout.execution import RolloutFailed
 from ..rollout.transcript import Transcript
+from ..trust import INERT
 from ..types import Message, Prompt, Sample
 from .conversation import Conversation
 
@@ -38,7 +39,7 @@ class EnvironmentWorkflow(Conversation):
     """Where the policy acts."""
     observation_role: Literal["user", "tool"] = "user"
     """Whose messages observations are; prompts of plain text have none."""
-    observation_format: str = "{observation}"
+    observation_format: Annotated[str, INERT] = "{observation}"
     r"""How an observation is written down; for prompts of plain text often ``"{observation}\n"``."""
     step_timeout_s: float = Field(30.0, gt=0)
     """Longest time for one step of the environment."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, SerializeAsAny, field_validator
 
@@ -17,6 +17,7 @@ from ..isolation import Limits
 from ..protocols import RunContext
 from ..rollout.tool_calls import EXAMPLES, PARSERS
 from ..rollout.transcript import Transcript
+from ..trust import ACTIVE
 from ..types import Message, Prompt, Sample
 from . import signatures
 from .conversation import Conversation, Talk
@@ -47,10 +48,13 @@ class Tools(Conversation):
     """Longest time for one call."""
     memory_mb: int = Field(1024, ge=16)
     """Memory that one call may take, in MiB."""
-    network: bool = False
+    network: Annotated[bool, ACTIVE] = False
     """Let calls reach the network."""
     processes: bool = False
     """Let calls start processes; they are killed when the call ends."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that calls get. They have paths, the locale and the settings of Python and of the
+    Hugging Face caches anyway, and no other: no keys."""
     workers: Literal["auto"] | int = "auto"
     """Processes that make calls; ``auto`` is one for each core, at most 8."""
     _toolset: Toolset | None = PrivateAttr(None)
@@ -74,7 +78,11 @@ class Tools(Conversation):
     async def open(self, context: RunContext) -> None:
         workers = min(os.cpu_count() or 1, 8) if self.workers == "auto" else self.workers
         limits = Limits(
-            timeout_s=self.call_timeout_s, memory_mb=self.memory_mb, network=self.network, processes=self.processes
+            timeout_s=self.call_timeout_s,
+            memory_mb=self.memory_mb,
+            network=self.network,
+            processes=self.processes,
+            environment=self.environment,
         )
         self._toolset = Toolset(self.tools, limits, workers=workers, max_chars=self.max_result_chars)
         try:

@@ -41,7 +41,7 @@ def cases_of(prompt: Prompt) -> list[Case]:
     """The tests in a prompt's target. Raises `RewardError` if it is in none of the known forms."""
     try:
         cases = list(_cases(prompt.target))
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+    except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise RewardError(
             f"code: prompt {prompt.id}: its target holds a test of another form ({error}): {FORMS}"
         ) from None
@@ -110,7 +110,10 @@ def same_value(expected: Any, returned: Any) -> bool:
         return expected is returned
     if isinstance(expected, float) or isinstance(returned, float):
         numbers = isinstance(expected, int | float) and isinstance(returned, int | float)
-        return numbers and math.isclose(expected, returned, rel_tol=1e-6, abs_tol=1e-9)
+        try:
+            return numbers and math.isclose(expected, returned, rel_tol=1e-6, abs_tol=1e-9)
+        except OverflowError:  # an integer beyond all floats
+            return False
     if isinstance(expected, list | tuple) and isinstance(returned, list):
         return len(expected) == len(returned) and all(map(same_value, expected, returned))
     if isinstance(expected, Mapping) and isinstance(returned, Mapping):

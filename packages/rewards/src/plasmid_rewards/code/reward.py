@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import ClassVar, Literal
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
 from plasmid.errors import IsolationError, RewardError
 from plasmid.isolation import Outcome, Program, Sandbox, SandboxSettings
+from plasmid.work_clock import QueueingExecutor
 from pydantic import Field, PrivateAttr
 
 from ..boxed_text import after_thinking
 from . import calls
 from .cases import CallCase, Case, TextCase, cases_of, same_text, same_value
 
+SANDBOX_S = 60.0
+"""Time beyond its limits in which a sandbox is made and has ended."""
 BLOCK = re.compile(  # *+ leaves one way only to match spaces, of which a policy may write thousands
     r"^[ \t]*```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
@@ -32,8 +35,9 @@ class Code(Reward):
     """
 
     kind: Literal["code"] = "code"
+    reads_target: ClassVar[bool] = True
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time for one sample, waiting for a free worker included; past it the run ends with an error."""
+    """Longest time for the tests of one sample, in seconds; those that have not begun by then fail."""
     score: Literal["all", "fraction"] = "all"
     """Whether all tests must pass, or each one that does counts its part."""
     fenced: bool = True
@@ -44,7 +48,7 @@ class Code(Reward):
     """Sandboxes at one time; ``auto`` is one for each core, at most 16."""
     sandbox: SandboxSettings = SandboxSettings()
     """What programs may use."""
-    _threads: ThreadPoolExecutor | None = PrivateAttr(None)
+    _threads: QueueingExecutor | None = PrivateAttr(None)
 
     def model_post_init(self, context: object, /) -> None:
         for name in ("max_tests", "workers"):
@@ -52,6 +56,9 @@ class Code(Reward):
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} must be {type(self).model_fields[name].default!r} or at least 1, got {value}")
         super().model_post_init(context)
+
+    def limit_s(self, num_samples: int) -> float:
+        return super().limit_s(num_samples) + self.sandbox.wall_s + SANDBOX_S
 
     async def open(self, context: RunContext) -> None:
         try:
@@ -72,20 +79,22 @@ class Code(Reward):
             return Score(value=0.0, components={"passed": 0.0, "found": 0.0}, error="no program in the text")
         return await asyncio.wrap_future(self._pool().submit(self._judge, source, cases))
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _pool(self) -> QueueingExecutor:
         if self._threads is None:
             workers = min(os.cpu_count() or 1, 16) if self.workers == "auto" else self.workers
-            self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+            self._threads = QueueingExecutor(workers, thread_name_prefix="sandbox")
         return self._threads
 
     def _judge(self, source: str, cases: Sequence[Case]) -> Score:
         passed, error = 0, None
+        until = time.monotonic() + self.timeout_s
         called = [case for case in cases if isinstance(case, CallCase)]
         if called:
             passed, error = self._call(source, called)
         for case in cases:
             if isinstance(case, TextCase) and not (error and self.score == "all"):
-                wrong = self._print(source, case)
+                late = time.monotonic() > until
+                wrong = f"no time left of timeout_s = {self.timeout_s:g}" if late else self._print(source, case)
                 passed += wrong is None
                 error = error or wrong
         fraction = passed / len(cases)
@@ -103,6 +112,8 @@ class Code(Reward):
         """How many calls return what they must, and why the first of the others does not."""
         outcome = self._run(Program(source=calls.SOURCE, stdin=calls.request(cases), files={"solution.py": source}))
         found = calls.answers(outcome.stdout)
+        if outcome.error is not None:
+            found.pop(len(cases) - 1, None)  # whatever was answered, the program did not end as it must
         passed, first = 0, None
         for index, case in enumerate(cases):
             answer = found.get(index, {"error": outcome.error or "no answer"})

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
-from plasmid.errors import RewardError
 from plasmid.profiles import reward_names
+from plasmid.reward_calls import call_reward
+from plasmid.waiting import GRACE
 from pydantic import Field
 
 
@@ -19,6 +20,9 @@ class Combined(Reward):
 
     timeout_s: float = Field(600.0, gt=0)
     """Longest time for one sample; past it the run ends with an error. The rewards within keep their own limits."""
+
+    def limit_s(self, num_samples: int) -> float:
+        return super().limit_s(num_samples) * GRACE  # a limit within comes first
 
     @abstractmethod
     def children(self) -> tuple[Reward, ...]:
@@ -87,37 +91,18 @@ def names(rewards: Sequence[Reward]) -> list[str]:
     return reward_names(rewards)
 
 
-def is_for_groups(reward: Reward) -> bool:
-    """True if its scores depend on the other samples of the prompt."""
-    return type(reward).score_group is not Reward.score_group
-
-
-async def ask(reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
+async def ask(reward: Reward, prompt: Prompt, samples: Sequence[Sample], *, catches_faults: bool = True) -> list[Score]:
     """What a reward says of each sample. Raises `RewardError` if it is late, or says something else than a score."""
-    if not samples:
-        return []
-    if is_for_groups(reward):
-        call: Any = reward.score_group(prompt, samples)
-    else:
-        call = asyncio.gather(*(reward(prompt, sample) for sample in samples))
-    limit = reward.timeout_s * len(samples)
-    try:
-        values = await asyncio.wait_for(call, limit)
-    except TimeoutError:
-        who = f"samples {samples[0].id} to {samples[-1].id}"
-        raise RewardError(f"{kind_of(reward)}: no score for {who} within timeout_s = {limit:g}") from None
-    if len(values) != len(samples):
-        raise RewardError(f"{kind_of(reward)}: score_group returned {len(values)} scores for {len(samples)} samples")
-    return [_score(reward, value, sample) for value, sample in zip(values, samples, strict=True)]
+    where, start = kind_of(reward), asyncio.ensure_future
+    return await call_reward(reward, prompt, samples, where=where, start=start, catches_faults=catches_faults)
 
 
-def _score(reward: Reward, value: object, sample: Sample) -> Score:
-    score = value if isinstance(value, Score) else Score(value=float(value)) if isinstance(value, int | float) else None
-    if score is None or not math.isfinite(score.value):
-        raise RewardError(
-            f"{kind_of(reward)}: must return a finite number or a Score, got {value!r} for sample {sample.id}"
-        )
-    return score
+def finite(value: float, reward: Reward, **fields: Any) -> Score:
+    """A score with the value, or with the reward's failure value if it is too large a number."""
+    if math.isfinite(value):
+        return Score(value=value, **fields)
+    reason = "; ".join(filter(None, (fields.pop("error", None), "the value is too large a number")))
+    return Score(value=reward.failure(), error=reason, **fields)
 
 
 def components(name: str, score: Score) -> dict[str, float]:

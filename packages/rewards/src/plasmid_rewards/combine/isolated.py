@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
 from plasmid.isolation import Limits
 from plasmid.isolation.worker import Work
+from plasmid.reward_calls import is_for_groups
+from plasmid.trust import ACTIVE
 from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..pooled import InWorkers
 from ..scores import pack_scores
-from .asking import alone, ask, is_for_groups
+from .asking import alone, ask
 
 
 class Isolated(InWorkers):
@@ -29,7 +31,7 @@ class Isolated(InWorkers):
     """The reward to run."""
     failure_value: float = Field(0.0, allow_inf_nan=False)
     """Value of a sample on which the reward hangs, crashes, or takes too much memory."""
-    network: bool = False
+    network: Annotated[bool, ACTIVE] = False
     """Let it reach the network."""
     processes: bool = False
     """Let it start processes; they are killed when the call ends."""
@@ -39,7 +41,8 @@ class Isolated(InWorkers):
         return self.failure_value
 
     def limits(self) -> Limits:
-        return replace(super().limits(), network=self.network, processes=self.processes)
+        variables = (*self.environment, *_named_variables(self.reward.model_dump()))
+        return replace(super().limits(), network=self.network, processes=self.processes, environment=variables)
 
     def work(self) -> Work:
         return Asking(self.reward, self._context)
@@ -52,6 +55,16 @@ class Isolated(InWorkers):
         if is_for_groups(self.reward):
             return await self._ask(prompt, list(samples))
         return await asyncio.gather(*(self(prompt, sample) for sample in samples))
+
+
+def _named_variables(settings: Any) -> Iterator[str]:
+    """Find the environment variables that settings name, such as ``server.api_key_env``."""
+    if isinstance(settings, Mapping):
+        yield from (value for key, value in settings.items() if key.endswith("_env") and isinstance(value, str))
+        settings = list(settings.values())
+    if isinstance(settings, list | tuple):
+        for item in settings:
+            yield from _named_variables(item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +85,4 @@ class Asking:
     def answer(self, given: tuple[Prompt, list[Sample]]) -> list[Any]:
         """Ask the reward."""
         prompt, samples = given
-        return pack_scores(asyncio.run(ask(self.reward, prompt, samples)))
+        return pack_scores(asyncio.run(ask(self.reward, prompt, samples, catches_faults=False)))

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from plasmid import Prompt, Reward, Sample, Score
 from plasmid.errors import RewardError
+from plasmid.trust import INERT
 from pydantic import AfterValidator, Field, SerializeAsAny
 
 from .asking import Combined, alone, ask, kind_of
@@ -18,7 +19,7 @@ class Part(Combined):
     kind: Literal["part"] = "part"
     reward: Annotated[SerializeAsAny[Reward], AfterValidator(alone)]
     """The reward that is asked."""
-    key: str
+    key: Annotated[str, INERT]
     """Name of the component, such as ``accuracy`` of ``dapo``."""
     missing: float = Field(0.0, allow_inf_nan=False)
     """Value where the reward failed on a text and has no such component."""

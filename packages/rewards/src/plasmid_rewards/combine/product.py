@@ -10,7 +10,7 @@ from typing import Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import Field, SerializeAsAny
 
-from .asking import Combined, ask, components, errors, idle_weight, names
+from .asking import Combined, ask, components, errors, finite, idle_weight, names
 
 
 class Product(Combined):
@@ -34,4 +34,4 @@ class Product(Combined):
     def _score(self, scores: Sequence[Score]) -> Score:
         pairs = zip(names(self.rewards), scores, strict=True)
         parts = {key: value for name, score in pairs for key, value in components(name, score).items()}
-        return Score(value=math.prod(score.value for score in scores), components=parts, error=errors(scores))
+        return finite(math.prod(score.value for score in scores), self, components=parts, error=errors(scores))

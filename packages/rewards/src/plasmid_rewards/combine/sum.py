@@ -9,7 +9,7 @@ from typing import Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import Field, SerializeAsAny
 
-from .asking import Combined, ask, components, errors, names
+from .asking import Combined, ask, components, errors, finite, names
 
 
 class Sum(Combined):
@@ -30,4 +30,4 @@ class Sum(Combined):
         pairs = list(zip(names(self.rewards), scores, strict=True))
         parts = {key: value for name, score in pairs for key, value in components(name, score).items()}
         value = sum(reward.weight * score.value for reward, score in zip(self.rewards, scores, strict=True))
-        return Score(value=value, components=parts, error=errors(scores))
+        return finite(value, self, components=parts, error=errors(scores))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +35,13 @@ class FunctionFilter(Filter):
         except Exception as error:  # boundary: importing runs users' code
             raise ValueError(f"{value} cannot be loaded: {one_line(error)}") from error
         return value
+
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        try:
+            inspect.signature(FunctionName.parse(self.function).load()).bind(None, **self.arguments)
+        except TypeError as error:
+            yield f"arguments: {self.function} is called with (group) and {sorted(self.arguments)}: {error}"
 
     @property
     def reason(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from plasmid.child_environment import child_environment
 from plasmid.errors import DataError, PlasmidError
 
 from . import entries
@@ -32,7 +33,7 @@ class Generator:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            env={**child_environment(), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         )
         weakref.finalize(self, _stop, self._process)
 

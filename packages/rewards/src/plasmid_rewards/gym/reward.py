@@ -31,6 +31,9 @@ class ReasoningGym(PooledReward):
     partial: bool = False
     """Give the verifier's value between 0 and 1 as it is; some pay for parts, and a few for being short."""
 
+    def packages(self) -> Mapping[str, str]:
+        return {"reasoning_gym": "plasmid-rewards[reasoning-gym]"}
+
     def warm(self) -> None:
         entries.families()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from plasmid import Reward, RunContext, Score
 from plasmid.errors import RewardError
+from plasmid.json_client import ServerFailure
+from plasmid.urls import web_address
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from .client import Client, ServerFailure, ServerSettings, authorization, web_address
+from .client import Client, ServerSettings, authorization
 
 
 class WebReward(Reward):
@@ -18,7 +21,8 @@ class WebReward(Reward):
     url: Annotated[str, AfterValidator(web_address)]
     """Address of the server."""
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time for one sample, all attempts included; past it the run ends with an error."""
+    """Longest time for one sample, all attempts included but not the time in which all `connections` are taken; past it
+    the server has failed, as `on_failure` says."""
     server: ServerSettings = ServerSettings()
     """How it is asked."""
     on_failure: Literal["value", "error"] = "error"
@@ -26,6 +30,14 @@ class WebReward(Reward):
     failure_value: float = Field(0.0, allow_inf_nan=False)
     """Value of a sample that the server could not judge, with ``on_failure = "value"``."""
     _client: Client | None = PrivateAttr(None)
+
+    def packages(self) -> Mapping[str, str]:
+        return {"httpx": "plasmid-rewards[http]"}
+
+    def lacks(self) -> Iterator[str]:
+        yield from super().lacks()
+        if self.server.api_key_env and not os.environ.get(self.server.api_key_env):
+            yield f"server.api_key_env: {self.server.api_key_env} is not set in the environment"
 
     async def open(self, context: RunContext) -> None:
         authorization(self.server.api_key_env, self._kind)
@@ -60,6 +72,12 @@ class WebReward(Reward):
         if self._client is None:
             self._client = Client(self.address(), self.server, kind=self._kind)
         return self._client
+
+    def failure(self) -> float:
+        return self.failure_value
+
+    def on_timeout(self, message: str) -> Score:
+        return self.failed(f"{self.client().shown}: no usable answer within timeout_s = {self.timeout_s:g}")
 
     def failed(self, reason: ServerFailure | str) -> Score:
         """The failure value, or `RewardError`, as `on_failure` says."""

@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from plasmid import Prompt, Sample, Score
-from plasmid.errors import RewardError
+from plasmid.json_client import ServerFailure
+from plasmid.urls import shown_url
+from plasmid.work_clock import Clocks, current_clocks, set_clocks
 from pydantic import Field, PrivateAttr
 
 from .asking_servers import WebReward
-from .client import ServerFailure
 
-Waiting = tuple[dict[str, Any], "asyncio.Future[Any]"]
+Waiting = tuple[dict[str, Any], "asyncio.Future[Any]", Clocks]
+MAX_COMPONENTS = 100
+"""Numbers of one answer that become components."""
+MAX_NAME = 100
+"""Characters of their names."""
 
 
 class Remote(WebReward):
@@ -52,7 +57,7 @@ class Remote(WebReward):
 
     async def _in_batch(self, item: dict[str, Any]) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, future))
+        self._waiting.append((item, future, current_clocks()))
         if len(self._waiting) >= self.batch_size:
             self._start(0.0)
         elif len(self._waiting) == 1:
@@ -73,37 +78,46 @@ class Remote(WebReward):
             if batch is not self._waiting:
                 return  # it was full before
             self._waiting = []
+        set_clocks([clocks for _, _, clocks in batch])
         try:
-            answer = await self.client().post({"items": [item for item, _ in batch]})
+            answer = await self.client().post({"items": [item for item, _, _ in batch]})
             scores = answer.get("scores") if isinstance(answer, Mapping) else answer
             if not isinstance(scores, list) or len(scores) != len(batch):
                 raise ServerFailure(
-                    f"{self.url}: must answer with a list of {len(batch)} scores, got {str(answer)[:100]}"
+                    f"{shown_url(self.url)}: must answer with a list of {len(batch)} scores, got {str(answer)[:100]}"
                 )
-        except (ServerFailure, RewardError) as error:
-            for _, future in batch:
+        except Exception as error:  # noqa: BLE001  boundary: raised where the samples are scored
+            for _, future, _ in batch:
                 if not future.done():
                     future.set_exception(error)
             return
-        for (_, future), score in zip(batch, scores, strict=True):
+        for (_, future, _), score in zip(batch, scores, strict=True):
             if not future.done():
                 future.set_result(score)
 
     def _score(self, answer: Any) -> Score:
+        where = shown_url(self.url)
         parts: dict[str, float] = {}
         value = answer
         if isinstance(answer, Mapping):
-            parts = {str(k): float(v) for k, v in answer.items() if _is_number(v)}
+            parts = _components(where, answer)
             if not self.key:
-                raise ServerFailure(f"{self.url}: answered with an object ({', '.join(map(str, answer))}); set key")
+                raise ServerFailure(f"{where}: answered with an object ({', '.join(answer)[:100]}); set key")
             value = answer.get(self.key)
         elif self.key:
-            raise ServerFailure(f"{self.url}: answered {str(answer)[:100]}, an object with {self.key!r} was expected")
+            raise ServerFailure(f"{where}: answered {str(answer)[:100]}, an object with {self.key!r} was expected")
         if not _is_number(value):
-            raise ServerFailure(
-                f"{self.url}: {self.key or 'the answer'} must be a finite number, got {str(value)[:100]}"
-            )
+            raise ServerFailure(f"{where}: {self.key or 'the answer'} must be a finite number, got {str(value)[:100]}")
         return Score(value=float(value), components=parts)
+
+
+def _components(where: str, answer: Mapping[str, Any]) -> dict[str, float]:
+    parts = {name: float(value) for name, value in answer.items() if _is_number(value)}
+    if len(parts) > MAX_COMPONENTS:
+        raise ServerFailure(f"{where}: answered with {len(parts)} numbers, at most {MAX_COMPONENTS} become components")
+    if any(len(name) > MAX_NAME or not name.isprintable() for name in parts):
+        raise ServerFailure(f"{where}: names of numbers must be at most {MAX_NAME} characters that can be printed")
+    return parts
 
 
 def _is_number(value: Any) -> bool:

@@ -7,6 +7,7 @@ child of its own. When the first process of a process namespace ends, the kernel
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -16,8 +17,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from . import root, seccomp
-from .linux import PR_SET_DUMPABLE, die_with_parent, drop_capabilities, prctl, set_limits, unshare
+from . import landlock, root, seccomp
+from .linux import (
+    PR_SET_DUMPABLE,
+    die_with_parent,
+    drop_capabilities,
+    empty_bounding_set,
+    prctl,
+    set_limits,
+    unshare,
+)
 
 NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
 """User, mount, process, network, IPC and host name."""
@@ -35,10 +44,11 @@ def main() -> None:
     os.set_inheritable(status, False)
     try:
         die_with_parent()
+        group = _opened_group(spec["memory_group"])
         if spec["namespaces"]:
-            _isolated(spec, status)
+            _isolated(spec, status, group)
         else:
-            _tell(status, _confined(spec))
+            _tell(status, _confined(spec, group))
     except OSError as error:
         _tell(status, {"refused": f"{error.strerror or error}"})
 
@@ -47,11 +57,16 @@ def _tell(status: int, report: Mapping[str, Any]) -> None:
     os.write(status, json.dumps(report).encode())
 
 
-def _isolated(spec: Spec, status: int) -> None:
+def _opened_group(path: str | None) -> int | None:
+    """Where a process writes 0 to join a control group. Opened here: later the host's files are out of reach."""
+    return None if path is None else os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+
+
+def _isolated(spec: Spec, status: int, group: int | None) -> None:
     as_nobody = _new_namespaces()
     first = os.fork()
     if first == 0:
-        _first_process(spec, status, as_nobody)
+        _first_process(spec, status, group, as_nobody)
     os.waitpid(first, 0)
 
 
@@ -102,7 +117,7 @@ def _write(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-def _first_process(spec: Spec, status: int, as_nobody: bool) -> None:
+def _first_process(spec: Spec, status: int, group: int | None, as_nobody: bool) -> None:
     """The first process of the namespaces: never returns."""
     try:
         die_with_parent()
@@ -112,47 +127,68 @@ def _first_process(spec: Spec, status: int, as_nobody: bool) -> None:
             os.setresgid(INSIDE, INSIDE, INSIDE)
             os.setresuid(INSIDE, INSIDE, INSIDE)
         die_with_parent()  # the change of ids had undone it
+        empty_bounding_set()
         drop_capabilities()
         prctl(PR_SET_DUMPABLE, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # with a handler, programs inside could send it
         os.chdir(root.WORK)
-        _tell(status, _run(spec, seccomp.sandbox_rules()))
+        _tell(status, _run(spec, group))
     except OSError as error:
         _tell(status, {"refused": f"{error.strerror or error}"})
     finally:
         os._exit(0)
 
 
-def _confined(spec: Spec) -> dict[str, Any]:
-    """Without namespaces: one process, no network; but it reads what this user may read."""
+def _confined(spec: Spec, group: int | None) -> dict[str, Any]:
+    """Without namespaces: one process, no network, and where the kernel has Landlock no files but its own."""
+    prctl(PR_SET_DUMPABLE, 0)
     os.chdir(spec["work"])
-    return _run(spec, None)
+    return _run(spec, group)
 
 
-def _run(spec: Spec, rules: list[seccomp.Rule] | None) -> dict[str, Any]:
+def _run(spec: Spec, group: int | None) -> dict[str, Any]:
     """Start the program in the current folder and wait for it."""
     for name, text in spec["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
-    given = os.memfd_create("stdin")
-    os.write(given, base64.b64decode(spec["stdin"]))
-    os.lseek(given, 0, os.SEEK_SET)
+    given = _sealed(base64.b64decode(spec["stdin"]))
     child = os.fork()
     if child == 0:
-        _program(spec, rules, given)
+        _program(spec, given, group)
     return _wait(child, spec["wall_s"])
 
 
-def _program(spec: Spec, rules: list[seccomp.Rule] | None, given: int) -> None:
+def _sealed(data: bytes) -> int:
+    """A file in memory that can only be read: no limit counts its pages."""
+    file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return file
+
+
+def _program(spec: Spec, given: int, group: int | None) -> None:
     """Becomes the program: never returns."""
     try:
         os.setsid()
+        if group is not None:
+            os.write(group, b"0")
         os.dup2(given, 0)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         die_with_parent()
+        if spec["namespaces"]:
+            rules = seccomp.sandbox_rules()
+        else:
+            landlock.confine_files([*root.SYSTEM, *spec["readable"]], [spec["work"]], root.DEVICES)
+            empty_bounding_set()
+            drop_capabilities()
+            rules = [*seccomp.worker_rules(network=False), *seccomp.single_process_rules(os.getpid())]
+            rules += seccomp.metadata_rules()
         set_limits(spec["limits"])
         if seccomp.supported():
-            seccomp.install(seccomp.compute_rules(os.getpid()) if rules is None else rules)
+            seccomp.install(rules)
         os.execve(spec["argv"][0], spec["argv"], spec["env"])
     except OSError as error:
         os.write(2, f"cannot start: {error}".encode())

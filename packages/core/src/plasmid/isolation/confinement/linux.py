@@ -8,6 +8,7 @@ import platform
 import resource
 import sys
 from collections.abc import Mapping
+from functools import cache
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
@@ -18,6 +19,7 @@ SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
 CAPABILITY_VERSION_3 = 0x20080522
 
 
+@cache
 def libc() -> ctypes.CDLL:
     """The C library, with errno."""
     return ctypes.CDLL(None, use_errno=True)
@@ -62,14 +64,18 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, and the way to get one by starting a program."""
+    """Give up every capability. Whether starting a program may give one is up to `no_new_privs`."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    syscall("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
+
+
+def empty_bounding_set() -> None:
+    """Give up the way to get a capability by starting a program."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError:
             break  # past the last one that this kernel has, or not ours to drop
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    syscall("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
 
 
 def set_limits(limits: Mapping[str, int]) -> None:

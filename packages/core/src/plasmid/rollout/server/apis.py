@@ -11,6 +11,11 @@ from ...types import Completion, Floats, GenerateRequest, Ints, SamplingParams, 
 
 STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ERROR}
 
+MOST_TOKENS, FEW_TOKENS = 2, 16
+"""A text may have more tokens than were drawn, since it is tokenised anew: at most so many times, and so many more."""
+MAX_REASON = 1000
+"""Characters of a server's own words that are kept."""
+
 
 class Api(Protocol):
     """One way of asking."""
@@ -103,13 +108,19 @@ def _unusual(sampling: SamplingParams) -> Mapping[str, Any]:
 
 def _completion(request: GenerateRequest, ids: Ints, logprobs: Floats, reason: str, error: str) -> Completion:
     stop = STOPS.get(reason, StopReason.STOP)
+    if len(ids) > MOST_TOKENS * _left(request) + FEW_TOKENS:
+        raise ValueError(f"{len(ids)} tokens came, {_left(request)} were asked for")
+    if len(ids) and ids.min() < 0:
+        raise ValueError(f"a token is {ids.min()}")
+    if np.isinf(logprobs).any():
+        raise ValueError("a log-probability is infinite")
     return Completion(
         request_id=request.id,
         token_ids=ids,
         logprobs=logprobs,
         versions=(VersionSpan(version=0, start=0, end=len(ids)),) if len(ids) else (),
         stop_reason=stop,
-        error=error if stop is StopReason.ERROR else None,
+        error=error[:MAX_REASON] if stop is StopReason.ERROR else None,
     )
 
 

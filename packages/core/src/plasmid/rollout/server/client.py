@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from ... import json_client
 from ...config import ModelConfig
 from ...data.tokenizer import Tokenizer
 from ...errors import ConfigError, EngineError, one_line
+from ...json_client import Asking, JsonClient, ServerFailure
 from ...types import Completion, GenerateRequest, StopReason
 from .apis import Api, CompletionsApi, SGLangApi, failed
 from .settings import Server
 
-if TYPE_CHECKING:
-    import httpx
-
-AGAIN = {408, 425, 429, 500, 502, 503, 504, 529}
-"""Answers after which asking again may help."""
 LONGEST_PAUSE_S = 20.0
-
-
-class Refused(Exception):
-    """The server's answer is no completion. Says why."""
+LEAST_BYTES = 1 << 20
+"""Of an answer, however short the completion may be."""
+BYTES_PER_TOKEN = 1024
+"""Of an answer with tokens and log-probabilities, generously."""
 
 
 class ServerClient:
@@ -35,8 +31,7 @@ class ServerClient:
     def __init__(self, settings: Server, model: ModelConfig, *, served: str, api: Literal["sglang", "openai"]) -> None:
         """``served`` is the model's name in requests."""
         self._settings, self._model, self._served, self._kind = settings, model, served, api
-        self._http: httpx.AsyncClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.json = EngineServer(settings)
         self._running: dict[str, asyncio.Task[Completion]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,7 +54,7 @@ class ServerClient:
         try:
             return await asyncio.wait_for(task, request.deadline_s)
         except TimeoutError:
-            return failed(request, f"{self._settings.url} gave no answer within {request.deadline_s:g} s")
+            return failed(request, f"{self.json.shown} gave no answer within {request.deadline_s:g} s")
         except asyncio.CancelledError:
             if request.id in self._running:  # whoever waits has gone, and not `abort` ended the request
                 raise
@@ -79,49 +74,35 @@ class ServerClient:
 
     async def close(self) -> None:
         """Close the connections of this loop."""
-        if self._http is not None and self._loop is asyncio.get_running_loop():
-            await self._http.aclose()
-        self._http = None
+        await self.json.close()
 
     async def _ask(self, request: GenerateRequest) -> Completion:
-        payload, reason = self._api.payload(request), ""
-        for attempt in range(self._settings.attempts):
-            if attempt:
-                longest = min(LONGEST_PAUSE_S, self._settings.backoff_s * 2 ** (attempt - 1))
-                await asyncio.sleep(random.uniform(0, longest))
-            answer, reason, again = await self._try(payload)
-            if not reason:
-                try:
-                    return self._api.completion(request, answer)
-                except (KeyError, TypeError, ValueError, IndexError) as error:
-                    reason, again = f"not the answer of a server of this kind: {one_line(error)}", False
-            if not again:
-                break
-        return failed(request, f"{self._settings.url}{self._api.path}: {reason}")
-
-    async def _try(self, payload: Any) -> tuple[Any, str, bool]:
-        """The answer, or why there is none and whether to ask again."""
-        httpx = library()
         try:
-            response = await self.http().post(f"{self._settings.url}{self._api.path}", json=payload)
-            if response.status_code != 200:
-                return None, f"{response.status_code}: {response.text[:200]!r}", response.status_code in AGAIN
-            return response.json(), "", False
-        except httpx.HTTPError as error:
-            return None, one_line(error), True
-        except ValueError:
-            return None, "the answer is no JSON", True
+            most = LEAST_BYTES + request.sampling.max_new_tokens * BYTES_PER_TOKEN
+            answer = await self.json.post(self._api.payload(request), path=self._api.path, max_bytes=most)
+            return self._api.completion(request, answer)
+        except ServerFailure as error:
+            return failed(request, str(error))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            reason = f"not the answer of a server of this kind: {one_line(error)}"
+            return failed(request, self.json.described(self._api.path, reason))
 
-    def http(self) -> httpx.AsyncClient:
-        """Connections of the running loop."""
-        httpx = library()
-        loop = asyncio.get_running_loop()
-        if self._http is None or self._loop is not loop:
-            timeout = httpx.Timeout(None, connect=self._settings.connect_timeout_s)  # a deadline is the request's
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            headers = authorization(self._settings.api_key_env)
-            self._http, self._loop = httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers), loop
-        return self._http
+
+class EngineServer(JsonClient):
+    """The server, asked for JSON."""
+
+    def __init__(self, settings: Server) -> None:
+        asking = Asking(
+            attempts=settings.attempts,
+            backoff_s=settings.backoff_s,
+            max_backoff_s=LONGEST_PAUSE_S,
+            connect_timeout_s=settings.connect_timeout_s,
+            max_bytes=LEAST_BYTES,
+        )
+        super().__init__(settings.url, asking, headers=lambda: authorization(settings.api_key_env), library=library)
+
+    def described(self, path: str, reason: str) -> str:
+        return f"{self.shown}{path}: {reason.removeprefix('answered ')}"
 
 
 def authorization(variable: str) -> dict[str, str]:
@@ -130,7 +111,7 @@ def authorization(variable: str) -> dict[str, str]:
         return {}
     if not os.environ.get(variable):
         raise ConfigError(f"rollout.api_key_env: {variable} is not set in the environment")
-    return {"Authorization": f"Bearer {os.environ[variable]}"}
+    return json_client.authorization(os.environ[variable])
 
 
 def library() -> Any:

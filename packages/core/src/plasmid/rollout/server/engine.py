@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from ...config import ModelConfig
-from ...errors import EngineError, one_line
+from ...errors import EngineError
 from ...protocols import PauseMode, SyncPlan
 from ...types import SyncReceipt
+from ...urls import shown_url
 from .client import ServerClient, authorization, library
 from .settings import Server
+
+ANSWER_S = 30.0
+"""Longest time for an answer about the server itself."""
+MAX_NAME = 500
+"""Characters of a model's name."""
 
 
 class ServerEngine:
@@ -55,7 +61,7 @@ class ServerEngine:
 
     async def health(self) -> None:
         """Raises `EngineError` if the server cannot be reached."""
-        await _get(self._client, self._url, "/v1/models")
+        await _get(self._client, "/v1/models")
 
     async def metrics(self) -> Mapping[str, float]:
         return {}
@@ -75,36 +81,31 @@ async def connect(settings: Server, model: ModelConfig) -> ServerEngine:
     probe = ServerClient(settings, model, served="", api="openai")
     try:
         if settings.api == "auto":
-            api = "sglang" if await _get(probe, settings.url, "/get_model_info", needed=False) else "openai"
+            api = "sglang" if await _get(probe, "/get_model_info", needed=False) else "openai"
         else:
             api = settings.api
         served = settings.model
         if api == "openai" and served == "auto":
-            listed = await _get(probe, settings.url, "/v1/models")
+            listed = await _get(probe, "/v1/models")
             try:
-                served = str(listed["data"][0]["id"])
+                served = str(listed["data"][0]["id"])[:MAX_NAME]
             except (KeyError, IndexError, TypeError):
-                raise EngineError(f"rollout.url: {settings.url} lists no model; name one with rollout.model") from None
+                raise EngineError(
+                    f"rollout.url: {shown_url(settings.url)} lists no model; name one with rollout.model"
+                ) from None
     finally:
         await probe.close()
-    return ServerEngine(ServerClient(settings, model, served=served, api=api), settings.url)
+    return ServerEngine(ServerClient(settings, model, served=served, api=api), shown_url(settings.url))
 
 
-async def _get(client: ServerClient, url: str, path: str, *, needed: bool = True) -> Any:
+async def _get(client: ServerClient, path: str, *, needed: bool = True) -> Any:
     """The JSON at the path; None if the server has none there and it is not ``needed``."""
-    try:
-        response = await client.http().get(f"{url}{path}", timeout=30.0)
-    except Exception as error:  # boundary: whatever a connection may fail with
-        raise EngineError(f"rollout.url: cannot reach {url}: {one_line(error)}") from error
-    try:
-        return response.json() if response.status_code == 200 else _refused(url, path, response.status_code, needed)
-    except ValueError:
-        return _refused(url, path, response.status_code, needed)
-
-
-def _refused(url: str, path: str, status: int, needed: bool) -> None:
-    if needed:
+    url, answer = client.json.shown, await client.json.ask("GET", path, limit_s=ANSWER_S)
+    if answer.error and not answer.status:
+        raise EngineError(f"rollout.url: cannot reach {url}: {answer.error}")
+    if answer.error and needed:
         raise EngineError(
-            f"rollout.url: {url}{path} answered {status}, so this is no OpenAI-compatible server; see that the address "
-            "is right, and rollout.api_key_env if it wants a key"
+            f"rollout.url: {url}{path} answered {answer.status}, so this is no OpenAI-compatible server; see that the "
+            "address is right, and rollout.api_key_env if it wants a key"
         )
+    return answer.value

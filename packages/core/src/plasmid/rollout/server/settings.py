@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from ...components import BuildContext, RolloutEngineConfig
 from ...protocols import RolloutEngine
+from ...urls import web_address
 
 
 def base_url(url: str) -> str:
     """The address without the path of an API, after checking that it is one."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"must begin with http:// or https://, got {url!r}")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return web_address(url).rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class Server(RolloutEngineConfig):
@@ -35,13 +36,22 @@ class Server(RolloutEngineConfig):
     prompt: Literal["tokens", "text"] = "tokens"
     """What ``/v1/completions`` is given. Servers put special tokens of their own before a text."""
     api_key_env: str = ""
-    """Environment variable with the key that is sent as ``Authorization: Bearer``; empty for none."""
+    """Environment variable with the key that is sent as ``Authorization: Bearer``, or with a whole ``Basic ...``; empty
+    for none."""
     attempts: int = Field(5, ge=1)
     """How often a request is sent before its rollout fails. Refusals that another attempt does not change end it."""
     backoff_s: float = Field(0.5, gt=0)
     """Pause before the second attempt, doubled for each one more; the real pause is drawn between 0 and that."""
     connect_timeout_s: float = Field(10.0, gt=0)
     """Longest time to reach the server. Answers may take as long as `run.rollout_timeout_s`."""
+
+    def packages(self) -> Mapping[str, str]:
+        return {"httpx": "plasmid-core[http]"}
+
+    def lacks(self) -> Iterator[str]:
+        yield from super().lacks()
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            yield f"api_key_env: {self.api_key_env} is not set in the environment"
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from .engine import connect

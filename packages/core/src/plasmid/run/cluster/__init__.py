@@ -1,5 +1,5 @@
 """The only code that imports Ray."""
 
-from .ray_cluster import RayCluster
+from .opening import open_cluster
 
-__all__ = ["RayCluster"]
+__all__ = ["open_cluster"]

@@ -17,7 +17,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from ...errors import ActorDiedError, DeadlineError, PlasmidError, one_line
+from ...safe_files import append_to
 from ..host import Host, Outcome, last_lines, redirect_output, unwrap
+from .environment import forget_token
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Process:
     """The Ray actor around a `Host`."""
 
     def __init__(self, name: str, log_file: str, folder: str) -> None:
+        forget_token()
         if Path(folder).is_dir():  # else Ray has chosen one, the copy of a job's folder where it has one
             os.chdir(folder)
         if Path(log_file).parent.is_dir():  # not so on a machine that does not share the run's folder, as will be said
@@ -125,7 +128,7 @@ class RayActor:
         """Write the stacks of a silent process into its log. Gives up quickly: the deadline is the news."""
         with contextlib.suppress(RayError, TimeoutError, OSError):
             stacks = await asyncio.wait_for(result(self.handle.stacks.remote()), 5)
-            with Path(self.log_file).open("a") as file:
+            with append_to(Path(self.log_file)) as file:
                 file.write(f"no answer to {what}; stacks:\n{stacks}\n")
 
     async def stop(self, *, grace_s: float = 10.0) -> None:

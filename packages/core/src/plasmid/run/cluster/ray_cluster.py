@@ -20,10 +20,11 @@ from ...waiting import together
 from ..host import ADDRESS, LOOPBACK
 from ..layout import check_gpus
 from ..node_agent import NodeAgent
-from .connection import join_ray, start_ray, visible_gpus
+from .connection import join_ray, start_ray, visible_gpus, warn_if_open
 from .granting import addresses_of, granted
 from .process import Machine, Process, RayActor, RayStore, result
 
+LOOPBACK_INTERFACE = "lo"
 OPEN_S = 120.0
 """Longest time for the first process on a machine, which may have to unpack a job's folder."""
 ENVIRONMENT: Mapping[str, str] = {
@@ -66,6 +67,8 @@ class RayCluster:
             start_ray()
         elif self._connected and address is not None:
             join_ray(address)
+        if not self._is_own:
+            warn_if_open()
 
     @property
     def store(self) -> RayStore:
@@ -80,7 +83,8 @@ class RayCluster:
             gpus = visible_gpus(self.num_gpus)
             check_gpus(shares, len(gpus))
             cores = len(os.sched_getaffinity(0))
-            self._places = (_Place(node=Node(address=LOOPBACK, cores=cores, gpus=gpus)),) * len(shares)
+            place = _Place(node=Node(address=LOOPBACK, cores=cores, gpus=gpus), env=_on_loopback())
+            self._places = (place,) * len(shares)
         else:
             os.environ[ADDRESS] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             self._group = await granted(shares, within_s=self._wait_s)
@@ -140,6 +144,12 @@ class RayCluster:
                 os.environ.pop(ADDRESS, None)
             if self._connected:
                 ray.shutdown()
+
+
+def _on_loopback() -> dict[str, str]:
+    """Where gloo and NCCL listen in a run on one machine, unless the user has said it: else it is the outer address."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: os.environ.get(name, LOOPBACK_INTERFACE) for name in names}
 
 
 def _travelling() -> dict[str, str]:

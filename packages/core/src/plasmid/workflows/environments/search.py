@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from ...interaction import Environment, Episode, Step
+from ...trust import INERT
 from ...types import Prompt
 from ..corpus import opened
 from ..kit.search import is_file, listed
@@ -17,7 +18,7 @@ class Search(Environment):
     """Answers ``search: words`` with documents; ``answer: text`` ends the episode, with reward 1 for the target."""
 
     kind: Literal["search"] = "search"
-    corpus: str
+    corpus: Annotated[str, INERT]
     """File of documents: ``.jsonl`` with ``text`` (and ``title``), or text in paragraphs."""
     limit: int = Field(3, ge=1)
     """Documents to show."""

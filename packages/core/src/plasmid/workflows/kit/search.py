@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from ...interaction import Tool
+from ...trust import INERT
 from ..corpus import Hit, opened
 
 
@@ -32,7 +33,7 @@ class SearchTool(Tool):
     """Finds documents of a local corpus by their words (BM25)."""
 
     kind: Literal["search"] = "search"
-    corpus: str
+    corpus: Annotated[str, INERT]
     """File of documents: ``.jsonl`` with ``text`` (and ``title``), or text in paragraphs."""
     limit: int = Field(3, ge=1)
     """Documents to show."""

@@ -1,0 +1,88 @@
+"""Control groups (version 2) that bound the memory of all processes of one program, where this user may make them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+PREFIX = "plasmid-"
+REMOVAL_S = 2.0
+"""Time that killed processes have to leave a group."""
+_numbers = itertools.count()
+
+
+@contextmanager
+def memory_group(num_bytes: int) -> Iterator[str | None]:
+    """Make a control group with this bound. Gives its folder, or None where there can be none.
+
+    All processes in the group are killed at the end.
+    """
+    parent = _parent()
+    if parent is None:
+        yield None
+        return
+    group = parent / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+    group.mkdir()
+    try:
+        (group / "memory.max").write_text(str(num_bytes))
+        with suppress(OSError):  # a kernel without swap accounting
+            (group / "memory.swap.max").write_text("0")
+        yield str(group)
+    finally:
+        _remove(group)
+
+
+@cache
+def _parent() -> Path | None:
+    """The group to make groups in: this process's own, or the one above, whichever bounds memory and may be changed."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return None
+    for path in (ROOT / own, (ROOT / own).parent):
+        if path.is_relative_to(ROOT) and _may_bound_memory(path):
+            _remove_left(path)
+            return path
+    return None
+
+
+def _may_bound_memory(path: Path) -> bool:
+    try:
+        if "memory" not in (path / "cgroup.subtree_control").read_text().split():
+            return False
+        trial = path / f"{PREFIX}{os.getpid()}-trial"
+        trial.mkdir()
+        trial.rmdir()
+    except OSError:
+        return False
+    return os.access(path / "cgroup.procs", os.W_OK)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove groups of processes that were killed before they could."""
+    for group in path.glob(f"{PREFIX}*-*"):
+        owner = group.name.removeprefix(PREFIX).partition("-")[0]
+        if not Path("/proc", owner).exists():
+            _remove(group)
+
+
+def _remove(group: Path) -> None:
+    until = time.monotonic() + REMOVAL_S
+    with suppress(OSError):
+        (group / "cgroup.kill").write_text("1")
+    while True:
+        try:
+            return group.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            if time.monotonic() > until:
+                return
+            time.sleep(0.01)

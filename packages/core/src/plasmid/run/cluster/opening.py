@@ -1,0 +1,30 @@
+"""Opens the cluster of a run. Ray reads parts of its environment as it is imported: that is set here before."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .environment import joining_environment, own_environment
+
+if TYPE_CHECKING:
+    from .ray_cluster import RayCluster
+
+
+def open_cluster(*, log_dir: Path, address: str | None = None, wait_s: float = 600.0) -> RayCluster:
+    """Start a Ray on this machine that only this run can use, or join the cluster at an address.
+
+    A process that is connected to a cluster already stays with that one. Raises `PlasmidError` if Ray does not start,
+    cannot be joined, or could not be given a token.
+    """
+    environment: contextlib.AbstractContextManager[None]
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        environment = contextlib.nullcontext()
+    else:
+        environment = own_environment() if address is None else joining_environment()
+    with environment:
+        from .ray_cluster import RayCluster  # here: Ray is to see this environment
+
+        return RayCluster(log_dir=log_dir, address=address, wait_s=wait_s)

@@ -1,0 +1,195 @@
+r"""A mathematical answer in parts: the expression, its unit, percent sign and number base."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+SPACING = re.compile(r"(?<!\\)\\(?:[,;: >]|q?quad(?![a-zA-Z])|$)|~|\s")
+"""A space of some width; two backslashes before a space end a line of a matrix."""
+NEGATIVE_SPACE = re.compile(r"(?<!\\)\\!\s*")
+STYLE = re.compile(r"\\(?:displaystyle|textstyle)(?![a-zA-Z])|\\left\s*\.|\\right\s*\.")
+FRACTION = re.compile(r"\\([dtc]?frac|[dt]?binom)\s*(\d)\s*(\d)")
+MIXED = re.compile(r"(?<![\w.,/^}])(\d+) +(\d+) ?/ ?(\d+)(?![\d.,/!^])")
+GROUPS = re.compile(r"(?<![\d.,_^] )(?<![\d.,_^])\d{1,3}(?: \d{3})+(?! ?\d)")
+APART = re.compile(r"(?<![_^])\d [\d.]")
+WRAPPER = r"\\(?:text(?:bf|it|rm|normal|up)?|math(?:rm|bf|it|sf)|mbox|operatorname)"
+WORDS = re.compile(rf"{WRAPPER}\s*{{([^{{}}]*)}}")
+PERCENT = re.compile(rf"(?:\\?%|(?:{WRAPPER}\s*{{ *)?\b(?:percent(?:age)?|pct)\b *\}}?)$", re.IGNORECASE)
+POWER = r"(?: ?(?:\^ ?\{? ?([23]) ?\}?|([\u00b2\u00b3])))?"
+TEXT_UNIT = re.compile(rf"{WRAPPER}\s*{{([^{{}}]*)}}{POWER}$")
+BARE_WORDS = re.compile(r"(?<=[\d})]) ([a-z]{3,}(?: [a-z]{3,})*)$")
+NO_UNIT = re.compile(
+    r"\d|(?<![a-zA-Z])(?:and|or|nor|not|no|infinity|half|thirds?|quarters?|dozens?|hundreds?|thousands?|[mbtr]+illions?)"
+    r"(?![a-zA-Z])",
+    re.IGNORECASE,
+)
+"""Words behind a number that change it, take it back, or go on with another one."""
+DEGREES = re.compile(rf"(?: ?\^ ?\{{? ?\\circ ?\}}?|\u00b0) ?(?:{WRAPPER}\s*{{ *)?([CF])? *\}}?$")
+BARE_UNIT = re.compile(
+    rf"(?<=[\d}}) ])((?:square |cubic |sq\.? |cu\.? )?[a-zA-Z]{{2,}}(?: ?/ ?[a-zA-Z]+| per [a-z]+)?){POWER}$"
+)
+LETTER_UNIT = re.compile(rf"(?<=[\d}}) ])([msghl]){POWER}$")
+CURRENCY = re.compile(r"^(?:\\?\$|\u20ac|\u00a3|\\(?:euro|pounds)(?![a-zA-Z]))|(?:\u20ac|\u00a3)$")
+BASE = re.compile(r"^([0-9A-Fa-f]+) ?_ ?(?:\{ ?(\d+) ?\}|(\d+))$")
+RATIONAL = re.compile(
+    r"(-?)(?:([0-9]{1,300})(\.[0-9]{1,300})?|\\frac\{([0-9]{1,300})\}\{([0-9]{1,300})\}|([0-9]{1,300})/([0-9]{1,300}))"
+)
+CURRENCIES = {"$": "dollar", "\\$": "dollar", "\u20ac": "euro", "\\euro": "euro", "\u00a3": "gbp", "\\pounds": "gbp"}
+SINGULAR = {
+    "m": "meter metre",
+    "cm": "centimeter centimetre",
+    "mm": "millimeter millimetre",
+    "km": "kilometer kilometre",
+    "in": "inch inche",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "mg": "milligram",
+    "g": "gram gm",
+    "kg": "kilogram",
+    "lb": "pound",
+    "oz": "ounce",
+    "s": "second sec",
+    "min": "minute",
+    "h": "hour hr",
+    "day": "",
+    "week": "",
+    "month": "",
+    "year": "yr",
+    "l": "liter litre",
+    "ml": "milliliter millilitre",
+    "gallon": "gal",
+    "degree": "deg",
+    "radian": "rad",
+    "dollar": "usd",
+    "cent": "",
+    "euro": "eur",
+}
+UNITS = {name: unit for unit, names in SINGULAR.items() for name in (unit, *names.split())}
+SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "kmph": "km/h"}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """An answer without what is not part of its expression."""
+
+    expression: str
+    """LaTeX, with single spaces."""
+    unit: str | None = None
+    """Canonical name of a known unit, as ``cm^2`` or ``mi/h``; None for none and for words that are no known unit."""
+    is_percent: bool = False
+    base: str | None = None
+    """The subscript of a number such as ``204_5``."""
+
+    @property
+    def is_readable(self) -> bool:
+        """False if digits stand apart and form no number, as in ``4 2``: parsers read a sum or a product in them."""
+        return not APART.search(self.expression)
+
+
+@lru_cache(maxsize=4096)
+def read_quantity(text: str) -> Quantity:
+    """Split an answer in LaTeX into its parts."""
+    text, unit = plain(text), None
+    if currency := CURRENCY.search(text):
+        rest = CURRENCY.sub("", text, count=1).strip()
+        text, unit = (rest, CURRENCIES[currency[0]]) if rest else (text, None)
+    if percent := PERCENT.search(text):
+        rest = text[: percent.start()].strip()
+        return Quantity(rest, unit, is_percent=True) if rest else Quantity(text, unit)
+    if base := BASE.match(text):
+        return Quantity(base[1], unit, base=base[2] or base[3])
+    rest, found = _cut_unit(text)
+    return Quantity(rest, unit or found)
+
+
+def plain(text: str) -> str:
+    r"""Bring spaces, ``$``, digit groups and mixed numbers into one form: ``1 1/2`` is ``1\frac{1}{2}``."""
+    text = STYLE.sub("", NEGATIVE_SPACE.sub("", text).replace("{,}", ","))
+    text = " ".join(SPACING.sub(" ", text).split())
+    text = re.sub(r"(?<!\\)\$$", "", re.sub(r"^\$(?=.*\$)", "", text)).strip().removesuffix(".").strip()
+    text = FRACTION.sub(r"\\\1{\2}{\3}", text)
+    text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    return GROUPS.sub(lambda match: match[0].replace(" ", ""), text)
+
+
+def tight(expression: str) -> str:
+    """An expression without spaces and commands that only change how it looks: equal texts are equal expressions."""
+    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", expression)
+    text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
+    return re.sub(r"(?<![a-zA-Z0-9.,]) | (?![a-zA-Z0-9.])", "", text)
+
+
+def read_rational(expression: str) -> tuple[Fraction, bool] | None:
+    r"""The value of ``-3``, ``2.50``, ``3/4`` and ``\frac{3}{4}``, and whether it is exact; None for all else."""
+    match = RATIONAL.fullmatch(expression)
+    if match is None:
+        return None
+    sign, whole, decimals, above, below = match[1], match[2], match[3], match[4] or match[6], match[5] or match[7]
+    if above is not None and int(below) == 0:
+        return None
+    value = Fraction(int(above), int(below)) if above is not None else Fraction(whole + (decimals or ""))
+    return (-value if sign else value), not decimals
+
+
+def without_letter_unit(quantity: Quantity, unit: str | None) -> Quantity:
+    """Cut ``m`` off ``5 m`` where the other side says that metres are meant, and no variable of this name."""
+    match = LETTER_UNIT.search(quantity.expression)
+    if match is None or quantity.unit is not None or unit != _unit(match[1], match[2] or match[3]):
+        return quantity
+    return replace(quantity, expression=quantity.expression[: match.start()].strip(), unit=unit)
+
+
+def compare_words(target: str, answer: str) -> bool | None:
+    r"""Whether two answers are the same words, in any case; None if they are no words.
+
+    Without ``\text`` and capital letters, ``xy`` is a product, which ``yx`` equals.
+    """
+    texts = [plain(text) for text in (target, answer)]
+    unwrapped = [WORDS.sub(r"\1", text) for text in texts]
+    letters = [re.sub(r"[ .'\-]", "", text) for text in unwrapped]
+    if not all(re.fullmatch(r"[A-Za-z]{2,}", text) for text in letters):
+        return None
+    if unwrapped == texts and letters == [text.lower() for text in letters]:
+        return None
+    return letters[0].lower() == letters[1].lower()
+
+
+def _cut_unit(text: str) -> tuple[str, str | None]:
+    if degrees := DEGREES.search(text):
+        names = {"C": "celsius", "F": "fahrenheit", None: "degree"}
+        rest = text[: degrees.start()].strip()
+        return (rest, names[degrees[1]]) if rest else (text, None)
+    if match := TEXT_UNIT.search(text):
+        rest, unit = text[: match.start()].strip(), _unit(match[1], match[2] or match[3])
+        return (rest, unit) if rest and (unit is not None or NO_UNIT.search(match[1]) is None) else (text, None)
+    if match := BARE_UNIT.search(text):
+        unit = _unit(match[1], match[2] or match[3])
+        rest = text[: match.start()].strip()
+        if unit is not None and rest:
+            return rest, unit
+    if (match := BARE_WORDS.search(text)) and NO_UNIT.search(match[1]) is None:
+        return text[: match.start()], None
+    return text, None
+
+
+def _unit(name: str, power: str | None) -> str | None:
+    """The canonical name of a unit; None if it is not known."""
+    name = name.strip().lower().rstrip(".").replace(" per ", "/")
+    if power is None and (prefixed := re.match(r"(?:(square|sq\.?)|(?:cubic|cu\.?)) (?=.)", name)):
+        name, power = name[prefixed.end() :], "2" if prefixed[1] else "3"
+    inside = re.fullmatch(rf"(.*?){POWER}", name)
+    if inside is not None and power is None:
+        name, power = inside[1], inside[2] or inside[3]
+    power = {"\u00b2": "2", "\u00b3": "3"}.get(power or "", power)
+    parts = [_singular(part.strip()) for part in SPEEDS.get(name, name).split("/")]
+    if any(part is None for part in parts):
+        return None
+    return "/".join(str(part) for part in parts) + (f"^{power}" if power else "")
+
+
+def _singular(name: str) -> str | None:
+    return UNITS.get(name) or UNITS.get(name.removesuffix("s"))

@@ -1,0 +1,62 @@
+"""Count lines of code in packages/: blank lines, comments and docstrings are left out.
+
+    python scripts/count_code.py            a table by package, and by room for core
+    python scripts/count_code.py --json     the same as JSON
+
+A string that stands alone as a statement counts as a docstring: attributes are documented that way.
+"""
+
+import argparse
+import ast
+import io
+import json
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(text: str) -> int:
+    """Lines of a Python file that hold code."""
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in LAYOUT:
+            found.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(found)
+
+
+def count(root: Path = ROOT) -> dict[str, dict[str, int]]:
+    """Package -> room (folder of its source, "." for its root) -> lines."""
+    result: dict[str, dict[str, int]] = {}
+    for package in sorted((root / "packages").iterdir()):
+        rooms: Counter[str] = Counter()
+        for path in sorted(package.glob("src/*/**/*.py")):
+            inside = path.relative_to(package / "src").parts[1:]
+            rooms[inside[0] if len(inside) > 1 else "."] += code_lines(path.read_text())
+        if rooms:
+            result[package.name] = dict(sorted(rooms.items()))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found = count()
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+        return
+    for package, rooms in found.items():
+        print(f"{package:<18}{sum(rooms.values()):>7}")
+        for room, lines in rooms.items() if package == "core" else ():
+            print(f"  {room:<16}{lines:>7}")
+    print(f"{'total':<18}{sum(sum(rooms.values()) for rooms in found.values()):>7}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Runs that join clusters with and without a token."""
+
+import pytest
+
+TOKEN = "0123456789abcdef" * 4
+SHORT = ("placement.nodes=2", "placement.wait_timeout_s=1")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_cluster_with_a_token_is_joined_with_it_alone(cluster_of, job, tmp_path):
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    with cluster_of({"num_cpus": 8}, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
+        plain = {name: value for name, value in cluster.environment.items() if name != "RAY_AUTH_MODE"}
+        code, out = job.train(environment={**plain, "HOME": str(tmp_path)})
+        assert code == 2, out
+        assert (
+            "it wants a token, and neither RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH nor ~/.ray/auth_token gives one" in out
+        )
+        code, out = job.train(environment={**plain, "RAY_AUTH_TOKEN_PATH": str(file)})
+    assert code == 0 and "batch 2/2" in out, out
+    assert "without authentication" not in out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_cluster_without_authentication_is_named_also_to_those_who_have_a_token(cluster_of, job):
+    with cluster_of({"num_cpus": 3}) as cluster:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        code, out = job.train(*SHORT, environment={**cluster.environment, **token})
+    assert code == 2 and "could not give the run what it needs" in out, out
+    assert out.count(f"the Ray cluster at {cluster.address} runs without authentication") == 1, out

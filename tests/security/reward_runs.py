@@ -1,0 +1,120 @@
+"""Runs `rl reward` as another process, as this user or as another one, with or without Landlock."""
+
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from plasmid.testing.tiny import make_tiny_tokenizer
+
+HOSTS = ("as this user", "as nobody", "without Landlock", "as nobody without Landlock")
+NOBODY = 65534
+RECIPE = """
+model.path = "model"
+data.path = "nowhere.jsonl"
+trainer.kind = "fsdp"
+rollout.kind = "hf"
+algorithm.kind = "grpo"
+"""
+START = """
+import ctypes, os, struct, sys
+REFUSE
+folder, *command = sys.argv[1:]
+rows = open(folder + "/rows.jsonl").read().replace("PID_OF_RL", str(os.getpid()))
+open(folder + "/rows.jsonl", "w").write(rows)
+if os.environ.pop("TEST_WITHOUT_LANDLOCK", ""):
+    refuse_landlock()
+os.execv(command[0], command)
+"""
+"""Becomes `rl reward`, whose process id the attacks know."""
+
+
+def score(rewards, attacks, *, host=HOSTS[0], plugin=None, timeout_s=120, watch=None, **environment):
+    """Rewards and errors of texts, by name: ``attacks`` has a text, or a text and its target."""
+    with tempfile.TemporaryDirectory(prefix="plasmid-attack-") as name:
+        return _score(Path(name), rewards, attacks, host, plugin, timeout_s, watch, environment)
+
+
+def _score(folder, rewards, attacks, host, plugin, timeout_s, watch, environment):
+    make_tiny_tokenizer(folder / "model")
+    (folder / "recipe.toml").write_text(RECIPE)
+    rows = [text if isinstance(text, tuple) else (text, "well") for text in attacks.values()]
+    lines = [json.dumps({"prompt": "p", "response": text, "target": target}) for text, target in rows]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "plasmid_cli", "reward", "recipe.toml", "--data", "rows.jsonl", "--json", rewards]
+    if plugin is not None:
+        (folder / "plugin.py").write_text(plugin)
+        command += ["--plugin", "plugin.py"]
+    if "without Landlock" in host:
+        environment["TEST_WITHOUT_LANDLOCK"] = "1"
+    start = START.replace("REFUSE", inspect.getsource(refuse_landlock))
+    command = [sys.executable, "-c", start, str(folder), *command]
+    if "nobody" in host:
+        command = as_nobody(folder, command)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "HOME": str(folder), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            if watch is not None:
+                watch(process.pid)
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    assert out, err
+    samples = json.loads(out)["samples"]
+    assert len(samples) == len(attacks), (out, err)
+    return {name: (row["reward"], row["error"] or None) for name, row in zip(attacks, samples, strict=True)}
+
+
+def as_nobody(folder, command):
+    """The command as a user without privileges, who finds Python although it may lie in root's folder."""
+    if os.getuid() != 0:
+        pytest.skip("this is no privileged user already")
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    user = f"setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups"
+    closed = next((p for p in reversed(Path(sys.base_prefix).parents) if not p.stat().st_mode & 1), None)
+    if closed is None:
+        return [*user.split(), *command]
+    # in a mount namespace of its own, an open folder in place of the closed one, with nothing but Python in it
+    python, aside = sys.base_prefix, folder / "python"
+    aside.mkdir()
+    script = (
+        f"mount --bind {python} {aside} && mount -t tmpfs -o mode=755 tmpfs {closed} && mkdir -p {python} "
+        f'&& mount --bind {aside} {python} && exec {user} "$@"'
+    )
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *command]
+
+
+def refuse_landlock():
+    """Make this process's Landlock calls fail as on a kernel that has none; for children, too."""
+    code = [(0x20, 0, 0, 0), (0x35, 0, 2, 444), (0x25, 1, 0, 446), (0x06, 0, 0, 0x50000 | 38), (0x06, 0, 0, 0x7FFF0000)]
+    program = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    libc, zero = ctypes.CDLL(None), ctypes.c_ulong(0)
+    libc.prctl(38, ctypes.c_ulong(1), zero, zero, zero)
+    assert libc.prctl(22, ctypes.c_ulong(2), ctypes.c_char_p(header), zero, zero) == 0
+
+
+def descendants(pid):
+    """Processes below this one."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
