@@ -5,8 +5,8 @@ import os
 import pty
 import re
 import select
-import shutil
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -17,6 +17,7 @@ from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, St
 
 EVIL = "a\x1b]52;c;b3duZWRz\x07\x1b]8;;http://x\x1b\\\u202e\u200b\x9b2J\x1b[6n\r\x08z[bold]y[/bold]"
 """Writes the clipboard, opens a link, reverses and hides text, clears the screen, makes the terminal type."""
+RL = [sys.executable, "-c", "from plasmid_cli.main import app; app()"]
 COMMANDS = ("\x1b]", "\x1b[6n", "\x07", "\x9b", "\x08", "\u202e", "\u200b")
 OURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 RECIPE = """
@@ -31,15 +32,14 @@ rewards = [{ kind = "number" }]
 
 def in_terminal(folder, *argv, tty=True):
     """Exit code and output of `rl`, with standard output and standard error a terminal, or a pipe."""
-    rl = shutil.which("rl")
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "400", "LINES": "50"}
     if not tty:
         done = subprocess.run(
-            [rl, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+            [*RL, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
         )
         return done.returncode, done.stdout.decode()
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([rl, *argv], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen([*RL, *argv], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     output, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
