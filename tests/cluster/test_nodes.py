@@ -38,7 +38,7 @@ async def look_at_gpus(cluster, folder):
 
 class Looking:
     def look(self):
-        from plasmid.run.host import own_address
+        from plasmid.addresses import own_address
 
         return own_address(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 

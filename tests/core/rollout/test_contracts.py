@@ -6,11 +6,11 @@ from typing import Literal
 import numpy as np
 import pytest
 from plasmid import Filter, Reward, Workflow
-from plasmid.rollout.single_turn import SingleTurn
 from plasmid.testing.contracts import check_engine, check_trainer
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.light_contracts import check_filter, check_reward, check_workflow
 from plasmid.testing.rewards import make_prompt
+from plasmid.workflows.single_turn import SingleTurn
 
 
 def test_the_plain_workflow_keeps_its_promises():

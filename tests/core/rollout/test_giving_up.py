@@ -4,11 +4,11 @@ import asyncio
 
 import numpy as np
 from plasmid.rollout.execution import Execution, execute
-from plasmid.rollout.single_turn import SingleTurn
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
 from plasmid.testing.light_contracts import Digits
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import SamplingParams, StopReason
+from plasmid.workflows.single_turn import SingleTurn
 
 
 class WatchedEngine(FakeEngine):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from plasmid.kept import KeptSet
 from plasmid.rollout.execution import Execution, RolloutFailed
-from plasmid.rollout.single_turn import SingleTurn
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
 from plasmid.testing.light_contracts import Digits
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import Completion, SamplingParams, StopReason, VersionSpan
+from plasmid.workflows.single_turn import SingleTurn
 
 
 class Restricting:

@@ -13,8 +13,8 @@ from plasmid.errors import PluginError
 from plasmid.functions import FunctionName
 from plasmid.protocols import RunContext
 from plasmid.rollout.execution import RolloutFailed
-from plasmid.rollout.seeds import seed_of
 from plasmid.rollout.tool_calls import PARSERS
+from plasmid.seeds import seed_of
 from plasmid.types import Prompt, Sample
 from pydantic import Field, PrivateAttr
 

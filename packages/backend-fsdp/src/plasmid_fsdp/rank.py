@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from plasmid.addresses import own_address
 from plasmid.protocols import SyncPlan
 from plasmid.recipe import resolve
-from plasmid.run.host import own_address
 from plasmid.sync import send_weights
 from plasmid.training.folder_writer import classifier_config
 from plasmid.training.handover import Handover

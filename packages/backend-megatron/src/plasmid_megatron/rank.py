@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from plasmid.addresses import own_address
 from plasmid.errors import ModelError
 from plasmid.protocols import SyncPlan
 from plasmid.recipe import resolve
-from plasmid.run.host import own_address
 from plasmid.sync import send_weights
 from plasmid.training.folder_writer import ChangeConfig, FolderWriter, classifier_config
 from plasmid.training.handover import Handover

@@ -29,10 +29,10 @@ from .observe.tensorboard import TensorBoard
 from .observe.wandb import WandB
 from .rollout.buffer import FreshestFirst, OldestFirst, Priority
 from .rollout.server.settings import Server
-from .rollout.single_turn import SingleTurn
 from .workflows import EnvironmentReward, EnvironmentWorkflow, FunctionWorkflow, Tools
 from .workflows.environments import Calculator, Guess, Search
 from .workflows.kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
+from .workflows.single_turn import SingleTurn
 
 
 @hookimpl

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from plasmid.addresses import own_address
 from plasmid.errors import EngineError, PlasmidError
 from plasmid.protocols import Actor, Bundle
-from plasmid.run.host import own_address
 
 CALL_S = 30.0
 DERIVED = 7

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from plasmid.run.host import own_address
+from plasmid.addresses import own_address
 from plasmid.training.rendezvous import Rendezvous, connect
 from torch import Tensor
 

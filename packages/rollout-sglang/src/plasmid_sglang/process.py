@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from plasmid.addresses import own_address
 from plasmid.errors import EngineError
-from plasmid.run.host import last_lines, own_address
+from plasmid.log_files import last_lines
 from plasmid.safe_files import append_private, write_text
 
 from .api import Api

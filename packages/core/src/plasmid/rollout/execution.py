@@ -16,6 +16,7 @@ from ..components import Workflow
 from ..errors import PlasmidError
 from ..kept import KeptSet, join_kept
 from ..protocols import EngineClient
+from ..seeds import seed_of
 from ..types import (
     Completion,
     GenerateRequest,
@@ -27,7 +28,6 @@ from ..types import (
     StopReason,
     VersionSpan,
 )
-from .seeds import seed_of
 
 log = logging.getLogger(__name__)
 ABORT_S = 10.0

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..batch import GroupRef
 from ..reuse_config import ReuseConfig
+from ..seeds import seed_of
 from .producer import Producer, Taken
-from .seeds import seed_of
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from ..observe.sample_store import write_samples
 from ..plugins import load_plugins
 from ..protocols import EngineClient, Ref, RunContext, Store
 from ..recipe import resolve_with
+from ..seeds import seed_of
 from ..training.sample_length import longest_sample
 from ..types import Prompt, PromptGroup, Sample, SamplingParams, StopReason
 from .execution import Execution, execute
@@ -27,7 +28,6 @@ from .memory import Memory
 from .ordering import Line
 from .sample_hooks import SampleHooks
 from .scoring import Scorer
-from .seeds import seed_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

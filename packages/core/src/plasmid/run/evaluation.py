@@ -17,8 +17,8 @@ from ..errors import DataError, EngineError
 from ..evaluation_config import EvalConfig
 from ..profiles import profile_of
 from ..protocols import RolloutEngine
-from ..rollout.seeds import seed_of
 from ..rollout.worker import Job
+from ..seeds import seed_of
 from ..types import Prompt
 from ..waiting import GRACE, together, within
 from .evaluation_metrics import MEAN, mean_over_sets, summarize, values_of

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import inspect
-import os
 import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO, cast
-
-from ..printable import PrintableStream
-from ..safe_files import append_to
-
-LOOPBACK = "127.0.0.1"
-ADDRESS = "PLASMID_ADDRESS"
-"""Environment variable that the cluster sets in every process of a run, unless all of them are on one machine."""
-
-
-def own_address() -> str:
-    """IP by which the other processes of the run reach this one: listen there, and tell it to them."""
-    return os.environ.get(ADDRESS, LOOPBACK)
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +94,3 @@ def unwrap(outcome: Outcome, name: str) -> Any:
         return outcome.value
     outcome.error.add_note(f"in process {name}:\n{outcome.traceback}")
     raise outcome.error
-
-
-def redirect_output(log: Path) -> None:
-    """Send everything that this process and its libraries print into one file, and crash reports with it."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    file = cast(TextIO, append_to(log, buffering=1))
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
-    sys.stdout = sys.stderr = cast(TextIO, PrintableStream(file))  # logs are read in terminals
-    faulthandler.enable(file)
-
-
-def last_lines(log: Path, count: int = 5) -> str:
-    """The end of a log file on one line; empty if there is none."""
-    if not log.is_file():
-        return ""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " | ".join(lines[-count:])

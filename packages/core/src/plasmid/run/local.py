@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ..addresses import LOOPBACK
 from ..errors import ActorDiedError, DeadlineError
 from ..protocols import Actor, Node, Resources, Share
-from .host import LOOPBACK, Host, unwrap
+from .host import Host, unwrap
 from .layout import check_gpus
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from ..data.tokenizer import prompt_encoder
 from ..errors import ConfigError
 from ..evaluation_config import EvalConfig
 from ..profiles import check_named
-from ..rollout.seeds import seed_of
 from ..rollout.worker import Job
+from ..seeds import seed_of
 from ..types import Prompt, PromptGroup
 from ..waiting import GRACE, together, within
 from .address import address_of

@@ -21,10 +21,10 @@ from ..rollout.demonstrated import Demonstrated
 from ..rollout.draws import Draw, Draws
 from ..rollout.producer import DropLimit, Producer
 from ..rollout.reuse import Reusing
-from ..rollout.seeds import seed_of
 from ..rollout.stream import Stream
 from ..rollout.waves import Waves
 from ..rollout.worker import Job, share
+from ..seeds import seed_of
 from ..waiting import GRACE, within
 from .batch_hooks import BatchHooks
 from .checkpoint import CheckpointFolder, RunState, check_same_config, read_state

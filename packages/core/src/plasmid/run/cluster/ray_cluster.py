@@ -14,10 +14,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...addresses import ADDRESS, LOOPBACK
 from ...errors import PlasmidError, one_line
 from ...protocols import Actor, Node, Resources, Share
 from ...waiting import together
-from ..host import ADDRESS, LOOPBACK
 from ..layout import check_gpus
 from ..node_agent import NodeAgent
 from .connection import join_ray, start_ray, visible_gpus, warn_if_open
