@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from plasmid import load_config
 from plasmid.run.cluster import open_cluster
-from plasmid.run.parts import start_parts
+from plasmid.run.lifecycle.startup import start_parts
 from plasmid.types import GenerateRequest, SamplingParams
 
 

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 from plasmid.observe.journal import read_journal
 from plasmid.recipe import merge, resolve
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import run
 
 PLUGIN = '''
 from typing import Literal

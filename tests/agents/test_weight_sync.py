@@ -12,7 +12,7 @@ from plasmid.data.tokenizer import Tokenizer
 from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
 from plasmid.rollout.execution import Execution
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid.sync import send_weights
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import SamplingParams

@@ -9,7 +9,7 @@ from plasmid.components import BuildContext
 from plasmid.kept import KeptSet
 from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
-from plasmid.run.local import LocalCluster, LocalRef
+from plasmid.run.cluster.local import LocalCluster, LocalRef
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from plasmid.components import BuildContext
 from plasmid.errors import ConfigError, ModelError
 from plasmid.protocols import Bundle
 from plasmid.recipe import validate
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid.testing.tiny import make_tiny_model
 from plasmid.training.learning_rate import learning_rate
 from plasmid_fsdp.settings import FSDP

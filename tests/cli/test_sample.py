@@ -4,7 +4,7 @@ import json
 
 import pytest
 from plasmid.observe.sample_store import read_samples
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid.testing.fakes import __file__ as fakes
 from plasmid.testing.tiny import make_hollow_model
 from plasmid_cli.main import app

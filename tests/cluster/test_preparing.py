@@ -9,9 +9,9 @@ from plasmid import load_config
 from plasmid.components import DataFacts
 from plasmid.errors import ConfigError
 from plasmid.protocols import Node, Resources
-from plasmid.run.local import LocalCluster
-from plasmid.run.node_agent import NodeAgent, PluginFile
-from plasmid.run.nodes import prepare
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.cluster.node_agent import NodeAgent, PluginFile
+from plasmid.run.cluster.node_checks import prepare
 from plasmid_cli.dry_run import machine_rows, print_plan
 
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plasmid.errors import PlasmidError
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import Mode, run
 from plasmid_cli.main import app
 from plasmid_cli.output import print_error
 from plasmid_cli.progress import make_progress

@@ -10,7 +10,7 @@ from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_columns import SCHEMA
 from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import validate
-from plasmid.run.checkpoint import CHANGEABLE
+from plasmid.run.checkpoint.folder import CHANGEABLE
 
 from tests.docs.pages import LANGUAGES, MAKE, PAGES, ROOT, Reader, blocks, matches
 

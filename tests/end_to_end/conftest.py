@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from plasmid.observe.journal import read_journal
 from plasmid.recipe import merge, resolve
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, RunResult, run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import Mode, RunResult, run
 
 FAMILIES = str(Path(__file__).parent.parent / "backend_megatron")
 if FAMILIES not in sys.path:

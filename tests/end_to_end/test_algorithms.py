@@ -4,9 +4,9 @@ import json
 
 import pytest
 from plasmid.recipe import resolve
-from plasmid.run.evaluate import evaluate
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.evaluate import evaluate
+from plasmid.run.lifecycle.session import run
 
 ALGORITHMS = {
     "dapo": {},

@@ -5,7 +5,7 @@ import json
 import pytest
 import tomli_w
 from plasmid.observe.journal import read_journal
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid_cli.main import app
 
 

@@ -10,8 +10,8 @@ import time
 import pytest
 from plasmid.observe.sample_store import read_samples
 from plasmid.recipe import merge, resolve
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import Mode, run
 
 UNTIMED = ("train/", "reward/", "rollout/", "version")
 SETTINGS = {

@@ -1,8 +1,8 @@
 """Settings that change what a run is made of: where the policy starts, what it is compared with, who waits for whom."""
 
 import pytest
-from plasmid.run.evaluate import evaluate
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.evaluate import evaluate
 from plasmid.testing.tiny import make_tiny_model
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 from plasmid import load_config
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import Mode, run
 from plasmid.testing import fakes
 from plasmid_cli.main import app
 

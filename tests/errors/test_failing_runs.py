@@ -9,8 +9,8 @@ from plasmid.errors import PlasmidError
 from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_store import read_samples
 from plasmid.recipe import load_config
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, RunResult, run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import Mode, RunResult, run
 
 PLUGIN = str(Path(__file__).with_name("failing_plugin.py"))
 FAKES = plasmid.testing.fakes.__file__

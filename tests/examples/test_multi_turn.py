@@ -7,8 +7,8 @@ import pytest
 from plasmid import load_config
 from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_store import read_samples
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import Mode, run
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,8 +23,8 @@ LESS = (
 RUN = """
 import sys
 from plasmid import load_config
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import run
 print(run(load_config(sys.argv[1:3], sys.argv[3:]), make_cluster=lambda _: LocalCluster()).steps)
 """
 

@@ -7,7 +7,7 @@ import torch
 from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_store import read_samples
 from plasmid.recipe import resolve
-from plasmid.run.session import run
+from plasmid.run.lifecycle.session import run
 from plasmid.testing.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]

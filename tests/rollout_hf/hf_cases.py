@@ -9,7 +9,7 @@ import torch
 from plasmid.components import BuildContext
 from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid.sync import send_weights
 from plasmid.types import GenerateRequest, SamplingParams
 from transformers import AutoModelForCausalLM

@@ -11,7 +11,7 @@ import torch
 from plasmid.components import BuildContext
 from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid.sync import send_weights
 from plasmid.types import GenerateRequest, SamplingParams
 from plasmid_sglang.members import Condition

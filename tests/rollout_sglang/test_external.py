@@ -8,7 +8,7 @@ import pytest
 from plasmid.errors import ConfigError, EngineError
 from plasmid.protocols import Bundle
 from plasmid.recipe import merge, resolve
-from plasmid.run.layout import Layout
+from plasmid.run.cluster.layout import Layout
 from plasmid.sync import compare
 from plasmid.testing.tiny import make_tiny_model
 from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish

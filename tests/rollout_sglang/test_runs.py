@@ -11,8 +11,8 @@ from plasmid.hookspecs import hookimpl
 from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_store import read_dropped, read_samples
 from plasmid.recipe import resolve
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import run
 from plasmid.types import StopReason
 
 BATCHES, PROMPTS, SAMPLES = 6, 2, 4

@@ -298,7 +298,7 @@ def common_files() -> list[bytes]:
 
 
 def check_state(data: bytes) -> None:
-    from plasmid.run.checkpoint import read_state
+    from plasmid.run.checkpoint.folder import read_state
     from plasmid.stored_recipe import resolve_stored
 
     Path("state.json").write_bytes(data)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid.testing.tiny import make_tiny_tokenizer
 from plasmid_cli.main import app
 

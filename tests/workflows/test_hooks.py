@@ -9,8 +9,8 @@ from plasmid.errors import PluginError
 from plasmid.plugins import load_plugins
 from plasmid.rollout.sample_hooks import SampleHooks
 from plasmid.rollout.worker import share
-from plasmid.run.batch_hooks import BatchHooks
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.loop.batch_hooks import BatchHooks
 from plasmid.testing.rewards import make_group, make_prompt, make_sample
 
 

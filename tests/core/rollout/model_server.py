@@ -10,7 +10,7 @@ from plasmid.components import BuildContext
 from plasmid.data.tokenizer import Tokenizer
 from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid.types import GenerateRequest, SamplingParams
 
 

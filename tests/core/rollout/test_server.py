@@ -10,9 +10,9 @@ from plasmid.errors import ConfigError, EngineError
 from plasmid.observe.sample_store import read_samples
 from plasmid.recipe import merge, resolve
 from plasmid.rollout.server.client import ServerClient
-from plasmid.run.evaluate import evaluate
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.evaluate import evaluate
+from plasmid.run.lifecycle.session import Mode, run
 from plasmid_cli.main import app
 
 from tests.core.rollout.model_server import ModelServer

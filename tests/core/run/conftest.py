@@ -10,8 +10,8 @@ import plasmid.testing.fakes
 import pytest
 from plasmid.observe.journal import read_journal
 from plasmid.recipe import merge, resolve
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import Mode, RunResult, run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import Mode, RunResult, run
 from plasmid.testing.tiny import make_hollow_model
 
 PLUGIN = '''

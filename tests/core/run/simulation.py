@@ -11,11 +11,11 @@ from plasmid.observe.dispatch import ObserverQueues
 from plasmid.observe.sample_store import write_samples
 from plasmid.plugins import load_plugins
 from plasmid.rollout.worker import share
-from plasmid.run.checkpoint import CheckpointFolder
-from plasmid.run.closing import Closing
-from plasmid.run.folder import RunFolder
-from plasmid.run.parts import Parts
-from plasmid.run.setup import build_loop, restore
+from plasmid.run.checkpoint.folder import CheckpointFolder
+from plasmid.run.checkpoint.run_folder import RunFolder
+from plasmid.run.lifecycle.assembly import build_loop, restore
+from plasmid.run.lifecycle.exit_stack import Closing
+from plasmid.run.lifecycle.startup import Parts
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.rewards import make_prompt, make_sample

@@ -3,8 +3,8 @@
 import pytest
 from plasmid.errors import ConfigError
 from plasmid.placement_config import PlacementConfig
-from plasmid.run.address import address_of
-from plasmid.run.preflight import check
+from plasmid.run.cluster.address import address_of
+from plasmid.run.lifecycle.validation import check
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import json
 import pytest
 from plasmid.components import PromptStream
 from plasmid.errors import ConfigError, PlasmidError
-from plasmid.rollout.buffer import FreshestFirst, OldestFirst, Priority
-from plasmid.rollout.draws import Draws
-from plasmid.rollout.producer import DropLimit
-from plasmid.rollout.stream import Stream
+from plasmid.rollout.producers.buffer import FreshestFirst, OldestFirst, Priority
+from plasmid.rollout.producers.draws import Draws
+from plasmid.rollout.producers.producer import DropLimit
+from plasmid.rollout.producers.stream import Stream
 from plasmid.rollout.worker import share
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample

@@ -7,11 +7,11 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.components import PromptStream
-from plasmid.rollout.buffer import OldestFirst
-from plasmid.rollout.draws import Draws
-from plasmid.rollout.producer import DropLimit
-from plasmid.rollout.stream import Stream
-from plasmid.rollout.waves import Waves
+from plasmid.rollout.producers.buffer import OldestFirst
+from plasmid.rollout.producers.draws import Draws
+from plasmid.rollout.producers.producer import DropLimit
+from plasmid.rollout.producers.stream import Stream
+from plasmid.rollout.producers.waves import Waves
 from plasmid.rollout.worker import share
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample

@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 from plasmid.hookspecs import hookimpl
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import run
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
 from pydantic import PrivateAttr
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from plasmid.errors import ConfigError
 from plasmid.placement_config import PlacementConfig
 from plasmid.protocols import Bundle, Share
-from plasmid.run.layout import Layout
+from plasmid.run.cluster.layout import Layout
 
 
 def layout_of(runner, num_gpus, **changes):

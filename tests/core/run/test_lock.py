@@ -7,12 +7,12 @@ import sys
 
 import pytest
 from plasmid.errors import ConfigError
-from plasmid.run.lock import locked
+from plasmid.run.checkpoint.folder_lock import locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from plasmid.run.lock import locked
+from plasmid.run.checkpoint.folder_lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

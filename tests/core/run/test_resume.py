@@ -11,11 +11,11 @@ from plasmid.components import PromptStream
 from plasmid.errors import CheckpointError
 from plasmid.hookspecs import hookimpl
 from plasmid.observe.sample_store import read_samples
-from plasmid.rollout.buffer import OldestFirst
-from plasmid.rollout.draws import Draws
-from plasmid.rollout.producer import DropLimit
-from plasmid.rollout.stream import Stream
-from plasmid.run.checkpoint import CheckpointFolder, RunState
+from plasmid.rollout.producers.buffer import OldestFirst
+from plasmid.rollout.producers.draws import Draws
+from plasmid.rollout.producers.producer import DropLimit
+from plasmid.rollout.producers.stream import Stream
+from plasmid.run.checkpoint.folder import CheckpointFolder, RunState
 from plasmid.testing.rewards import make_prompt
 
 SETTINGS = {"filters": [{"kind": "even-group"}], "checkpoint": {"every": 2, "keep_last": 10}}

@@ -9,10 +9,10 @@ import pytest
 from plasmid.errors import ConfigError
 from plasmid.observe.sample_store import read_dropped, read_samples
 from plasmid.reuse_config import ReuseConfig
-from plasmid.rollout.producer import Taken
-from plasmid.rollout.reuse import Reusing
+from plasmid.rollout.producers.producer import Taken
+from plasmid.rollout.producers.reuse import Reusing
 from plasmid.rollout.worker import share
-from plasmid.run.local import LocalStore
+from plasmid.run.cluster.local import LocalStore
 from plasmid.testing.rewards import make_group
 
 from tests.core.run.test_resume import curve, tokens

@@ -147,8 +147,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from plasmid.recipe import resolve
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import run
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import run
 
 run(resolve(json.loads(Path(sys.argv[1]).read_text())), make_cluster=lambda _: LocalCluster())
 """

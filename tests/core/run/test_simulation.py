@@ -12,9 +12,9 @@ from plasmid.observe.journal import read_journal
 from plasmid.observe.sample_store import read_dropped, read_samples
 from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import resolve
-from plasmid.run.checkpoint import read_state
-from plasmid.run.folder import RunFolder
-from plasmid.run.setup import BUFFER
+from plasmid.run.checkpoint.folder import read_state
+from plasmid.run.checkpoint.run_folder import RunFolder
+from plasmid.run.lifecycle.assembly import BUFFER
 
 sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Chances, Simulation

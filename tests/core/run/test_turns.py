@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 from plasmid.errors import DeadlineError, EngineError, EngineLostError
-from plasmid.run.local import LocalCluster
-from plasmid.run.session import run
-from plasmid.run.turns import Turns
+from plasmid.run.cluster.local import LocalCluster
+from plasmid.run.lifecycle.session import run
+from plasmid.run.loop.device_scheduler import Turns
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
 from pydantic import PrivateAttr
 
@@ -227,7 +227,7 @@ class Leaving(FakeEngine):
 
 
 def test_a_weight_sync_is_tried_again_with_what_comes_up(runner, monkeypatch):
-    monkeypatch.setattr("plasmid.run.turns.AGAIN_S", 0.0)
+    monkeypatch.setattr("plasmid.run.loop.device_scheduler.AGAIN_S", 0.0)
     engine = Leaving(2)
     turns = Turns(config=runner.config(), trainer=FakeTrainer(), engine=engine)
     assert asyncio.run(turns.publish(3)).version == 3

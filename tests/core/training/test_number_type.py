@@ -6,7 +6,7 @@ import pytest
 from plasmid.components import BuildContext
 from plasmid.protocols import Bundle
 from plasmid.recipe import resolve
-from plasmid.run.local import LocalCluster
+from plasmid.run.cluster.local import LocalCluster
 from plasmid.training.number_type import config_of_ranks
 
 

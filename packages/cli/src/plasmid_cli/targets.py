@@ -29,7 +29,7 @@ class Target:
 def find_target(path: Path) -> Target:
     """Find out what the path is. Of a run the final policy is taken, or else its newest checkpoint."""
     from plasmid.checkpoint_config import CheckpointConfig
-    from plasmid.run.checkpoint import STATE, CheckpointFolder, read_state
+    from plasmid.run.checkpoint.folder import STATE, CheckpointFolder, read_state
 
     if (path / STATE).is_file():
         run = path.absolute().parent.parent

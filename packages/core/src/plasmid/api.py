@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .config import RunConfig
 
 if TYPE_CHECKING:
-    from .run.session import RunResult
+    from .run.lifecycle.session import RunResult
 
 
 def train(
@@ -24,8 +24,8 @@ def train(
 
     Runs on the Ray that this process or the recipe names, or starts one of its own.
     """
-    from .run.preparing import Mode  # imports what only a run needs
-    from .run.session import run
+    from .run.lifecycle.preparation import Mode  # imports what only a run needs
+    from .run.lifecycle.session import run
 
     mode = Mode(resume=resume, replay=replay, rollouts_only=rollouts_only)
     return run(config, mode=mode, observers=observers)

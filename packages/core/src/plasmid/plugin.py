@@ -27,7 +27,7 @@ from .hookspecs import hookimpl
 from .interaction import Environment, Tool
 from .observe.tensorboard import TensorBoard
 from .observe.wandb import WandB
-from .rollout.buffer import FreshestFirst, OldestFirst, Priority
+from .rollout.producers.buffer import FreshestFirst, OldestFirst, Priority
 from .rollout.server.settings import Server
 from .workflows import EnvironmentReward, EnvironmentWorkflow, FunctionWorkflow, Tools
 from .workflows.environments import Calculator, Guess, Search

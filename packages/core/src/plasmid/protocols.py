@@ -89,7 +89,7 @@ class Node:
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that the run may use there, as in CUDA_VISIBLE_DEVICES."""
     agent: Actor | None = None
-    """A `plasmid.run.node_agent.NodeAgent` there; None for the driver's own machine."""
+    """A `plasmid.run.cluster.node_agent.NodeAgent` there; None for the driver's own machine."""
 
 
 class Cluster(Protocol):

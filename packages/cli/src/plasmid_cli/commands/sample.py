@@ -12,7 +12,7 @@ import typer
 from ..recipe_arguments import Items, PluginFiles, check_sampling_overrides, load
 
 if TYPE_CHECKING:
-    from plasmid.run.sampling import Sampled
+    from plasmid.run.lifecycle.sample import Sampled
 
 Number = Annotated[int, typer.Option("-n", "--prompts", min=1, help="How many prompts.")]
 Each = Annotated[int, typer.Option("--each", min=1, help="Rollouts of each prompt.")]
@@ -42,8 +42,8 @@ def sample(
 ) -> None:
     """Show prompts, samples with their masks, and rewards: rl sample recipe.toml -n 4"""
     from plasmid.errors import ConfigError
-    from plasmid.run.sampling import draw_prompts
-    from plasmid.run.sampling import sample as run
+    from plasmid.run.lifecycle.sample import draw_prompts
+    from plasmid.run.lifecycle.sample import sample as run
 
     from ..output import output_console
     from ..samples import print_prompts, print_samples

@@ -61,7 +61,7 @@ def train(
 def _explain(config: RunConfig, *, resume: bool, replay: Path | None, rollouts_only: bool) -> None:
     from contextlib import ExitStack
 
-    from plasmid.run.preparing import Mode, prepare
+    from plasmid.run.lifecycle.preparation import Mode, prepare
 
     from ..dry_run import print_plan
 
@@ -74,11 +74,11 @@ def _explain(config: RunConfig, *, resume: bool, replay: Path | None, rollouts_o
 def _explain_offline(config: RunConfig, recipes: Sequence[Path]) -> None:
     from contextlib import ExitStack
 
-    from plasmid.run.evaluation import open_sets
-    from plasmid.run.planning import with_planned_batches
-    from plasmid.run.preflight import text_encoder
-    from plasmid.run.preparing import open_data
-    from plasmid.run.shapes import plan_models
+    from plasmid.run.evaluation.evaluator import open_sets
+    from plasmid.run.lifecycle.model_plan import plan_models
+    from plasmid.run.lifecycle.planning import with_planned_batches
+    from plasmid.run.lifecycle.preparation import open_data
+    from plasmid.run.lifecycle.validation import text_encoder
 
     from ..dry_run import print_plan
 

@@ -108,7 +108,7 @@ class RolloutEngineConfig(Component):
         yield from ()
 
     def canary(self) -> CanaryPlan | None:
-        """How the engine is compared with the trainer on a fixed prompt (`run/canary.py`); None for never.
+        """How the engine is compared with the trainer on a fixed prompt (`run/loop/canary.py`); None for never.
 
         An engine needs it whose decoding is not the trainer's code.
         """

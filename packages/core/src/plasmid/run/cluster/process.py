@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ...errors import ActorDiedError, DeadlineError, PlasmidError, one_line
 from ...log_files import last_lines, redirect_output
 from ...safe_files import append_to
-from ..host import Host, Outcome, unwrap
+from .actor_host import Host, Outcome, unwrap
 from .environment import forget_token
 
 T = TypeVar("T")

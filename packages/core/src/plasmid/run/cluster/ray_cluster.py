@@ -18,10 +18,10 @@ from ...addresses import ADDRESS, LOOPBACK
 from ...errors import PlasmidError, one_line
 from ...protocols import Actor, Node, Resources, Share
 from ...waiting import together
-from ..layout import check_gpus
-from ..node_agent import NodeAgent
 from .connection import join_ray, start_ray, visible_gpus, warn_if_open
-from .granting import addresses_of, granted
+from .layout import check_gpus
+from .node_agent import NodeAgent
+from .placement_group import addresses_of, granted
 from .process import Machine, Process, RayActor, RayStore, result
 
 LOOPBACK_INTERFACE = "lo"

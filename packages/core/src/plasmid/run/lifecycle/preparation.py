@@ -1,0 +1,102 @@
+"""Everything that is checked before a run starts its first process. `rl train` and its dry run both go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...components import PlanRow, PromptEncoder, PromptStream
+from ...config import RunConfig
+from ...data.tokenizer import prompt_encoder
+from ...errors import CheckpointError
+from ...observe.observers import check_observers
+from ...profiles import check_named
+from ...rollout.producers.replay import check_replay
+from ..checkpoint.folder_lock import check_lockable, locked
+from ..checkpoint.run_folder import RunFolder, new_folder, newest_folder
+from ..evaluation.evaluator import EvaluationSet, open_sets
+from .assembly import Restored, read_newest, restore
+from .model_plan import plan_models
+from .planning import with_planned_batches
+from .validation import check, text_encoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """What kind of run this is."""
+
+    resume: bool = False
+    replay: Path | None = None
+    """Train on the stored samples of this run; no engine is started."""
+    rollouts_only: bool = False
+    """Sample and score only; no trainer is started."""
+
+    def unused_tables(self) -> tuple[str, ...]:
+        """Tables of a recipe whose components such a run never calls."""
+        if self.replay is not None:
+            return ("rollout", "rewards", "workflow", "filters", "profiles", "buffer", "eval")
+        return ("trainer",) if self.rollouts_only else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Start:
+    """What a run begins with."""
+
+    config: RunConfig
+    """With the number of batches that the data are enough for."""
+    folder: RunFolder
+    stream: PromptStream
+    sets: tuple[EvaluationSet, ...]
+    state: Restored | None
+    """None for a new run."""
+    models: Sequence[PlanRow] = ()
+    """How trainer and engine hold the models."""
+
+
+def prepare(
+    config: RunConfig, mode: Mode, held: ExitStack, *, observers: Sequence[object] = (), dry_run: bool = False
+) -> Start:
+    """Find every mistake that can be found without starting anything, and hold the run's folder.
+
+    A dry run writes nothing, and opens the tokenizer only where prompts are chats or are limited in tokens. Raises
+    `PlasmidError`.
+    """
+    check_observers(observers)
+    training = not mode.rollouts_only
+    check(config, training=training, unused=mode.unused_tables())
+    models = plan_models(config) if training else ()
+    if mode.replay is not None:
+        check_replay(config, mode.replay)
+    folder = newest_folder(config) if mode.resume else new_folder(config)
+    encode = text_encoder(config) if dry_run else prompt_encoder(config.model)
+    stream = open_data(config, encode, held)
+    sets = open_sets(config, encode) if mode.replay is None and config.rollout is not None else ()
+    config = with_planned_batches(config, stream.facts(), mode.replay)
+    if dry_run:
+        check_lockable(folder.path)
+    else:
+        held.enter_context(locked(folder.path))
+    state = None
+    if mode.resume:
+        state = (read_newest if dry_run else restore)(folder, config)
+        if mode.replay is None and state.state.batch < config.run.batches:
+            _restore(stream, state)
+    return Start(config=config, folder=folder, stream=stream, sets=sets, state=state, models=models)
+
+
+def open_data(config: RunConfig, encode: PromptEncoder, held: ExitStack) -> PromptStream:
+    """The training prompts, closed with ``held``. Raises `DataError`, also for profiles that there are not."""
+    stream = config.data.stream(encode, seed=config.run.seed)
+    held.callback(stream.close)
+    check_named(stream.facts(), config.profiles)
+    return stream
+
+
+def _restore(stream: PromptStream, restored: Restored) -> None:
+    """Raises `CheckpointError` if the data are not those of the checkpoint; the producer restores them once more."""
+    state = restored.state.producer.get("stream")
+    if state is None:
+        raise CheckpointError(f"{restored.path}: is of a run with --replay, which begins anew; leave out --resume")
+    stream.restore(state)

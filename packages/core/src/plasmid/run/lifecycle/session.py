@@ -1,0 +1,158 @@
+"""One run from the configuration to the result: starts the parts, resumes or begins, loops, ends cleanly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pluggy
+
+from ...config import RunConfig
+from ...observe.dispatch import ObserverQueues, TrackerObserver
+from ...observe.journal import read_journal
+from ...plugins import load_plugins
+from ...protocols import RunContext
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.run_folder import RunFolder
+from ..evaluation.opening import open_evaluator
+from .assembly import Restored, build_loop
+from .exit_stack import Closing
+from .export import export_checkpoint, export_policy, is_exported
+from .interrupts import Interrupts
+from .preparation import Mode as Mode
+from .preparation import Start, prepare
+from .starting import MakeCluster, interruptible, on_ray, start_all
+from .startup import Parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run reached and wrote."""
+
+    run_dir: Path
+    steps: int
+    """Batches trained, those before a resume included."""
+    interrupted: bool
+    """True if it was stopped (Ctrl-C) before its last batch."""
+    final: Path | None
+    """Hugging Face folder of the final policy."""
+    checkpoint: Path | None
+    """Newest checkpoint."""
+    evaluations: Mapping[str, tuple[tuple[int, float], ...]]
+    """Set name -> (batches trained, mean reward)."""
+    seconds: float
+    was_finished: bool = False
+    """True if all batches had been trained before; at most the final policy has then been written."""
+
+
+def run(
+    config: RunConfig,
+    *,
+    mode: Mode | None = None,
+    observers: Sequence[object] = (),
+    make_cluster: MakeCluster | None = None,
+) -> RunResult:
+    """Run the whole job. Raises `PlasmidError` for everything that a user can mend.
+
+    Ctrl-C (or SIGTERM) ends a run after the current batch, all saved; a second one, or one before there is anything to
+    save, ends it at once with `KeyboardInterrupt`. Either way no process is left behind.
+    """
+    mode, started = mode or Mode(), time.time()
+    with ExitStack() as held:
+        start = prepare(config, mode, held, observers=observers)  # reads files only: Ctrl-C needs no cleaning up yet
+        session = _Session(start.config, mode, observers, make_cluster or on_ray(config), started)
+        if start.state is not None and start.state.state.batch >= start.config.run.batches:
+            return session.finish(start, start.state)
+        return interruptible(session.run(start))
+
+
+@dataclass(slots=True)
+class _Session:
+    config: RunConfig
+    mode: Mode
+    observers: Sequence[object]
+    make_cluster: MakeCluster
+    started: float
+
+    def finish(self, start: Start, restored: Restored) -> RunResult:
+        """The result of a run that has all its batches. Only an export may be missing, if it was killed before that."""
+        folder, batch = start.folder, restored.state.batch
+        final = folder.final if self.config.checkpoint.export else None
+        if final is not None and not is_exported(final, batch):
+            export_checkpoint(restored.path, final, config=self.config, make_cluster=self.make_cluster)
+        return replace(self._result(folder, batch, interrupted=False, final=final), was_finished=True)
+
+    async def run(self, start: Start) -> RunResult:
+        folder = start.folder
+        with Interrupts() as interrupts:
+            folder.create(self.config, start.stream.facts())
+            async with Closing() as stack:
+                plugins = load_plugins(files=map(Path, self.config.plugins))
+                queues = await self._open_observers(plugins, folder, stack)
+                queues.emit("run_started", run_dir=folder.path, batches=self.config.run.batches)
+                batch = 0 if start.state is None else start.state.state.batch
+                queues.emit("phase_started", batch=batch, phase="start", version=0)
+                parts = await start_all(
+                    self.config,
+                    folder,
+                    self.make_cluster,
+                    with_trainer=not self.mode.rollouts_only,
+                    with_engine=self._with_engine,
+                    is_new=start.state is None,
+                )
+                stack.later("the run", parts.close)
+                loop = await build_loop(
+                    self.config,
+                    parts,
+                    folder,
+                    start.stream,
+                    queues,
+                    open_evaluator(self.config, parts, folder, start.sets, queues, stack, state=start.state),
+                    state=start.state,
+                    replay=self.mode.replay,
+                    stack=stack,
+                    plugins=plugins,
+                )
+                interrupts.save_with(loop.stop)
+                interrupted = await loop.run()
+                interrupts.save_with(None)
+                async with loop.trainer_at_hand():
+                    final = await self._export(folder, parts, interrupted, loop.progress.batch)
+        return self._result(folder, loop.progress.batch, interrupted=interrupted, final=final)
+
+    @property
+    def _with_engine(self) -> bool:
+        return self.mode.replay is None and self.config.rollout is not None
+
+    async def _open_observers(self, plugins: pluggy.PluginManager, folder: RunFolder, stack: Closing) -> ObserverQueues:
+        context = RunContext(seed=self.config.run.seed, run_dir=folder.path)
+        for tracker in self.config.trackers:
+            await tracker.open(context)
+            stack.later(f"tracker {type(tracker).__name__}", tracker.close)
+        queues = ObserverQueues.of(plugins, *map(TrackerObserver, self.config.trackers), *self.observers)
+        stack.later("observers", queues.close)
+        return queues
+
+    async def _export(self, folder: RunFolder, parts: Parts, interrupted: bool, batch: int) -> Path | None:
+        if parts.trainer is None or interrupted or not self.config.checkpoint.export:
+            return None
+        await export_policy(self.config, parts.trainer, folder.final, batch)
+        return folder.final
+
+    def _result(self, folder: RunFolder, batch: int, *, interrupted: bool, final: Path | None) -> RunResult:
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for entry in read_journal(folder.evaluations):
+            curves.setdefault(entry.name, []).append((entry.step, entry.metrics[f"eval/{entry.name}/reward"]))
+        checkpoints = CheckpointFolder(folder.checkpoints, self.config.checkpoint).all()
+        return RunResult(
+            run_dir=folder.path,
+            steps=batch,
+            interrupted=interrupted,
+            final=final,
+            checkpoint=checkpoints[-1] if checkpoints else None,
+            evaluations={name: tuple(points) for name, points in curves.items()},
+            seconds=time.time() - self.started,
+        )

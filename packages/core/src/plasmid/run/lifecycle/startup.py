@@ -1,0 +1,220 @@
+"""The running parts of one run, and how they are started and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...batch import GroupRef
+from ...components import BuildContext
+from ...config import RunConfig
+from ...protocols import Actor, Bundle, Cluster, Resources, RolloutEngine, Trainer
+from ...rollout.worker import Job, RolloutWorker
+from ...waiting import together
+from ..cluster.layout import Layout
+from ..cluster.node_checks import prepare
+
+log = logging.getLogger(__name__)
+GRACE_S = 60.0
+"""Added to the deadline of a group: rollouts and rewards keep theirs themselves, and their errors say more."""
+WRITE_S = 600.0
+"""Longest time to write the samples of one batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workers:
+    """The rollout worker processes; jobs are dealt out to them by group."""
+
+    actors: tuple[Actor, ...]
+    rollout_s: float
+    """Longest time for the rollouts of a group, which run at once."""
+    reward_s: float
+    """Longest time for all rewards of one sample."""
+    in_order: bool = False
+    """Groups are judged in the order in which they are asked for, so that what components remember is repeatable."""
+    last: dict[str, str] = field(default_factory=dict)
+    """The job that was last given to each process."""
+
+    async def roll_out(self, job: Job) -> GroupRef:
+        """Make one prompt group. Raises what its rewards raise, `ActorDiedError`, `DeadlineError`."""
+        actor = self.actors[job.group_id % len(self.actors)]
+        if self.in_order:
+            job = replace(job, after=self.last.get(actor.name, ""))
+            self.last[actor.name] = job.name
+        limit_s = self.rollout_s + self.reward_s * len(job.sessions()) + GRACE_S
+        group: GroupRef = await actor.call("roll_out", job, timeout_s=limit_s)
+        return group
+
+    async def write(self, path: Path, groups: tuple[GroupRef, ...], step: int) -> None:
+        """Write whole groups into the sample store."""
+        dropped = {group.id: group.dropped_by for group in groups if group.dropped_by}
+        refs = [group.whole for group in groups]
+        await self.actors[0].call("write", path, refs, step, dropped, timeout_s=WRITE_S)
+
+    async def mark(self) -> None:
+        """What components remember now is what the next `save` writes."""
+        await together(actor.call("mark", timeout_s=WRITE_S) for actor in self.actors)
+
+    async def save(self, folder: Path) -> None:
+        """Write what the components of each process remember, one file each."""
+        folder.mkdir()
+        files = [folder / f"{index}.json" for index in range(len(self.actors))]
+        await together(a.call("save", file, timeout_s=WRITE_S) for a, file in zip(self.actors, files, strict=True))
+
+    async def restore(self, folder: Path) -> None:
+        """Take it up. What process j of then remembered goes to process j modulo the number of processes now."""
+        then = len(list(folder.glob("*.json")))
+        shares = [[folder / f"{j}.json" for j in range(i, then, len(self.actors))] for i in range(len(self.actors))]
+        given = [(actor, files) for actor, files in zip(self.actors, shares, strict=True) if files]
+        await together(actor.call("restore", files, timeout_s=WRITE_S) for actor, files in given)
+
+    async def close(self) -> None:
+        """Stop the processes."""
+        await asyncio.gather(*(actor.stop() for actor in self.actors))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Parts:
+    """Whatever of trainer, engine and workers a run has."""
+
+    cluster: Cluster
+    trainer: Trainer | None = None
+    engine: RolloutEngine | None = None
+    workers: Workers | None = None
+    eval_engine: RolloutEngine | None = None
+    """An engine for evaluation sets alone (`placement.eval_ranks`)."""
+    eval_workers: Workers | None = None
+    """Who asks it."""
+
+    async def close(self) -> None:
+        """Stop everything, the cluster last."""
+        for part in (self.workers, self.eval_workers, self.engine, self.eval_engine, self.trainer):
+            if part is not None:
+                try:
+                    await part.close()
+                except Exception:  # boundary: the others must be stopped too, and why the run ends is said elsewhere
+                    log.exception("%s did not close", type(part).__name__)
+        try:
+            await self.cluster.close()
+        except Exception:  # boundary: as above
+            log.exception("the cluster did not close")
+
+
+async def start_parts(
+    config: RunConfig,
+    cluster: Cluster,
+    run_dir: Path,
+    *,
+    with_trainer: bool,
+    with_engine: bool,
+    evaluating: bool = False,
+) -> Parts:
+    """Start what the run needs, all at once. Stops everything again if a part fails.
+
+    ``evaluating`` is for runs that do nothing else: their engine is free for evaluations, so none gets one of its own.
+    """
+    parts = Parts(cluster=cluster)
+    with_eval = with_trainer and with_engine and not evaluating and config.placement.eval_ranks > 0
+    try:
+        layout = Layout.of(
+            config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine, with_eval=with_eval
+        )
+        site = await _site(config, cluster, run_dir, layout)
+
+        async def start_trainer() -> None:
+            parts.trainer = await config.trainer.build(site.context(layout.trainer))
+
+        async def start_engine() -> None:
+            assert config.rollout is not None
+            parts.engine = await config.rollout.build(site.context(layout.engine))
+
+        async def start_eval_engine() -> None:
+            assert config.rollout is not None
+            parts.eval_engine = await config.rollout.build(site.of_evaluation())
+
+        wanted = [(with_trainer, start_trainer), (with_engine, start_engine), (with_eval, start_eval_engine)]
+        await together(start() for needed, start in wanted if needed)
+        if parts.engine is not None:
+            in_order = config.run.max_staleness == 0
+            parts.workers = await _start_workers(
+                site, parts.engine, layout.workers, name="rollout-worker", in_order=in_order
+            )
+        if parts.eval_engine is not None:
+            parts.eval_workers = await _start_workers(
+                site, parts.eval_engine, layout.workers[:1], name="eval-worker", in_order=False
+            )
+    except BaseException:
+        await parts.close()
+        raise
+    return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Site:
+    """What all parts are built with."""
+
+    cluster: Cluster
+    config: RunConfig
+    """As processes on every machine of the run can use it."""
+    run_dir: Path
+    layout: Layout
+    threads: int
+
+    def context(self, bundles: tuple[Bundle, ...]) -> BuildContext:
+        """Of one part."""
+        return BuildContext(
+            cluster=self.cluster, config=self.config, run_dir=self.run_dir, bundles=bundles, threads=self.threads
+        )
+
+    def of_evaluation(self) -> BuildContext:
+        """Of the engine for evaluation sets alone, which sees its own number of ranks where it looks for it."""
+        place = self.config.placement.model_copy(update={"engine_ranks": self.config.placement.eval_ranks})
+        own = self.config.model_copy(update={"placement": place})
+        return replace(self.context(self.layout.evaluation), config=own, engine_name="eval-engine")
+
+
+async def _site(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layout) -> _Site:
+    """Take the machines, and check them."""
+    given = config.placement.threads
+    nodes = await cluster.reserve(layout.shares(1 if given == "auto" else given))
+    return _Site(
+        cluster=cluster,
+        config=await prepare(config, nodes, run_dir),
+        run_dir=run_dir,
+        layout=layout,
+        threads=layout.threads([node.cores for node in nodes]) if given == "auto" else given,
+    )
+
+
+async def _start_workers(
+    site: _Site, engine: RolloutEngine, bundles: tuple[Bundle, ...], *, name: str, in_order: bool
+) -> Workers:
+    config, cluster, run_dir = site.config, site.cluster, site.run_dir
+    dump = config.model_dump(mode="json")
+    limit = config.placement.start_timeout_s
+    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+
+    async def start(index: int, bundle: Bundle) -> Actor:
+        actor = await cluster.start(
+            RolloutWorker,
+            dump,
+            run_dir,
+            engine.client,
+            cluster.store,
+            name=f"{name}-{index}",
+            resources=Resources(bundles=(bundle,), env=env),
+            timeout_s=limit,
+        )
+        await actor.call("open", timeout_s=limit)
+        return actor
+
+    rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
+    actors = await together(start(i, bundle) for i, bundle in enumerate(bundles))
+    return Workers(
+        actors=tuple(actors),
+        rollout_s=config.run.rollout_timeout_s,
+        reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
+        in_order=in_order,
+    )
