@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from plasmid.algorithms.policy_loss import clipped_policy_loss
+from plasmid.algorithms.parts.policy_loss import clipped_policy_loss
 from plasmid.training.kept_tokens import KeptTokens
 from plasmid.training.linear_head import LinearHead
 from plasmid.training.logprobs import token_logprobs

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from plasmid.algorithms.policy_gradient import PolicyGradient
+from plasmid.algorithms.parts.policy_gradient import PolicyGradient
 from plasmid.components import Algorithm
 from plasmid.plugin import register_algorithms
 

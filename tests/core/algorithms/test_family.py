@@ -7,18 +7,16 @@ from algorithm_cases import advantage_inputs, loss_inputs, make_case, split_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.algorithms.cispo import CISPO
-from plasmid.algorithms.correction import Correction
 from plasmid.algorithms.dapo import DAPO
 from plasmid.algorithms.dr_grpo import DrGRPO
 from plasmid.algorithms.grpo import GRPO
 from plasmid.algorithms.gspo import GSPO
 from plasmid.algorithms.inputs import ValueInputs
 from plasmid.algorithms.opd import OPD
+from plasmid.algorithms.parts.correction import Correction
 from plasmid.algorithms.ppo import PPO
-from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from plasmid.algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
-from plasmid.algorithms.remax import ReMax
-from plasmid.algorithms.rloo import RLOO
+from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from plasmid.algorithms.rloo import RLOO, ReMax
 from plasmid.algorithms.sft import SFT
 
 SHAPE = [[1, 2, 1], [1], [3, 1], [1, 1, 1, 1]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.algorithms.group import group_advantages
+from plasmid.algorithms.parts.group import group_advantages
 from plasmid.batch import BatchTable
 
 

@@ -9,17 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 from plasmid.algorithms.cispo import CISPO
-from plasmid.algorithms.correction import Correction
 from plasmid.algorithms.dapo import DAPO
 from plasmid.algorithms.dr_grpo import DrGRPO
 from plasmid.algorithms.grpo import GRPO
 from plasmid.algorithms.gspo import GSPO
 from plasmid.algorithms.opd import OPD
+from plasmid.algorithms.parts.correction import Correction
 from plasmid.algorithms.ppo import PPO
-from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from plasmid.algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
-from plasmid.algorithms.remax import ReMax
-from plasmid.algorithms.rloo import RLOO
+from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from plasmid.algorithms.rloo import RLOO, ReMax
 from plasmid.algorithms.sft import SFT
 from plasmid.batch import BatchRef
 from plasmid.kept import KeptSet

@@ -12,11 +12,10 @@ from plasmid.algorithms.cispo import CISPO
 from plasmid.algorithms.dr_grpo import DrGRPO
 from plasmid.algorithms.grpo import GRPO
 from plasmid.algorithms.gspo import GSPO
+from plasmid.algorithms.parts.returns import discounted_sums, whiten
 from plasmid.algorithms.ppo import PPO
 from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from plasmid.algorithms.remax import ReMax
-from plasmid.algorithms.returns import discounted_sums, whiten
-from plasmid.algorithms.rloo import RLOO
+from plasmid.algorithms.rloo import RLOO, ReMax
 from plasmid.training.reduction import sample_weights
 from plasmid.training.schedule import deal_to_steps
 

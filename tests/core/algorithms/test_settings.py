@@ -12,8 +12,7 @@ from plasmid.algorithms.grpo import GRPO
 from plasmid.algorithms.gspo import GSPO
 from plasmid.algorithms.opd import OPD
 from plasmid.algorithms.ppo import PPO
-from plasmid.algorithms.remax import ReMax
-from plasmid.algorithms.rloo import RLOO
+from plasmid.algorithms.rloo import RLOO, ReMax
 from plasmid.algorithms.sft import SFT
 from plasmid.components import Algorithm
 from plasmid.errors import ConfigError

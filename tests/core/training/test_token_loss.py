@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plasmid.algorithms.policy_loss import clipped_policy_loss
+from plasmid.algorithms.parts.policy_loss import clipped_policy_loss
 from plasmid.training.logprobs import TokenScores, token_logprobs
 from plasmid.training.token_loss import linear_token_loss
 

@@ -9,10 +9,8 @@ from .algorithms.grpo import GRPO
 from .algorithms.gspo import GSPO
 from .algorithms.opd import OPD
 from .algorithms.ppo import PPO
-from .algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from .algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
-from .algorithms.remax import ReMax
-from .algorithms.rloo import RLOO
+from .algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from .algorithms.rloo import RLOO, ReMax
 from .algorithms.sft import SFT
 from .buffer_policy import BufferPolicy
 from .components import Algorithm, Converter, DataSource, Reward, RolloutEngineConfig, Tracker, Workflow

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ..components import Reduction
-from .grpo import GroupRelative
+from ..components import Needs, Reduction
+from .parts.group import GroupNormalization
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, weighted_likelihood_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import LossInputs
-    from .policy_loss import PolicyLoss
+    from .inputs import AdvantageInputs, LossInputs
 
 
-class CISPO(GroupRelative):
+class CISPO(GroupNormalization, RewardPolicyGradient):
     """REINFORCE weighted by the clipped probability ratio: the weight is bounded, and no token loses its gradient.
 
     Formula: A as in GRPO; token loss -sg(clip(w, 1 - clip_low, 1 + clip_high)) A log p with w = p / p_old, where sg
@@ -33,9 +35,13 @@ class CISPO(GroupRelative):
     clip_high: float = Field(4.0, ge=0.0, allow_inf_nan=False)
     """The weight is at most 1 + clip_high."""
 
-    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        from .policy_loss import weighted_likelihood_loss
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
 
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        return inputs.spread(self.normalize(self.table(inputs)))
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
         return weighted_likelihood_loss(
             inputs.logprobs, old_logprobs, inputs.advantages, clip_low=self.clip_low, clip_high=self.clip_high
         )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ..components import Reduction
-from .clipped import Clipped
-from .grpo import GroupRelative
+from ..components import Needs, Reduction
+from .parts.group import GroupNormalization
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .inputs import AdvantageInputs, LossInputs
 
 
-class DAPO(GroupRelative, Clipped):
+class DAPO(GroupNormalization, RatioClip, RewardPolicyGradient):
     """GRPO with all tokens weighing the same, more room for unlikely tokens to rise, and no KL.
 
     Formula: A as in GRPO; token loss max(-w A, -clip(w, 1 - clip_low, 1 + clip_high) A), averaged over all tokens of
@@ -25,3 +32,12 @@ class DAPO(GroupRelative, Clipped):
     """How token losses of a step are averaged: all tokens alike in DAPO."""
     clip_high: float = Field(0.28, ge=0.0, allow_inf_nan=False)
     """The probability ratio is clipped above at 1 + clip_high."""
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
+
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        return inputs.spread(self.normalize(self.table(inputs)))
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ..components import Needs
-from .clipped import Clipped
-from .rewarded import Rewarded
+from .parts.group import group_advantages
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import AdvantageInputs
+    from .inputs import AdvantageInputs, LossInputs
 
 
-class DrGRPO(Rewarded, Clipped):
+class DrGRPO(RatioClip, RewardPolicyGradient):
     """GRPO without its biases: no standard deviation, and one divisor for answers of every length.
 
     Formula: A = r - mean over the rollouts of the prompt; GRPO's token loss, summed and divided by
@@ -36,9 +37,7 @@ class DrGRPO(Rewarded, Clipped):
         return replace(super().needs(), groups=True)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        import torch
+        return inputs.spread(group_advantages(self.table(inputs), normalize_std=False))
 
-        from .group import group_advantages
-
-        values = group_advantages(self.table(inputs), normalize_std=False, std_eps=1.0)
-        return inputs.spread(torch.from_numpy(values))
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

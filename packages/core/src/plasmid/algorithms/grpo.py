@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
 from ..components import Needs
-from .clipped import Clipped
-from .rewarded import Rewarded
+from .parts.group import GroupNormalization
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import AdvantageInputs
+    from .inputs import AdvantageInputs, LossInputs
 
 
-class GroupRelative(Rewarded):
-    """Base of algorithms whose advantages are rewards relative to their prompt group."""
-
-    normalize_std: bool = True
-    """Divide advantages by the standard deviation of their group; off in Dr. GRPO."""
-    std_form: Literal["sample", "population", "leave-one-out"] = "sample"
-    """Standard deviation with the divisor n - 1, with n, or, together with the mean, of the other rollouts alone; of
-    fewer than two others, or equal ones, there is none and nothing is divided (NeMo-RL)."""
-    std_eps: float = Field(1e-6, gt=0.0, allow_inf_nan=False)
-    """Added to the standard deviation."""
-
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
-        for name, shown in (("std_eps", f"{self.std_eps:g}"), ("std_form", repr(self.std_form))):
-            if not self.normalize_std and self._is_set(name):
-                yield f"{name} = {shown} is never read with normalize_std = false; remove it"
-
-    def needs(self) -> Needs:
-        return replace(super().needs(), groups=True)
-
-    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        import torch
-
-        from .group import group_advantages
-
-        values = group_advantages(
-            self.table(inputs), normalize_std=self.normalize_std, std_eps=self.std_eps, std_form=self.std_form
-        )
-        return inputs.spread(torch.from_numpy(values))
-
-
-class GRPO(GroupRelative, Clipped):
+class GRPO(GroupNormalization, RatioClip, RewardPolicyGradient):
     """Rewards relative to their prompt group, PPO's clipped loss, and a KL to the reference model in the loss.
 
     Formula: A = (r - mean) / (std + std_eps) over the rollouts of the prompt; token loss
@@ -59,3 +26,14 @@ class GRPO(GroupRelative, Clipped):
     """
 
     kind: Literal["grpo"] = "grpo"
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
+
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        """A = (r - mean) / (std + std_eps) over the rollouts of the prompt, the same on all tokens of a sample."""
+        return inputs.spread(self.normalize(self.table(inputs)))
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        """max(-w A, -clip(w, 1 - clip_low, 1 + clip_high) A) with w = p / p_old."""
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

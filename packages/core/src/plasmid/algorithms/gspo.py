@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from .grpo import GroupRelative
+from ..components import Needs
+from .parts.group import GroupNormalization
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, clipped_ratio_loss, sequence_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import LossInputs
-    from .policy_loss import PolicyLoss
+    from .inputs import AdvantageInputs, LossInputs
 
 
-class GSPO(GroupRelative):
+class GSPO(GroupNormalization, RewardPolicyGradient):
     """GRPO with one probability ratio for each sample in place of one for each token.
 
     Formula: A as in GRPO; s = exp(mean over the sample's tokens of log p - log p_old); loss
@@ -30,8 +33,12 @@ class GSPO(GroupRelative):
     clip_high: float = Field(4e-4, ge=0.0, allow_inf_nan=False)
     """The sequence ratio is clipped above at 1 + clip_high."""
 
-    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        from .policy_loss import clipped_ratio_loss, sequence_ratio
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
 
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        return inputs.spread(self.normalize(self.table(inputs)))
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
         ratio = sequence_ratio(inputs, old_logprobs)
         return clipped_ratio_loss(ratio, inputs.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

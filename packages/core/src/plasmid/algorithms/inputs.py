@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from ..batch import BatchTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,14 +40,17 @@ class AdvantageInputs:
     all_reduce: Callable[[Tensor], Tensor]
     """Sum of a tensor over all ranks that hold different tokens."""
 
-    def spread(self, values: Tensor) -> Tensor:
+    def spread(self, values: Tensor | NDArray[np.float64]) -> Tensor:
         """[T] the value of each token's sample, out of [N]; in the dtype and on the device of the tokens."""
-        return values.to(self.rollout_logprobs)[self.sample_index]
+        import torch
+
+        return torch.as_tensor(values).to(self.rollout_logprobs)[self.sample_index]
 
     def per_sample_sum(self, values: Tensor) -> Tensor:
         """[N] float64 sums of values [T] over the tokens of each sample, of all ranks."""
-        sums = values.new_zeros(self.table.num_samples, dtype=torch.float64)
-        return self.all_reduce(sums.index_add(0, self.sample_index, values.double()))
+        values = values.double()
+        sums = values.new_zeros(self.table.num_samples).index_add(0, self.sample_index, values)
+        return self.all_reduce(sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Literal
 
 from ..components import Needs
 from ..types import Role
-from .clipped import Clipped
+from .parts.policy_gradient import PolicyGradient
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import AdvantageInputs
+    from .inputs import AdvantageInputs, LossInputs
 
 
-class OPD(Clipped):
+class OPD(RatioClip, PolicyGradient):
     """The policy samples, and each of its tokens is graded by how much more likely the teacher finds it.
 
     Formula: A_t = log p_teacher - log p of the drawn token, which descends the reverse KL(p || p_teacher) of each
@@ -27,17 +28,16 @@ class OPD(Clipped):
     kind: Literal["opd"] = "opd"
 
     def needs(self) -> Needs:
-        return replace(super().needs(), rewards=False, teacher=True)
+        return replace(super().needs(), rewards=False)
 
-    def roles(self, *, steps: int) -> tuple[Role, ...]:
-        return (*super().roles(steps=steps), Role.TEACHER)
-
-    @property
-    def _reads_old_logprobs_early(self) -> bool:
-        return True
+    def advantage_roles(self) -> tuple[Role, ...]:
+        return (Role.POLICY, Role.TEACHER)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
         policy = inputs.rollout_logprobs if self.old_policy == "rollout" else inputs.old_logprobs
         if inputs.teacher_logprobs is None or policy is None:
             raise ValueError("policy and teacher must be scored for opd")
         return inputs.teacher_logprobs - policy
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ..components import ActorCritic, Needs, Reduction
+from ..components import ActorCritic, Reduction
 from ..types import Role
-from .clipped import Clipped
-from .rewarded import Rewarded
+from .inputs import TokenLoss
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
+from .parts.returns import gae, token_rewards, whiten
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import AdvantageInputs, TokenLoss, ValueInputs
+    from .inputs import AdvantageInputs, LossInputs, ValueInputs
 
 
-class PPO(Rewarded, Clipped, ActorCritic):
+class PPO(RatioClip, RewardPolicyGradient, ActorCritic):
     """Generalized advantage estimates from a critic, which is trained beside the policy.
 
     Formula: r_t = reward on the last token - reward_kl_coef KL_t; d_t = r_t + gamma V_(t+1) - V_t;
@@ -40,37 +41,28 @@ class PPO(Rewarded, Clipped, ActorCritic):
     value_clip: Literal["off"] | Annotated[float, Field(gt=0.0)] = 0.2
     """How far the critic's values may move from those before the first step before their loss stops to fall."""
 
-    def needs(self) -> Needs:
-        return replace(super().needs(), critic=True)
-
-    def roles(self, *, steps: int) -> tuple[Role, ...]:
+    def advantage_roles(self) -> tuple[Role, ...]:
         """The critic's values before the first step are always read."""
-        return (*super().roles(steps=steps), Role.CRITIC)
+        return (*super().advantage_roles(), Role.CRITIC)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        from .returns import whiten
-
         estimates = self._estimates(inputs)
         return whiten(estimates, inputs) if self.whiten else estimates
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)
 
     def returns(self, inputs: AdvantageInputs) -> Tensor:
         assert inputs.values is not None, "roles() asks for them"
         return (self._estimates(inputs) + inputs.values.double()).to(inputs.values.dtype)
 
     def _estimates(self, inputs: AdvantageInputs) -> Tensor:
-        from .returns import gae
-        from .reward_kl import token_rewards
-
         if inputs.values is None:
             raise ValueError("the critic must be scored for ppo")
         rewards = token_rewards(inputs, self.penalty(inputs))
         return gae(rewards, inputs.values.double(), inputs.sample_index, gamma=self.gamma, lam=self.lam)
 
     def value_loss(self, inputs: ValueInputs) -> TokenLoss:
-        import torch
-
-        from .inputs import TokenLoss
-
         values, returns = inputs.values, inputs.returns
         loss = (values - returns) ** 2
         now = values.detach()
@@ -78,6 +70,6 @@ class PPO(Rewarded, Clipped, ActorCritic):
         if self.value_clip != "off":
             moved = values - inputs.old_values
             near = inputs.old_values + moved.clamp(-self.value_clip, self.value_clip)
-            loss = torch.maximum(loss, (near - returns) ** 2)
+            loss = loss.maximum((near - returns) ** 2)
             metrics["value_clip_fraction"] = (moved.detach().abs() > self.value_clip).to(now.dtype)
         return TokenLoss(loss=loss, metrics=metrics)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ..components import Reduction
-from .clipped import Clipped
-from .rewarded import Rewarded
+from ..components import Needs, Reduction
+from .parts.group import group_advantages
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
+from .parts.returns import discounted_sums, token_rewards, whiten
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import AdvantageInputs
+    from .inputs import AdvantageInputs, LossInputs
 
 
-class ReinforcePlusPlus(Rewarded, Clipped):
+class ReinforcePlusPlus(RatioClip, RewardPolicyGradient):
     """Returns of each token, normalised over all tokens of the batch; no critic, no prompt groups.
 
     Formula: G_t = sum over k >= t of gamma^(k - t) (r_k - reward_kl_coef KL_k), where r_k is the reward on the last
@@ -32,8 +35,32 @@ class ReinforcePlusPlus(Rewarded, Clipped):
     """Discount for each token between a reward and the token that earns it."""
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        from .returns import discounted_sums, whiten
-        from .reward_kl import token_rewards
+        rewards = token_rewards(inputs, self.penalty(inputs))
+        return whiten(discounted_sums(rewards, inputs.sample_index, self.gamma), inputs)
 
-        returns = discounted_sums(token_rewards(inputs, self.penalty(inputs)), inputs.sample_index, self.gamma)
-        return whiten(returns, inputs)
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)
+
+
+class ReinforcePlusPlusBaseline(RatioClip, RewardPolicyGradient):
+    """Rewards relative to the mean of their prompt group, normalised over all tokens of the batch.
+
+    Formula: B = r - mean over the rollouts of the prompt, with r = reward - reward_kl_coef KL;
+    A = (B - mean) / sqrt(var + 1e-8) over the batch's tokens; PPO's clipped token loss.
+    Paper: Hu et al. 2025, arXiv 2501.03262
+    Use: like GRPO, without its division by the standard deviation of small groups.
+    """
+
+    kind: Literal["reinforce-plus-plus-baseline"] = "reinforce-plus-plus-baseline"
+    reduction: Reduction = "per-token"
+    """How token losses of a step are averaged: all tokens alike in REINFORCE++."""
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
+
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        values = group_advantages(self.table(inputs), normalize_std=False)
+        return whiten(inputs.spread(values), inputs)
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

@@ -1,4 +1,4 @@
-"""REINFORCE with a leave-one-out baseline."""
+"""REINFORCE with the reward of other answers to the prompt as its baseline."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from ..components import Needs, Reduction
-from .clipped import Clipped
-from .rewarded import Rewarded
+from .parts.group import leave_one_out_advantages
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import AdvantageInputs
+    from .inputs import AdvantageInputs, LossInputs
 
 
-class RLOO(Rewarded, Clipped):
+class RLOO(RatioClip, RewardPolicyGradient):
     """Rewards less the mean reward of the prompt's other rollouts.
 
     Formula: A = r - mean of the other rollouts' r, with r = reward - reward_kl_coef KL; token loss -w A, clipped like
@@ -32,8 +33,33 @@ class RLOO(Rewarded, Clipped):
         return replace(super().needs(), groups=True)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        import torch
+        return inputs.spread(leave_one_out_advantages(self.table(inputs)))
 
-        from .group import leave_one_out_advantages
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)
 
-        return inputs.spread(torch.from_numpy(leave_one_out_advantages(self.table(inputs))))
+
+class ReMax(RatioClip, RewardPolicyGradient):
+    """Rewards less that of the policy's greedy answer to the same prompt, which one more rollout gives.
+
+    Formula: A = r(sampled) - r(greedy), with r(sampled) = reward - reward_kl_coef KL; token loss -w A, clipped like
+    PPO's once several steps are taken on a batch.
+    Paper: Li et al. 2023, arXiv 2310.10505
+    Use: one sample of each prompt, no critic; costs one greedy rollout of each prompt.
+    """
+
+    kind: Literal["remax"] = "remax"
+    reduction: Reduction = "per-token"
+    """How token losses of a step are averaged: all tokens alike, which is the paper's sum but for a factor."""
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), greedy_baseline=True)
+
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        table = self.table(inputs)
+        if table.baselines is None:
+            raise ValueError("the batch has no greedy rollouts; remax needs one of each prompt")
+        return inputs.spread(table.rewards - table.baselines)
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

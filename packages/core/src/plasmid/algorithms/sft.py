@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Literal
 
 from ..components import Algorithm, Needs, Reduction
 from ..types import Role
+from .inputs import TokenLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import AdvantageInputs, LossInputs, TokenLoss
+    from .inputs import AdvantageInputs, LossInputs
 
 
 class SFT(Algorithm):
@@ -33,12 +34,8 @@ class SFT(Algorithm):
 
     def advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Every token of a demonstration is worth the same."""
-        import torch
-
-        return torch.ones_like(inputs.rollout_logprobs)
+        return inputs.rollout_logprobs.new_ones(inputs.rollout_logprobs.shape)
 
     def loss(self, inputs: LossInputs) -> TokenLoss:
-        from .inputs import TokenLoss
-
         metrics = {} if inputs.entropy is None else {"entropy": inputs.entropy}
         return TokenLoss(loss=-inputs.logprobs, metrics=metrics)

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..algorithms.ratio import LIMIT, exp_difference
+from ..algorithms.parts.policy_loss import LIMIT, exp_difference
 
 SMALLEST = 1e-6
 """Log-ratios that are nearer to 0 than this share one bin."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ..components import Settings
+from ...components import Settings
+from .policy_loss import exp_difference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,8 +57,6 @@ class Correction(Settings):
         Truncation: Yao et al. 2025 (https://fengyao.notion.site/off-policy-rl); IcePop: arXiv 2510.18855; masks of
         sequences: Liu et al. 2025 (https://richardli.xyz/rl-collapse).
         """
-        from .ratio import exp_difference
-
         log_ratio = log_ratio.detach()
         ratio = exp_difference(self._at_level(log_ratio, sample_index, num_samples))
         weight = ratio

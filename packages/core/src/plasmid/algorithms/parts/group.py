@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from ..batch import BatchTable
+from ...batch import BatchTable
+from ...components import Settings
 
 F = NDArray[np.float64]
 StdForm = Literal["sample", "population", "leave-one-out"]
+
+
+class GroupNormalization(Settings):
+    """Settings of rewards relative to their prompt group."""
+
+    normalize_std: bool = True
+    """Divide advantages by the standard deviation of their group; off in Dr. GRPO."""
+    std_form: StdForm = "sample"
+    """Standard deviation with the divisor n - 1, with n, or, together with the mean, of the other rollouts alone; of
+    fewer than two others, or equal ones, there is none and nothing is divided (NeMo-RL)."""
+    std_eps: float = Field(1e-6, gt=0.0, allow_inf_nan=False)
+    """Added to the standard deviation."""
+
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        for name, shown in (("std_eps", f"{self.std_eps:g}"), ("std_form", repr(self.std_form))):
+            if not self.normalize_std and self._is_set(name):
+                yield f"{name} = {shown} is never read with normalize_std = false; remove it"
+
+    def normalize(self, table: BatchTable) -> F:
+        """[N] (r - mean) / (std + std_eps) over the rollouts of each prompt."""
+        return group_advantages(table, normalize_std=self.normalize_std, std_eps=self.std_eps, std_form=self.std_form)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +65,9 @@ def _groups(table: BatchTable) -> _Groups:
     return _Groups(values, groups, size, mean, index)
 
 
-def group_advantages(table: BatchTable, *, normalize_std: bool, std_eps: float, std_form: StdForm = "sample") -> F:
+def group_advantages(
+    table: BatchTable, *, normalize_std: bool, std_eps: float = 1.0, std_form: StdForm = "sample"
+) -> F:
     """[N] (reward - mean) / (std + std_eps) in each prompt group, or reward - mean (Dr. GRPO, arXiv 2503.20783).
 
     The statistics are those of rollouts: the samples of one rollout count once, with their mean reward. A ``sample``

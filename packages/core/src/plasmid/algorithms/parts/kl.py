@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+from .policy_loss import LIMIT
 
-from .ratio import LIMIT
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
