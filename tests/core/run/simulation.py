@@ -12,9 +12,10 @@ from plasmid.observe.sample_store import write_samples
 from plasmid.plugins import load_plugins
 from plasmid.rollout.worker import share
 from plasmid.run.checkpoint.folder import CheckpointFolder
+from plasmid.run.checkpoint.resume import restore
 from plasmid.run.checkpoint.run_folder import RunFolder
-from plasmid.run.lifecycle.assembly import build_loop, restore
-from plasmid.run.lifecycle.exit_stack import Closing
+from plasmid.run.lifecycle.assembly import build_loop
+from plasmid.run.lifecycle.interrupts import Closing
 from plasmid.run.lifecycle.startup import Parts
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer

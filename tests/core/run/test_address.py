@@ -3,7 +3,7 @@
 import pytest
 from plasmid.errors import ConfigError
 from plasmid.placement_config import PlacementConfig
-from plasmid.run.cluster.address import address_of
+from plasmid.run.cluster.opening import address_of
 from plasmid.run.lifecycle.validation import check
 
 

@@ -15,8 +15,9 @@ from plasmid.observe.sample_store import read_samples
 from plasmid.recipe import merge, resolve
 from plasmid.run.cluster.layout import Layout, check_gpus
 from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.evaluation.evaluator import Bench, EvaluationSet, Evaluator
+from plasmid.run.evaluation.evaluator import Bench, Evaluator
 from plasmid.run.evaluation.metrics import mean_over_sets, summarize
+from plasmid.run.evaluation.sets import EvaluationSet
 from plasmid.run.lifecycle.evaluate import evaluate
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual

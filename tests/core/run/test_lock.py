@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from plasmid.errors import ConfigError
-from plasmid.run.checkpoint.folder_lock import locked
+from plasmid.run.checkpoint.run_folder import locked
 
 HOLD = """
 import sys, time

@@ -14,7 +14,7 @@ from plasmid.plugins import installed, load_plugins
 from plasmid.recipe import resolve
 from plasmid.run.checkpoint.folder import read_state
 from plasmid.run.checkpoint.run_folder import RunFolder
-from plasmid.run.lifecycle.assembly import BUFFER
+from plasmid.run.checkpoint.saver import BUFFER
 
 sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Chances, Simulation

@@ -74,10 +74,9 @@ def _explain(config: RunConfig, *, resume: bool, replay: Path | None, rollouts_o
 def _explain_offline(config: RunConfig, recipes: Sequence[Path]) -> None:
     from contextlib import ExitStack
 
-    from plasmid.run.evaluation.evaluator import open_sets
+    from plasmid.run.evaluation.sets import open_sets
     from plasmid.run.lifecycle.model_plan import plan_models
-    from plasmid.run.lifecycle.planning import with_planned_batches
-    from plasmid.run.lifecycle.preparation import open_data
+    from plasmid.run.lifecycle.preparation import open_data, with_planned_batches
     from plasmid.run.lifecycle.validation import text_encoder
 
     from ..dry_run import print_plan

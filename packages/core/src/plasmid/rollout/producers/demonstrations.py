@@ -8,9 +8,8 @@ from ...batch import GroupRef
 from ...protocols import Store
 from ...types import PromptGroup, Sample, SamplingParams, Score, StopReason
 from ..worker import share
-from .boundary import BetweenBatches
 from .draws import Draw, Draws
-from .producer import Taken
+from .producer import BetweenBatches, Taken
 
 
 class Demonstrated(BetweenBatches):

@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ...batch import GroupRef
 from ...waiting import together
-from .boundary import BetweenBatches
 from .draws import Draw, Draws
-from .producer import DropLimit, RollOut, Taken
+from .producer import BetweenBatches, DropLimit, RollOut, Taken
 
 Expect = Callable[[Sequence[Draw]], Awaitable[None]]
 

@@ -19,6 +19,18 @@ STATE = "state.json"
 """Written last and removed first: a folder with it is a complete checkpoint."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Where a run stands. Everything here is in a checkpoint."""
+
+    batch: int = 0
+    """Batches trained so far."""
+    version: int = 0
+    """Policy version that the engine holds: publishes so far."""
+    unpublished: int = 0
+    """Groups trained on since the last publish."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """What a checkpoint holds beside the trainer's files and buffered groups; JSON types only."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
+import os
 import platform
+import socket
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +21,12 @@ from ...components import DataFacts
 from ...config import RunConfig
 from ...errors import CheckpointError, ConfigError
 from ...plugins import versions
-from ...safe_files import write_text
+from ...safe_files import open_to_lock, write_text
+from ..cluster.node_agent import library_versions
 
-LIBRARIES = ("torch", "transformers", "ray", "numpy", "pyarrow")
+log = logging.getLogger(__name__)
+LOCK = ".lock"
+"""Stays where it is: a file that is removed while another process opens it would lock nothing."""
 
 
 class RunFolder:
@@ -104,17 +114,6 @@ def _numbered(base: Path, number: int) -> Path:
     return base if number == 1 else base.with_name(f"{base.name}-{number}")
 
 
-def library_versions() -> dict[str, str]:
-    """Of the libraries that a run depends on most, those that are installed."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _info(config: RunConfig) -> dict[str, Any]:
     return {
         "recipe": config.recipe,
@@ -125,3 +124,54 @@ def _info(config: RunConfig) -> dict[str, Any]:
         "plugins": versions(),
         "libraries": library_versions(),
     }
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder, which is made if it is not there. The end of this process gives it back, however it ends.
+
+    Raises `ConfigError` if another process holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open_to_lock(folder / LOCK)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
+    try:
+        _lock(file, folder)
+        os.truncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        os.close(file)
+
+
+def check_lockable(folder: Path) -> None:
+    """Raise `ConfigError` where `locked` would; nothing is written."""
+    try:
+        if (folder / LOCK).exists():
+            file = os.open(folder / LOCK, os.O_RDWR)
+            try:
+                _lock(file, folder)
+            finally:
+                os.close(file)
+        elif folder.exists() and not folder.is_dir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        else:
+            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            with tempfile.TemporaryFile(dir=there):
+                pass
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
+
+
+def _lock(file: int, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(file, 1000).decode(errors="replace") or "another process"
+        raise ConfigError(
+            f"run.dir: {folder} is in use by {holder}; wait until it ends, stop it, or choose another folder"
+        ) from None
+    except OSError as error:  # some network file systems cannot lock
+        log.warning("%s cannot be locked (%s): do not start two runs in it", folder, error.strerror)

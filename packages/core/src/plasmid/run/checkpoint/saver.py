@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...components import Component
 from ...config import RunConfig
 from ...errors import CheckpointError
 from ...observe.dispatch import ObserverQueues
-from ...protocols import Finish
+from ...protocols import Finish, Trainer
 from ...rollout.memory import remembers
 from ...rollout.producers.producer import Producer
+from ...rollout.worker_pool import Workers
 from ...waiting import GRACE, within
-from ..evaluation.evaluator import Evaluator
-from ..lifecycle.startup import Parts, Workers
-from ..loop.loop import Progress
-from .folder import CheckpointFolder, RunState
+from .folder import CheckpointFolder, Progress, RunState
 from .run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -45,28 +43,30 @@ class _Begun:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Saver:
-    """Implements `loop.Saving`. At most one checkpoint is under way; it is committed once all of it is written."""
+    """Writes checkpoints. At most one checkpoint is under way; it is committed once all of it is written."""
 
     config: RunConfig
-    parts: Parts
+    trainer: Trainer | None
+    workers: Workers | None
     producer: Producer
     folder: RunFolder
     queues: ObserverQueues
-    evaluator: Evaluator | None = None
+    pending_evaluations: Callable[[], Sequence[Sequence[Any]]] = tuple
+    """Name and batch of evaluations that have begun and not ended."""
     _under_way: asyncio.Task[None] | None = field(init=False, default=None)
     _seconds: dict[str, float] = field(init=False, default_factory=dict)
 
     @property
-    def workers(self) -> Workers | None:
+    def _stateful_workers(self) -> Workers | None:
         """The processes whose components may remember something; None if none does."""
-        return self.parts.workers if remembers(self.config) else None
+        return self.workers if remembers(self.config) else None
 
     async def settle(self) -> None:
         """On-policy, a run that is stopped while it samples is saved as it was before: so are its components."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
-        if self.workers is not None and self.config.run.max_staleness == 0:
-            await self.workers.mark()
+        if self._stateful_workers is not None and self.config.run.max_staleness == 0:
+            await self._stateful_workers.mark()
 
     async def save(self, progress: Progress) -> None:
         """One atomic checkpoint of everything as it is now. Raises `CheckpointError`; what was saved before stays."""
@@ -118,14 +118,14 @@ class Saver:
         state, finished = self._state(progress), self.producer.finished()  # at one moment: rollouts go on meanwhile
         with self._explained(batch):
             temporary = self._checkpoints.begin(batch)
-            if self.parts.trainer is not None:
-                finish = await self._limited(self.parts.trainer.save(temporary / "trainer"))
-            if self.parts.workers is not None and finished:
-                await self.parts.workers.write(temporary / BUFFER, finished, batch)
-            if self.workers is not None:
+            if self.trainer is not None:
+                finish = await self._limited(self.trainer.save(temporary / "trainer"))
+            if self.workers is not None and finished:
+                await self.workers.write(temporary / BUFFER, finished, batch)
+            if self._stateful_workers is not None:
                 if self.config.run.max_staleness > 0:  # rollouts go on: a save holds what is remembered now
-                    await self.workers.mark()
-                await self.workers.save(temporary / MEMORY)
+                    await self._stateful_workers.mark()
+                await self._stateful_workers.save(temporary / MEMORY)
         return _Begun(temporary=temporary, state=state, started=started, finish=finish)
 
     async def _complete(self, begun: _Begun) -> None:
@@ -161,7 +161,7 @@ class Saver:
             producer=self.producer.state(),
             components={place: dict(state) for place, c in stateful(self.config).items() if (state := c.state())},
             config=self.config.model_dump(mode="json"),
-            evaluations=self.evaluator.pending() if self.evaluator is not None else (),
+            evaluations=self.pending_evaluations(),
         )
         return state.copy()  # components may go on changing what they gave
 

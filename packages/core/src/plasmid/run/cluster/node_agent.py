@@ -8,18 +8,21 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ...errors import PlasmidError
 from ...plugins import versions
 from ...recipe import resolve
-from ..checkpoint.run_folder import library_versions
 from .model_files import missing_files
 
 SHARED_S = 15.0
 """Longest time for a new file to be seen on another machine: network file systems keep what they know for a while."""
 LOOK_S = 0.25
+
+
+LIBRARIES = ("torch", "transformers", "ray", "numpy", "pyarrow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +85,14 @@ def _read(path: Path) -> str | None:
         return path.read_text()
     except OSError:
         return None
+
+
+def library_versions() -> dict[str, str]:
+    """Of the libraries that a run depends on most, those that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import ConfigError
+from ...placement_config import PlacementConfig, check_address
 from .environment import joining_environment, own_environment
 
 if TYPE_CHECKING:
     from .ray_cluster import RayCluster
+
+
+VARIABLE = "RAY_ADDRESS"
+"""Ray sets it for what it runs as a job."""
+
+
+def address_of(place: PlacementConfig) -> str | None:
+    """Its address; None if the run is to start a cluster of its own. Raises `ConfigError`."""
+    if place.address != "auto":
+        return None if place.address == "local" else place.address
+    address = os.environ.get(VARIABLE, "")
+    if address in ("", "local"):
+        return None
+    if address != "auto":  # Ray's word for the one that was started here last
+        try:
+            check_address(address)
+        except ValueError as error:
+            raise ConfigError(f"{VARIABLE}: {error}") from None
+    return address
 
 
 def open_cluster(*, log_dir: Path, address: str | None = None, wait_s: float = 600.0) -> RayCluster:

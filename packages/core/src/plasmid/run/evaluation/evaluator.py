@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from ...batch import GroupRef
-from ...components import PromptEncoder
 from ...config import RunConfig
-from ...data.within import relocated
-from ...errors import DataError, EngineError
+from ...errors import EngineError
 from ...evaluation_config import EvalConfig
-from ...profiles import profile_of
+from ...observe.dispatch import ObserverQueues
+from ...observe.journal import Journal
 from ...protocols import RolloutEngine
 from ...rollout.worker import Job
+from ...rollout.worker_pool import Workers
 from ...seeds import seed_of
-from ...types import Prompt
 from ...waiting import GRACE, together, within
-from ..lifecycle.startup import Workers
-from .metrics import MEAN, mean_over_sets, summarize, values_of
+from ..checkpoint.run_folder import RunFolder
+from .metrics import MEAN, mean_over_sets, summarize
+from .sets import EvaluationSet
 
 Send = Callable[[RolloutEngine], Awaitable[None]]
 """Gives an engine the weights that the trainer has now, proved, and lets it serve."""
@@ -30,54 +28,21 @@ Due = tuple[str, int]
 """An evaluation: name of the set, batches trained."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EvaluationSet:
-    """One ``[[eval]]`` table with its prompts."""
+class EvaluationJournal:
+    """Writes results to ``evaluations.jsonl`` before any observer hears of them."""
 
-    settings: EvalConfig
-    prompts: tuple[Prompt, ...]
-    values: tuple[str, ...] = ()
-    """For each prompt, the value of the column that results are split by; empty if they are not."""
-
-    def is_due(self, batch: int, *, last: bool) -> bool:
-        """True if the set is to be evaluated after this many batches."""
-        if batch == 0:
-            return self.settings.at_start
-        if last and self.settings.at_end:
-            return True
-        return bool(self.settings.every) and batch % self.settings.every == 0
-
-
-def open_sets(config: RunConfig, encode: PromptEncoder) -> tuple[EvaluationSet, ...]:
-    """Read the prompts of every set. Raises `DataError`, `ConfigError`."""
-    sets = tuple(_open(f"eval.{index}", settings, encode) for index, settings in enumerate(config.eval))
-    for prompt in (prompt for set_ in sets for prompt in set_.prompts):
-        profile_of(prompt, config.profiles)
-    return sets
-
-
-def _open(where: str, settings: EvalConfig, encode: PromptEncoder) -> EvaluationSet:
-    limit = None if settings.limit == "all" else settings.limit
-    try:
-        prompts = tuple(islice(settings.data.prompts(encode), limit))
-    except DataError as error:
-        # a data source knows itself as [data]; this one stands in a table of [[eval]]
-        raise DataError(relocated(str(error), settings.data, f"{where}.data")) from None
-    if not prompts:
-        raise DataError(f"{where}.data: has no prompt to evaluate")
-    return EvaluationSet(settings=settings, prompts=prompts, values=values_of(settings, prompts, where))
-
-
-class Telling(Protocol):
-    """Who hears of evaluations."""
+    def __init__(self, folder: RunFolder, queues: ObserverQueues) -> None:
+        self.journal = Journal(folder.evaluations)
+        self._queues = queues
 
     def advanced(self, batch: int, name: str, done: int, total: int) -> None:
-        """So many prompts of the set have their rewards."""
-        ...
+        """Tell observers that so many prompts of the set have their rewards."""
+        self._queues.emit("evaluation_advanced", step=batch, name=name, done=done, total=total)
 
     def finished(self, batch: int, name: str, metrics: Mapping[str, float]) -> None:
-        """A set, or the mean over all sets, has its metrics."""
-        ...
+        """Store the metrics of a set, or of the mean over all sets."""
+        self.journal.append(batch, metrics=metrics, name=name)
+        self._queues.emit("evaluation_finished", step=batch, name=name, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,7 +64,7 @@ class Evaluator:
         shared: Bench,
         own: Bench | None = None,
         samples_dir: Path,
-        telling: Telling,
+        telling: EvaluationJournal,
         known: Mapping[Due, Mapping[str, float]] | None = None,
         pending: Iterable[Due] = (),
         training: bool = True,

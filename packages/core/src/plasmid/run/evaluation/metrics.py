@@ -10,40 +10,10 @@ from numpy.typing import NDArray
 
 from ...batch import GroupRef
 from ...data.evaluation import pass_at_k
-from ...errors import ConfigError
 from ...evaluation_config import EvalConfig
-from ...types import Prompt
 
 MEAN = "mean"
 """Name in metrics of the mean over all sets."""
-MOST_VALUES = 64
-"""Values that a column may have which results are split by: each of them is a handful of metrics."""
-NO_VALUE = "none"
-"""What prompts without the column are called."""
-
-
-def values_of(settings: EvalConfig, prompts: Sequence[Prompt], where: str) -> tuple[str, ...]:
-    """The value of the column ``by`` for each prompt; nothing if results are not split. Raises `ConfigError`."""
-    if not settings.by:
-        return ()
-    found = [_value(prompt, settings.by) for prompt in prompts]
-    different = len(set(found))
-    if set(found) == {NO_VALUE}:
-        has = ", ".join(sorted({name for prompt in prompts for name in prompt.metadata})) or "none besides these"
-        raise ConfigError(f"{where}.by: no row has a column {settings.by!r}; columns are {has}")
-    if different > MOST_VALUES:
-        raise ConfigError(
-            f"{where}.by: column {settings.by!r} has {different} values, at most {MOST_VALUES} can be told apart in "
-            "metrics; choose a coarser column"
-        )
-    return tuple(found)
-
-
-def _value(prompt: Prompt, column: str) -> str:
-    value: object = prompt.metadata
-    for part in column.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return NO_VALUE if value is None else str(value).replace("/", "_")
 
 
 def summarize(settings: EvalConfig, groups: Sequence[GroupRef], values: Sequence[str] = ()) -> dict[str, float]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pluggy
 
@@ -13,10 +11,9 @@ from ...batch import GroupRef
 from ...components import PromptStream
 from ...config import RunConfig
 from ...observe.dispatch import ObserverQueues
-from ...observe.journal import Journal
-from ...observe.sample_store import read_dropped, read_samples
+from ...observe.journal import read_journal
+from ...observe.recorder import MetricsRecorder
 from ...observe.system import SystemMonitor
-from ...protocols import Trainer
 from ...rollout.producers.demonstrations import Demonstrated
 from ...rollout.producers.draws import Draw, Draws
 from ...rollout.producers.producer import DropLimit, Producer
@@ -24,39 +21,19 @@ from ...rollout.producers.replay import Replay
 from ...rollout.producers.reuse import Reusing
 from ...rollout.producers.stream import Stream
 from ...rollout.producers.waves import Waves
-from ...rollout.worker import Job, share
+from ...rollout.worker import Job
 from ...seeds import seed_of
 from ...waiting import GRACE, within
-from ..checkpoint.folder import CheckpointFolder, RunState, check_same_config, read_state
+from ..checkpoint.folder import Progress
+from ..checkpoint.resume import Restored, load_trainer, resume_run
 from ..checkpoint.run_folder import RunFolder
-from ..checkpoint.saver import BUFFER, MEMORY, Saver, stateful
-from ..evaluation.evaluator import Evaluator
+from ..checkpoint.saver import Saver
+from ..evaluation.evaluator import Bench, Due, EvaluationJournal, Evaluator
+from ..evaluation.sets import EvaluationSet
+from ..lifecycle.startup import Parts
 from ..loop.batch_hooks import BatchHooks
-from ..loop.loop import Loop, LoopParts, Progress
-from .exit_stack import Closing
-from .startup import Parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """A checkpoint to continue from."""
-
-    path: Path
-    state: RunState
-
-
-def restore(folder: RunFolder, config: RunConfig) -> Restored:
-    """The newest checkpoint of the folder, as `read_newest` does. Remains of others go."""
-    CheckpointFolder(folder.checkpoints, config.checkpoint).discard()
-    return read_newest(folder, config)
-
-
-def read_newest(folder: RunFolder, config: RunConfig) -> Restored:
-    """The newest checkpoint of the folder, after checking that the recipe is still the same."""
-    path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
-    state = read_state(path)
-    check_same_config(state.config, config.model_dump(mode="json"))
-    return Restored(path=path, state=state)
+from ..loop.loop import Loop, LoopParts
+from .interrupts import Closing
 
 
 async def build_loop(
@@ -83,17 +60,31 @@ async def build_loop(
     stack.later("rollouts", producer.close)
     monitor = SystemMonitor()
     stack.later("the system monitor", monitor.close)
-    recorder = Recorder(folder=folder, queues=queues, monitor=monitor, data=stream)
+    recorder = MetricsRecorder(path=folder.metrics, queues=queues, monitor=monitor, data=stream)
     stack.later("the journal", recorder.journal.close)
     progress = Progress()
     if state is not None:
-        progress = await _take_up(config, state, parts, producer, folder, recorder)
-        for place, tracker in stateful(config).items():
-            if place in state.state.components:
-                tracker.restore(state.state.components[place])
+        progress = await resume_run(
+            config,
+            state,
+            trainer=parts.trainer,
+            workers=parts.workers,
+            store=parts.cluster.store,
+            producer=producer,
+            folder=folder,
+            journal=recorder.journal,
+        )
     elif config.checkpoint.start_from != "none" and parts.trainer is not None:
-        await _load(config, parts.trainer, Path(config.checkpoint.start_from))
-    saver = Saver(config=config, parts=parts, producer=producer, folder=folder, queues=queues, evaluator=evaluator)
+        await load_trainer(config, parts.trainer, Path(config.checkpoint.start_from))
+    saver = Saver(
+        config=config,
+        trainer=parts.trainer,
+        workers=parts.workers,
+        producer=producer,
+        folder=folder,
+        queues=queues,
+        pending_evaluations=evaluator.pending if evaluator is not None else tuple,
+    )
     stack.later("the checkpoint under way", saver.close)
 
     async def write_samples(groups: tuple[GroupRef, ...], step: int, name: str) -> None:
@@ -149,52 +140,41 @@ def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: Observe
     return Stream(draws, roll_out, slots=slots, max_staleness=run.max_staleness, limit=limit, policy=config.buffer)
 
 
-class Recorder:
-    """Writes metrics to the run's journal before any observer hears of them, and adds gauges of data and machine."""
+def open_evaluator(
+    config: RunConfig,
+    parts: Parts,
+    folder: RunFolder,
+    sets: Sequence[EvaluationSet],
+    queues: ObserverQueues,
+    stack: Closing,
+    *,
+    state: Restored | None = None,
+    training: bool = True,
+) -> Evaluator | None:
+    """What evaluates the sets and writes their journal; None where nothing can be sampled."""
+    if parts.workers is None or parts.engine is None:
+        return None
+    telling = EvaluationJournal(folder, queues)
+    stack.later("the journal of evaluations", telling.journal.close)
+    own = None
+    if parts.eval_workers is not None and parts.eval_engine is not None:
+        own = Bench(workers=parts.eval_workers, engine=parts.eval_engine)
+    evaluator = Evaluator(
+        config,
+        sets,
+        shared=Bench(workers=parts.workers, engine=parts.engine),
+        own=own,
+        samples_dir=folder.samples,
+        telling=telling,
+        known=_known(folder, state) if state is not None else {},
+        pending=[(str(name), int(batch)) for name, batch in state.state.evaluations] if state is not None else (),
+        training=training and parts.trainer is not None,
+    )
+    stack.later("evaluations", evaluator.close)
+    return evaluator
 
-    def __init__(
-        self, *, folder: RunFolder, queues: ObserverQueues, monitor: SystemMonitor, data: PromptStream
-    ) -> None:
-        self.journal = Journal(folder.metrics)
-        self._queues, self._monitor, self._data = queues, monitor, data
 
-    def emit(self, hook: str, **kwargs: Any) -> None:
-        """Implements `loop.Telling`."""
-        if hook == "step_finished":
-            kwargs["metrics"] = {**kwargs["metrics"], **self._data.metrics(), **self._monitor.metrics()}
-            self.journal.append(kwargs["step"], metrics=kwargs["metrics"])
-        self._queues.emit(hook, **kwargs)
-
-
-def _forget_samples(folder: RunFolder, state: RunState, *, buffered: Sequence[int]) -> None:
-    """Remove the sample files of what the continued run does again."""
-    again = {*buffered, *(item["id"] for item in state.producer.get("pending", ()))}
-    for path in folder.samples.glob("*.parquet"):  # batch-000012, end-000012 and eval-<set>-000012
-        late = int(path.stem.rpartition("-")[2]) > state.batch
-        if not late and path.stem.startswith("end-"):
-            late = any(id_ in again or id_ >= state.producer["next"] for id_ in read_dropped(path))
-        if late:
-            path.unlink()
-
-
-async def _load(config: RunConfig, trainer: Trainer, checkpoint: Path) -> None:
-    limit_s = config.run.train_timeout_s * GRACE
-    await within(limit_s, "trainer.load (run.train_timeout_s)", trainer.load(checkpoint / "trainer"))
-
-
-async def _take_up(
-    config: RunConfig, restored: Restored, parts: Parts, producer: Producer, folder: RunFolder, recorder: Recorder
-) -> Progress:
-    state = restored.state
-    if parts.trainer is not None:
-        await _load(config, parts.trainer, restored.path)
-    buffered = restored.path / BUFFER
-    groups, dropped = (read_samples(buffered), read_dropped(buffered)) if buffered.exists() else ([], {})
-    shared = [share(group, parts.cluster.store, dropped.get(group.id, "")) for group in groups]
-    producer.restore(state.producer, shared)
-    if parts.workers is not None and (restored.path / MEMORY).is_dir():
-        await parts.workers.restore(restored.path / MEMORY)
-    recorder.journal.truncate_after(state.batch)
-    Journal(folder.evaluations).truncate_after(state.batch)
-    _forget_samples(folder, state, buffered=[group.id for group in groups])
-    return Progress(batch=state.batch, version=state.version)
+def _known(folder: RunFolder, restored: Restored) -> dict[Due, Mapping[str, float]]:
+    """Evaluations that were made up to the checkpoint: a run stopped before its first batch has made those of 0."""
+    entries = read_journal(folder.evaluations)
+    return {(entry.name, entry.step): entry.metrics for entry in entries if entry.step <= restored.state.batch}

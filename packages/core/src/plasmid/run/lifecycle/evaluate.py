@@ -12,13 +12,11 @@ from ...observe.observers import check_observers
 from ...waiting import GRACE, within
 from ..checkpoint.folder import read_state
 from ..checkpoint.run_folder import RunFolder, unused_folder
-from ..evaluation.evaluator import open_sets
-from ..evaluation.opening import open_evaluator
+from ..evaluation.sets import open_sets
 from ..loop.device_scheduler import Turns
-from .exit_stack import Closing
-from .interrupts import Interrupts
-from .starting import MakeCluster, interruptible, on_ray, start_all
-from .startup import Parts
+from .assembly import open_evaluator
+from .interrupts import Closing, Interrupts
+from .startup import MakeCluster, Parts, interruptible, on_ray, start_all
 from .validation import check
 
 

@@ -17,9 +17,8 @@ from ...stored_recipe import resolve_stored
 from ...waiting import GRACE, within
 from ..checkpoint.folder import STATE, CheckpointFolder, read_state
 from ..checkpoint.run_folder import RunFolder
-from .exit_stack import Closing
-from .interrupts import Interrupts
-from .starting import MakeCluster, interruptible, on_ray, start_all
+from .interrupts import Closing, Interrupts
+from .startup import MakeCluster, interruptible, on_ray, start_all
 from .validation import check
 
 log = logging.getLogger(__name__)

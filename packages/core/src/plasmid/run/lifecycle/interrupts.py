@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import logging
 import signal
 from collections.abc import Callable
@@ -54,3 +56,20 @@ class Interrupts:
         elif self._task is not None:
             log.warning("stopping: ending the processes of the run")
             self._task.cancel()
+
+
+class Closing(contextlib.AsyncExitStack):
+    """Closes what was opened, last first. What fails to close is logged, and the others are closed all the same."""
+
+    def later(self, what: str, close: Callable[[], Any]) -> None:
+        """Call ``close``, a function or coroutine function, at the end."""
+
+        async def guarded() -> None:
+            try:
+                result = close()
+                if inspect.isawaitable(result):
+                    await result
+            except Exception:  # boundary: trackers and data sources are users' code
+                log.exception("%s did not close", what)
+
+        self.push_async_callback(guarded)

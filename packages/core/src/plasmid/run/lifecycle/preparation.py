@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...components import PlanRow, PromptEncoder, PromptStream
+from ...components import DataFacts, PlanRow, PromptEncoder, PromptStream
 from ...config import RunConfig
 from ...data.tokenizer import prompt_encoder
 from ...errors import CheckpointError
 from ...observe.observers import check_observers
 from ...profiles import check_named
-from ...rollout.producers.replay import check_replay
-from ..checkpoint.folder_lock import check_lockable, locked
-from ..checkpoint.run_folder import RunFolder, new_folder, newest_folder
-from ..evaluation.evaluator import EvaluationSet, open_sets
-from .assembly import Restored, read_newest, restore
+from ...rollout.producers.replay import check_replay, stored_batches
+from ..checkpoint.resume import Restored, read_newest, restore
+from ..checkpoint.run_folder import RunFolder, check_lockable, locked, new_folder, newest_folder
+from ..evaluation.sets import EvaluationSet, open_sets
 from .model_plan import plan_models
-from .planning import with_planned_batches
 from .validation import check, text_encoder
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +102,27 @@ def _restore(stream: PromptStream, restored: Restored) -> None:
     if state is None:
         raise CheckpointError(f"{restored.path}: is of a run with --replay, which begins anew; leave out --resume")
     stream.restore(state)
+
+
+def data_batches(config: RunConfig, facts: DataFacts, replay: Path | None = None) -> int | None:
+    """Most batches that the data, or the stored samples of a run, are enough for; None where there is no limit."""
+    if replay is not None:
+        return len(stored_batches(replay))
+    return None if facts.num_draws is None else math.ceil(facts.num_draws / config.run.prompts_per_batch)
+
+
+def with_planned_batches(config: RunConfig, facts: DataFacts, replay: Path | None = None) -> RunConfig:
+    """The recipe with the number of batches that is really trained as `run.batches`.
+
+    Learning-rate schedules, the last evaluation and everything else that looks at the end of the run depend on it.
+    Where filters may end the data sooner still, the loop says so when they do.
+    """
+    limit = data_batches(config, facts, replay)
+    if limit is None or limit >= config.run.batches:
+        return config
+    planned = max(1, limit)  # without any prompt the loop says what is wrong
+    what = f"--replay {replay} holds" if replay is not None else "the data are enough for"
+    log.warning(
+        "%s %d batches, so run.batches = %d is not reached; planned for %d", what, limit, config.run.batches, planned
+    )
+    return config.model_copy(update={"run": config.run.model_copy(update={"batches": planned})})

@@ -20,10 +20,9 @@ from ...seeds import seed_of
 from ...types import Prompt, PromptGroup
 from ...waiting import GRACE, together, within
 from ..checkpoint.run_folder import RunFolder
-from ..cluster.address import address_of
-from .exit_stack import Closing
-from .interrupts import Interrupts
-from .starting import MakeCluster, interruptible, on_ray, start_all
+from ..cluster.opening import address_of
+from .interrupts import Closing, Interrupts
+from .startup import MakeCluster, interruptible, on_ray, start_all
 from .validation import check
 
 

@@ -16,16 +16,14 @@ from ...observe.journal import read_journal
 from ...plugins import load_plugins
 from ...protocols import RunContext
 from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.resume import Restored
 from ..checkpoint.run_folder import RunFolder
-from ..evaluation.opening import open_evaluator
-from .assembly import Restored, build_loop
-from .exit_stack import Closing
+from .assembly import build_loop, open_evaluator
 from .export import export_checkpoint, export_policy, is_exported
-from .interrupts import Interrupts
+from .interrupts import Closing, Interrupts
 from .preparation import Mode as Mode
 from .preparation import Start, prepare
-from .starting import MakeCluster, interruptible, on_ray, start_all
-from .startup import Parts
+from .startup import MakeCluster, Parts, interruptible, on_ray, start_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,98 +9,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ...batch import BatchRef, GroupRef
 from ...config import RunConfig
 from ...errors import DataError, EngineError
 from ...observe.metrics import step_metrics
+from ...observe.recorder import MetricsRecorder
 from ...protocols import RolloutEngine, Trainer
 from ...rollout.producers.producer import Producer, Taken
 from ...waiting import GRACE, within
+from ..checkpoint.folder import Progress
+from ..checkpoint.saver import Saver
+from ..evaluation.evaluator import Evaluator
 from .batch_metrics import of_rollouts, of_times, warn_of_mismatch
 from .canary import Canary
 from .device_scheduler import Turns
-from .mending import wait_mending
+from .weight_sync import wait_mending
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 BEFORE_TRAINED = ("sample", "score", "train")
 """Phases of a batch that is not counted in `Progress.batch` yet."""
-
-
-class Telling(Protocol):
-    """How the loop tells observers what happens."""
-
-    def emit(self, hook: str, **kwargs: Any) -> None:
-        """Tell every observer; never blocks."""
-        ...
-
-
-class Evaluations(Protocol):
-    """Evaluates sets when they are due. Nothing that runs in the background outlives `finish`."""
-
-    async def take_up(self, send: Callable[[RolloutEngine], Awaitable[None]]) -> None:
-        """Begin again what had begun before a resume. ``send`` gives an engine of its own the present weights."""
-        ...
-
-    async def run_due(self, batch: int, *, last: bool, send: Callable[[RolloutEngine], Awaitable[None]]) -> None:
-        """Evaluate the sets that are due after this batch (0: before the first), which may be the last."""
-        ...
-
-    async def before_save(self, batch: int) -> None:
-        """Wait for what a run that resumes after this batch could not do again."""
-        ...
-
-    async def finish(self) -> None:
-        """Wait for all."""
-        ...
-
-    def pending(self) -> Sequence[object]:
-        """What has begun and not ended."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """Where a run stands. Everything here is in a checkpoint."""
-
-    batch: int = 0
-    """Batches trained so far."""
-    version: int = 0
-    """Policy version that the engine holds: publishes so far."""
-    unpublished: int = 0
-    """Groups trained on since the last publish."""
-
-
-class Saving(Protocol):
-    """Writes checkpoints; the last of one may be written while the loop goes on."""
-
-    async def settle(self) -> None:
-        """Called between two batches, when all of the last one is done: what is saved from then on is as it is now.
-
-        Raises what a checkpoint that was under way has failed with.
-        """
-        ...
-
-    async def save(self, progress: Progress) -> None:
-        """Save everything as it is now, once the checkpoint before is complete."""
-        ...
-
-    async def finish(self) -> None:
-        """Wait until the last checkpoint is complete."""
-        ...
-
-    async def finish_after(self, error: Exception) -> None:
-        """The same in a run that ends with this error: never raises another."""
-        ...
-
-    def metrics(self) -> Mapping[str, float]:
-        """Seconds of what was saved since the last call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,12 +45,12 @@ class LoopParts:
     engine: RolloutEngine | None
     """None: groups come from an earlier run, or from data alone."""
     producer: Producer
-    observers: Telling
+    observers: MetricsRecorder
     write_samples: Callable[[tuple[GroupRef, ...], int, str], Awaitable[None]]
     """Store groups under a step and a name: ``batch``, or ``end`` for what was dropped after the last batch."""
-    evaluations: Evaluations | None
+    evaluations: Evaluator | None
     """None where nothing can be sampled."""
-    saver: Saving
+    saver: Saver
     change: Callable[[int, tuple[GroupRef, ...]], tuple[GroupRef, ...]] = lambda batch, groups: groups
     """Lets plugins change a batch, named by its number from 1, before it is trained on."""
 
