@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from plasmid import load_config
 from plasmid.run.cluster import open_cluster
-from plasmid.run.lifecycle.startup import start_parts
+from plasmid.run.lifecycle.startup import start_processes
 from plasmid.types import GenerateRequest, SamplingParams
 
 
@@ -52,7 +52,7 @@ async def by_batch(engine, requests):
 
 async def measure(config, folder, arguments):
     """Tokens a second of each way in each round."""
-    parts = await start_parts(
+    parts = await start_processes(
         config, open_cluster(log_dir=folder / "logs"), folder, with_trainer=False, with_engine=True
     )
     ways = {"client": by_client, "batch": by_batch}

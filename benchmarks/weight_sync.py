@@ -21,7 +21,7 @@ from pathlib import Path
 
 from plasmid import load_config
 from plasmid.run.cluster import open_cluster
-from plasmid.run.lifecycle.startup import start_parts
+from plasmid.run.lifecycle.startup import start_processes
 from plasmid.run.loop.canary import Canary
 from plasmid.run.loop.weight_sync import transfer
 from sglang_own import own_update_ms
@@ -50,7 +50,7 @@ async def measure(config, folder, syncs, sizes):
 
     And what SGLang's own update takes, in ms, by bucket size, where it was timed.
     """
-    parts = await start_parts(
+    parts = await start_processes(
         config, open_cluster(log_dir=folder / "logs"), folder, with_trainer=True, with_engine=True
     )
     trainer, engine = parts.trainer, parts.engine

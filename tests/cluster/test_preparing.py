@@ -11,7 +11,7 @@ from plasmid.errors import ConfigError
 from plasmid.protocols import Node, Resources
 from plasmid.run.cluster.local import LocalCluster
 from plasmid.run.cluster.node_agent import NodeAgent, PluginFile
-from plasmid.run.cluster.node_checks import prepare
+from plasmid.run.cluster.node_checks import prepare_nodes
 from plasmid_cli.dry_run import machine_rows, print_plan
 
 
@@ -46,7 +46,7 @@ def prepared(config, run_dir, agent, *arguments, **options):
         try:
             actor = await cluster.start(agent, *arguments, name="node-1", resources=Resources(), **options)
             away = Node(address="10.0.0.2", cores=1, agent=actor)
-            return await prepare(config, [replace(away, agent=None), away], run_dir)
+            return await prepare_nodes(config, [replace(away, agent=None), away], run_dir)
         finally:
             await cluster.close()
 

@@ -7,7 +7,7 @@ import pytest
 from plasmid import PromptGroup, StopReason, VersionSpan
 from plasmid.errors import ConfigError, RewardError
 from plasmid.recipe import resolve, validate
-from plasmid.rollout.filtering import Filtering
+from plasmid.rollout.filters import FilterChain
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import (
     FunctionFilter,
@@ -167,11 +167,11 @@ def test_a_function_decides_and_names_the_reason(functions):
     assert long_enough.reason == "long_enough"
     longer = FunctionFilter(function=f"{functions}:long_enough", arguments={"characters": 4})
     assert longer(group_of(said("yes"))) is False
-    assert Filtering([long_enough, longer]).dropped_by(group_of(said("yes"))) == "long_enough-1"
+    assert FilterChain([long_enough, longer]).dropped_by(group_of(said("yes"))) == "long_enough-1"
 
 
 def test_a_function_that_returns_something_else_ends_the_run_with_its_name(functions):
-    filtering = Filtering([FunctionFilter(function=f"{functions}:says_nothing")])
+    filtering = FilterChain([FunctionFilter(function=f"{functions}:says_nothing")])
     with pytest.raises(RewardError, match=r"filters.0 \(says_nothing\): raised on prompt .* got None"):
         filtering.dropped_by(group_of(said("yes")))
 

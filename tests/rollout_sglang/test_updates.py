@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from plasmid.errors import EngineError, SyncError
-from plasmid.rollout.execution import join
+from plasmid.rollout.execution import join_completions
 from plasmid.sync import compare, make_buckets, send_weights
 from plasmid.types import StopReason
 from plasmid_sglang.read_back import holds
@@ -68,7 +68,7 @@ def test_tokens_of_requests_across_an_update_have_the_version_that_drew_them(sha
             parts.append(await engine.client.generate(asked))
             so_far = np.concatenate([asked.token_ids, parts[-1].token_ids])
             asked = replace(asked, token_ids=so_far, num_generated=asked.num_generated + len(parts[-1].token_ids))
-        return join(parts)
+        return join_completions(parts)
 
     async def test():
         async with shared.engine(pause_mode=mode) as engine:

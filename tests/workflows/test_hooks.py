@@ -22,7 +22,7 @@ def hooks_of(kind, **functions):
 def samples(change):
     sample = make_sample("four")
     masked = replace(sample, loss_mask=np.arange(len(sample.loss_mask)) > 0)
-    return hooks_of(SampleHooks, sample_generated=change).changed(masked, make_prompt())
+    return hooks_of(SampleHooks, sample_generated=change).apply(masked, make_prompt())
 
 
 def test_text_metadata_and_mask_of_a_sample_may_change():
@@ -70,9 +70,9 @@ def test_rewards_of_a_batch_may_change(groups):
     def change(batch, groups):
         return [replace(group, rewards=group.rewards * 2 + batch) for group in groups]
 
-    changed = hooks_of(BatchHooks, batch_ready=change).changed(3, groups)
+    changed = hooks_of(BatchHooks, batch_ready=change).apply(3, groups)
     assert [group.rewards.tolist() for group in changed] == [[3.0, 5.0]] * 2
-    assert hooks_of(BatchHooks, batch_ready=lambda groups: None).changed(3, groups) is groups
+    assert hooks_of(BatchHooks, batch_ready=lambda groups: None).apply(3, groups) is groups
 
 
 @pytest.mark.parametrize(
@@ -87,5 +87,5 @@ def test_rewards_of_a_batch_may_change(groups):
 )
 def test_nothing_else_of_a_batch_may_change(groups, change, mistake):
     with pytest.raises(PluginError, match=r"plugin 'Changing': batch_ready ") as error:
-        hooks_of(BatchHooks, batch_ready=change).changed(3, groups)
+        hooks_of(BatchHooks, batch_ready=change).apply(3, groups)
     assert mistake in str(error.value)

@@ -12,11 +12,11 @@ from plasmid.observe.sample_store import write_samples
 from plasmid.plugins import load_plugins
 from plasmid.rollout.worker import share
 from plasmid.run.checkpoint.folder import CheckpointFolder
-from plasmid.run.checkpoint.resume import restore
+from plasmid.run.checkpoint.resume import open_resume_point
 from plasmid.run.checkpoint.run_folder import RunFolder
 from plasmid.run.lifecycle.assembly import build_loop
-from plasmid.run.lifecycle.interrupts import Closing
-from plasmid.run.lifecycle.startup import Parts
+from plasmid.run.lifecycle.shutdown import LoggingExitStack
+from plasmid.run.lifecycle.startup import RunHandles
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.rewards import make_prompt, make_sample
@@ -152,15 +152,15 @@ class Simulation:
         engine, store = FakeEngine(FakeEngineConfig()), HeldStore()
         trainer = Trainer(self, engine, delays)
         workers = Workers(self.chances, engine, store, delays)
-        parts = Parts(cluster=Cluster(store), trainer=trainer, engine=engine, workers=workers)
-        state = restore(self.folder, self.config) if self.checkpoints() else None
+        parts = RunHandles(cluster=Cluster(store), trainer=trainer, engine=engine, workers=workers)
+        state = open_resume_point(self.folder, self.config) if self.checkpoints() else None
         assert state is None or not list(self.folder.checkpoints.glob(".tmp-*"))
         begun = state.state.batch if state else 0
         if state is None:  # as a user must who begins anew
             shutil.rmtree(self.folder.path, ignore_errors=True)
         self.trained = {step: ids for step, ids in self.trained.items() if step <= begun}
         self.folder.create(self.config)
-        async with Closing() as stack:
+        async with LoggingExitStack() as stack:
             loop = await build_loop(
                 self.config,
                 parts,

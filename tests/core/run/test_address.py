@@ -3,7 +3,7 @@
 import pytest
 from plasmid.errors import ConfigError
 from plasmid.placement_config import PlacementConfig
-from plasmid.run.cluster.opening import address_of
+from plasmid.run.cluster.opening import cluster_address
 from plasmid.run.lifecycle.validation import check
 
 
@@ -33,7 +33,7 @@ def in_environment(monkeypatch):
 )
 def test_the_recipe_comes_before_the_environment(in_environment, setting, variable, found):
     in_environment(variable)
-    assert address_of(PlacementConfig(address=setting)) == found
+    assert cluster_address(PlacementConfig(address=setting)) == found
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001", "head", "head:port"])
@@ -42,7 +42,7 @@ def test_what_no_run_can_join_is_refused_wherever_it_stands(in_environment, addr
         PlacementConfig(address=address)
     in_environment(address)
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS: "):
-        address_of(PlacementConfig())
+        cluster_address(PlacementConfig())
 
 
 def test_several_machines_need_a_cluster(in_environment, runner):

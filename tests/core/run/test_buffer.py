@@ -9,7 +9,7 @@ from plasmid.errors import ConfigError, PlasmidError
 from plasmid.rollout.producers.buffer import FreshestFirst, OldestFirst, Priority
 from plasmid.rollout.producers.draws import Draws
 from plasmid.rollout.producers.producer import DropLimit
-from plasmid.rollout.producers.stream import Stream
+from plasmid.rollout.producers.stream import StreamProducer
 from plasmid.rollout.worker import share
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
@@ -61,7 +61,7 @@ class Sampled:
         self.version, self.rolled_out, self.rows = 0, [], Rows()
         self.seconds, self.rewards = seconds or {}, rewards or {}
         limit = DropLimit(limit=99, failed_limit=99)
-        self.stream = Stream(
+        self.stream = StreamProducer(
             Draws(self.rows), self.roll_out, slots=slots, max_staleness=max_staleness, limit=limit, policy=policy
         )
 

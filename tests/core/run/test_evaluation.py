@@ -15,7 +15,7 @@ from plasmid.observe.sample_store import read_samples
 from plasmid.recipe import merge, resolve
 from plasmid.run.cluster.layout import Layout, check_gpus
 from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.evaluation.evaluator import Bench, Evaluator
+from plasmid.run.evaluation.evaluator import Evaluator, Sampler
 from plasmid.run.evaluation.metrics import mean_over_sets, summarize
 from plasmid.run.evaluation.sets import EvaluationSet
 from plasmid.run.lifecycle.evaluate import evaluate
@@ -397,8 +397,10 @@ def test_a_large_set_on_a_slow_engine_does_not_run_into_the_deadline_of_rollouts
         prompts=tuple(make_prompt(id=str(i)) for i in range(500)),
     )
     workers = OneByOne(seconds=1.0, deadline_s=30.5)
-    bench = Bench(workers=workers, engine=workers)
-    evaluator = Evaluator(runner.config(), [set_], shared=bench, samples_dir=tmp_path, telling=Silent(), training=False)
+    sampler = Sampler(workers=workers, engine=workers)
+    evaluator = Evaluator(
+        runner.config(), [set_], shared=sampler, samples_dir=tmp_path, journal=Silent(), training=False
+    )
     metrics = run_virtual(evaluator.run(set_, 0))
     assert metrics["eval/few/failed"] == failed
     assert workers.written == ["eval-few-000000.parquet"]

@@ -10,8 +10,8 @@ from plasmid.components import PromptStream
 from plasmid.rollout.producers.buffer import OldestFirst
 from plasmid.rollout.producers.draws import Draws
 from plasmid.rollout.producers.producer import DropLimit
-from plasmid.rollout.producers.stream import Stream
-from plasmid.rollout.producers.waves import Waves
+from plasmid.rollout.producers.stream import StreamProducer
+from plasmid.rollout.producers.waves import WaveProducer
 from plasmid.rollout.worker import share
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
@@ -79,7 +79,7 @@ def test_waves_tell_of_every_draw_in_order_before_the_next_wave(seed, dropped, t
 
     stream = Listening()
     told = stream.told
-    producer = Waves(
+    producer = WaveProducer(
         Draws(stream),
         roll_out_after(random.Random(seed), dropped, HeldStore()),
         expect,
@@ -102,7 +102,7 @@ def test_streams_tell_of_every_draw_once_over_saves_and_resumes(seed, dropped, t
     store, delays = HeldStore(), random.Random(seed)
 
     def opened(stream):
-        return Stream(
+        return StreamProducer(
             Draws(stream),
             roll_out_after(delays, dropped, store),
             slots=slots,

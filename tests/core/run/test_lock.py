@@ -7,13 +7,13 @@ import sys
 
 import pytest
 from plasmid.errors import ConfigError
-from plasmid.run.checkpoint.run_folder import locked
+from plasmid.run.checkpoint.run_folder import lock_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from plasmid.run.checkpoint.folder_lock import locked
-with locked(Path(sys.argv[1])):
+from plasmid.run.checkpoint.run_folder import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -46,5 +46,5 @@ def test_a_killed_process_gives_its_folder_back(runner, holder):
 
 def test_a_finished_run_gives_its_folder_back(runner):
     runner.run({"run": {"batches": 1}})
-    with locked(runner.folder / "run"):
+    with lock_folder(runner.folder / "run"):
         pass

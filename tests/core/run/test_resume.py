@@ -14,7 +14,7 @@ from plasmid.observe.sample_store import read_samples
 from plasmid.rollout.producers.buffer import OldestFirst
 from plasmid.rollout.producers.draws import Draws
 from plasmid.rollout.producers.producer import DropLimit
-from plasmid.rollout.producers.stream import Stream
+from plasmid.rollout.producers.stream import StreamProducer
 from plasmid.run.checkpoint.folder import CheckpointFolder, RunState
 from plasmid.testing.rewards import make_prompt
 
@@ -166,7 +166,7 @@ async def never(draw):
 def test_draws_whose_rollouts_still_run_are_drawn_again_after_a_resume():
     async def save():
         limit = DropLimit(limit=9, failed_limit=9)
-        stream = Stream(Draws(Numbers()), never, slots=4, max_staleness=1, limit=limit, policy=OldestFirst())
+        stream = StreamProducer(Draws(Numbers()), never, slots=4, max_staleness=1, limit=limit, policy=OldestFirst())
         stream.release(0, version=0)
         await asyncio.sleep(0)
         state = stream.state()

@@ -10,7 +10,7 @@ from plasmid.errors import ConfigError
 from plasmid.observe.sample_store import read_dropped, read_samples
 from plasmid.reuse_config import ReuseConfig
 from plasmid.rollout.producers.producer import Taken
-from plasmid.rollout.producers.reuse import Reusing
+from plasmid.rollout.producers.reuse import ReuseProducer
 from plasmid.rollout.worker import share
 from plasmid.run.cluster.local import LocalStore
 from plasmid.testing.rewards import make_group
@@ -128,14 +128,14 @@ def take(reusing, version, count=2):
 
 
 def test_nothing_older_than_the_bound_is_drawn():
-    reusing = Reusing(Source(), ReuseConfig(groups_per_batch=8, max_age=2, max_uses=9), seed=0)
+    reusing = ReuseProducer(Source(), ReuseConfig(groups_per_batch=8, max_age=2, max_uses=9), seed=0)
     sizes = [len(take(reusing, version).groups) for version in (0, 1, 2, 5, 6, 9)]
     assert sizes == [2, 4, 6, 2, 4, 2]
 
 
 def test_slots_are_freed_of_new_groups_only_whenever_weights_are_published():
     source = Source()
-    reusing = Reusing(source, ReuseConfig(groups_per_batch=1), seed=0)
+    reusing = ReuseProducer(source, ReuseConfig(groups_per_batch=1), seed=0)
     sizes = [len(take(reusing, 0).groups) for _ in range(3)]
     reusing.release(sizes[0] + sizes[1], version=1)
     sizes.append(len(take(reusing, 1).groups))
@@ -145,7 +145,7 @@ def test_slots_are_freed_of_new_groups_only_whenever_weights_are_published():
 
 
 def test_a_full_pool_keeps_the_newest():
-    reusing = Reusing(Source(), ReuseConfig(groups_per_batch=1, capacity=3), seed=0)
+    reusing = ReuseProducer(Source(), ReuseConfig(groups_per_batch=1, capacity=3), seed=0)
     for version in range(3):
         take(reusing, version)
     assert {group.id for group in reusing.finished()} < {2, 3, 4, 5}
@@ -153,7 +153,7 @@ def test_a_full_pool_keeps_the_newest():
 
 
 def test_old_groups_never_make_a_batch_of_their_own():
-    reusing = Reusing(Source(end=3), ReuseConfig(groups_per_batch=2), seed=0)
+    reusing = ReuseProducer(Source(end=3), ReuseConfig(groups_per_batch=2), seed=0)
     assert [len(take(reusing, version).groups) for version in range(3)] == [2, 3, 0]
 
 
@@ -161,7 +161,7 @@ def test_every_group_in_the_pool_has_the_same_chance():
     """Counts of 8 groups over 400 draws of 4: each 200, within 5 standard deviations of 10."""
     counts = Counter()
     for seed in range(400):
-        reusing = Reusing(Source(), ReuseConfig(groups_per_batch=4), seed=seed)
+        reusing = ReuseProducer(Source(), ReuseConfig(groups_per_batch=4), seed=seed)
         take(reusing, 0, count=8)
         counts.update(group.id for group in take(reusing, 1, count=1).groups if group.uses)
     assert set(counts) == set(range(8))

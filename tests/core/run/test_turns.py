@@ -7,7 +7,7 @@ import pytest
 from plasmid.errors import DeadlineError, EngineError, EngineLostError
 from plasmid.run.cluster.local import LocalCluster
 from plasmid.run.lifecycle.session import run
-from plasmid.run.loop.device_scheduler import Turns
+from plasmid.run.loop.device_scheduler import DeviceScheduler
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
 from pydantic import PrivateAttr
 
@@ -229,13 +229,13 @@ class Leaving(FakeEngine):
 def test_a_weight_sync_is_tried_again_with_what_comes_up(runner, monkeypatch):
     monkeypatch.setattr("plasmid.run.loop.device_scheduler.AGAIN_S", 0.0)
     engine = Leaving(2)
-    turns = Turns(config=runner.config(), trainer=FakeTrainer(), engine=engine)
+    turns = DeviceScheduler(config=runner.config(), trainer=FakeTrainer(), engine=engine)
     assert asyncio.run(turns.publish(3)).version == 3
     assert engine.version == 3
 
 
 def test_a_weight_sync_to_an_engine_of_which_nothing_is_left_ends_the_run(runner):
-    turns = Turns(config=runner.config(), trainer=FakeTrainer(), engine=Leaving(1, left=False))
+    turns = DeviceScheduler(config=runner.config(), trainer=FakeTrainer(), engine=Leaving(1, left=False))
     with pytest.raises(EngineError, match="0 of 1 servers are left"):
         asyncio.run(turns.publish(3))
 

@@ -17,7 +17,7 @@ from .view import VERSION_COLORS, Shown, facts, token_versions
 
 if TYPE_CHECKING:
     from plasmid import Prompt, RunConfig, Sample
-    from plasmid.run.lifecycle.sample import Sampled
+    from plasmid.run.lifecycle.sample import SampledGroup
 
 GIVEN = "dim"
 NOT_TRAINED = "reverse dim"
@@ -36,7 +36,7 @@ def print_prompts(config: RunConfig, prompts: Sequence[Prompt], console: Console
         console.print(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens", highlight=False)
 
 
-def print_samples(config: RunConfig, found: Sequence[Sampled], console: Console) -> None:
+def print_samples(config: RunConfig, found: Sequence[SampledGroup], console: Console) -> None:
     """Every sample: prompt, then trained tokens coloured by their version, then those that are not trained on."""
     texts = token_texts(config)
     for one in found:

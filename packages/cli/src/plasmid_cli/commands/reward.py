@@ -13,7 +13,7 @@ from ..recipe_arguments import Items, PluginFiles, load
 
 if TYPE_CHECKING:
     from plasmid import PromptGroup, RunConfig
-    from plasmid.rollout.rescoring import Rescored
+    from plasmid.rollout.rescoring import RescoredGroup
 
     from ..scores import Row
 
@@ -115,7 +115,7 @@ def _encoder(config: RunConfig) -> Callable[[str], Any]:
     return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
-def _rows(one: Rescored) -> list[Row]:
+def _rows(one: RescoredGroup) -> list[Row]:
     from ..scores import Row
 
     rows = []

@@ -12,7 +12,7 @@ import typer
 from ..recipe_arguments import Items, PluginFiles, check_sampling_overrides, load
 
 if TYPE_CHECKING:
-    from plasmid.run.lifecycle.sample import Sampled
+    from plasmid.run.lifecycle.sample import SampledGroup
 
 Number = Annotated[int, typer.Option("-n", "--prompts", min=1, help="How many prompts.")]
 Each = Annotated[int, typer.Option("--each", min=1, help="Rollouts of each prompt.")]
@@ -69,7 +69,7 @@ def sample(
         console.print(f"wrote {out}", soft_wrap=True)
 
 
-def _write(path: Path, found: Sequence[Sampled]) -> None:
+def _write(path: Path, found: Sequence[SampledGroup]) -> None:
     from plasmid.observe.sample_store import write_samples
 
     if path.suffix == ".parquet":
@@ -81,7 +81,7 @@ def _write(path: Path, found: Sequence[Sampled]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), encoding="utf-8")
 
 
-def _row(one: Sampled, sample: Any) -> Mapping[str, Any]:
+def _row(one: SampledGroup, sample: Any) -> Mapping[str, Any]:
     """What `rl reward --data` reads again."""
     prompt, score = one.group.prompt, sample.score
     return {

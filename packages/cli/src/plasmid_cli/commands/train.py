@@ -61,13 +61,13 @@ def train(
 def _explain(config: RunConfig, *, resume: bool, replay: Path | None, rollouts_only: bool) -> None:
     from contextlib import ExitStack
 
-    from plasmid.run.lifecycle.preparation import Mode, prepare
+    from plasmid.run.lifecycle.preparation import Mode, prepare_run
 
     from ..dry_run import print_plan
 
     with ExitStack() as held:
         mode = Mode(resume=resume, replay=replay, rollouts_only=rollouts_only)
-        start = prepare(config, mode, held, dry_run=True)
+        start = prepare_run(config, mode, held, dry_run=True)
         print_plan(config, start.config, start.stream.facts(), start.models)
 
 

@@ -78,7 +78,7 @@ class Execution:
             id=f"{self.id}#{turn}",
             session_id=self.id,
             token_ids=np.asarray(token_ids, np.int32),
-            sampling=narrowed(self.sampling, max_new_tokens, stop),
+            sampling=narrow_sampling(self.sampling, max_new_tokens, stop),
             seed=seed_of(self.seed, turn),
             deadline_s=self.deadline_s,
             wants_kept_set=self.wants_kept_sets,
@@ -101,7 +101,7 @@ class Execution:
         finally:
             self.running.discard(request.id)
             self.generate_s += time.monotonic() - started
-        joined = join(parts)
+        joined = join_completions(parts)
         if joined.stop_reason is StopReason.ERROR:
             raise RolloutFailed(joined.error or "the engine gave no reason")
         if self.wants_kept_sets and joined.kept is None:
@@ -159,7 +159,7 @@ class RolloutFailed(Exception):
     """The engine could not serve a request of this rollout; the rollout becomes a sample with an error."""
 
 
-def narrowed(sampling: SamplingParams, max_new_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
+def narrow_sampling(sampling: SamplingParams, max_new_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
     """The settings with a lower limit and more texts that end a completion; how tokens are drawn is the same."""
     changes: dict[str, Any] = {}
     if max_new_tokens is not None:
@@ -169,7 +169,7 @@ def narrowed(sampling: SamplingParams, max_new_tokens: int | None, stop: Sequenc
     return sampling.model_copy(update=changes) if changes else sampling
 
 
-def join(parts: Sequence[Completion]) -> Completion:
+def join_completions(parts: Sequence[Completion]) -> Completion:
     """One completion from the parts that aborts cut it into."""
     if len(parts) == 1:
         return parts[0]

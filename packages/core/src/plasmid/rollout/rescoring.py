@@ -16,7 +16,7 @@ from .scoring import Scorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rescored:
+class RescoredGroup:
     """One prompt group after scoring."""
 
     group: PromptGroup
@@ -28,7 +28,7 @@ class Rescored:
     """That scoring the group took."""
 
 
-async def rescore(config: RunConfig, groups: Sequence[PromptGroup], *, eval_set: str = "") -> list[Rescored]:
+async def rescore(config: RunConfig, groups: Sequence[PromptGroup], *, eval_set: str = "") -> list[RescoredGroup]:
     """Score every group, one after another, with training's rewards or those of an evaluation set.
 
     A reward that raises costs its group the scores and nothing more: this is where such rewards are looked into.
@@ -46,11 +46,11 @@ async def rescore(config: RunConfig, groups: Sequence[PromptGroup], *, eval_set:
             await scorer.close()
 
 
-async def _one(scorer: Scorer, group: PromptGroup) -> Rescored:
+async def _one(scorer: Scorer, group: PromptGroup) -> RescoredGroup:
     started, error = time.monotonic(), ""
     samples: Sequence[Sample] = group.samples
     try:
         samples = await scorer.score(group.prompt, group.samples)
     except RewardError as raised:
         error = str(raised)
-    return Rescored(group=group, samples=samples, error=error, seconds=time.monotonic() - started)
+    return RescoredGroup(group=group, samples=samples, error=error, seconds=time.monotonic() - started)

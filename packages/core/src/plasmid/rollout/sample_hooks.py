@@ -22,7 +22,7 @@ class SampleHooks:
     def __init__(self, plugins: pluggy.PluginManager) -> None:
         self._asked = plugins.hook.sample_generated.get_hookimpls()
 
-    def changed(self, sample: Sample, prompt: Prompt) -> Sample:
+    def apply(self, sample: Sample, prompt: Prompt) -> Sample:
         """The sample as the plugins leave it. Raises `PluginError` for changes that are against the rules."""
         for implementation in self._asked:
             given: dict[str, Any] = {"sample": sample, "prompt": prompt}

@@ -22,10 +22,10 @@ from ..recipe import resolve_with
 from ..seeds import seed_of
 from ..training.sample_length import longest_sample
 from ..types import Prompt, PromptGroup, Sample, SamplingParams, StopReason
+from .component_states import ComponentStates
 from .execution import Execution, execute
-from .filtering import Filtering
-from .memory import Memory
-from .ordering import Line
+from .filters import FilterChain
+from .ordered_lock import OrderedLock
 from .sample_hooks import SampleHooks
 from .scoring import Scorer
 
@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Equipment:
+class RolloutComponents:
     """What rollouts are made and judged by."""
 
     workflow: Workflow
@@ -77,15 +77,15 @@ class Equipment:
         return [self.workflow, *self.by_profile.values()]
 
     @staticmethod
-    def all_of(config: RunConfig) -> dict[str, Equipment]:
+    def all_of(config: RunConfig) -> dict[str, RolloutComponents]:
         """Training's under the empty name, and that of each evaluation set, which may have parts of its own."""
         own_ways = {name: profile.workflow for name, profile in config.profiles.items() if profile.workflow}
         scorer = Scorer(config.rewards, profiles=config.profiles)
-        training = Equipment(workflow=config.workflow, scorer=scorer, by_profile=own_ways)
+        training = RolloutComponents(workflow=config.workflow, scorer=scorer, by_profile=own_ways)
         found = {"": training}
         for index, set_ in enumerate(config.eval):
             own = Scorer(set_.rewards, where=f"eval.{index}.rewards") if set_.rewards else training.scorer
-            found[set_.name] = Equipment(
+            found[set_.name] = RolloutComponents(
                 workflow=set_.workflow or training.workflow,
                 scorer=own,
                 by_profile={} if set_.workflow else own_ways,
@@ -105,10 +105,10 @@ class RolloutWorker:
         self._store = store
         self._tokenizer = Tokenizer.of(self._config.model)
         self._max_length = longest_sample(self._config.model)
-        self._equipment = Equipment.all_of(self._config)
-        self._filtering = Filtering(self._config.filters)
-        self._line = Line()
-        self._memory = Memory(self._config, lambda name, call: self._equipment[name].scorer.on_thread(call))
+        self._components = RolloutComponents.all_of(self._config)
+        self._filters = FilterChain(self._config.filters)
+        self._order = OrderedLock()
+        self._states = ComponentStates(self._config, lambda name, call: self._components[name].scorer.on_thread(call))
 
     async def open(self) -> None:
         """Open what the recipe's components need."""
@@ -120,34 +120,34 @@ class RolloutWorker:
 
     def _parts(self) -> list[Workflow | Scorer]:
         """Every workflow and scorer once; evaluation sets may share those of training."""
-        every = self._equipment.values()
+        every = self._components.values()
         workflows = [workflow for one in every for workflow in one.workflows()]
         found: list[Workflow | Scorer] = [*workflows, *(one.scorer for one in every)]
         return list({id(part): part for part in found}.values())
 
     async def mark(self) -> None:
         """Remember the states of all components for `save`."""
-        await self._memory.mark()
+        await self._states.mark()
 
     async def save(self, path: Path) -> None:
         """Write them as they were at the last `mark`."""
-        await self._memory.save(path)
+        await self._states.save(path)
 
     async def restore(self, paths: Sequence[Path]) -> None:
         """Take up what these files hold."""
-        await self._memory.restore(paths)
+        await self._states.restore(paths)
 
     async def roll_out(self, job: Job) -> GroupRef:
         """Sample, score and filter one prompt group. Rewards that need it, and filters, see groups in their order."""
         samples, greedy = await asyncio.gather(self._sample(job), self._greedy(job))
-        in_order = self._equipment[job.eval_set].scorer.in_order
+        in_order = self._components[job.eval_set].scorer.in_order
         if not in_order:
             samples, greedy = await self._score(job, samples, greedy)
-        async with self._line.turn(job.name, after=job.after):
+        async with self._order.hold(job.name, after=job.after):
             if in_order:
                 samples, greedy = await self._score(job, samples, greedy)
             group = PromptGroup(id=job.group_id, prompt=job.prompt, samples=tuple(samples))
-            dropped_by = self._filtering.dropped_by(group) if job.filtered else ""
+            dropped_by = self._filters.dropped_by(group) if job.filtered else ""
         if any(sample.stop_reason is StopReason.ERROR for sample in greedy):
             dropped_by = "failed"
         return self.share(replace(group, samples=(*samples, *greedy)), dropped_by)
@@ -166,7 +166,7 @@ class RolloutWorker:
 
     async def _score(self, job: Job, samples: list[Sample], greedy: list[Sample]) -> tuple[list[Sample], list[Sample]]:
         """Rollouts together, and the greedy one by itself."""
-        scorer = self._equipment[job.eval_set].scorer
+        scorer = self._components[job.eval_set].scorer
         scored = await scorer.score(job.prompt, samples)
         baseline = await scorer.score(job.prompt, greedy) if greedy else []
         return scored, [replace(sample, metadata={**sample.metadata, "baseline": True}) for sample in baseline]
@@ -185,8 +185,8 @@ class RolloutWorker:
             group_seed=seed_of(job.seed, "group"),
             wants_kept_sets=job.wants_kept_sets and sampling.is_restricted,
         )
-        made = await execute(self._equipment[job.eval_set].workflow_of(job.prompt), execution, job.prompt, timeout_s)
-        return [s if s.stop_reason is StopReason.ERROR else self._hooks.changed(s, job.prompt) for s in made]
+        made = await execute(self._components[job.eval_set].workflow_of(job.prompt), execution, job.prompt, timeout_s)
+        return [s if s.stop_reason is StopReason.ERROR else self._hooks.apply(s, job.prompt) for s in made]
 
     def share(self, group: PromptGroup, dropped_by: str = "") -> GroupRef:
         """Put a scored group into the store, whole and as flat arrays, and describe it for the driver."""

@@ -18,7 +18,7 @@ WRITE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Workers:
+class WorkerPool:
     """The rollout worker processes; jobs are dealt out to them by group."""
 
     actors: tuple[Actor, ...]

@@ -9,10 +9,10 @@ from ...protocols import Store
 from ...types import PromptGroup, Sample, SamplingParams, Score, StopReason
 from ..worker import share
 from .draws import Draw, Draws
-from .producer import BetweenBatches, Taken
+from .producer import BoundaryProducer, Taken
 
 
-class Demonstrated(BetweenBatches):
+class DemonstrationProducer(BoundaryProducer):
     """Implements `producer.Producer`. Rows are tokenised on the driver when they are taken."""
 
     def __init__(self, draws: Draws, store: Store) -> None:

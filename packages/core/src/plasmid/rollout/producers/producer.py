@@ -91,7 +91,7 @@ class DropLimit:
             )
 
 
-class BetweenBatches:
+class BoundaryProducer:
     """Half a `producer.Producer`: a resume draws everything again that was drawn since the last batch was trained."""
 
     def __init__(self, draws: Draws) -> None:

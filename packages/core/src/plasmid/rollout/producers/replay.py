@@ -42,7 +42,7 @@ def check_replay(config: RunConfig, run_dir: Path) -> None:
             )
 
 
-class Replay:
+class ReplayProducer:
     """Implements `rollout.producer.Producer`: the batches of one run, in their order, dropped groups left out."""
 
     def __init__(self, run_dir: Path, store: Store) -> None:

@@ -23,7 +23,7 @@ class _Batch:
     reused: int
 
 
-class Reusing:
+class ReuseProducer:
     """Implements `producer.Producer` around another one: new groups are its own, reused ones join them.
 
     Reused groups hold no slot of the other producer: it is told of the release of new ones only. The draw depends on

@@ -23,7 +23,7 @@ class _Running:
     """The trainer's when it was admitted: none of its tokens is older."""
 
 
-class Stream:
+class StreamProducer:
     """Off-policy: keep ``slots`` groups between admission and the publish of the weights trained on them.
 
     A slot is held until its group is trained *and* the engine has the new weights; freeing it when the group is taken

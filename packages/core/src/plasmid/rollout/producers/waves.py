@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from ...batch import GroupRef
 from ...waiting import together
 from .draws import Draw, Draws
-from .producer import BetweenBatches, DropLimit, RollOut, Taken
+from .producer import BoundaryProducer, DropLimit, RollOut, Taken
 
 Expect = Callable[[Sequence[Draw]], Awaitable[None]]
 
 
-class Waves(BetweenBatches):
+class WaveProducer(BoundaryProducer):
     """On-policy: draw what is missing, wait for all of it, draw replacements for what was filtered, and so on.
 
     No surplus is kept, and what is drawn depends on nothing but the data and the filters: exact resume rests on that.

@@ -12,41 +12,41 @@ from ...observe.sample_store import read_dropped, read_samples
 from ...protocols import Store, Trainer
 from ...rollout.producers.producer import Producer
 from ...rollout.worker import share
-from ...rollout.worker_pool import Workers
+from ...rollout.worker_pool import WorkerPool
 from ...waiting import GRACE, within
 from .folder import CheckpointFolder, Progress, RunState, check_same_config, read_state
 from .run_folder import RunFolder
-from .saver import BUFFER, MEMORY, stateful
+from .saver import BUFFER, WORKER_STATES, stateful_components
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class ResumePoint:
     """A checkpoint to continue from."""
 
     path: Path
     state: RunState
 
 
-def restore(folder: RunFolder, config: RunConfig) -> Restored:
-    """The newest checkpoint of the folder, as `read_newest` does. Remains of others go."""
+def open_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
+    """The newest checkpoint of the folder, as `read_resume_point` does. Remains of others go."""
     CheckpointFolder(folder.checkpoints, config.checkpoint).discard()
-    return read_newest(folder, config)
+    return read_resume_point(folder, config)
 
 
-def read_newest(folder: RunFolder, config: RunConfig) -> Restored:
+def read_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
     """The newest checkpoint of the folder, after checking that the recipe is still the same."""
     path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
     state = read_state(path)
     check_same_config(state.config, config.model_dump(mode="json"))
-    return Restored(path=path, state=state)
+    return ResumePoint(path=path, state=state)
 
 
 async def resume_run(
     config: RunConfig,
-    checkpoint: Restored,
+    checkpoint: ResumePoint,
     *,
     trainer: Trainer | None,
-    workers: Workers | None,
+    workers: WorkerPool | None,
     store: Store,
     producer: Producer,
     folder: RunFolder,
@@ -60,12 +60,12 @@ async def resume_run(
     groups, dropped = (read_samples(buffered), read_dropped(buffered)) if buffered.exists() else ([], {})
     shared = [share(group, store, dropped.get(group.id, "")) for group in groups]
     producer.restore(state.producer, shared)
-    if workers is not None and (checkpoint.path / MEMORY).is_dir():
-        await workers.restore(checkpoint.path / MEMORY)
+    if workers is not None and (checkpoint.path / WORKER_STATES).is_dir():
+        await workers.restore(checkpoint.path / WORKER_STATES)
     journal.truncate_after(state.batch)
     Journal(folder.evaluations).truncate_after(state.batch)
     _forget_samples(folder, state, buffered=[group.id for group in groups])
-    for place, component in stateful(config).items():
+    for place, component in stateful_components(config).items():
         if place in state.components:
             component.restore(state.components[place])
     return Progress(batch=state.batch, version=state.version)

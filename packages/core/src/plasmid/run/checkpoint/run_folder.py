@@ -127,7 +127,7 @@ def _info(config: RunConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the folder, which is made if it is not there. The end of this process gives it back, however it ends.
 
     Raises `ConfigError` if another process holds it.
@@ -147,7 +147,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_lockable(folder: Path) -> None:
-    """Raise `ConfigError` where `locked` would; nothing is written."""
+    """Raise `ConfigError` where `lock_folder` would; nothing is written."""
     try:
         if (folder / LOCK).exists():
             file = os.open(folder / LOCK, os.O_RDWR)

@@ -16,9 +16,9 @@ from ...config import RunConfig
 from ...errors import CheckpointError
 from ...observe.dispatch import ObserverQueues
 from ...protocols import Finish, Trainer
-from ...rollout.memory import remembers
+from ...rollout.component_states import has_states
 from ...rollout.producers.producer import Producer
-from ...rollout.worker_pool import Workers
+from ...rollout.worker_pool import WorkerPool
 from ...waiting import GRACE, within
 from .folder import CheckpointFolder, Progress, RunState
 from .run_folder import RunFolder
@@ -26,7 +26,7 @@ from .run_folder import RunFolder
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 BUFFER = "buffer.parquet"
-MEMORY = "workers"
+WORKER_STATES = "workers"
 """Folder of a checkpoint with what the components of each worker process remember."""
 
 
@@ -42,12 +42,12 @@ class _Begun:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Saver:
+class CheckpointSaver:
     """Writes checkpoints. At most one checkpoint is under way; it is committed once all of it is written."""
 
     config: RunConfig
     trainer: Trainer | None
-    workers: Workers | None
+    workers: WorkerPool | None
     producer: Producer
     folder: RunFolder
     queues: ObserverQueues
@@ -57,9 +57,9 @@ class Saver:
     _seconds: dict[str, float] = field(init=False, default_factory=dict)
 
     @property
-    def _stateful_workers(self) -> Workers | None:
+    def _stateful_workers(self) -> WorkerPool | None:
         """The processes whose components may remember something; None if none does."""
-        return self.workers if remembers(self.config) else None
+        return self.workers if has_states(self.config) else None
 
     async def settle(self) -> None:
         """On-policy, a run that is stopped while it samples is saved as it was before: so are its components."""
@@ -125,7 +125,7 @@ class Saver:
             if self._stateful_workers is not None:
                 if self.config.run.max_staleness > 0:  # rollouts go on: a save holds what is remembered now
                     await self._stateful_workers.mark()
-                await self._stateful_workers.save(temporary / MEMORY)
+                await self._stateful_workers.save(temporary / WORKER_STATES)
         return _Begun(temporary=temporary, state=state, started=started, finish=finish)
 
     async def _complete(self, begun: _Begun) -> None:
@@ -159,14 +159,16 @@ class Saver:
             batch=progress.batch,
             version=progress.version,
             producer=self.producer.state(),
-            components={place: dict(state) for place, c in stateful(self.config).items() if (state := c.state())},
+            components={
+                place: dict(state) for place, c in stateful_components(self.config).items() if (state := c.state())
+            },
             config=self.config.model_dump(mode="json"),
             evaluations=self.pending_evaluations(),
         )
         return state.copy()  # components may go on changing what they gave
 
 
-def stateful(config: RunConfig) -> dict[str, Component]:
+def stateful_components(config: RunConfig) -> dict[str, Component]:
     """Components whose state a checkpoint holds, by a name that does not depend on their order in the recipe."""
     found: dict[str, Component] = {"buffer": config.buffer}
     for tracker in config.trackers:

@@ -31,7 +31,7 @@ class Failure:
 Outcome = Success | Failure
 
 
-class Host:
+class ActorHost:
     """Holds one object and runs its methods.
 
     Async methods run on the event loop. All others run in one thread, one after another, so that code that must stay
@@ -88,7 +88,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def unwrap(outcome: Outcome, name: str) -> Any:
+def unwrap_outcome(outcome: Outcome, name: str) -> Any:
     """The value of a call, or its error with the remote traceback as a note."""
     if isinstance(outcome, Success):
         return outcome.value

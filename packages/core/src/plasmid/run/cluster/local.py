@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from ...addresses import LOOPBACK
 from ...errors import ActorDiedError, DeadlineError
 from ...protocols import Actor, Node, Resources, Share
-from .actor_host import Host, unwrap
+from .actor_host import ActorHost, unwrap_outcome
 from .layout import check_gpus
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class LocalActor:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._host = Host(name)
+        self._host = ActorHost(name)
         self._loop = asyncio.new_event_loop()
         self._stopped = False
         threading.Thread(target=self._serve, name=name, daemon=True).start()
@@ -60,7 +60,7 @@ class LocalActor:
             raise ActorDiedError(f"{self.name} was stopped before {what}")
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
         try:
-            return unwrap(await asyncio.wait_for(future, timeout_s), self.name)
+            return unwrap_outcome(await asyncio.wait_for(future, timeout_s), self.name)
         except TimeoutError:
             raise DeadlineError(f"{self.name}.{what}: no answer within {timeout_s:g} s") from None
         except asyncio.CancelledError:

@@ -47,7 +47,7 @@ class NodeAgent:
 
     def versions(self) -> dict[str, str]:
         """Of Python, the libraries and everything that registers plugins."""
-        return versions_here()
+        return local_versions()
 
     async def sees(self, path: Path, text: str) -> bool:
         """Whether a file that the driver has just written is here, too."""
@@ -73,7 +73,7 @@ class NodeAgent:
         """Nothing is held."""
 
 
-def versions_here() -> dict[str, str]:
+def local_versions() -> dict[str, str]:
     """By name. Builds of one version (``2.11.0+cpu``) count as the same."""
     python = ".".join(platform.python_version_tuple()[:2])
     found = {"python": python, **library_versions(), **versions()}

@@ -12,7 +12,7 @@ from ...config import RunConfig
 from ...errors import ConfigError
 from ...protocols import Node
 from ...waiting import together
-from .node_agent import PluginFile, versions_here
+from .node_agent import PluginFile, local_versions
 
 ANSWER_S = 120.0
 """Longest time for a machine to answer a question about itself; it may have to import a recipe's plugins."""
@@ -20,7 +20,7 @@ CARRIED = "plugins"
 """Folder of the run with copies of plugin files that some machine lacks."""
 
 
-async def prepare(config: RunConfig, nodes: Sequence[Node], run_dir: Path) -> RunConfig:
+async def prepare_nodes(config: RunConfig, nodes: Sequence[Node], run_dir: Path) -> RunConfig:
     """Check every machine but the driver's own; what the run's processes are started with. Raises `ConfigError`.
 
     Plugin files that are not the same everywhere are copied into the run's folder, which every machine sees.
@@ -37,7 +37,7 @@ async def prepare(config: RunConfig, nodes: Sequence[Node], run_dir: Path) -> Ru
 
 
 async def _same_versions(nodes: Sequence[Node]) -> None:
-    here, lines = versions_here(), []
+    here, lines = local_versions(), []
     for node, there in zip(nodes, await _ask(nodes, "versions"), strict=True):
         for name in sorted(here.keys() | there.keys()):
             if here.get(name) != there.get(name):

@@ -20,7 +20,7 @@ VARIABLE = "RAY_ADDRESS"
 """Ray sets it for what it runs as a job."""
 
 
-def address_of(place: PlacementConfig) -> str | None:
+def cluster_address(place: PlacementConfig) -> str | None:
     """Its address; None if the run is to start a cluster of its own. Raises `ConfigError`."""
     if place.address != "auto":
         return None if place.address == "local" else place.address

@@ -19,7 +19,7 @@ TELL_S = 30.0
 """Seconds between two messages."""
 
 
-async def granted(shares: Sequence[Share], *, within_s: float) -> PlacementGroup:
+async def wait_for_placement_group(shares: Sequence[Share], *, within_s: float) -> PlacementGroup:
     """One placement group with a bundle for each share, each on a machine of its own. Raises `DeadlineError`."""
     bundles = [{"CPU": share.cpus, **({"GPU": share.gpus} if share.gpus else {})} for share in shares]
     group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
@@ -31,26 +31,28 @@ async def granted(shares: Sequence[Share], *, within_s: float) -> PlacementGroup
             if now - begun > within_s:
                 raise DeadlineError(
                     f"placement: the Ray cluster could not give the run what it needs within {within_s:g} s "
-                    f"(placement.wait_timeout_s): {wanted(shares)}; it has {there()}; add machines, wait until others "
-                    "have ended, or set fewer nodes or ranks"
+                    f"(placement.wait_timeout_s): {describe_request(shares)}; it has {describe_cluster()}; "
+                    "add machines, wait until others have ended, or set fewer nodes or ranks"
                 )
             if now - told > TELL_S:
                 told = now
-                log.warning("waiting for the Ray cluster to have %s; it has %s", wanted(shares), there())
+                log.warning(
+                    "waiting for the Ray cluster to have %s; it has %s", describe_request(shares), describe_cluster()
+                )
     except BaseException:
         remove_placement_group(group)
         raise
     return group
 
 
-def addresses_of(group: PlacementGroup) -> list[str]:
+def bundle_addresses(group: PlacementGroup) -> list[str]:
     """The machine of each bundle."""
     known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [known[nodes[index]] for index in sorted(nodes)]
 
 
-def wanted(shares: Sequence[Share]) -> str:
+def describe_request(shares: Sequence[Share]) -> str:
     """In words: ``2 machines with 4 GPUs and 5 CPUs each``."""
     found = []
     for share in dict.fromkeys(shares):
@@ -60,7 +62,7 @@ def wanted(shares: Sequence[Share]) -> str:
     return ", ".join(found)
 
 
-def there() -> str:
+def describe_cluster() -> str:
     """The machines of the cluster in words, and what is free on all of them together."""
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     each = sorted(f"{n['NodeManagerAddress']} with {_amounts(*_numbers(n['Resources']))}" for n in nodes)

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ...errors import ActorDiedError, DeadlineError, PlasmidError, one_line
 from ...log_files import last_lines, redirect_output
 from ...safe_files import append_to
-from .actor_host import Host, Outcome, unwrap
+from .actor_host import ActorHost, Outcome, unwrap_outcome
 from .environment import forget_token
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ class RayStore:
         return RayRef(ray.put(value))
 
 
-class Process:
-    """The Ray actor around a `Host`."""
+class ActorProcess:
+    """The Ray actor around a `ActorHost`."""
 
     def __init__(self, name: str, log_file: str, folder: str) -> None:
         forget_token()
@@ -63,7 +63,7 @@ class Process:
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
         )
-        self._host = Host(name)
+        self._host = ActorHost(name)
 
     async def make(self, factory: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         return await self._host.make(factory, args, kwargs)
@@ -112,7 +112,7 @@ class RayActor:
 
     async def answer(self, ref: Any, what: str, timeout_s: float) -> Any:
         try:
-            outcome = await asyncio.wait_for(result(ref), timeout_s)
+            outcome = await asyncio.wait_for(await_ref(ref), timeout_s)
         except (TimeoutError, GetTimeoutError):
             await self._note_stacks(what)
             raise DeadlineError(
@@ -123,22 +123,22 @@ class RayActor:
             raise ActorDiedError(f"{self.name} died during {what}: {words} (its log: {self.log_file})") from None
         except RayError as error:
             raise PlasmidError(f"{self.name}.{what}: {one_line(error)} (its log: {self.log_file})") from error
-        return unwrap(outcome, self.name)
+        return unwrap_outcome(outcome, self.name)
 
     async def _note_stacks(self, what: str) -> None:
         """Write the stacks of a silent process into its log. Gives up quickly: the deadline is the news."""
         with contextlib.suppress(RayError, TimeoutError, OSError):
-            stacks = await asyncio.wait_for(result(self.handle.stacks.remote()), 5)
+            stacks = await asyncio.wait_for(await_ref(self.handle.stacks.remote()), 5)
             with append_to(Path(self.log_file)) as file:
                 file.write(f"no answer to {what}; stacks:\n{stacks}\n")
 
     async def stop(self, *, grace_s: float = 10.0) -> None:
         try:
             with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(result(self.handle.close.remote()), grace_s)
+                await asyncio.wait_for(await_ref(self.handle.close.remote()), grace_s)
         finally:
             ray.kill(self.handle)
 
 
-async def result(ref: Any) -> Any:
+async def await_ref(ref: Any) -> Any:
     return await ref

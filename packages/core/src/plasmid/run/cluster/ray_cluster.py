@@ -21,8 +21,8 @@ from ...waiting import together
 from .connection import join_ray, start_ray, visible_gpus, warn_if_open
 from .layout import check_gpus
 from .node_agent import NodeAgent
-from .placement_group import addresses_of, granted
-from .process import Machine, Process, RayActor, RayStore, result
+from .placement_group import bundle_addresses, wait_for_placement_group
+from .process import ActorProcess, Machine, RayActor, RayStore, await_ref
 
 LOOPBACK_INTERFACE = "lo"
 OPEN_S = 120.0
@@ -87,8 +87,8 @@ class RayCluster:
             self._places = (place,) * len(shares)
         else:
             os.environ[ADDRESS] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            self._group = await granted(shares, within_s=self._wait_s)
-            addresses = addresses_of(self._group)
+            self._group = await wait_for_placement_group(shares, within_s=self._wait_s)
+            addresses = bundle_addresses(self._group)
             self._places = tuple(await together(self._open(i, addresses[i], s) for i, s in enumerate(shares)))
         return tuple(place.node for place in self._places)
 
@@ -101,7 +101,7 @@ class RayCluster:
         )
         actor = self._spawn(f"node-{index}", place, {}, num_gpus=share.gpus)
         try:
-            machine: Machine = await asyncio.wait_for(result(actor.handle.machine.remote(address)), OPEN_S)
+            machine: Machine = await asyncio.wait_for(await_ref(actor.handle.machine.remote(address)), OPEN_S)
         except (RayError, TimeoutError) as error:
             raise PlasmidError(
                 f"node {address}: no process could be started there: {one_line(error)}; is plasmid-core[train] "
@@ -126,7 +126,7 @@ class RayCluster:
         log_file = str(self._log_dir / f"{name}.log")
         options = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": 4096, **place.options}
         runtime = {"env_vars": {**ENVIRONMENT, **place.env, **env}}
-        process: Any = ray.remote(Process)
+        process: Any = ray.remote(ActorProcess)
         handle = process.options(**options, runtime_env=runtime).remote(name, log_file, self._folder)
         actor = RayActor(name=name, handle=handle, log_file=log_file)
         self._actors.append(actor)

@@ -15,7 +15,7 @@ from ...observe.dispatch import ObserverQueues
 from ...observe.journal import Journal
 from ...protocols import RolloutEngine
 from ...rollout.worker import Job
-from ...rollout.worker_pool import Workers
+from ...rollout.worker_pool import WorkerPool
 from ...seeds import seed_of
 from ...waiting import GRACE, together, within
 from ..checkpoint.run_folder import RunFolder
@@ -46,10 +46,10 @@ class EvaluationJournal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bench:
+class Sampler:
     """An engine and the workers that ask it."""
 
-    workers: Workers
+    workers: WorkerPool
     engine: RolloutEngine
 
 
@@ -61,10 +61,10 @@ class Evaluator:
         config: RunConfig,
         sets: Sequence[EvaluationSet],
         *,
-        shared: Bench,
-        own: Bench | None = None,
+        shared: Sampler,
+        own: Sampler | None = None,
         samples_dir: Path,
-        telling: EvaluationJournal,
+        journal: EvaluationJournal,
         known: Mapping[Due, Mapping[str, float]] | None = None,
         pending: Iterable[Due] = (),
         training: bool = True,
@@ -75,13 +75,13 @@ class Evaluator:
         """
         self._config, self._sets = config, {set_.settings.name: set_ for set_ in sets}
         self._shared, self._own, self._training = shared, own, training
-        self._samples_dir, self._telling = samples_dir, telling
+        self._samples_dir, self._journal = samples_dir, journal
         self._results: dict[Due, Mapping[str, float]] = dict(known or {})
         self._left = [due for due in pending if due[0] in self._sets and due not in self._results]
         self._tasks: dict[Due, asyncio.Task[None]] = {}
-        self._floating = asyncio.Lock()
+        self._floating_lock = asyncio.Lock()
 
-    async def take_up(self, send: Send) -> None:
+    async def resume_pending(self, send: Send) -> None:
         """Begin again what the checkpoint says was not finished."""
         left, self._left = self._left, []
         await self._begin(left, send)
@@ -99,12 +99,12 @@ class Evaluator:
         for one in due:
             mode = self._mode(one)
             if mode == "floating":
-                self._tasks[one] = asyncio.create_task(self._float(one))
+                self._tasks[one] = asyncio.create_task(self._run_floating(one))
         own = [one for one in due if self._mode(one) == "engine"]
         if own and self._own is not None:
-            await self._settle(self._background("engine"))  # it holds their weights
+            await self._wait_for(self._background("engine"))  # it holds their weights
             await send(self._own.engine)
-            self._tasks[own[0]] = first = asyncio.create_task(self._on_own(own, self._own))
+            self._tasks[own[0]] = first = asyncio.create_task(self._run_on_own_engine(own, self._own))
             for one in own[1:]:
                 self._tasks[one] = first
         for one in due:
@@ -114,21 +114,21 @@ class Evaluator:
     def _mode(self, due: Due) -> str:
         return self._sets[due[0]].settings.mode if self._training else "block"
 
-    async def _float(self, due: Due) -> None:
-        async with self._floating:  # two at once would take twice the share of the engine
+    async def _run_floating(self, due: Due) -> None:
+        async with self._floating_lock:  # two at once would take twice the share of the engine
             await self._finish(due, self._shared)
 
-    async def _on_own(self, due: Sequence[Due], bench: Bench) -> None:
+    async def _run_on_own_engine(self, due: Sequence[Due], sampler: Sampler) -> None:
         for one in due:
-            await self._finish(one, bench)
+            await self._finish(one, sampler)
 
     async def before_save(self, batch: int) -> None:
         """Wait for evaluations whose weights a resumed run would not have: those on an engine of their own."""
-        await self._settle([due for due in self._background("engine") if due[1] < batch])
+        await self._wait_for([due for due in self._background("engine") if due[1] < batch])
 
     async def finish(self) -> None:
         """Wait for everything that runs in the background."""
-        await self._settle(list(self._tasks))
+        await self._wait_for(list(self._tasks))
 
     async def run_all(self) -> Mapping[str, Mapping[str, float]]:
         """Metrics of every set, and of the mean over them if there are several."""
@@ -149,7 +149,7 @@ class Evaluator:
     def _background(self, mode: str) -> list[Due]:
         return [due for due in self._tasks if self._mode(due) == mode]
 
-    async def _settle(self, due: Sequence[Due]) -> None:
+    async def _wait_for(self, due: Sequence[Due]) -> None:
         await asyncio.gather(*{self._tasks[one] for one in due}, return_exceptions=True)
         self._check()
 
@@ -159,20 +159,20 @@ class Evaluator:
                 del self._tasks[due]
                 task.result()
 
-    async def _finish(self, due: Due, bench: Bench) -> None:
-        self._results[due] = await self.run(self._sets[due[0]], due[1], bench)
+    async def _finish(self, due: Due, sampler: Sampler) -> None:
+        self._results[due] = await self.run(self._sets[due[0]], due[1], sampler)
         counted = [set_.settings for set_ in self._sets.values() if set_.settings.weight > 0]
         found = {set_.name: self._results.get((set_.name, due[1])) for set_ in counted}
         known = {name: metrics for name, metrics in found.items() if metrics is not None}
         if len(counted) > 1 and len(known) == len(counted) and (MEAN, due[1]) not in self._results:
             self._results[MEAN, due[1]] = mean = mean_over_sets(counted, known)
-            self._telling.finished(due[1], MEAN, mean)
+            self._journal.finished(due[1], MEAN, mean)
 
-    async def run(self, set_: EvaluationSet, batch: int, bench: Bench | None = None) -> dict[str, float]:
+    async def run(self, set_: EvaluationSet, batch: int, sampler: Sampler | None = None) -> dict[str, float]:
         """Evaluate one set, report its metrics, store its samples."""
-        bench = bench or self._shared
+        sampler = sampler or self._shared
         jobs = [self._job(set_, batch, index) for index in range(len(set_.prompts))]
-        groups = await self._roll_out(set_, jobs, batch, bench)
+        groups = await self._roll_out(set_, jobs, batch, sampler)
         if not self._training and not any(group.num_samples for group in groups):
             count = sum(len(group.errors) for group in groups)
             raise EngineError(
@@ -181,11 +181,11 @@ class Evaluator:
             )
         metrics = summarize(set_.settings, groups, set_.values)
         path = self._samples_dir / f"eval-{set_.settings.name}-{batch:06d}.parquet"
-        await bench.workers.write(path, tuple(groups), batch)
-        self._telling.finished(batch, set_.settings.name, metrics)
+        await sampler.workers.write(path, tuple(groups), batch)
+        self._journal.finished(batch, set_.settings.name, metrics)
         return metrics
 
-    async def _roll_out(self, set_: EvaluationSet, jobs: Sequence[Job], batch: int, bench: Bench) -> list[GroupRef]:
+    async def _roll_out(self, set_: EvaluationSet, jobs: Sequence[Job], batch: int, sampler: Sampler) -> list[GroupRef]:
         """All groups, at most so many at one time; in waves on an engine that nobody else asks.
 
         Waves make results repeatable: see `RolloutEngine.expect`.
@@ -195,21 +195,21 @@ class Evaluator:
         async def one(job: Job, gate: asyncio.Semaphore) -> GroupRef:
             nonlocal done
             async with gate:
-                group = await bench.workers.roll_out(job)
+                group = await sampler.workers.roll_out(job)
             done += 1
-            self._telling.advanced(batch, name, done, len(jobs))
+            self._journal.advanced(batch, name, done, len(jobs))
             return group
 
-        self._telling.advanced(batch, name, 0, len(jobs))
+        self._journal.advanced(batch, name, 0, len(jobs))
         gate = asyncio.Semaphore(width)
-        if bench is self._shared and self._training and self._config.run.max_staleness > 0:
+        if sampler is self._shared and self._training and self._config.run.max_staleness > 0:
             return await together(one(job, gate) for job in jobs)
         groups: list[GroupRef] = []
         for start in range(0, len(jobs), width):
             wave = jobs[start : start + width]
             sessions = [session for job in wave for session in job.sessions()]
             limit_s = self._config.run.sync_timeout_s * GRACE
-            await within(limit_s, "engine.expect (run.sync_timeout_s)", bench.engine.expect(sessions))
+            await within(limit_s, "engine.expect (run.sync_timeout_s)", sampler.engine.expect(sessions))
             groups += await together(one(job, gate) for job in wave)
         return groups
 

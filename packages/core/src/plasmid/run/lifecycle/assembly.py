@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pluggy
@@ -14,102 +15,106 @@ from ...observe.dispatch import ObserverQueues
 from ...observe.journal import read_journal
 from ...observe.recorder import MetricsRecorder
 from ...observe.system import SystemMonitor
-from ...rollout.producers.demonstrations import Demonstrated
+from ...rollout.producers.demonstrations import DemonstrationProducer
 from ...rollout.producers.draws import Draw, Draws
 from ...rollout.producers.producer import DropLimit, Producer
-from ...rollout.producers.replay import Replay
-from ...rollout.producers.reuse import Reusing
-from ...rollout.producers.stream import Stream
-from ...rollout.producers.waves import Waves
+from ...rollout.producers.replay import ReplayProducer
+from ...rollout.producers.reuse import ReuseProducer
+from ...rollout.producers.stream import StreamProducer
+from ...rollout.producers.waves import WaveProducer
 from ...rollout.worker import Job
+from ...rollout.worker_pool import WorkerPool
 from ...seeds import seed_of
 from ...waiting import GRACE, within
 from ..checkpoint.folder import Progress
-from ..checkpoint.resume import Restored, load_trainer, resume_run
+from ..checkpoint.resume import ResumePoint, load_trainer, resume_run
 from ..checkpoint.run_folder import RunFolder
-from ..checkpoint.saver import Saver
-from ..evaluation.evaluator import Bench, Due, EvaluationJournal, Evaluator
+from ..checkpoint.saver import CheckpointSaver
+from ..evaluation.evaluator import Due, EvaluationJournal, Evaluator, Sampler
 from ..evaluation.sets import EvaluationSet
-from ..lifecycle.startup import Parts
 from ..loop.batch_hooks import BatchHooks
 from ..loop.loop import Loop, LoopParts
-from .interrupts import Closing
+from .shutdown import LoggingExitStack
+from .startup import RunHandles
 
 
 async def build_loop(
     config: RunConfig,
-    parts: Parts,
+    handles: RunHandles,
     folder: RunFolder,
     stream: PromptStream,
     queues: ObserverQueues,
     evaluator: Evaluator | None,
     *,
-    state: Restored | None,
+    state: ResumePoint | None,
     replay: Path | None,
-    stack: Closing,
+    stack: LoggingExitStack,
     plugins: pluggy.PluginManager,
 ) -> Loop:
     """The loop, ready to run."""
     producer: Producer
     if replay is not None:
-        producer = Replay(replay, parts.cluster.store)
+        producer = ReplayProducer(replay, handles.cluster.store)
     else:
-        producer = make_producer(config, parts, Draws(stream), queues)
-        if config.reuse is not None and parts.trainer is not None:
-            producer = Reusing(producer, config.reuse, seed=config.run.seed)
-    stack.later("rollouts", producer.close)
+        producer = make_producer(config, handles, Draws(stream), queues)
+        if config.reuse is not None and handles.trainer is not None:
+            producer = ReuseProducer(producer, config.reuse, seed=config.run.seed)
+    stack.add_close("rollouts", producer.close)
     monitor = SystemMonitor()
-    stack.later("the system monitor", monitor.close)
+    stack.add_close("the system monitor", monitor.close)
     recorder = MetricsRecorder(path=folder.metrics, queues=queues, monitor=monitor, data=stream)
-    stack.later("the journal", recorder.journal.close)
+    stack.add_close("the journal", recorder.journal.close)
     progress = Progress()
     if state is not None:
         progress = await resume_run(
             config,
             state,
-            trainer=parts.trainer,
-            workers=parts.workers,
-            store=parts.cluster.store,
+            trainer=handles.trainer,
+            workers=handles.workers,
+            store=handles.cluster.store,
             producer=producer,
             folder=folder,
             journal=recorder.journal,
         )
-    elif config.checkpoint.start_from != "none" and parts.trainer is not None:
-        await load_trainer(config, parts.trainer, Path(config.checkpoint.start_from))
-    saver = Saver(
+    elif config.checkpoint.start_from != "none" and handles.trainer is not None:
+        await load_trainer(config, handles.trainer, Path(config.checkpoint.start_from))
+    saver = CheckpointSaver(
         config=config,
-        trainer=parts.trainer,
-        workers=parts.workers,
+        trainer=handles.trainer,
+        workers=handles.workers,
         producer=producer,
         folder=folder,
         queues=queues,
         pending_evaluations=evaluator.pending if evaluator is not None else tuple,
     )
-    stack.later("the checkpoint under way", saver.close)
-
-    async def write_samples(groups: tuple[GroupRef, ...], step: int, name: str) -> None:
-        if parts.workers is not None:
-            await parts.workers.write(folder.samples_of(name, step), groups, step)
+    stack.add_close("the checkpoint under way", saver.close)
 
     loop_parts = LoopParts(
-        trainer=parts.trainer,
-        engine=parts.engine,
+        trainer=handles.trainer,
+        engine=handles.engine,
         producer=producer,
         observers=recorder,
-        write_samples=write_samples,
+        write_samples=partial(_write_samples, handles.workers, folder),
         evaluations=evaluator,
         saver=saver,
-        change=BatchHooks(plugins).changed,
+        change=BatchHooks(plugins).apply,
     )
     return Loop(config=config, parts=loop_parts, progress=progress)
 
 
-def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: ObserverQueues) -> Producer:
+async def _write_samples(
+    workers: WorkerPool | None, folder: RunFolder, groups: tuple[GroupRef, ...], step: int, name: str
+) -> None:
+    if workers is not None:
+        await workers.write(folder.samples_of(name, step), groups, step)
+
+
+def make_producer(config: RunConfig, handles: RunHandles, draws: Draws, queues: ObserverQueues) -> Producer:
     """Demonstrations as they are, waves if training is on-policy, else a stream as large as the staleness admits."""
-    workers, engine, run = parts.workers, parts.engine, config.run
+    workers, engine, run = handles.workers, handles.engine, config.run
     needs = config.algorithm.needs()
     if needs.demonstrations:
-        return Demonstrated(draws, parts.cluster.store)
+        return DemonstrationProducer(draws, handles.cluster.store)
     assert workers is not None and engine is not None
 
     def job(draw: Draw) -> Job:
@@ -135,46 +140,48 @@ def make_producer(config: RunConfig, parts: Parts, draws: Draws, queues: Observe
 
     limit = DropLimit(limit=run.max_dropped, failed_limit=run.prompts_per_batch)
     if run.max_staleness == 0:
-        return Waves(draws, roll_out, expect, limit=limit)
+        return WaveProducer(draws, roll_out, expect, limit=limit)
     slots = round((run.max_staleness + 1) * run.sync_every * run.prompts_per_batch * run.over_sampling)
-    return Stream(draws, roll_out, slots=slots, max_staleness=run.max_staleness, limit=limit, policy=config.buffer)
+    return StreamProducer(
+        draws, roll_out, slots=slots, max_staleness=run.max_staleness, limit=limit, policy=config.buffer
+    )
 
 
 def open_evaluator(
     config: RunConfig,
-    parts: Parts,
+    handles: RunHandles,
     folder: RunFolder,
     sets: Sequence[EvaluationSet],
     queues: ObserverQueues,
-    stack: Closing,
+    stack: LoggingExitStack,
     *,
-    state: Restored | None = None,
+    state: ResumePoint | None = None,
     training: bool = True,
 ) -> Evaluator | None:
     """What evaluates the sets and writes their journal; None where nothing can be sampled."""
-    if parts.workers is None or parts.engine is None:
+    if handles.workers is None or handles.engine is None:
         return None
-    telling = EvaluationJournal(folder, queues)
-    stack.later("the journal of evaluations", telling.journal.close)
+    journal = EvaluationJournal(folder, queues)
+    stack.add_close("the journal of evaluations", journal.journal.close)
     own = None
-    if parts.eval_workers is not None and parts.eval_engine is not None:
-        own = Bench(workers=parts.eval_workers, engine=parts.eval_engine)
+    if handles.eval_workers is not None and handles.eval_engine is not None:
+        own = Sampler(workers=handles.eval_workers, engine=handles.eval_engine)
     evaluator = Evaluator(
         config,
         sets,
-        shared=Bench(workers=parts.workers, engine=parts.engine),
+        shared=Sampler(workers=handles.workers, engine=handles.engine),
         own=own,
         samples_dir=folder.samples,
-        telling=telling,
+        journal=journal,
         known=_known(folder, state) if state is not None else {},
         pending=[(str(name), int(batch)) for name, batch in state.state.evaluations] if state is not None else (),
-        training=training and parts.trainer is not None,
+        training=training and handles.trainer is not None,
     )
-    stack.later("evaluations", evaluator.close)
+    stack.add_close("evaluations", evaluator.close)
     return evaluator
 
 
-def _known(folder: RunFolder, restored: Restored) -> dict[Due, Mapping[str, float]]:
+def _known(folder: RunFolder, restored: ResumePoint) -> dict[Due, Mapping[str, float]]:
     """Evaluations that were made up to the checkpoint: a run stopped before its first batch has made those of 0."""
     entries = read_journal(folder.evaluations)
     return {(entry.name, entry.step): entry.metrics for entry in entries if entry.step <= restored.state.batch}

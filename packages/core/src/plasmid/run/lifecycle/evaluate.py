@@ -13,10 +13,10 @@ from ...waiting import GRACE, within
 from ..checkpoint.folder import read_state
 from ..checkpoint.run_folder import RunFolder, unused_folder
 from ..evaluation.sets import open_sets
-from ..loop.device_scheduler import Turns
+from ..loop.device_scheduler import DeviceScheduler
 from .assembly import open_evaluator
-from .interrupts import Closing, Interrupts
-from .startup import MakeCluster, Parts, interruptible, on_ray, start_all
+from .shutdown import Interrupts, LoggingExitStack
+from .startup import MakeCluster, RunHandles, interruptible, on_ray, start_run
 from .validation import check
 
 
@@ -42,10 +42,10 @@ def evaluate(
     async def main() -> Mapping[str, Mapping[str, float]]:
         with Interrupts():
             folder.create(config)
-            async with Closing() as stack:
+            async with LoggingExitStack() as stack:
                 queues = ObserverQueues.of_objects(observers)
-                stack.later("observers", queues.close)
-                parts = await start_all(
+                stack.add_close("observers", queues.close)
+                handles = await start_run(
                     config,
                     folder,
                     make_cluster or on_ray(config),
@@ -54,10 +54,10 @@ def evaluate(
                     is_new=True,
                     evaluating=True,
                 )
-                stack.later("the run", parts.close)
+                stack.add_close("the run", handles.close)
                 if checkpoint is not None and state is not None:
-                    await _load(config, parts, checkpoint, state.version)
-                evaluator = open_evaluator(config, parts, folder, sets, queues, stack, training=False)
+                    await _load(config, handles, checkpoint, state.version)
+                evaluator = open_evaluator(config, handles, folder, sets, queues, stack, training=False)
                 assert evaluator is not None
                 return await evaluator.run_all()
 
@@ -72,9 +72,9 @@ def _folder(config: RunConfig) -> RunFolder:
     return unused_folder(chosen.with_name(f"{chosen.name}-eval")) if chosen.exists() else RunFolder(chosen)
 
 
-async def _load(config: RunConfig, parts: Parts, checkpoint: Path, version: int) -> None:
+async def _load(config: RunConfig, handles: RunHandles, checkpoint: Path, version: int) -> None:
     """Bring the policy of the checkpoint into the engine, by way of its trainer."""
-    assert parts.trainer is not None and parts.engine is not None
+    assert handles.trainer is not None and handles.engine is not None
     limit_s = config.run.train_timeout_s * GRACE
-    await within(limit_s, "trainer.load (run.train_timeout_s)", parts.trainer.load(checkpoint / "trainer"))
-    await Turns(config=config, trainer=parts.trainer, engine=parts.engine).begin(version)
+    await within(limit_s, "trainer.load (run.train_timeout_s)", handles.trainer.load(checkpoint / "trainer"))
+    await DeviceScheduler(config=config, trainer=handles.trainer, engine=handles.engine).begin(version)

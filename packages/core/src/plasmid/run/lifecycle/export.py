@@ -17,8 +17,8 @@ from ...stored_recipe import resolve_stored
 from ...waiting import GRACE, within
 from ..checkpoint.folder import STATE, CheckpointFolder, read_state
 from ..checkpoint.run_folder import RunFolder
-from .interrupts import Closing, Interrupts
-from .startup import MakeCluster, interruptible, on_ray, start_all
+from .shutdown import Interrupts, LoggingExitStack
+from .startup import MakeCluster, interruptible, on_ray, start_run
 from .validation import check
 
 log = logging.getLogger(__name__)
@@ -81,13 +81,13 @@ async def _export(
     config: RunConfig, checkpoint: Path, target: Path, batch: int, folder: RunFolder, make_cluster: MakeCluster
 ) -> None:
     with Interrupts():
-        async with Closing() as stack:
-            parts = await start_all(config, folder, make_cluster, with_trainer=True, with_engine=False, is_new=False)
-            stack.later("the trainer", parts.close)
-            assert parts.trainer is not None
+        async with LoggingExitStack() as stack:
+            handles = await start_run(config, folder, make_cluster, with_trainer=True, with_engine=False, is_new=False)
+            stack.add_close("the trainer", handles.close)
+            assert handles.trainer is not None
             limit_s = config.run.train_timeout_s * GRACE
-            await within(limit_s, "trainer.load (run.train_timeout_s)", parts.trainer.load(checkpoint / "trainer"))
-            await export_policy(config, parts.trainer, target, batch)
+            await within(limit_s, "trainer.load (run.train_timeout_s)", handles.trainer.load(checkpoint / "trainer"))
+            await export_policy(config, handles.trainer, target, batch)
 
 
 def _checkpoint(source: Path) -> Path:

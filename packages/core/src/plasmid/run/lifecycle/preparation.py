@@ -16,8 +16,8 @@ from ...errors import CheckpointError
 from ...observe.observers import check_observers
 from ...profiles import check_named
 from ...rollout.producers.replay import check_replay, stored_batches
-from ..checkpoint.resume import Restored, read_newest, restore
-from ..checkpoint.run_folder import RunFolder, check_lockable, locked, new_folder, newest_folder
+from ..checkpoint.resume import ResumePoint, open_resume_point, read_resume_point
+from ..checkpoint.run_folder import RunFolder, check_lockable, lock_folder, new_folder, newest_folder
 from ..evaluation.sets import EvaluationSet, open_sets
 from .model_plan import plan_models
 from .validation import check, text_encoder
@@ -43,7 +43,7 @@ class Mode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Start:
+class PreparedRun:
     """What a run begins with."""
 
     config: RunConfig
@@ -51,15 +51,15 @@ class Start:
     folder: RunFolder
     stream: PromptStream
     sets: tuple[EvaluationSet, ...]
-    state: Restored | None
+    state: ResumePoint | None
     """None for a new run."""
     models: Sequence[PlanRow] = ()
     """How trainer and engine hold the models."""
 
 
-def prepare(
+def prepare_run(
     config: RunConfig, mode: Mode, held: ExitStack, *, observers: Sequence[object] = (), dry_run: bool = False
-) -> Start:
+) -> PreparedRun:
     """Find every mistake that can be found without starting anything, and hold the run's folder.
 
     A dry run writes nothing, and opens the tokenizer only where prompts are chats or are limited in tokens. Raises
@@ -79,13 +79,13 @@ def prepare(
     if dry_run:
         check_lockable(folder.path)
     else:
-        held.enter_context(locked(folder.path))
+        held.enter_context(lock_folder(folder.path))
     state = None
     if mode.resume:
-        state = (read_newest if dry_run else restore)(folder, config)
+        state = (read_resume_point if dry_run else open_resume_point)(folder, config)
         if mode.replay is None and state.state.batch < config.run.batches:
             _restore(stream, state)
-    return Start(config=config, folder=folder, stream=stream, sets=sets, state=state, models=models)
+    return PreparedRun(config=config, folder=folder, stream=stream, sets=sets, state=state, models=models)
 
 
 def open_data(config: RunConfig, encode: PromptEncoder, held: ExitStack) -> PromptStream:
@@ -96,7 +96,7 @@ def open_data(config: RunConfig, encode: PromptEncoder, held: ExitStack) -> Prom
     return stream
 
 
-def _restore(stream: PromptStream, restored: Restored) -> None:
+def _restore(stream: PromptStream, restored: ResumePoint) -> None:
     """Raises `CheckpointError` if the data are not those of the checkpoint; the producer restores them once more."""
     state = restored.state.producer.get("stream")
     if state is None:

@@ -20,14 +20,14 @@ from ...seeds import seed_of
 from ...types import Prompt, PromptGroup
 from ...waiting import GRACE, together, within
 from ..checkpoint.run_folder import RunFolder
-from ..cluster.opening import address_of
-from .interrupts import Closing, Interrupts
-from .startup import MakeCluster, interruptible, on_ray, start_all
+from ..cluster.opening import cluster_address
+from .shutdown import Interrupts, LoggingExitStack
+from .startup import MakeCluster, interruptible, on_ray, start_run
 from .validation import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sampled:
+class SampledGroup:
     """One prompt group, and the filter that would drop it."""
 
     group: PromptGroup
@@ -51,16 +51,16 @@ def sample(
     each: int,
     eval_set: str = "",
     make_cluster: MakeCluster | None = None,
-) -> list[Sampled]:
+) -> list[SampledGroup]:
     """``each`` rollouts of every prompt by the recipe's engine and workflow, scored. Raises `PlasmidError`."""
     check(config, training=False, unused=("trackers", "trainer", "buffer", "data" if eval_set else "eval"))
     folder = RunFolder(_folder(config))
 
-    async def main() -> list[Sampled]:
+    async def main() -> list[SampledGroup]:
         with Interrupts():
             folder.create(config)
-            async with Closing() as stack:
-                parts = await start_all(
+            async with LoggingExitStack() as stack:
+                handles = await start_run(
                     config,
                     folder,
                     make_cluster or on_ray(config),
@@ -69,14 +69,14 @@ def sample(
                     is_new=True,
                     evaluating=True,
                 )
-                stack.later("the engine", parts.close)
-                assert parts.workers is not None and parts.engine is not None
+                stack.add_close("the engine", handles.close)
+                assert handles.workers is not None and handles.engine is not None
                 jobs = [_job(config, index, prompt, each, eval_set) for index, prompt in enumerate(prompts)]
                 sessions = [session for job in jobs for session in job.sessions()]
                 limit_s = config.run.sync_timeout_s * GRACE
-                await within(limit_s, "engine.expect (run.sync_timeout_s)", parts.engine.expect(sessions))
-                groups = await together(parts.workers.roll_out(job) for job in jobs)
-                return [Sampled(group=ref.whole.get(), dropped_by=ref.dropped_by) for ref in groups]
+                await within(limit_s, "engine.expect (run.sync_timeout_s)", handles.engine.expect(sessions))
+                groups = await together(handles.workers.roll_out(job) for job in jobs)
+                return [SampledGroup(group=ref.whole.get(), dropped_by=ref.dropped_by) for ref in groups]
 
     found = interruptible(main())
     shutil.rmtree(folder.path, ignore_errors=True)  # kept where something failed: its logs say what
@@ -85,7 +85,7 @@ def sample(
 
 def _folder(config: RunConfig) -> Path:
     """A temporary one; in a cluster it lies beside the runs, where all machines see it."""
-    if address_of(config.placement) is None:
+    if cluster_address(config.placement) is None:
         return Path(tempfile.mkdtemp(prefix="plasmid-sample-"))
     runs = Path("runs") if config.run.dir == "auto" else Path(config.run.dir).parent
     runs.mkdir(parents=True, exist_ok=True)

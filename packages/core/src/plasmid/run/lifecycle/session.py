@@ -1,4 +1,4 @@
-"""One run from the configuration to the result: starts the parts, resumes or begins, loops, ends cleanly."""
+"""One run from the configuration to the result: starts its processes, resumes or begins, loops, ends cleanly."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...observe.journal import read_journal
 from ...plugins import load_plugins
 from ...protocols import RunContext
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.resume import Restored
+from ..checkpoint.resume import ResumePoint
 from ..checkpoint.run_folder import RunFolder
 from .assembly import build_loop, open_evaluator
 from .export import export_checkpoint, export_policy, is_exported
-from .interrupts import Closing, Interrupts
 from .preparation import Mode as Mode
-from .preparation import Start, prepare
-from .startup import MakeCluster, Parts, interruptible, on_ray, start_all
+from .preparation import PreparedRun, prepare_run
+from .shutdown import Interrupts, LoggingExitStack
+from .startup import MakeCluster, RunHandles, interruptible, on_ray, start_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,9 @@ def run(
     """
     mode, started = mode or Mode(), time.time()
     with ExitStack() as held:
-        start = prepare(config, mode, held, observers=observers)  # reads files only: Ctrl-C needs no cleaning up yet
+        start = prepare_run(
+            config, mode, held, observers=observers
+        )  # reads files only: Ctrl-C needs no cleaning up yet
         session = _Session(start.config, mode, observers, make_cluster or on_ray(config), started)
         if start.state is not None and start.state.state.batch >= start.config.run.batches:
             return session.finish(start, start.state)
@@ -75,7 +77,7 @@ class _Session:
     make_cluster: MakeCluster
     started: float
 
-    def finish(self, start: Start, restored: Restored) -> RunResult:
+    def finish(self, start: PreparedRun, restored: ResumePoint) -> RunResult:
         """The result of a run that has all its batches. Only an export may be missing, if it was killed before that."""
         folder, batch = start.folder, restored.state.batch
         final = folder.final if self.config.checkpoint.export else None
@@ -83,17 +85,17 @@ class _Session:
             export_checkpoint(restored.path, final, config=self.config, make_cluster=self.make_cluster)
         return replace(self._result(folder, batch, interrupted=False, final=final), was_finished=True)
 
-    async def run(self, start: Start) -> RunResult:
+    async def run(self, start: PreparedRun) -> RunResult:
         folder = start.folder
         with Interrupts() as interrupts:
             folder.create(self.config, start.stream.facts())
-            async with Closing() as stack:
+            async with LoggingExitStack() as stack:
                 plugins = load_plugins(files=map(Path, self.config.plugins))
                 queues = await self._open_observers(plugins, folder, stack)
                 queues.emit("run_started", run_dir=folder.path, batches=self.config.run.batches)
                 batch = 0 if start.state is None else start.state.state.batch
                 queues.emit("phase_started", batch=batch, phase="start", version=0)
-                parts = await start_all(
+                handles = await start_run(
                     self.config,
                     folder,
                     self.make_cluster,
@@ -101,14 +103,14 @@ class _Session:
                     with_engine=self._with_engine,
                     is_new=start.state is None,
                 )
-                stack.later("the run", parts.close)
+                stack.add_close("the run", handles.close)
                 loop = await build_loop(
                     self.config,
-                    parts,
+                    handles,
                     folder,
                     start.stream,
                     queues,
-                    open_evaluator(self.config, parts, folder, start.sets, queues, stack, state=start.state),
+                    open_evaluator(self.config, handles, folder, start.sets, queues, stack, state=start.state),
                     state=start.state,
                     replay=self.mode.replay,
                     stack=stack,
@@ -118,26 +120,28 @@ class _Session:
                 interrupted = await loop.run()
                 interrupts.save_with(None)
                 async with loop.trainer_at_hand():
-                    final = await self._export(folder, parts, interrupted, loop.progress.batch)
+                    final = await self._export(folder, handles, interrupted, loop.progress.batch)
         return self._result(folder, loop.progress.batch, interrupted=interrupted, final=final)
 
     @property
     def _with_engine(self) -> bool:
         return self.mode.replay is None and self.config.rollout is not None
 
-    async def _open_observers(self, plugins: pluggy.PluginManager, folder: RunFolder, stack: Closing) -> ObserverQueues:
+    async def _open_observers(
+        self, plugins: pluggy.PluginManager, folder: RunFolder, stack: LoggingExitStack
+    ) -> ObserverQueues:
         context = RunContext(seed=self.config.run.seed, run_dir=folder.path)
         for tracker in self.config.trackers:
             await tracker.open(context)
-            stack.later(f"tracker {type(tracker).__name__}", tracker.close)
+            stack.add_close(f"tracker {type(tracker).__name__}", tracker.close)
         queues = ObserverQueues.of(plugins, *map(TrackerObserver, self.config.trackers), *self.observers)
-        stack.later("observers", queues.close)
+        stack.add_close("observers", queues.close)
         return queues
 
-    async def _export(self, folder: RunFolder, parts: Parts, interrupted: bool, batch: int) -> Path | None:
-        if parts.trainer is None or interrupted or not self.config.checkpoint.export:
+    async def _export(self, folder: RunFolder, handles: RunHandles, interrupted: bool, batch: int) -> Path | None:
+        if handles.trainer is None or interrupted or not self.config.checkpoint.export:
             return None
-        await export_policy(self.config, parts.trainer, folder.final, batch)
+        await export_policy(self.config, handles.trainer, folder.final, batch)
         return folder.final
 
     def _result(self, folder: RunFolder, batch: int, *, interrupted: bool, final: Path | None) -> RunResult:

@@ -13,13 +13,13 @@ from ...components import BuildContext
 from ...config import RunConfig
 from ...protocols import Actor, Bundle, Cluster, Resources, RolloutEngine, Trainer
 from ...rollout.worker import RolloutWorker
-from ...rollout.worker_pool import Workers
+from ...rollout.worker_pool import WorkerPool
 from ...waiting import together
 from ..checkpoint.run_folder import RunFolder
 from ..cluster import open_cluster
 from ..cluster.layout import Layout
-from ..cluster.node_checks import prepare
-from ..cluster.opening import address_of
+from ..cluster.node_checks import prepare_nodes
+from ..cluster.opening import cluster_address
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,16 +27,16 @@ MakeCluster = Callable[[RunFolder], Cluster]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Parts:
+class RunHandles:
     """Whatever of trainer, engine and workers a run has."""
 
     cluster: Cluster
     trainer: Trainer | None = None
     engine: RolloutEngine | None = None
-    workers: Workers | None = None
+    workers: WorkerPool | None = None
     eval_engine: RolloutEngine | None = None
     """An engine for evaluation sets alone (`placement.eval_ranks`)."""
-    eval_workers: Workers | None = None
+    eval_workers: WorkerPool | None = None
     """Who asks it."""
 
     async def close(self) -> None:
@@ -53,7 +53,7 @@ class Parts:
             log.exception("the cluster did not close")
 
 
-async def start_parts(
+async def start_processes(
     config: RunConfig,
     cluster: Cluster,
     run_dir: Path,
@@ -61,12 +61,12 @@ async def start_parts(
     with_trainer: bool,
     with_engine: bool,
     evaluating: bool = False,
-) -> Parts:
+) -> RunHandles:
     """Start what the run needs, all at once. Stops everything again if a part fails.
 
     ``evaluating`` is for runs that do nothing else: their engine is free for evaluations, so none gets one of its own.
     """
-    parts = Parts(cluster=cluster)
+    handles = RunHandles(cluster=cluster)
     with_eval = with_trainer and with_engine and not evaluating and config.placement.eval_ranks > 0
     try:
         layout = Layout.of(
@@ -75,31 +75,31 @@ async def start_parts(
         site = await _site(config, cluster, run_dir, layout)
 
         async def start_trainer() -> None:
-            parts.trainer = await config.trainer.build(site.context(layout.trainer))
+            handles.trainer = await config.trainer.build(site.context(layout.trainer))
 
         async def start_engine() -> None:
             assert config.rollout is not None
-            parts.engine = await config.rollout.build(site.context(layout.engine))
+            handles.engine = await config.rollout.build(site.context(layout.engine))
 
         async def start_eval_engine() -> None:
             assert config.rollout is not None
-            parts.eval_engine = await config.rollout.build(site.of_evaluation())
+            handles.eval_engine = await config.rollout.build(site.of_evaluation())
 
         wanted = [(with_trainer, start_trainer), (with_engine, start_engine), (with_eval, start_eval_engine)]
         await together(start() for needed, start in wanted if needed)
-        if parts.engine is not None:
+        if handles.engine is not None:
             in_order = config.run.max_staleness == 0
-            parts.workers = await _start_workers(
-                site, parts.engine, layout.workers, name="rollout-worker", in_order=in_order
+            handles.workers = await _start_workers(
+                site, handles.engine, layout.workers, name="rollout-worker", in_order=in_order
             )
-        if parts.eval_engine is not None:
-            parts.eval_workers = await _start_workers(
-                site, parts.eval_engine, layout.workers[:1], name="eval-worker", in_order=False
+        if handles.eval_engine is not None:
+            handles.eval_workers = await _start_workers(
+                site, handles.eval_engine, layout.workers[:1], name="eval-worker", in_order=False
             )
     except BaseException:
-        await parts.close()
+        await handles.close()
         raise
-    return parts
+    return handles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,7 +132,7 @@ async def _site(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layo
     nodes = await cluster.reserve(layout.shares(1 if given == "auto" else given))
     return _Site(
         cluster=cluster,
-        config=await prepare(config, nodes, run_dir),
+        config=await prepare_nodes(config, nodes, run_dir),
         run_dir=run_dir,
         layout=layout,
         threads=layout.threads([node.cores for node in nodes]) if given == "auto" else given,
@@ -141,7 +141,7 @@ async def _site(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layo
 
 async def _start_workers(
     site: _Site, engine: RolloutEngine, bundles: tuple[Bundle, ...], *, name: str, in_order: bool
-) -> Workers:
+) -> WorkerPool:
     config, cluster, run_dir = site.config, site.cluster, site.run_dir
     dump = config.model_dump(mode="json")
     limit = config.placement.start_timeout_s
@@ -163,7 +163,7 @@ async def _start_workers(
 
     rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
     actors = await together(start(i, bundle) for i, bundle in enumerate(bundles))
-    return Workers(
+    return WorkerPool(
         actors=tuple(actors),
         rollout_s=config.run.rollout_timeout_s,
         reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
@@ -184,12 +184,12 @@ def on_ray(config: RunConfig) -> MakeCluster:
 
     def make(folder: RunFolder) -> Cluster:
         place = config.placement
-        return open_cluster(log_dir=folder.logs, address=address_of(place), wait_s=place.wait_timeout_s)
+        return open_cluster(log_dir=folder.logs, address=cluster_address(place), wait_s=place.wait_timeout_s)
 
     return make
 
 
-async def start_all(
+async def start_run(
     config: RunConfig,
     folder: RunFolder,
     make_cluster: MakeCluster,
@@ -198,11 +198,11 @@ async def start_all(
     with_engine: bool,
     is_new: bool,
     evaluating: bool = False,
-) -> Parts:
-    """Start the parts. A new run that could not start has not taken its folder."""
+) -> RunHandles:
+    """Start the processes of the run. A new run that could not start has not taken its folder."""
     try:
         cluster = make_cluster(folder)
-        return await start_parts(
+        return await start_processes(
             config,
             cluster,
             folder.path,

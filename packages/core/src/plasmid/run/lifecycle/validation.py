@@ -18,7 +18,7 @@ from ...training.sample_length import longest_sample
 from ...types import Ints, SamplingParams
 from ...workflows.conversation import Conversation
 from ..cluster.model_files import linked_files, missing_files
-from ..cluster.opening import address_of
+from ..cluster.opening import cluster_address
 
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 """Files under /dev that GPUs show up as: of NVIDIA, of AMD, and in WSL."""
@@ -55,7 +55,7 @@ def _cluster(config: RunConfig) -> list[str]:
     """What is wrong with where the run is to compute."""
     place = config.placement
     try:
-        address = address_of(place)
+        address = cluster_address(place)
     except ConfigError as error:
         return [str(error)]
     if address is None and place.nodes > 1:

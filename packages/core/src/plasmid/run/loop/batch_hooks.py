@@ -22,7 +22,7 @@ class BatchHooks:
     def __init__(self, plugins: pluggy.PluginManager) -> None:
         self._asked = plugins.hook.batch_ready.get_hookimpls()
 
-    def changed(self, batch: int, groups: tuple[GroupRef, ...]) -> tuple[GroupRef, ...]:
+    def apply(self, batch: int, groups: tuple[GroupRef, ...]) -> tuple[GroupRef, ...]:
         """The groups as the plugins leave them. Raises `PluginError` for changes that are against the rules."""
         for implementation in self._asked:
             given: dict[str, Any] = {"batch": batch, "groups": groups}

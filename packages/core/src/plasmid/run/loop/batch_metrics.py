@@ -17,7 +17,7 @@ STALENESS = "rollout/staleness"
 MISMATCH = "train/mismatch_kl"
 
 
-def of_rollouts(taken: Taken, *, version: int, scored: bool, published: bool) -> dict[str, float]:
+def batch_rollout_metrics(taken: Taken, *, version: int, scored: bool, published: bool) -> dict[str, float]:
     """Over all new groups, or filters would hide how good the policy is; staleness over those that are trained on.
 
     Not ``scored`` samples have rewards of 0 that mean nothing; where nothing is ``published`` versions mean nothing.
@@ -31,7 +31,7 @@ def of_rollouts(taken: Taken, *, version: int, scored: bool, published: bool) ->
     return metrics | dict(taken.metrics)
 
 
-def of_times(seconds: Mapping[str, float], total_s: float, groups: Sequence[GroupRef]) -> dict[str, float]:
+def timing_metrics(seconds: Mapping[str, float], total_s: float, groups: Sequence[GroupRef]) -> dict[str, float]:
     """Seconds of each phase and of the whole batch, and the tokens trained on in a second of it."""
     tokens = float(sum(group.lengths.sum() for group in groups))
     named = {f"perf/{name}_s": seconds[name] for name in (*PHASES, *MOVES) if name in seconds}

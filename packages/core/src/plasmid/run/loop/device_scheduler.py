@@ -24,7 +24,7 @@ AGAIN_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Turns:
+class DeviceScheduler:
     """Moves trainer and engine, in an order in which they never both need the memory of a GPU that they share.
 
     The engine draws no token between `to_trainer` and `to_engine` or `publish`: it may be without memory, and what it

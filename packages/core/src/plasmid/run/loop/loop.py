@@ -23,11 +23,11 @@ from ...protocols import RolloutEngine, Trainer
 from ...rollout.producers.producer import Producer, Taken
 from ...waiting import GRACE, within
 from ..checkpoint.folder import Progress
-from ..checkpoint.saver import Saver
+from ..checkpoint.saver import CheckpointSaver
 from ..evaluation.evaluator import Evaluator
-from .batch_metrics import of_rollouts, of_times, warn_of_mismatch
+from .batch_metrics import batch_rollout_metrics, timing_metrics, warn_of_mismatch
 from .canary import Canary
-from .device_scheduler import Turns
+from .device_scheduler import DeviceScheduler
 from .weight_sync import wait_mending
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class LoopParts:
     """Store groups under a step and a name: ``batch``, or ``end`` for what was dropped after the last batch."""
     evaluations: Evaluator | None
     """None where nothing can be sampled."""
-    saver: Saver
+    saver: CheckpointSaver
     change: Callable[[int, tuple[GroupRef, ...]], tuple[GroupRef, ...]] = lambda batch, groups: groups
     """Lets plugins change a batch, named by its number from 1, before it is trained on."""
 
@@ -67,7 +67,7 @@ class Loop:
     """Of the present batch, by what it was spent on."""
     begun: float = 0.0
     """When the present batch began."""
-    turns: Turns | None = field(init=False, default=None)
+    turns: DeviceScheduler | None = field(init=False, default=None)
     """Moves trainer and engine; None unless there are both."""
     canary: Canary | None = field(init=False, default=None)
     """None for engines that need none."""
@@ -75,7 +75,7 @@ class Loop:
     def __post_init__(self) -> None:
         trainer, engine = self.parts.trainer, self.parts.engine
         if trainer is not None and engine is not None:
-            self.turns = Turns(config=self.config, trainer=trainer, engine=engine)
+            self.turns = DeviceScheduler(config=self.config, trainer=trainer, engine=engine)
             plan = None if self.config.rollout is None else self.config.rollout.canary()
             if plan is not None:
                 ranks, limit_s = self.config.placement.trainer_ranks, self.config.run.sync_timeout_s
@@ -99,7 +99,7 @@ class Loop:
             await self.turns.begin(self.progress.version)
             await self._ask_canary()
         if self.parts.evaluations is not None:
-            await self.parts.evaluations.take_up(self._send)
+            await self.parts.evaluations.resume_pending(self._send)
         if self.progress.batch == 0:
             await self._evaluate()
         await self.parts.saver.settle()
@@ -196,7 +196,7 @@ class Loop:
             self._release()
         await self.parts.write_samples(tuple([*taken.groups, *taken.dropped]), step, "batch")
         self.seconds |= {} if self.turns is None else self.turns.spent()
-        metrics |= of_times(self.seconds, time.monotonic() - self.begun, taken.groups)
+        metrics |= timing_metrics(self.seconds, time.monotonic() - self.begun, taken.groups)
         metrics |= self.parts.saver.metrics()
         metrics["version"] = float(self.progress.version)
         warn_of_mismatch(metrics, batch=step, limit=self.config.run.warn_mismatch)
@@ -211,7 +211,7 @@ class Loop:
 
     async def _measured(self, taken: Taken) -> dict[str, float]:
         """Of the rollouts, and what the engine says of itself just after them."""
-        metrics = of_rollouts(
+        metrics = batch_rollout_metrics(
             taken, version=self.progress.version, scored=bool(self.config.rewards), published=self.turns is not None
         )
         if self.parts.engine is not None:

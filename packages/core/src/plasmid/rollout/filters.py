@@ -9,7 +9,7 @@ from ..errors import RewardError, one_line
 from ..types import PromptGroup, StopReason
 
 
-class Filtering:
+class FilterChain:
     """The filters of a recipe. Two with the same reason are numbered, so that their counts stay apart."""
 
     def __init__(self, filters: Sequence[Filter]) -> None:

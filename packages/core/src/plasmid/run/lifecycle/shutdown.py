@@ -58,10 +58,10 @@ class Interrupts:
             self._task.cancel()
 
 
-class Closing(contextlib.AsyncExitStack):
+class LoggingExitStack(contextlib.AsyncExitStack):
     """Closes what was opened, last first. What fails to close is logged, and the others are closed all the same."""
 
-    def later(self, what: str, close: Callable[[], Any]) -> None:
+    def add_close(self, what: str, close: Callable[[], Any]) -> None:
         """Call ``close``, a function or coroutine function, at the end."""
 
         async def guarded() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Line:
+class OrderedLock:
     """Lets jobs in one by one, each after the one that was dealt out before it. Jobs without one come as they come."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Line:
         self._one = asyncio.Lock()
 
     @asynccontextmanager
-    async def turn(self, name: str, *, after: str) -> AsyncIterator[None]:
+    async def hold(self, name: str, *, after: str) -> AsyncIterator[None]:
         """The turn of the job ``name``, which comes when the job ``after`` has ended; at once if that is empty."""
         if after and after not in self._ended:
             await self._waiting.setdefault(after, asyncio.Event()).wait()
