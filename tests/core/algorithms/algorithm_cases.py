@@ -24,6 +24,8 @@ class Token:
     value: float
     logprob: float
     entropy: float
+    token_id: int = 0
+    version: int = 0
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Case:
 
     def column(self, name, samples=None):
         chosen = [t for t in self.tokens if samples is None or t.sample in samples]
-        dtype = torch.int64 if name == "sample" else torch.float64
+        dtype = torch.int64 if name in ("sample", "token_id", "version") else torch.float64
         return torch.tensor([getattr(t, name) for t in chosen], dtype=dtype)
 
 
@@ -78,12 +80,16 @@ def advantage_inputs(case, samples=None, all_reduce=lambda t: t):
     return AdvantageInputs(
         table=case.table,
         sample_index=case.column("sample", samples),
+        token_ids=case.column("token_id", samples),
+        versions=case.column("version", samples),
         rollout_logprobs=case.column("rollout_logprob", samples),
         old_logprobs=case.column("old_logprob", samples),
         ref_logprobs=case.column("ref_logprob", samples),
         teacher_logprobs=case.column("teacher_logprob", samples),
         values=case.column("value", samples),
         all_reduce=all_reduce,
+        read_metadata=lambda: (),
+        read_kept=lambda: None,
     )
 
 
@@ -104,6 +110,10 @@ def loss_inputs(case, advantages, *, with_old=True):
     return LossInputs(
         num_samples=case.table.num_samples,
         sample_index=case.column("sample"),
+        table=case.table,
+        table_index=case.column("sample"),
+        token_ids=case.column("token_id"),
+        versions=case.column("version"),
         logprobs=case.column("logprob").requires_grad_(),
         entropy=case.column("entropy").requires_grad_(),
         old_logprobs=case.column("old_logprob") if with_old else None,
@@ -111,6 +121,8 @@ def loss_inputs(case, advantages, *, with_old=True):
         ref_logprobs=case.column("ref_logprob"),
         teacher_logprobs=case.column("teacher_logprob"),
         advantages=advantages,
+        kept=None,
+        read_metadata=lambda: (),
     )
 
 

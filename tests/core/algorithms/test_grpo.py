@@ -19,6 +19,10 @@ def inputs(**changes):
     base = LossInputs(
         num_samples=2,
         sample_index=torch.tensor([0, 0, 1]),
+        table=random_batch([[1, 1]], silent=0.0).table(),
+        table_index=torch.tensor([0, 0, 1]),
+        token_ids=torch.tensor([5, 6, 7]),
+        versions=torch.tensor([0, 0, 0]),
         logprobs=torch.tensor([-1.0, -2.0, -0.5], requires_grad=True),
         entropy=torch.tensor([1.0, 2.0, 3.0]),
         old_logprobs=torch.tensor([-1.5, -2.0, -0.4]),
@@ -26,6 +30,8 @@ def inputs(**changes):
         ref_logprobs=torch.tensor([-1.0, -2.5, -0.5]),
         teacher_logprobs=None,
         advantages=torch.tensor([1.0, -1.0, 0.5]),
+        kept=None,
+        read_metadata=lambda: (),
     )
     return dataclasses.replace(base, **changes)
 
@@ -158,12 +164,16 @@ def test_advantages_are_spread_over_the_tokens_of_each_sample():
         AdvantageInputs(
             table=table,
             sample_index=torch.tensor([1, 1, 0, 2]),
+            token_ids=torch.zeros(4, dtype=torch.int64),
+            versions=torch.zeros(4, dtype=torch.int64),
             rollout_logprobs=torch.zeros(4),
             old_logprobs=None,
             ref_logprobs=None,
             teacher_logprobs=None,
             values=None,
             all_reduce=lambda tensor: tensor,
+            read_metadata=lambda: (),
+            read_kept=lambda: None,
         )
     )
     assert advantages.tolist() == [0.5, 0.5, -0.5, 0.0] and advantages.dtype == torch.float32

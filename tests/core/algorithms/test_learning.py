@@ -138,7 +138,7 @@ class Run:
             for part in step.microbatches:
                 m = collate(rows, part, table_index=rank.samples)
                 inputs = loss_inputs(
-                    m, self.logprobs(self.policy, m), self.entropy(m), scores=scores, advantages=advantages
+                    rank, m, self.logprobs(self.policy, m), self.entropy(m), scores=scores, advantages=advantages
                 )
                 microbatch_loss(algorithm, inputs, weights[m.table_index]).loss.backward()
                 if algorithm.needs().critic:

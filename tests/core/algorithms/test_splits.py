@@ -25,6 +25,9 @@ def part_of(inputs, samples):
         "ref_logprobs",
         "teacher_logprobs",
         "advantages",
+        "table_index",
+        "token_ids",
+        "versions",
     )
     return chosen, replace(
         inputs,

@@ -74,7 +74,9 @@ class Learner:
         metrics = StepMetrics()
         for microbatch in microbatches(batch, rows, batch.steps[index], self.ranks.device):
             output = self.policy(microbatch, with_entropy=True, entropy_grad=self.algorithm.weights_need_entropy())
-            inputs = loss_inputs(microbatch, output.logprobs, output.entropy, scores=scores, advantages=advantages)
+            inputs = loss_inputs(
+                batch, microbatch, output.logprobs, output.entropy, scores=scores, advantages=advantages
+            )
             result = microbatch_loss(self.algorithm, inputs, weights[microbatch.table_index])
             result.loss.backward()  # type: ignore[no-untyped-call]
             metrics.add(

@@ -86,7 +86,9 @@ class Learner:
         metrics = StepMetrics()
 
         def loss(packed: Packed, output: TokenScores) -> Tensor:
-            inputs = loss_inputs(packed.batch, output.logprobs, output.entropy, scores=scores, advantages=advantages)
+            inputs = loss_inputs(
+                batch, packed.batch, output.logprobs, output.entropy, scores=scores, advantages=advantages
+            )
             result = microbatch_loss(self.algorithm, inputs, weights[packed.batch.table_index])
             metrics.add(
                 loss=result.loss,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -179,6 +179,8 @@ class BatchTable:
     """[N]"""
     baselines: NDArray[np.float64] | None = None
     """[N] reward of the greedy rollout of each sample's prompt; None unless every group has one."""
+    components: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """[N] each: the parts of the rewards by name (`Score.components`); NaN where a sample has none of that name."""
 
     @property
     def num_samples(self) -> int:
@@ -199,7 +201,15 @@ class BatchTable:
             lengths=np.concatenate([g.lengths for g in groups]),
             rewards=np.concatenate([g.rewards for g in groups]),
             baselines=np.repeat(np.array(baselines), counts) if groups and len(baselines) == len(groups) else None,
+            components=_joined_components(groups),
         )
+
+
+def _joined_components(groups: Sequence[GroupRef]) -> dict[str, NDArray[np.float64]]:
+    names = sorted({name for group in groups for name in group.components})
+    return {
+        name: np.concatenate([g.components.get(name, np.full(g.num_samples, np.nan)) for g in groups]) for name in names
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

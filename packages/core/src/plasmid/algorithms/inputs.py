@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,11 @@ from ..batch import BatchTable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..training.kept_tokens import KeptTokens
+
+Metadata = tuple[Mapping[str, Any], ...]
+"""[N] what workflows left in `Sample.metadata`, by row of the table; JSON types only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,6 +31,10 @@ class AdvantageInputs:
     """All N samples of the batch; the same on every rank."""
     sample_index: Tensor
     """[T] int64: row of the table that each of this rank's tokens belongs to."""
+    token_ids: Tensor
+    """[T] int64: the tokens."""
+    versions: Tensor
+    """[T] int64: policy version that drew each token; -1 where none did (demonstrations)."""
     rollout_logprobs: Tensor
     """[T] of what drew the tokens. Where sampling was restricted and the engine told what it left to draw from, this
     and all other log-probabilities are those within that set."""
@@ -39,6 +48,23 @@ class AdvantageInputs:
     """[T] the critic's, if `Role.CRITIC` was scored."""
     all_reduce: Callable[[Tensor], Tensor]
     """Sum of a tensor over all ranks that hold different tokens."""
+    read_metadata: Callable[[], Metadata]
+    """Gives `metadata`."""
+    read_kept: Callable[[], KeptTokens | None]
+    """Gives `kept`."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """[N] `Sample.metadata` of each row of the table. Fetched when it is read; needs `Needs.metadata`."""
+        return self.read_metadata()
+
+    @property
+    def kept(self) -> KeptTokens | None:
+        """[T] what top-p, top-k and min-p left to draw each token from; None if nothing was restricted.
+
+        Collected when it is read.
+        """
+        return self.read_kept()
 
     def spread(self, values: Tensor | NDArray[np.float64]) -> Tensor:
         """[T] the value of each token's sample, out of [N]; in the dtype and on the device of the tokens."""
@@ -61,6 +87,14 @@ class LossInputs:
     """n"""
     sample_index: Tensor
     """[T] int64: 0..n-1, which sample of this microbatch a token belongs to."""
+    table: BatchTable
+    """All N samples of the batch, as in `AdvantageInputs`."""
+    table_index: Tensor
+    """[T] int64: row of the table that each token belongs to."""
+    token_ids: Tensor
+    """[T] int64: the tokens."""
+    versions: Tensor
+    """[T] int64: policy version that drew each token; -1 where none did (demonstrations)."""
     logprobs: Tensor
     """[T] the policy's now; carries the gradient."""
     entropy: Tensor | None
@@ -75,6 +109,21 @@ class LossInputs:
     """[T] if `Role.TEACHER` was scored."""
     advantages: Tensor
     """[T]"""
+    kept: KeptTokens | None
+    """[T] what top-p, top-k and min-p left to draw each token from; None if nothing was restricted."""
+    read_metadata: Callable[[], Metadata]
+    """Gives `metadata`."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """[N] `Sample.metadata` of each row of the table. Fetched when it is read; needs `Needs.metadata`."""
+        return self.read_metadata()
+
+    def spread(self, values: Tensor | NDArray[np.float64]) -> Tensor:
+        """[T] the value of each token's sample, out of [N]; in the dtype and on the device of the tokens."""
+        import torch
+
+        return torch.as_tensor(values).to(self.rollout_logprobs)[self.table_index]
 
     def per_sample_sum(self, values: Tensor) -> Tensor:
         """[n] sums of the values of each sample; differentiable."""

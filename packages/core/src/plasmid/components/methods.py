@@ -33,6 +33,8 @@ class Needs:
     """One more rollout of each prompt at temperature 0, whose reward is the baseline; it is not trained on."""
     demonstrations: bool = False
     """Prompts that come with what the policy should have written (`Prompt.trained`), in place of rollouts."""
+    metadata: bool = False
+    """`Sample.metadata` of all samples on every rank, for `AdvantageInputs.metadata` and `LossInputs.metadata`."""
 
 
 Reduction = Literal["per-rollout", "per-token", "per-prompt", "constant"]

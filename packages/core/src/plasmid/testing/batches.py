@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,13 +88,16 @@ def make_sample(
     mask: Sequence[bool] | Bools | None = None,
     logprobs: Sequence[float] | NDArray[np.float64] | None = None,
     kept: KeptSet | None = None,
+    versions: Sequence[int] | None = None,
     temperature: float = 1.0,
     reward: float = 0.0,
+    components: Mapping[str, float] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Sample:
     """A scored sample: the prompt and C completion tokens. ``mask`` [C] tells which of them the policy drew.
 
     ``logprobs`` [C] are the engine's; what no policy drew gets 0. Without them: all True, and -1. ``kept`` has C
-    positions.
+    positions. ``versions`` [C] of the policy are 0 without them.
     """
     generated = np.ones(len(completion), np.bool_) if mask is None else np.asarray(mask, np.bool_)
     by_engine = np.full(len(completion), -1.0) if logprobs is None else np.asarray(logprobs)
@@ -108,13 +111,15 @@ def make_sample(
         loss_mask=np.concatenate([np.zeros(start, np.bool_), generated]),
         rollout_logprobs=np.concatenate([np.zeros(start), np.where(generated, by_engine, 0.0)]).astype(np.float32),
         versions=tuple(
-            VersionSpan(version=0, start=start + int(i), end=start + int(i) + 1) for i in np.flatnonzero(generated)
+            VersionSpan(version=0 if versions is None else versions[i], start=start + i, end=start + i + 1)
+            for i in np.flatnonzero(generated).tolist()
         ),
         sampling=SamplingParams(temperature=temperature),
         kept=join_kept([(None, start), (kept, len(completion))]),
         text="",
         stop_reason=StopReason.STOP,
-        score=Score(value=reward),
+        score=Score(value=reward, components=components or {}),
+        metadata=metadata or {},
     )
 
 

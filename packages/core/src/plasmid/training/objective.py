@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..algorithms.inputs import AdvantageInputs, LossInputs
@@ -18,6 +19,7 @@ from ..batch import Rows
 from ..components import Algorithm
 from ..types import Role
 from .collate import Microbatch
+from .kept_tokens import KeptTokens
 from .metrics import AllReduce
 from .mismatch import log_ratio_counts, mismatch_values
 from .rank_batch import RankBatch
@@ -48,17 +50,28 @@ def advantage_inputs(
     """What the algorithm is handed of this rank's loss tokens, once per batch."""
     places = np.flatnonzero(rows.loss_mask)
     token = torch.from_numpy(places).to(device)
+
+    def on_device(values: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(values[places].astype(np.int64)).to(device)
+
+    def read_kept() -> KeptTokens | None:
+        return None if rows.kept is None else KeptTokens.of(rows.kept.select(places)).to(device)
+
     owner = np.repeat(np.asarray(batch.samples, np.int64), rows.lengths())[places]
     picked = {role: values[token] for role, values in scores.items()}
     return AdvantageInputs(
         table=batch.table,
         sample_index=torch.from_numpy(owner).to(device),
+        token_ids=on_device(rows.token_ids),
+        versions=on_device(rows.versions),
         rollout_logprobs=torch.from_numpy(rows.behaviour_logprobs(places)).to(device),
         old_logprobs=picked.get(Role.POLICY),
         ref_logprobs=picked.get(Role.REFERENCE),
         teacher_logprobs=picked.get(Role.TEACHER),
         values=picked.get(Role.CRITIC),
         all_reduce=all_reduce,
+        read_metadata=lambda: batch.metadata,
+        read_kept=read_kept,
     )
 
 
@@ -95,7 +108,13 @@ def step_weights(algorithm: Algorithm, batch: RankBatch, step: int, *, device: t
 
 
 def loss_inputs(
-    microbatch: Microbatch, logprobs: Tensor, entropy: Tensor | None, *, scores: RoleScores, advantages: Tensor
+    batch: RankBatch,
+    microbatch: Microbatch,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    *,
+    scores: RoleScores,
+    advantages: Tensor,
 ) -> LossInputs:
     """What the algorithm is handed of a microbatch collated with ``only_masked``; ``advantages`` [T] are the rank's."""
     token = microbatch.token_index
@@ -103,6 +122,10 @@ def loss_inputs(
     return LossInputs(
         num_samples=len(microbatch.lengths),
         sample_index=microbatch.sample_index,
+        table=batch.table,
+        table_index=microbatch.table_index,
+        token_ids=microbatch.targets,
+        versions=microbatch.versions,
         logprobs=logprobs,
         entropy=entropy,
         old_logprobs=picked.get(Role.POLICY),
@@ -110,6 +133,8 @@ def loss_inputs(
         ref_logprobs=picked.get(Role.REFERENCE),
         teacher_logprobs=picked.get(Role.TEACHER),
         advantages=advantages[token],
+        kept=microbatch.kept,
+        read_metadata=lambda: batch.metadata,
     )
 
 

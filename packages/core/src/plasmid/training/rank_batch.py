@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from ..batch import BatchRef, BatchTable, Rows
 from ..protocols import Ref
+from ..types import PromptGroup
 from .schedule import Indices, Microbatching, make_schedule
 
 
@@ -32,7 +36,7 @@ class RowsPart:
     """Which of them, ascending."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RankBatch:
     """One rank's share of a batch. Picklable; holds no tokens."""
 
@@ -44,6 +48,16 @@ class RankBatch:
     """[n] rows of the table that this rank holds, ascending."""
     steps: tuple[RankStep, ...]
     parts: tuple[RowsPart, ...]
+    groups: tuple[Ref[PromptGroup], ...] = ()
+    """All groups of the batch, if the algorithm needs metadata of samples (`Needs.metadata`)."""
+
+    @cached_property
+    def metadata(self) -> tuple[Mapping[str, Any], ...]:
+        """[N] `Sample.metadata` of each row of the table. Fetches the groups of all ranks' samples."""
+        if not self.groups and self.table.num_samples:
+            raise ValueError("metadata of samples is only sent to algorithms whose needs() has Needs(metadata=True)")
+        found = {sample.id: sample.metadata for ref in self.groups for sample in ref.get().samples}
+        return tuple(found[id_] for id_ in self.table.sample_ids)
 
     def fetch(self) -> Rows:
         """This rank's samples; row j is row ``samples[j]`` of the table. Blocks until they are here."""
@@ -56,8 +70,11 @@ class RankBatch:
         return rows
 
 
-def split(batch: BatchRef, *, num_ranks: int, microbatching: Microbatching) -> tuple[RankBatch, ...]:
+def split(
+    batch: BatchRef, *, num_ranks: int, microbatching: Microbatching, with_metadata: bool = False
+) -> tuple[RankBatch, ...]:
     """Deal a batch out to the ranks; runs where no token is."""
+    groups = tuple(group.whole for group in batch.groups) if with_metadata else ()
     table = batch.table()
     schedule = make_schedule(table, steps=batch.steps, num_ranks=num_ranks, microbatching=microbatching)
     ranks = []
@@ -72,7 +89,9 @@ def split(batch: BatchRef, *, num_ranks: int, microbatching: Microbatching) -> t
             for step in schedule.steps
         )
         parts = _parts(batch, samples)
-        ranks.append(RankBatch(index=batch.index, table=table, samples=samples, steps=steps, parts=parts))
+        ranks.append(
+            RankBatch(index=batch.index, table=table, samples=samples, steps=steps, parts=parts, groups=groups)
+        )
     return tuple(ranks)
 
 

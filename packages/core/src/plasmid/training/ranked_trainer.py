@@ -63,6 +63,7 @@ async def start_ranks(
         timeout_s=config.run.train_timeout_s,
         sync_timeout_s=config.run.sync_timeout_s,
         saves_behind=saves_behind,
+        with_metadata=config.algorithm.needs().metadata,
     )
     try:
         for outcome in started:
@@ -86,12 +87,14 @@ class RankedTrainer:
         timeout_s: float,
         sync_timeout_s: float,
         saves_behind: bool = False,
+        with_metadata: bool = False,
     ) -> None:
         self._actors = tuple(actors)
         self._seats: tuple[Seat, ...] = ()
         self._microbatching = microbatching
         self._timeout_s, self._sync_timeout_s = timeout_s, sync_timeout_s
         self._saves_behind = saves_behind
+        self._with_metadata = with_metadata
         self._step = 0
 
     @property
@@ -177,7 +180,12 @@ class RankedTrainer:
 
     def _split(self, batch: BatchRef) -> list[RankBatch]:
         """Every rank's share, in rank order."""
-        parts = split(batch, num_ranks=len(self._answering()), microbatching=self._microbatching)
+        parts = split(
+            batch,
+            num_ranks=len(self._answering()),
+            microbatching=self._microbatching,
+            with_metadata=self._with_metadata,
+        )
         return [parts[seat.part] for seat in self._seats]
 
     def _answering(self) -> list[int]:
