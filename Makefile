@@ -19,7 +19,7 @@ PACKAGES := core backend-fsdp rollout-hf rewards agents cli
 DEV_PACKAGES := packages/backend-megatron tests/environment/megatron_cpu
 EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) '.[all]'
 PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
-MODULES  := plasmid plasmid_fsdp plasmid_megatron plasmid_hf plasmid_sglang plasmid_rewards plasmid_agents plasmid_cli
+MODULES  := plasmid plasmid_fsdp plasmid_megatron plasmid_hf plasmid_serving plasmid_sglang plasmid_rewards plasmid_agents plasmid_cli
 PINS := $(VENV)/pins.txt
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
 # two processes: the suite is mostly one thread of work at a time
@@ -78,7 +78,7 @@ $(VENV)/.dev: $(VENV)/.runtime
 		>$(VENV)/dev.txt
 	@$(PIP) --requirement $(VENV)/dev.txt
 	@$(if $(GPU),,$(PIP) --no-deps --requirement requirements/sglang-cpu.txt)
-	@$(PIP) --no-deps --no-build-isolation -e packages/rollout-sglang ./tests/environment/sglang_cpu
+	@$(PIP) --no-deps --no-build-isolation -e packages/serving -e packages/rollout-sglang ./tests/environment/sglang_cpu
 	@$(PIP) --no-build-isolation $(DEV_PACKAGES:%=-e %)
 	@touch $@
 

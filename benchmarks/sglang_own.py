@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from plasmid.sync import make_buckets
-from plasmid_sglang.process import free_port
+from plasmid_serving.processes.server import free_port
 from safetensors.torch import load_file
 
 ROUNDS = 7

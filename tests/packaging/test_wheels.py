@@ -20,6 +20,7 @@ PROJECTS = (
     "packages/backend-fsdp",
     "packages/backend-megatron",
     "packages/rollout-hf",
+    "packages/serving",
     "packages/rollout-sglang",
     "packages/rewards",
     "packages/agents",
@@ -82,6 +83,7 @@ def test_there_is_a_wheel_of_every_distribution_with_its_files(wheels):
         "plasmid_hf",
         "plasmid_megatron",
         "plasmid_rewards",
+        "plasmid_serving",
         "plasmid_sglang",
     ]
     packed = {n.split("-")[0]: set(zipfile.ZipFile(wheel).namelist()) for n, wheel in zip(names, wheels, strict=True)}

@@ -14,8 +14,9 @@ from plasmid.recipe import resolve
 from plasmid.run.cluster.local import LocalCluster
 from plasmid.sync import send_weights
 from plasmid.types import GenerateRequest, SamplingParams
-from plasmid_sglang.members import Condition
-from plasmid_sglang.starting import put_together, start_members
+from plasmid_serving.start import make_engine, start_servers
+from plasmid_serving.supervisor import Condition
+from plasmid_sglang.dialect import make_dialect
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
@@ -69,12 +70,13 @@ class Shared:
         self.run_dir = run_dir
         self._runner = asyncio.Runner()
         self._context = make_context(model_path, run_dir)
-        self._members = self.run(start_members(self._context.config.rollout, self._context))
+        settings = self._context.config.rollout
+        self._servers = self.run(start_servers(settings, self._context, make_dialect(settings, self._context)))
         self._count = 0
 
     def as_external(self, engine):
         """Settings by which a run attaches to the server, which asks for its key."""
-        api = engine.members.all[0].api
+        api = engine.supervisor.all[0].connection.api
         os.environ[KEY] = api.key
         return {"urls": [api.url], "api_key_env": KEY, "read_back_every": 0}
 
@@ -88,9 +90,9 @@ class Shared:
         self._count += 1
         context = make_context(self.model_path, self.run_dir / str(self._count), **settings)
         context = replace(context, cluster=self._context.cluster)
-        engine = put_together(
-            context.config.rollout, context, [replace(m, condition=Condition.SERVING) for m in self._members]
-        )
+        servers = [replace(server, condition=Condition.SERVING) for server in self._servers]
+        settings = context.config.rollout
+        engine = make_engine(settings, context, make_dialect(settings, context), servers)
         try:
             weights = list(plain_model(self.model_path).named_parameters())
             await engine.pause("abort")
@@ -100,12 +102,12 @@ class Shared:
         finally:
             await engine.pause("abort")
             await engine.client.close()
-            await engine.members.stop_watching()
+            await engine.supervisor.stop()
 
     def close(self):
         """End the server."""
-        for member in self._members:
-            self.run(member.api.close())
+        for server in self._servers:
+            self.run(server.connection.api.close())
         self.run(asyncio.wait_for(self._context.cluster.close(), 60))
         self._runner.close()
 

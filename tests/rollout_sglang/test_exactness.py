@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from plasmid.errors import ConfigError, EngineError
 from plasmid.recipe import merge, resolve
+from plasmid_sglang.dialect import server_arguments
 from plasmid_sglang.schema import mistakes
-from plasmid_sglang.starting import server_arguments, start_engine
 from sgl_cases import make_context
 
 RELEASES = ["0.5.17", "0.5.23"]
@@ -104,7 +104,7 @@ def test_a_run_that_finds_no_gpu_ends_before_a_server_starts(tmp_path):
     with pytest.raises(
         ConfigError, match=r"rollout\.true_on_policy: SGLang's deterministic kernels run on GPUs only, and"
     ):
-        asyncio.run(start_engine(context.config.rollout, context))
+        asyncio.run(context.config.rollout.build(context))
 
 
 def test_a_server_of_others_must_be_in_the_mode(shared, tmp_path):

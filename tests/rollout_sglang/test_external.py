@@ -121,9 +121,9 @@ def test_a_server_that_asks_for_another_key_is_refused(shared, tmp_path, monkeyp
 def test_the_server_lives_on_when_the_engine_is_closed(shared, tmp_path):
     async def test():
         async with attached(shared, tmp_path) as engine:
-            member = replace(engine.members.all[0])
+            member = replace(engine.supervisor.all[0])
         async with shared.engine() as own:
-            assert member.api.url == own.members.all[0].api.url
+            assert member.connection.api.url == own.supervisor.all[0].connection.api.url
             return await own.client.generate(make_request(1))
 
     assert len(shared.run(test()).token_ids) > 0

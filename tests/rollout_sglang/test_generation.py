@@ -8,7 +8,7 @@ import pytest
 from plasmid.errors import EngineError
 from plasmid.testing.contracts import check_engine
 from plasmid.types import StopReason, VersionSpan
-from plasmid_sglang import wording
+from plasmid_sglang import completions
 from sgl_cases import make_request, plain_distributions, plain_logprobs, plain_model
 
 SAMPLING = [
@@ -133,7 +133,7 @@ def test_a_sample_ends_where_the_model_ends(shared):
 
 def test_what_the_server_refuses_is_a_completion_with_its_reason():
     answer = {"error": {"message": "Requested token count exceeds the model's maximum context length"}}
-    refused = wording.completion(make_request(1), 400, answer, has_spans=False)
+    refused = completions.completion(make_request(1), 400, answer, has_spans=False)
     assert refused.stop_reason is StopReason.ERROR and len(refused.token_ids) == 0
     assert refused.error == (
         "the server refused the request: Requested token count exceeds the model's maximum context length"
@@ -144,7 +144,7 @@ def test_a_request_that_a_pause_found_unbegun_is_to_be_asked_again():
     """0.5.17 refuses it, where later releases answer that it was cut off."""
     request = make_request(1)
     answer = {"error": {"message": f"Request {request.id}~77.3 was aborted"}}
-    cut = wording.completion(request, 400, answer, has_spans=False)
+    cut = completions.completion(request, 400, answer, has_spans=False)
     assert cut.stop_reason is StopReason.ABORT and cut.error is None and len(cut.token_ids) == 0
 
 
@@ -192,14 +192,13 @@ def test_the_engine_keeps_its_promises(shared, mode):
 def test_an_engine_that_has_ended_says_so(shared):
     async def test():
         async with shared.engine() as engine:
-            member = engine.members.all[0]
-            engine.members._watch = replace(engine.members._watch, max_restarts=0)
-            engine.members._keep = lambda work: asyncio.ensure_future(work)
-            await engine.members._restart(member)
+            server = engine.supervisor.all[0]
+            engine.supervisor.max_restarts = 0
+            await engine.supervisor._restart(server)
             with pytest.raises(EngineError, match=r"0 of 1 servers are left, rollout\.min_engines is 1"):
                 engine.needs_weights()
             with pytest.raises(EngineError, match="the engine cannot serve"):
                 await engine.client.generate(make_request(1))
-            member.condition = type(member.condition).SERVING
+            server.condition = type(server.condition).SERVING
 
     shared.run(test())

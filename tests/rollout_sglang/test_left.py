@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from plasmid.errors import EngineLostError
 from plasmid.sync import send_weights
-from plasmid_sglang.members import Condition
+from plasmid_serving.supervisor import Condition
 from sgl_cases import changed, make_request, plain_logprobs, plain_model, publish, started
 
 
@@ -29,8 +29,8 @@ def test_a_server_that_dies_in_a_broadcast_does_not_hold_the_others(sglang, serv
             sending = asyncio.to_thread(send_weights, weights, plan=plan, version=2, rank=0)
             found = await asyncio.gather(sending, engine.receive(plan, 2), return_exceptions=True)
             assert [type(error) for error in found] == [EngineLostError, EngineLostError], found
-            (left,) = (member for member in engine.members.all if member.error)
-            (other,) = (member for member in engine.members.all if member is not left)
+            (left,) = (member for member in engine.supervisor.all if member.error)
+            (other,) = (member for member in engine.supervisor.all if member is not left)
             assert left.condition is not Condition.GONE and "gave up" not in left.error
             assert other.condition is Condition.WAITING and other.restarts == 0
             await publish(engine, weights, 2)  # as the loop does then

@@ -10,9 +10,9 @@ import torch
 from plasmid.errors import ConfigError
 from plasmid.recipe import merge, resolve
 from plasmid.training.rendezvous import listen
-from plasmid_sglang.followers import held_ports
-from plasmid_sglang.group import Group, Host
-from plasmid_sglang.process import address_to_listen_on
+from plasmid_serving.processes.machines import reserved_ports
+from plasmid_serving.processes.server import address_to_listen_on
+from plasmid_serving.weights.broadcast import BroadcastGroup, BroadcastHost
 from sgl_cases import make_context
 
 
@@ -50,7 +50,7 @@ def test_a_release_is_told_of_machines_by_the_engine_alone(tmp_path):
 
 
 def test_ports_of_a_meeting_are_kept_until_they_are_opened():
-    with held_ports("127.0.0.1", 3) as first:
+    with reserved_ports("127.0.0.1", 3) as first:
         for port in range(first, first + 3):
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
                 other.bind(("127.0.0.1", port))
@@ -74,12 +74,12 @@ def test_servers_listen_where_the_machines_of_the_run_reach_each_other(monkeypat
 def test_a_broadcast_meets_on_the_machine_that_sends(monkeypatch):
     monkeypatch.setenv("PLASMID_ADDRESS", "127.0.0.2")
     limit = timedelta(seconds=60)
-    host = Host("gloo", size=2, timeout=limit)
+    host = BroadcastHost("gloo", size=2, timeout=limit)
     assert urlsplit(host.url).hostname == "127.0.0.2"
     got = torch.zeros(3)
 
     def member():
-        Group.join("gloo", rendezvous=host.url, rank=1, size=2, timeout=limit).broadcast(got)
+        BroadcastGroup.join("gloo", rendezvous=host.url, rank=1, size=2, timeout=limit).broadcast(got)
 
     thread = Thread(target=member)
     thread.start()

@@ -10,7 +10,7 @@ from sgl_cases import make_request
 
 @contextlib.asynccontextmanager
 async def routed(shared, **router_args):
-    """An engine whose bulletin names the router."""
+    """An engine whose endpoints name the router."""
     async with shared.engine(router=True, router_args=router_args) as engine:
         try:
             await until(lambda: engine._router.url)
@@ -30,7 +30,7 @@ async def until(what):
 def test_requests_go_through_the_router(shared, policy):
     async def test():
         async with routed(shared, policy=policy) as engine:
-            assert engine._bulletin.read().urls == (engine._router.url,)
+            assert engine.endpoints.read().urls == (engine._router.url,)
             return await asyncio.gather(*(engine.client.generate(make_request(i)) for i in range(4)))
 
     for completion in shared.run(test()):

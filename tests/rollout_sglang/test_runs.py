@@ -67,7 +67,7 @@ def check_batches(folder):
 def test_a_run_trains_on_policy_and_proves_every_version(shared, tmp_path):
     async def attach():
         async with shared.engine() as engine:
-            await engine.members.all[0].api.resume()
+            await engine.supervisor.all[0].connection.api.post("/continue_generation")
             return shared.as_external(engine)
 
     config = recipe(tmp_path, shared.model_path, shared.run(attach()) | {"canary_tolerance": 1e-3})
@@ -130,7 +130,7 @@ def test_every_prompt_is_trained_once_though_servers_die_and_hang(sglang, server
         "max_restarts": 20,
     }
     config = recipe(tmp_path, tiny_model, rollout, ranks=2, tokens=64, run={"max_staleness": 1})
-    with caplog.at_level(logging.WARNING, logger="plasmid_sglang.members"):
+    with caplog.at_level(logging.WARNING, logger="plasmid_serving.supervisor"):
         result = run(config, observers=[Chaos(servers)], make_cluster=lambda _: LocalCluster())
     assert result.steps == BATCHES
     check_batches(tmp_path)

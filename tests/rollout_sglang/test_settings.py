@@ -8,9 +8,10 @@ from importlib.util import find_spec
 import pytest
 from plasmid.errors import ConfigError
 from plasmid.recipe import resolve
+from plasmid_serving.start import transport_of
+from plasmid_sglang.dialect import server_arguments
 from plasmid_sglang.schema import NEWEST, SHIPPED, extract, installed_version, mistakes, schema_of
 from plasmid_sglang.settings import FIXED, OWN
-from plasmid_sglang.starting import server_arguments, wire_kind
 from sgl_cases import make_context
 
 RELEASES = ["0.5.17", "0.5.23"]
@@ -125,8 +126,8 @@ def test_a_tokenizer_is_loaded_only_where_texts_stop_a_sample(tmp_path):
 
 def test_a_broadcast_is_the_way_between_gpus(tmp_path):
     config = context(tmp_path).config
-    assert wire_kind(config.rollout, config, on_gpu=True) == "broadcast"
-    assert wire_kind(config.rollout, config, on_gpu=False) == "disk"
+    assert transport_of(config.rollout, config, on_gpu=True) == "broadcast"
+    assert transport_of(config.rollout, config, on_gpu=False) == "disk"
 
 
 def test_validation_imports_neither_sglang_nor_torch():

@@ -12,7 +12,7 @@ import pytest
 from plasmid.errors import EngineError
 from plasmid.protocols import Bundle
 from plasmid.sync import compare
-from plasmid_sglang.members import Condition
+from plasmid_serving.supervisor import Condition
 from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish
 
 OTHER = "sglang::scheduler_TP1"
@@ -51,7 +51,7 @@ def test_a_server_over_two_machines_serves_takes_weights_and_is_restarted(sglang
         context = spanning(tiny_model, tmp_path, wire="broadcast", read_back_every=1, health_interval_s=0.5)
         engine = await context.config.rollout.build(context)
         try:
-            (member,) = engine.members.all
+            (member,) = engine.supervisor.all
 
             async def check_again(version):
                 await engine.pause("abort")
@@ -61,7 +61,7 @@ def test_a_server_over_two_machines_serves_takes_weights_and_is_restarted(sglang
                 assert {span.version for span in again.versions} == {version}
                 np.testing.assert_allclose(again.logprobs, plain_logprobs(model, request, again), atol=2e-5)
 
-            assert member.abilities.ranks == 2
+            assert member.connection.info.ranks == 2
             assert {OTHER, "sglang::scheduler_TP0"} <= ranks().keys()
             before = await engine.client.generate(request)
             np.testing.assert_allclose(before.logprobs, plain_logprobs(model, request, before), atol=2e-5)

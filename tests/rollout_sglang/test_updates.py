@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from plasmid.errors import EngineError, SyncError
 from plasmid.rollout.execution import join_completions
 from plasmid.sync import compare, make_buckets, send_weights
 from plasmid.types import StopReason
-from plasmid_sglang.read_back import holds
+from plasmid_serving.weights.read_back import holds
+from plasmid_sglang.dialect import SGLangDialect
 from sgl_cases import changed, make_request, plain_logprobs, plain_model, publish
 
 WIRES = ["http", "disk", "broadcast"]
@@ -44,14 +46,14 @@ def test_files_of_the_disk_wire_are_gone_afterwards(shared):
         async with shared.engine(wire="disk") as engine:
             await engine.pause("abort")
             plan = await engine.plan_sync()
-            folder = plan.wire.order.folder
+            folder = Path(plan.wire.command.folder)
             weights = list(plain_model(shared.model_path).named_parameters())
             sending = asyncio.to_thread(send_weights, weights, plan=plan, version=1, rank=0)
             await asyncio.gather(sending, engine.receive(plan, 1))
             return folder
 
     folder = shared.run(test())
-    assert folder is not None and not folder.exists()
+    assert folder.name.startswith("weights-") and not folder.exists()
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
@@ -126,7 +128,7 @@ def test_after_a_failed_update_nothing_is_served_until_one_succeeds(shared, kind
             async def note(member, error):
                 gave_up.append(error)
 
-            engine.members.give_up = note  # the shared server must not be started anew
+            engine.supervisor.give_up = note  # the shared server must not be started anew
             weights = list(plain_model(shared.model_path).named_parameters())
             if kind == "incomplete":
                 weights = [(name, tensor) for name, tensor in weights if not name.startswith("model.layers.1.mlp")]
@@ -155,7 +157,7 @@ def test_after_a_failed_update_nothing_is_served_until_one_succeeds(shared, kind
 def test_an_update_whose_sender_never_comes_ends_in_time(shared):
     async def test():
         async with shared.engine() as engine:
-            engine.members.give_up = lambda member, error: asyncio.sleep(0)
+            engine.supervisor.give_up = lambda member, error: asyncio.sleep(0)
             engine._planner.timeout_s = 0.5
             plan = await engine.plan_sync()
             with pytest.raises(SyncError, match=r"not complete within 0\.5 s"):
@@ -169,7 +171,7 @@ def test_stragglers_of_a_replaced_update_are_refused(shared):
     async def test():
         async with shared.engine() as engine:
             weights = list(plain_model(shared.model_path).named_parameters())
-            engine.members.give_up = lambda member, error: asyncio.sleep(0)
+            engine.supervisor.give_up = lambda member, error: asyncio.sleep(0)
             await engine.pause("abort")
             old = await engine.plan_sync()
             sender = old.wire.open(rank=0, version=1)
@@ -187,47 +189,49 @@ def test_stragglers_of_a_replaced_update_are_refused(shared):
     assert {span.version for span in shared.run(test()).versions} == {2}
 
 
-def test_the_bulletin_says_how_long_a_request_may_be(shared):
+def test_the_endpoints_file_says_how_long_a_request_may_be(shared):
     async def test():
         async with shared.engine() as engine:
             await engine.checksum()
 
     shared.run(test())
-    assert json.loads(next(shared.run_dir.rglob("bulletin.json")).read_text())["context_length"] == 256
+    assert json.loads(next(shared.run_dir.rglob("endpoints.json")).read_text())["context_length"] == 256
 
 
-def test_a_sleeping_server_keeps_the_weights_that_nobody_sends_again(shared):
+def test_a_sleeping_server_keeps_the_weights_that_nobody_sends_again(shared, monkeypatch):
     """SGLang has no copy of them: what it gives up is lost."""
+    calls = []
+
+    async def note(self, api, path, parts):
+        calls.append((path, sorted(parts)))
+
+    for path in ("release_memory", "resume_memory"):
+        monkeypatch.setattr(
+            SGLangDialect, path, lambda self, api, parts, *, timeout_s, path=path: note(self, api, path, parts)
+        )
 
     async def test():
         async with shared.engine() as engine:
-            told = []
-
-            async def note(path, tags):
-                told.append((path.split("_")[0], sorted(tags)))
-
-            engine._memory = note
+            engine._options = replace(engine._options, can_sleep=True)
             for keep in (True, False):
                 await engine.sleep(keep_weights=keep)
                 await engine.wake(kv_cache=False)
                 await engine.wake()
-            return told
 
-    release, resume = "/release", "/resume"
-    assert shared.run(test()) == [
-        (release, ["kv_cache"]),
-        (resume, []),
-        (resume, ["kv_cache"]),
-        (release, ["kv_cache", "weights"]),
-        (resume, ["weights"]),
-        (resume, ["kv_cache"]),
+    shared.run(test())
+    assert calls == [
+        ("release_memory", ["kv_cache"]),
+        ("resume_memory", ["kv_cache"]),
+        ("release_memory", ["kv_cache", "weights"]),
+        ("resume_memory", ["weights"]),
+        ("resume_memory", ["kv_cache"]),
     ]
 
 
 def test_a_server_error_names_the_server_and_what_it_said(shared):
     async def test():
         async with shared.engine() as engine:
-            api = engine.members.all[0].api
+            api = engine.supervisor.all[0].connection.api
             with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:\d+/no_such_call: answered 404"):
                 await api.post("/no_such_call")
 

@@ -51,8 +51,8 @@ def exact_mistakes(settings: SGLang, config: RunConfig) -> Iterator[str]:
         yield from _unmet_target(settings, config)
 
 
-def others_mistakes(wanted: Mapping[str, Any], info: Mapping[str, Any], url: str) -> Iterator[str]:
-    """What a server that somebody else has started was not started with."""
+def attached_mistakes(wanted: Mapping[str, Any], info: Mapping[str, Any], url: str) -> Iterator[str]:
+    """Arguments that a server of others lacks."""
     for name, value in wanted.items():
         if info.get(name) != value:
             yield (

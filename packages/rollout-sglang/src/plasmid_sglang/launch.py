@@ -1,28 +1,14 @@
-"""Run as a program: SGLang's server or router, from a file of arguments, ending with the process that started it."""
+"""Functions of the processes of SGLang's servers and routers (see `plasmid_serving.processes.launch`)."""
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-PR_SET_PDEATHSIG = 1
 RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-API_KEY_VARIABLE = "PLASMID_API_KEY"
-"""Environment variable with the key: the file of arguments stays in the run's folder."""
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone; SGLang does the same for its own children."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before we asked
-        os._exit(1)
 
 
 def serve(arguments: dict[str, Any]) -> None:
@@ -33,11 +19,11 @@ def serve(arguments: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     run_server(ServerArgs(**arguments))
-    del store  # until now
+    del store  # it must live until now
 
 
 def bind_threads(arguments: Mapping[str, Any]) -> None:
-    """On the CPU, let ranks share the cores: SGLang wants a NUMA node for each unless it is told what cores to take."""
+    """On the CPU, let ranks share the cores. SGLang wants a NUMA node for each unless it is given cores."""
     ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1)
     if arguments.get("device") != "cpu" or ranks <= len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))):
         return
@@ -46,10 +32,10 @@ def bind_threads(arguments: Mapping[str, Any]) -> None:
 
 
 def open_rendezvous(arguments: Mapping[str, Any]) -> Any:
-    """Have SGLang's processes meet where strangers cannot: SGLang's own store listens on every address of the machine.
+    """Open a rendezvous for SGLang's processes, whose own store would listen on every address of the machine.
 
-    On one machine they meet in memory, which this process keeps. Of several the first machine opens a store on its
-    address in the run alone, as long as the object that is returned is held.
+    On one machine it is in memory that this process holds. Of several machines, the first opens a store on its address
+    in the run alone, for as long as the returned object lives.
     """
     if arguments.get("nnodes", 1) == 1:
         os.environ[RENDEZVOUS] = f"file:///proc/{os.getpid()}/fd/{os.memfd_create('sglang-rendezvous')}"
@@ -67,14 +53,3 @@ def route(arguments: dict[str, Any]) -> None:
     from sglang_router.router_args import RouterArgs
 
     launch_router(RouterArgs(**arguments))
-
-
-def main(what: str, parent: int, arguments: Path) -> None:
-    """Begin."""
-    die_with(parent)
-    given = {**json.loads(arguments.read_text()), "api_key": os.environ.pop(API_KEY_VARIABLE) or None}
-    {"server": serve, "router": route}[what](given)
-
-
-if __name__ == "__main__":  # SGLang's own processes import this file again
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

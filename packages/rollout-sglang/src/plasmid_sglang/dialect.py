@@ -1,0 +1,268 @@
+"""The dialect of SGLang's servers (0.5.17 to 0.5.23)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from plasmid.components import BuildContext
+from plasmid.config import RunConfig
+from plasmid.errors import ConfigError, EngineError
+from plasmid.protocols import PauseMode
+from plasmid.training.model_folder import is_torch_dist
+from plasmid.types import Completion, GenerateRequest
+from plasmid_serving.api import CONTROL_S, HttpApi
+from plasmid_serving.dialect import HttpRequest, Load, Program, ServerInfo, StartOptions
+
+from . import completions
+from .exactness import attached_mistakes, exact_arguments
+from .loader import LOADER, MESSAGE
+from .schema import installed_version
+from .settings import SGLang
+
+log = logging.getLogger(__name__)
+READY_S = 10.0
+ON_CPU: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "max_total_tokens": 16384,
+}
+"""Server arguments without a GPU, unless the recipe sets them. The KV cache must not fill the memory."""
+FRACTIONS = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
+SPECULATIVE = ("accept_length", "accept_rate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGLangDialect:
+    """Implements `Dialect`."""
+
+    arguments: Mapping[str, Any]
+    """Fields of ``ServerArgs``, without those that each start chooses."""
+    router_arguments: Mapping[str, Any]
+    model_path: Path
+    exact: Mapping[str, Any]
+    """Arguments of the modes `deterministic` and `true_on_policy`, which attached servers must have, too."""
+    pause_mode: PauseMode
+    recompute_kv: bool
+    has_router: bool
+    rendezvous_ports: ClassVar[int] = 7
+    """SGLang may open the following ones for data-parallel attention."""
+    environment: ClassVar[Mapping[str, str]] = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # a paused server is healthy, but would not draw the token that this check asks for
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }
+
+    def launch(self, start: StartOptions) -> Program:
+        """Run SGLang's HTTP server."""
+        chosen: dict[str, Any] = {"host": start.host, "port": start.port}
+        if start.name:
+            chosen["served_model_name"] = start.name
+        if start.nodes > 1:
+            chosen |= {"nnodes": start.nodes, "node_rank": start.node_rank, "dist_init_addr": start.rendezvous}
+        return Program("plasmid_sglang.launch:serve", {**self.arguments, **chosen})
+
+    def launch_router(self, host: str, port: int, metrics_port: int) -> Program:
+        """Run SGLang's router."""
+        chosen = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": metrics_port}
+        return Program("plasmid_sglang.launch:route", {**self.router_arguments, **chosen, "worker_urls": []})
+
+    async def served_name(self, api: HttpApi) -> str:
+        """Name of the served model."""
+        return str((await api.get("/get_server_info", timeout_s=READY_S)).get("served_model_name"))
+
+    async def describe(self, api: HttpApi) -> ServerInfo:
+        """Read release, sizes, and what update calls look like."""
+        info, about = await api.get("/get_server_info"), await api.get("/openapi.json")
+        models = await api.get("/v1/models")
+        update = about["components"]["schemas"].get("UpdateWeightsFromTensorReqInput", {}).get("properties", {})
+        features = {
+            "sessions": "/begin_weight_update" in about["paths"],  # updates have a begin and an end (0.5.23)
+            "selector": "selector" in update,  # updates name their models; before, a flag left out the draft model
+            "disk_updates": "/update_weights_from_disk" in about["paths"],
+        }
+        return ServerInfo(
+            release=str(info.get("version", "")),
+            context_length=int(models["data"][0]["max_model_len"]),
+            ranks=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)),
+            features=frozenset(name for name, has in features.items() if has),
+        )
+
+    async def check_attached(self, api: HttpApi, info: ServerInfo) -> None:
+        """Compare the model and the modes, and call an update."""
+        served = await api.get("/model_info")
+        own = json.loads((self.model_path / "config.json").read_text())
+        for name in ("model_type", "architectures"):
+            if name in served and served[name] != own.get(name):
+                raise EngineError(
+                    f"rollout.urls: {api.url} serves a model with {name} {served[name]!r}, "
+                    f"model.path has {own.get(name)!r}"
+                )
+        for line in attached_mistakes(self.exact, await api.get("/get_server_info"), api.url):
+            raise EngineError(line)
+        if "disk_updates" not in info.features:
+            raise EngineError(f"{api.url}: SGLang {info.release} cannot take weights from disk")
+        # a server may ask for another key here (admin_api_key)
+        await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
+
+    async def loads(self, api: HttpApi, *, timeout_s: float) -> tuple[Load, ...]:
+        """Gauges of each scheduler."""
+        return tuple(map(read_load, (await api.get("/v1/loads", timeout_s=timeout_s))["loads"]))
+
+    async def pause(self, api: HttpApi, mode: PauseMode, *, timeout_s: float) -> None:
+        """Pause generation; ``retract`` holds requests without their KV cache."""
+        held = "retract" if self.recompute_kv else "in_place"
+        await api.post("/pause_generation", {"mode": held if mode == "in_place" else "abort"}, timeout_s=timeout_s)
+
+    async def resume(self, api: HttpApi) -> None:
+        """Undo `pause`."""
+        await api.post("/continue_generation")
+
+    async def release_memory(self, api: HttpApi, parts: AbstractSet[str], *, timeout_s: float) -> None:
+        """Free GPU memory."""
+        await api.post("/release_memory_occupation", {"tags": sorted(parts)}, timeout_s=timeout_s)
+
+    async def resume_memory(self, api: HttpApi, parts: AbstractSet[str], *, timeout_s: float) -> None:
+        """Undo `release_memory`."""
+        await api.post("/resume_memory_occupation", {"tags": sorted(parts)}, timeout_s=timeout_s)
+
+    async def begin_update(self, api: HttpApi, info: ServerInfo) -> None:
+        """Open an update. Closes an abandoned one first."""
+        if "sessions" not in info.features:
+            return
+        try:
+            await api.post("/begin_weight_update")
+        except EngineError:
+            await api.post("/end_weight_update")
+            await api.post("/begin_weight_update")
+
+    async def end_update(self, api: HttpApi, info: ServerInfo) -> None:
+        """Close the update."""
+        if "sessions" in info.features:
+            await api.post("/end_weight_update")
+
+    async def update(
+        self,
+        api: HttpApi,
+        info: ServerInfo,
+        message: bytes,
+        *,
+        version: int | None,
+        flush_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """Send the message as a tensor to the custom weight loader."""
+        tensors = [(MESSAGE, torch.frombuffer(bytearray(message), dtype=torch.uint8))]
+        payload = base64.b64encode(pickle.dumps(tensors)).decode()
+        body: dict[str, Any] = {"serialized_named_tensors": [payload] * info.ranks, "load_format": LOADER}
+        body |= {"flush_cache": flush_cache} | ({} if version is None else {"weight_version": str(version)})
+        body |= {"selector": "target"} if "selector" in info.features else {"disable_draft_model": True}
+        await api.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+    async def load_folder(
+        self, api: HttpApi, folder: Path, *, version: int, flush_cache: bool, timeout_s: float
+    ) -> None:
+        """Load the weights of a folder."""
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush_cache}
+        await api.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+
+    def request(self, request: GenerateRequest, *, rid: str, max_new_tokens: int) -> HttpRequest:
+        """Request for ``/generate``. A router finds the server that has the session's prefix by its header."""
+        body = completions.request_body(request, rid=rid, max_new_tokens=max_new_tokens, seeded=bool(self.exact))
+        return HttpRequest("/generate", body, {"X-SMG-Routing-Key": request.session_id} if self.has_router else {})
+
+    def completion(self, request: GenerateRequest, status: int, answer: Any) -> Completion:
+        """Return the completion in an answer. Only held requests have tokens of several versions."""
+        return completions.completion(request, status, answer, has_spans=self.pause_mode == "in_place")
+
+    async def abort(self, api: HttpApi, prefixes: Sequence[str] | Literal["all"]) -> None:
+        """End requests."""
+        bodies = [{"abort_all": True}] if prefixes == "all" else [{"rid": prefix} for prefix in prefixes]
+        await asyncio.gather(*(api.post("/abort_request", body, timeout_s=CONTROL_S) for body in bodies))
+
+
+def read_load(answer: Mapping[str, Any]) -> Load:
+    """Return the gauges of one scheduler. Decoding speed is computed from ``decode_moments``.
+
+    These are sums over all steps so far: steps, requests, microseconds, two squares, tokens. SGLang's own gauge is 0
+    whenever a server is idle.
+    """
+    speculative = answer.get("speculative") or {}
+    found = {name: answer.get(key) for name, key in FRACTIONS.items()}
+    found |= {name: speculative.get(name) for name in SPECULATIVE}
+    moments = answer.get("decode_moments") or (0,) * 6
+    return Load(
+        running=float(answer.get("num_running_reqs", 0)),
+        queued=float(answer.get("num_waiting_reqs", 0)),
+        tokens=float(moments[5]),
+        seconds=moments[2] / 1e6,
+        fractions={name: float(value) for name, value in found.items() if value is not None},
+    )
+
+
+def make_dialect(settings: SGLang, context: BuildContext) -> SGLangDialect:
+    """Return the dialect for servers with these settings. Raises `ConfigError` if they cannot be started."""
+    config = context.config
+    if not settings.urls and installed_version("sglang") is None:
+        raise ConfigError('rollout.kind: SGLang is not installed; install "plasmid-sglang[server]"')
+    exact = exact_arguments(settings, config)
+    if exact and not settings.urls and not context.on_gpu:
+        mode = "true_on_policy" if settings.true_on_policy else "deterministic"
+        raise ConfigError(
+            f"rollout.{mode}: SGLang's deterministic kernels run on GPUs only, and there is none; remove it"
+        )
+    if settings.true_on_policy:
+        log.warning(
+            "rollout.true_on_policy: needs a trainer with SGLang's kernels; with this one, trainer and engine differ "
+            "more than without it (log-probabilities by 0.017 in the mean instead of 0.008 on an H100)"
+        )
+    return SGLangDialect(
+        arguments=server_arguments(settings, config, on_gpu=context.on_gpu),
+        router_arguments=settings.router_args,
+        model_path=Path(config.model.path).absolute(),
+        exact=exact,
+        pause_mode=settings.pause_mode,
+        recompute_kv=settings.recompute_kv,
+        has_router=settings.router,
+    )
+
+
+def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the fields of ``ServerArgs`` that all servers share."""
+    model = config.model
+    own = (set_.sampling for set_ in config.eval if set_.sampling is not None)
+    wants_text = any(sampling.stop for sampling in (*config.samplings().values(), *own))
+    arguments: dict[str, Any] = {
+        "model_path": str(Path(model.path).absolute()),
+        "tokenizer_path": str(Path(model.tokenizer_path).absolute()),
+        "trust_remote_code": model.trust_remote_code,
+        "device": "cuda" if on_gpu else "cpu",
+        "dtype": settings.number_type(on_gpu=on_gpu),
+        "tp_size": settings.gpus_per_engine // int(settings.server_args.get("pp_size", 1)),
+        "random_seed": config.run.seed,
+        "weight_version": "0",
+        "custom_weight_loader": [LOADER],
+        "skip_server_warmup": True,
+        "skip_tokenizer_init": not wants_text,
+        "log_level": "info",
+    }
+    if is_torch_dist(Path(model.path)):
+        arguments["load_format"] = "dummy"  # weights that it does not read; the trainer sends them before all else
+    if model.max_length != "auto":
+        arguments["context_length"] = model.max_length
+    arguments |= exact_arguments(settings, config)
+    if config.placement.offload_engine and on_gpu:
+        arguments["enable_memory_saver"] = True
+    return arguments | ({} if on_gpu else dict(ON_CPU)) | dict(settings.server_args)

@@ -1,0 +1,94 @@
+"""The actor beside each server, on its machine: starts it, holds its control channel, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Sequence
+
+from plasmid.errors import EngineError
+from plasmid.protocols import Actor
+
+from ..api import HttpApi
+from ..connection import Started
+from ..dialect import StartOptions
+from ..weights.control import ControlServer
+from .machines import OtherNodes
+from .server import ServerOptions, ServerProcess, address_to_listen_on, free_port, host_and_port
+
+TRIES = 5
+"""Ports to try: one may be taken between the choice and the server's start."""
+TAKEN = "address already in use"
+POLL_S = 0.5
+
+
+class ServerActor:
+    """One server. If it spans machines, this is the actor on the first of them."""
+
+    def __init__(self, options: ServerOptions, others: Sequence[Actor] = ()) -> None:
+        """``others`` hold a `NodeActor` on each of the other machines."""
+        self._options = options
+        self._process = ServerProcess(options)
+        self._others = OtherNodes(others, options.dialect.rendezvous_ports)
+        self._control = ControlServer(options.control_key)
+
+    async def start(self) -> Started:
+        """Start the server, or start it again. Raises `EngineError` with the last lines of its log."""
+        deadline = time.monotonic() + self._options.start_s
+        for _ in range(TRIES):
+            host = address_to_listen_on(self._options.host)
+            port, name = free_port(host), uuid.uuid4().hex
+            with self._others.rendezvous() as meeting:
+                await self._others.start(meeting)
+                nodes = self._others.nodes
+                self._process.spawn(StartOptions(host=host, port=port, name=name, nodes=nodes, rendezvous=meeting))
+                api = HttpApi(f"http://{host_and_port(host, port)}", self._options.api_key)
+                try:
+                    if await self._is_ready(api, name, deadline):
+                        info = await self._options.dialect.describe(api)
+                        return Started(url=api.url, info=info, control=self._control.address)
+                finally:
+                    await api.close()
+                await self._others.kill()
+        raise EngineError(f"{self._options.name}: no port of {TRIES} tried could be had; {self._process.last_output()}")
+
+    async def _is_ready(self, api: HttpApi, name: str, deadline: float) -> bool:
+        """Wait until the server answers. False if its port was taken."""
+        while True:
+            if self._process.exit_code() is not None:
+                if TAKEN in self._process.log().lower():
+                    return False
+                raise EngineError(self._process.start_error())
+            if other := await self._others.start_error():
+                await self._process.kill()
+                raise EngineError(other)
+            if time.monotonic() > deadline:
+                await self._process.kill()
+                raise EngineError(
+                    f"{self._options.name}: not up within {self._options.start_s:g} s "
+                    f"(placement.start_timeout_s); {self._process.last_output()}"
+                )
+            with contextlib.suppress(EngineError):
+                # another server may have taken the port: the name tells them apart
+                if await self._options.dialect.served_name(api) == name:
+                    return True
+            await asyncio.sleep(POLL_S)
+
+    async def exit_code(self) -> int | None:
+        """Exit code of the server, or of a part of it on another machine; None while all runs."""
+        code = self._process.exit_code()
+        return code if code is not None else await self._others.exit_code()
+
+    async def kill(self) -> None:
+        """Kill the server."""
+        await self._process.kill()
+        await self._others.kill()
+
+    async def close(self) -> None:
+        """Stop the server."""
+        await self._process.stop()
+        with contextlib.suppress(EngineError):  # they also end with their actors
+            await self._others.kill()
+        self._control.close()

@@ -1,0 +1,89 @@
+"""Handles by which the supervisor starts and stops servers: its own, in actors, and those that others run."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from plasmid.errors import PlasmidError
+from plasmid.protocols import Actor
+
+from ..api import HttpApi
+from ..connection import Started
+from ..dialect import Dialect
+from ..weights.control import ControlServer
+from .actor import ServerActor
+from .machines import call
+
+STOP_S = 15.0
+
+
+class ServerHandle(Protocol):
+    """One server of the engine."""
+
+    async def start(self, *, timeout_s: float) -> Started:
+        """Start the server, or start it again whatever its state. Raises `PlasmidError`."""
+        ...
+
+    async def exit_code(self, *, timeout_s: float) -> int | None:
+        """Exit code of the server; None while it runs. Raises `PlasmidError` if that cannot be found out."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop the server."""
+        ...
+
+
+class OwnServer:
+    """Implements `ServerHandle`: a server of the run, beside a `ServerActor`."""
+
+    def __init__(self, make: Callable[[], Awaitable[Actor]]) -> None:
+        """``make`` starts the actor. It is called again if the actor has died with its machine."""
+        self._make = make
+        self._actor: Actor | None = None
+
+    async def start(self, *, timeout_s: float) -> Started:
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            try:
+                await call(actor, STOP_S, ServerActor.kill)
+                self._actor = actor
+            except PlasmidError:
+                await actor.stop(grace_s=0.1)
+        if self._actor is None:
+            self._actor = await self._make()
+        return await call(self._actor, timeout_s, ServerActor.start)
+
+    async def exit_code(self, *, timeout_s: float) -> int | None:
+        assert self._actor is not None
+        return await call(self._actor, timeout_s, ServerActor.exit_code)
+
+    async def stop(self) -> None:
+        if self._actor is not None:
+            await self._actor.stop()
+
+
+class AttachedServer:
+    """Implements `ServerHandle`: a server that others run. It is never started or stopped."""
+
+    def __init__(self, dialect: Dialect, url: str, api_key: str) -> None:
+        self._dialect, self._url, self._key = dialect, url, api_key
+        self._control = ControlServer(secrets.token_bytes(32))
+
+    async def start(self, *, timeout_s: float) -> Started:
+        """Attach. Raises `EngineError` if the server has another model or cannot be updated."""
+        api = HttpApi(self._url, self._key)
+        try:
+            info = await self._dialect.describe(api)
+            await self._dialect.check_attached(api, info)
+        finally:
+            await api.close()
+        return Started(url=self._url, info=info, control=self._control.address)
+
+    async def exit_code(self, *, timeout_s: float) -> int | None:
+        """Never known."""
+        return None
+
+    async def stop(self) -> None:
+        self._control.close()

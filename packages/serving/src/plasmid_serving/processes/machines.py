@@ -1,0 +1,143 @@
+"""Servers that span several machines: the first machine serves and controls the processes on the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from plasmid.addresses import own_address
+from plasmid.errors import EngineError, PlasmidError
+from plasmid.protocols import Actor, Bundle
+
+from ..dialect import StartOptions
+from .server import ServerOptions, ServerProcess, address_to_listen_on, free_port, host_and_port
+
+CALL_S = 30.0
+TRIES = 50
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def call(
+    actor: Actor,
+    timeout_s: float,
+    method: Callable[Concatenate[Any, P], Awaitable[T]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Call a method of the object that an actor holds, with its types: ``call(actor, 5.0, ServerActor.kill)``."""
+    result: T = await actor.call(method.__name__, *args, timeout_s=timeout_s, **kwargs)
+    return result
+
+
+class NodeActor:
+    """Part of a server on another machine than its first; serves only its own health. Ends with the first."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._process = ServerProcess(options)
+
+    async def start(self, nodes: int, node_rank: int, rendezvous: str) -> None:
+        """Start the process, or start it again. Returns at once."""
+        await self.kill()
+        host = address_to_listen_on(self._process.options.host)
+        port = free_port(host)
+        self._process.spawn(StartOptions(host=host, port=port, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous))
+
+    async def start_error(self) -> str:
+        """See `ServerProcess.start_error`."""
+        return self._process.start_error()
+
+    async def exit_code(self) -> int | None:
+        """Exit code of the process; None while it runs."""
+        return self._process.exit_code()
+
+    async def kill(self) -> None:
+        """Kill the process."""
+        await self._process.kill()
+
+    async def close(self) -> None:
+        """Kill the process."""
+        await self.kill()
+
+
+class OtherNodes:
+    """The `NodeActor`s of a server, as its first machine sees them. There may be none."""
+
+    def __init__(self, actors: Sequence[Actor], ports: int) -> None:
+        """``ports``: see `Dialect.rendezvous_ports`."""
+        self._actors, self._ports = tuple(actors), ports
+        self.nodes = 1 + len(self._actors)
+
+    @contextlib.contextmanager
+    def rendezvous(self) -> Iterator[str]:
+        """Host and port where all processes meet, reserved meanwhile. Empty for a server on one machine."""
+        if not self._actors:
+            yield ""
+            return
+        host = own_address()
+        with reserved_ports(host, self._ports) as port:
+            yield host_and_port(host, port)
+
+    async def start(self, rendezvous: str) -> None:
+        """Start a process on each machine. Raises `EngineError`."""
+        ranked = enumerate(self._actors, 1)
+        await self._all(call(actor, CALL_S, NodeActor.start, self.nodes, i, rendezvous) for i, actor in ranked)
+
+    async def start_error(self) -> str:
+        """Why the first of them has ended; empty while all run."""
+        return next(filter(None, await self._all(call(a, CALL_S, NodeActor.start_error) for a in self._actors)), "")
+
+    async def exit_code(self) -> int | None:
+        """Exit code of the first that has ended; None while all run."""
+        codes = await self._all(call(actor, CALL_S, NodeActor.exit_code) for actor in self._actors)
+        return next((code for code in codes if code is not None), None)
+
+    async def kill(self) -> None:
+        """Kill all processes. Raises `EngineError` if a machine does not answer, after the others have ended."""
+        await self._all(call(actor, CALL_S, NodeActor.kill) for actor in self._actors)
+
+    async def _all(self, calls: Any) -> list[Any]:
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for result in found:
+            if isinstance(result, PlasmidError):
+                raise EngineError(f"another machine of the server: {result}") from None
+            if isinstance(result, BaseException):
+                raise result
+        return found
+
+
+@contextlib.contextmanager
+def reserved_ports(host: str, count: int) -> Iterator[int]:
+    """Reserve consecutive ports and return the first. Processes that ask for any free port do not get them.
+
+    The ports are bound, not listened to. Linux then lets sockets with SO_REUSEADDR bind them by number, as torch's
+    stores do.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(TRIES):
+        with contextlib.ExitStack() as stack:
+            try:
+                first = _bind(stack, family, host, 0)
+                for port in range(first + 1, first + count):
+                    _bind(stack, family, host, port)
+            except (OSError, OverflowError):
+                continue
+            yield first
+            return
+    raise EngineError(f"no {count} free ports in a row on {host}")
+
+
+def _bind(stack: contextlib.ExitStack, family: int, host: str, port: int) -> int:
+    bound = stack.enter_context(socket.socket(family))
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((host, port))
+    return int(bound.getsockname()[1])
+
+
+def by_machine(bundles: Sequence[Bundle]) -> list[tuple[Bundle, ...]]:
+    """Split the bundles of one server by machine."""
+    return [tuple(own) for _, own in groupby(bundles, key=lambda bundle: bundle.node)]

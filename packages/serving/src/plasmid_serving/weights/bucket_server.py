@@ -1,0 +1,105 @@
+"""HTTP file server for weight buckets, on a trainer rank, and its client."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, cast
+
+from plasmid.addresses import own_address
+from plasmid.protocols import Bucket
+from torch import Tensor
+
+READ_S = 60.0
+"""Longest time without receiving a byte."""
+
+
+class BucketServer:
+    """Serves buckets to clients that know the token of the update."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._buckets: dict[str, memoryview] = {}
+        self._server = _Server((own_address(), 0), self._buckets)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, port = self._server.server_address[:2]
+        return str(host), int(port)
+
+    def put(self, bucket: Bucket) -> None:
+        """Start serving a bucket under `bucket_path`."""
+        self._buckets[bucket_path(self._token, bucket.index)] = as_memory(bucket.data.cpu())
+
+    def remove(self, bucket: Bucket) -> None:
+        """Stop serving a bucket."""
+        self._buckets.pop(bucket_path(self._token, bucket.index), None)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], buckets: dict[str, memoryview]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, _Handler)
+        self.buckets = buckets
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = READ_S
+
+    def do_GET(self) -> None:
+        """Send one bucket."""
+        data = self.server.buckets.get(self.path)
+        if data is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Length", str(data.nbytes))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: the sender reports errors."""
+
+
+def bucket_path(token: str, index: int) -> str:
+    """Path of a bucket's URL. The token is secret."""
+    return f"/{token}/{index}"
+
+
+def as_memory(data: Tensor) -> memoryview:
+    """Memory of a uint8 tensor on the CPU."""
+    return memoryview(cast(Any, data.numpy()))
+
+
+def download(host: str, port: int, path: str, into: memoryview) -> None:
+    """Read a bucket into memory. Raises `OSError` if the server has another number of bytes there."""
+    connection = http.client.HTTPConnection(host, port, timeout=READ_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        if answer.status != HTTPStatus.OK or answer.length != into.nbytes:
+            raise OSError(f"answered {answer.status} with {answer.length} bytes, not 200 with {into.nbytes}")
+        while into.nbytes:
+            count = answer.readinto(into)
+            if not count:
+                raise OSError(f"ended {into.nbytes} bytes too early")
+            into = into[count:]
+    except http.client.HTTPException as error:
+        raise OSError(str(error)) from error
+    finally:
+        connection.close()

@@ -1,0 +1,349 @@
+"""Control channel of weight syncs: named queues of JSON messages beside each server, over authenticated TCP.
+
+Trainer ranks and server processes know the address of the queues and nothing of each other. A server process is busy
+with a single update call until it has all weights, so buckets cannot be announced to it through the server itself.
+
+Both ends of a connection prove that they know the run's key, which is never sent. Each frame carries an HMAC of its
+direction, its number in the connection and its body, under a key derived from the run's key and a random number of
+each end. Frames that were recorded, changed, dropped or reordered are therefore refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from plasmid.addresses import own_address
+from plasmid.errors import one_line
+
+CONNECT_S = 30.0
+HANDSHAKE_S = 10.0
+HEARTBEAT_S = 1.0
+KEEPALIVE_S = 60
+MAX_FINISHED_UPDATES = 8
+"""Updates whose queues are kept, so that a late process still learns that its update has ended."""
+MAX_HANDSHAKES = 32
+"""Largest number of connections that are not authenticated yet."""
+MAX_FRAME = 256 << 20
+BYTES = 32
+"""Size of a key, a random number and an HMAC."""
+END = b"\n"
+"""Ends the header of a request. The message that follows is opaque to the server."""
+KEY_VARIABLE = "PLASMID_CONTROL_KEY"
+"""Environment variable of server processes with the key in hexadecimal digits."""
+OVER = {"over": True}
+"""Message in place of a bucket: the update has ended."""
+
+
+class ControlError(RuntimeError):
+    """The other end cannot be reached, or does not belong to this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlAddress:
+    """Address and key of the queues of one server."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def from_environment(cls, host: str, port: int) -> ControlAddress:
+        """For server processes, which get the key from the actor that started them."""
+        return cls(host, port, bytes.fromhex(os.environ[KEY_VARIABLE]))
+
+    def put(self, queue: str, message: Mapping[str, Any]) -> None:
+        """Append a message to a queue. Raises `ControlError`."""
+        self.request(json.dumps(message).encode(), operation="put", queue=queue)
+
+    def get(self, queue: str, wait_s: float = 0.0, heartbeat: str = "") -> dict[str, Any] | None:
+        """Return the next message of a queue, or None if none arrives in time. Raises `ControlError`."""
+        body = self.request(operation="get", queue=queue, wait_s=wait_s, heartbeat=heartbeat)
+        return json.loads(body) if body else None
+
+    def request(self, body: bytes = b"", **header: Any) -> bytes:
+        """Run one operation on the server and return its answer. Raises `ControlError`."""
+        idle = CONNECTIONS[self]
+        try:
+            try:
+                connection = idle.pop()
+            except IndexError:
+                connection = _connect(self)
+            connection.send(json.dumps(header).encode() + END + body)
+            answer = connection.receive()
+        except (OSError, EOFError, ValueError) as error:
+            raise ControlError(f"{self.host}:{self.port}: {one_line(error)}") from None
+        idle.append(connection)
+        return answer
+
+
+CONNECTIONS: dict[ControlAddress, list[_Connection]] = defaultdict(list)
+"""Idle connections of this process. One serves one request at a time."""
+
+
+class ControlChannel:
+    """One end of the channel between a trainer rank and a server process. Messages arrive once, in order."""
+
+    def __init__(self, address: ControlAddress, inbox: str, outbox: str, heartbeat: str = "") -> None:
+        self._address = address
+        self._inbox, self._outbox, self._heartbeat = inbox, outbox, heartbeat
+
+    @classmethod
+    def of_sender(cls, address: ControlAddress, token: str, rank: int) -> ControlChannel:
+        """The trainer's end of the channel to process ``rank`` of the server."""
+        return cls(address, _answers(token, rank), _buckets(token, rank))
+
+    @classmethod
+    def of_process(cls, address: ControlAddress, token: str, rank: int) -> ControlChannel:
+        """The server process's end. Waiting for a message counts as a heartbeat."""
+        return cls(address, _buckets(token, rank), _answers(token, rank), token)
+
+    def put(self, message: Mapping[str, Any]) -> None:
+        """Send a message. Raises `ControlError`."""
+        self._address.put(self._outbox, message)
+
+    def get(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for the next message. Raises `TimeoutError`, `ControlError`."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) >= 0:
+            message = self._address.get(self._inbox, min(left, HEARTBEAT_S), self._heartbeat)
+            if message is not None:
+                return message
+        raise TimeoutError
+
+
+class ControlClient:
+    """The engine's side: opens and ends updates. Its methods raise `ControlError`."""
+
+    def __init__(self, address: ControlAddress) -> None:
+        self.address = address
+        self._known: deque[str] = deque()
+
+    def open(self, token: str) -> None:
+        """Begin an update. Drops the queues of old updates."""
+        self._known.append(token)
+        if len(self._known) > MAX_FINISHED_UPDATES:
+            self.address.request(operation="drop", token=self._known.popleft())
+
+    def end(self, token: str, ranks: int, answer: Mapping[str, Any]) -> None:
+        """End an update on every channel: processes get `OVER`, the trainer's ranks get ``answer``."""
+        for rank in range(ranks):
+            self.address.put(_buckets(token, rank), OVER)
+            self.address.put(_answers(token, rank), answer)
+
+    def heartbeats(self, token: str) -> int:
+        """Number of heartbeats of an update so far; grows while processes wait for their sender or make progress."""
+        return int(self.address.request(operation="heartbeats", token=token))
+
+
+def _buckets(token: str, rank: int) -> str:
+    return f"{token}/{rank}/buckets"
+
+
+def _answers(token: str, rank: int) -> str:
+    return f"{token}/{rank}/answers"
+
+
+class ControlServer:
+    """Serves the queues on this machine's address in the run until `close`."""
+
+    def __init__(self, key: bytes) -> None:
+        self._server = _Server(own_address(), key, _Queues())
+        host, port = self._server.server_address[:2]
+        self.address = ControlAddress(str(host), int(port), key)
+        threading.Thread(target=self._server.serve_forever, args=(0.5,), name="control", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Queues:
+    """Operations that clients call, each with a body of bytes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queues: dict[str, deque[bytes]] = {}
+        self._heartbeats: dict[str, int] = {}
+
+    def put(self, body: bytes, queue: str) -> bytes:
+        with self._changed:
+            self._queues.setdefault(queue, deque()).append(body)
+            self._changed.notify_all()
+        return b""
+
+    def get(self, body: bytes, queue: str, wait_s: float, heartbeat: str) -> bytes:
+        """Return the next message, or nothing after ``wait_s``. The call counts as a heartbeat under that name."""
+        with self._changed:
+            if heartbeat:
+                self._heartbeats[heartbeat] = self._heartbeats.get(heartbeat, 0) + 1
+            if not self._changed.wait_for(lambda: self._queues.get(queue), min(wait_s, CONNECT_S / 2)):
+                return b""
+            found = self._queues[queue]
+            message = found.popleft()
+            if not found:
+                del self._queues[queue]
+            return message
+
+    def heartbeats(self, body: bytes, token: str) -> bytes:
+        with self._changed:
+            return b"%d" % self._heartbeats.get(token, 0)
+
+    def drop(self, body: bytes, token: str) -> bytes:
+        with self._changed:
+            self._heartbeats.pop(token, None)
+            for queue in [queue for queue in self._queues if queue.startswith(f"{token}/")]:
+                del self._queues[queue]
+        return b""
+
+
+OPERATIONS: Mapping[str, Callable[..., bytes]] = {
+    "put": _Queues.put,
+    "get": _Queues.get,
+    "heartbeats": _Queues.heartbeats,
+    "drop": _Queues.drop,
+}
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, host: str, key: bytes, queues: _Queues) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, 0), _Handler)
+        self.key, self.queues = key, queues
+        self.handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Limit the number of connections that are not authenticated."""
+        return self.handshakes.acquire(blocking=False)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore: the client sees that its connection has ended."""
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        """Serve one connection until it ends."""
+        try:
+            connection = _Connection.accept(self.request, self.server.key)
+        finally:
+            self.server.handshakes.release()
+        while True:
+            header, _, body = connection.receive().partition(END)
+            arguments = json.loads(header)
+            operation = OPERATIONS[arguments.pop("operation")]
+            connection.send(operation(self.server.queues, body, **arguments))
+
+
+class _Connection:
+    """Authenticated frames: length in 4 bytes, HMAC-SHA256 in 32, body."""
+
+    def __init__(self, sock: socket.socket, key: bytes, *, sends: bytes, receives: bytes) -> None:
+        self._socket, self._key = sock, key
+        self._sends, self._receives = sends, receives
+        self._sent = self._received = 0
+
+    @classmethod
+    def accept(cls, sock: socket.socket, key: bytes) -> _Connection:
+        """The server's end. Raises `ValueError` if the client does not know the key, `OSError`, `EOFError`."""
+        deadline = time.monotonic() + HANDSHAKE_S
+        _set_options(sock)
+        nonce = secrets.token_bytes(BYTES)
+        sock.sendall(nonce)
+        answer = _read(sock, 2 * BYTES, deadline)
+        session = _mac(key, nonce, answer[:BYTES])
+        _check(answer[BYTES:], _mac(session, b"client"))
+        sock.sendall(_mac(session, b"server"))
+        sock.settimeout(None)
+        return cls(sock, session, sends=b"answer", receives=b"request")
+
+    @classmethod
+    def open(cls, sock: socket.socket, key: bytes) -> _Connection:
+        """The client's end. Raises `ValueError` if the server does not know the key, `OSError`, `EOFError`."""
+        deadline = time.monotonic() + HANDSHAKE_S
+        _set_options(sock)
+        own = secrets.token_bytes(BYTES)
+        session = _mac(key, _read(sock, BYTES, deadline), own)
+        sock.sendall(own + _mac(session, b"client"))
+        _check(_read(sock, BYTES, deadline), _mac(session, b"server"))
+        sock.settimeout(CONNECT_S)
+        return cls(sock, session, sends=b"request", receives=b"answer")
+
+    def send(self, body: bytes) -> None:
+        """Send one frame. Raises `OSError`."""
+        tag = _mac(self._key, self._sends, self._sent.to_bytes(8, "big"), body)
+        self._sent += 1
+        self._socket.sendall(len(body).to_bytes(4, "big") + tag + body)
+
+    def receive(self) -> bytes:
+        """Read one frame. Raises `ValueError` if it is not the next one of the other end, `OSError`, `EOFError`."""
+        length = int.from_bytes(_read(self._socket, 4), "big")
+        if length > MAX_FRAME:
+            raise ValueError(f"a message of {length} bytes")
+        tag, body = _read(self._socket, BYTES), _read(self._socket, length)
+        _check(tag, _mac(self._key, self._receives, self._received.to_bytes(8, "big"), body))
+        self._received += 1
+        return body
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+def _connect(address: ControlAddress) -> _Connection:
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        sock = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
+        try:
+            return _Connection.open(sock, address.key)
+        except (OSError, EOFError):  # too many handshakes at a time
+            sock.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _set_options(sock: socket.socket) -> None:
+    """Send at once and detect lost machines. Firewalls drop connections that are idle between syncs."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+
+
+def _read(sock: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        if deadline is not None:
+            sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = sock.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise EOFError("the connection has ended")
+        data += part
+    return bytes(data)
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    """HMAC of the parts. All but the last have a fixed length."""
+    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+
+
+def _check(found: bytes, wanted: bytes) -> None:
+    if not hmac.compare_digest(found, wanted):
+        raise ValueError("a message with a wrong HMAC")

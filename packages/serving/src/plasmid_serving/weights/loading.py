@@ -1,0 +1,119 @@
+"""Runs inside a server's processes: carries out one command of the engine and leaves a receipt on the control channel.
+
+The update call of a server has no room for receipts in its answer, and an exception in here would end the server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+from plasmid.errors import SyncError
+from plasmid.protocols import Bucket
+from plasmid.sync import checksum, unpack
+from torch import Tensor, nn
+
+from . import read_back
+from .command import UpdateCommand
+from .control import ControlAddress
+from .errors import encode_error
+from .receiver import Receiver
+
+
+@dataclass(frozen=True, slots=True)
+class Fusions:
+    """Parameters that a server program fuses on load, and silently drops unless they arrive in one call."""
+
+    program: str
+    """For messages."""
+    parts: Mapping[str, tuple[str, ...]]
+    """Names of the modules that become one, by the name of the fused module."""
+
+    def partners(self, parameters: AbstractSet[str], name: str) -> tuple[str, ...]:
+        """The tensor and those that must be loaded with it, given the names of the model's ``parameters``."""
+        for fused, parts in self.parts.items():
+            for part in parts:
+                if f".{part}." in name and name.replace(f".{part}.", f".{fused}.") in parameters:
+                    return tuple(name.replace(f".{part}.", f".{other}.") for other in parts)
+        return (name,)
+
+
+class FusionBuffer:
+    """Holds back tensors until those that they are fused with have arrived, maybe in a later bucket."""
+
+    def __init__(self, model: nn.Module, fusions: Fusions) -> None:
+        self._fusions, self._waiting = fusions, dict[str, Tensor]()
+        names = (name for name, _ in model.named_parameters())
+        self._fused = {name for name in names if any(f".{fused}." in name for fused in fusions.parts)}
+
+    def add(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the tensors that can be loaded now. Copies those that have to wait."""
+        if not self._fused:
+            return list(named)
+        here = self._waiting | dict(named)
+        ready, self._waiting = [], {}
+        for name, tensor in here.items():
+            if all(partner in here for partner in self._fusions.partners(self._fused, name)):
+                ready.append((name, tensor))
+            else:
+                self._waiting[name] = tensor.clone()  # the memory of a bucket is reused
+        return ready
+
+    def waiting(self) -> list[str]:
+        """Names of the tensors that still wait."""
+        return sorted(self._waiting)
+
+
+class Loader:
+    """Loads the buckets of one update into the model."""
+
+    def __init__(self, model: nn.Module, fusions: Fusions, command: UpdateCommand) -> None:
+        self._model, self._fusions, self._command = model, fusions, command
+        self._buffer = FusionBuffer(model, fusions)
+        self._verified: set[str] = set()
+        """Parameters that were read back."""
+
+    def load(self, bucket: Bucket) -> None:
+        """Load the next bucket. Raises `SyncError`."""
+        named = self._buffer.add(list(unpack(bucket)))
+        if bucket.is_last and (left := self._buffer.waiting()):
+            raise SyncError(
+                f"tensor {left[0]!r} came without the others that {self._fusions.program} takes it with alone"
+            )
+        with torch.no_grad():
+            self._model.load_weights(named)  # type: ignore[operator]
+            if self._command.verify:
+                complete = self._command.ranks == 1
+                self._verified |= read_back.verify(self._model, named, self._fusions, complete=complete)
+                if bucket.is_last:
+                    self._check_complete()
+
+    def _check_complete(self) -> None:
+        missing = sorted({name for name, _ in self._model.named_parameters()} - self._verified)
+        if missing:
+            raise SyncError(f"{len(missing)} of the engine's parameters were not sent, the first is {missing[0]!r}")
+
+
+def execute(model: nn.Module, message: bytes, fusions: Fusions) -> None:
+    """Carry out one command (`ServerConnection.run`) on this process's model. Never raises, see above."""
+    command = json.loads(message)
+    address = ControlAddress.from_environment(*command["control"])
+    try:
+        if command["update"] is None:
+            receipt = {"checksums": {name: checksum(parameter) for name, parameter in model.named_parameters()}}
+        else:
+            update = UpdateCommand(**command["update"])
+            loader, device = Loader(model, fusions, update), next(model.parameters()).device
+            receipt = Receiver(address=address, command=update, load=loader.load, rank=rank(), device=device).run()
+    except Exception as error:  # noqa: BLE001  boundary: the server must survive to report it
+        receipt = encode_error(error)
+    address.put(f"{command['name']}/{rank()}", receipt)
+
+
+def rank() -> int:
+    """Rank of this process in its server."""
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else 0

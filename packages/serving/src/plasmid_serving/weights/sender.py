@@ -1,0 +1,188 @@
+"""The sending half of a weight sync, on a trainer rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+from plasmid.errors import DeadlineError, PlasmidError
+from plasmid.protocols import Bucket, Sender
+from plasmid.sync import unpack
+
+from .broadcast import BroadcastHost
+from .bucket_server import BucketServer
+from .command import Transport, UpdateCommand
+from .control import CONNECTIONS, OVER, ControlAddress, ControlChannel
+from .errors import connection_lost_error, decode_error, sync_failure
+from .sources import ipc_source
+
+IN_FLIGHT: Mapping[Transport, int] = {"ipc": 1, "broadcast": 1, "disk": 2, "http": 2}
+"""Buckets in flight besides the one that is being made. Each takes memory."""
+HOSTS: dict[str, BroadcastHost] = {}
+"""The group that this rank broadcasts in. Joining is slow, so it is kept for later syncs with the same servers."""
+
+
+def broadcast_host(command: UpdateCommand) -> BroadcastHost:
+    """Return the command's group, with this rank as rank 0."""
+    if command.group not in HOSTS:
+        HOSTS.clear()
+        timeout = timedelta(seconds=command.timeout_s)
+        HOSTS[command.group] = BroadcastHost(command.backend, size=command.size, timeout=timeout)
+    return HOSTS[command.group]
+
+
+@dataclass(slots=True, kw_only=True)
+class ServersWire:
+    """Implements `Wire` for one weight sync."""
+
+    command: UpdateCommand
+    addresses: Mapping[int, ControlAddress]
+    """Control channel of each server that gets the weights, by its index."""
+    first_ranks: Mapping[int, int] = field(default_factory=dict)
+    """With transport "broadcast": rank in the group of each server's first process."""
+    senders: Literal["first", "all"] = "first"
+
+    def command_to(self, index: int) -> UpdateCommand:
+        """Return the command for one server."""
+        return replace(self.command, first_rank=self.first_ranks.get(index, 0))
+
+    def open(self, *, rank: int, version: int) -> Sender:
+        """Start sending from this rank."""
+        ranks = self.command.ranks
+        if self.command.transport == "ipc":  # trainer ranks share GPUs with the servers' processes, in the same order
+            index, process = divmod(rank, ranks)
+            return ServersSender(self, {index: (process,)} if index in self.addresses else {})
+        return ServersSender(self, {index: range(ranks) for index in self.addresses})
+
+
+class ServersSender:
+    """Implements `Sender`: announces each bucket to every process, and waits until it has been loaded.
+
+    A server that fails gets no more buckets. Sending fails only when all servers have failed.
+    """
+
+    def __init__(self, wire: ServersWire, processes: Mapping[int, Sequence[int]]) -> None:
+        """``processes`` are those of each server that this rank sends to, possibly none."""
+        self._wire, self._command = wire, wire.command
+        self._errors: dict[int, PlasmidError] = {}
+        self._channels: dict[int, list[ControlChannel]] = {}
+        for index, ranks in processes.items():
+            self._channels[index] = [
+                ControlChannel.of_sender(wire.addresses[index], wire.command.token, rank) for rank in ranks
+            ]
+        self._sent: deque[Bucket] = deque()
+        self._server = BucketServer(wire.command.token) if wire.command.transport == "http" else None
+
+    def send(self, bucket: Bucket) -> None:
+        """Hand one bucket to every server. Raises when none is left."""
+        if not self._channels:
+            return
+        while len(self._sent) >= IN_FLIGHT[self._command.transport]:
+            self._await_first()
+        self._check_any_left()
+        header = {
+            "index": bucket.index,
+            "names": bucket.names,
+            "shapes": bucket.shapes,
+            "dtypes": bucket.dtypes,
+            "checksum": bucket.checksum,
+            "num_bytes": bucket.data.numel(),
+            "is_last": bucket.is_last,
+        }
+        message = {"bucket": header, "source": self._source(bucket)}
+        self._sent.append(bucket)  # keeps its memory until it is loaded
+        for index in self._channels:
+            # members of a broadcast must take part even after they have failed
+            if self._command.group or index not in self._errors:
+                self._put(index, message)
+        if self._command.group:
+            self._broadcast(bucket)
+
+    def _broadcast(self, bucket: Bucket) -> None:
+        """Broadcast a bucket. If a member is gone, leave the group and raise `EngineLostError`.
+
+        A member that hangs is only detected by the time limit of the sync.
+        """
+        try:
+            broadcast_host(self._command).group.broadcast(bucket.data)
+        except RuntimeError:
+            HOSTS.clear()
+            self._await_first()
+            if not self._errors:
+                raise
+            raise sync_failure(self._errors.values()) from None
+
+    def _source(self, bucket: Bucket) -> dict[str, Any]:
+        """Describe where processes find the bytes of a bucket."""
+        transport = self._command.transport
+        if self._server is not None:
+            self._server.put(bucket)
+            host, port = self._server.address
+            return {"kind": transport, "host": host, "port": port}
+        if transport == "ipc":
+            return ipc_source(bucket.data)
+        if transport == "broadcast":
+            return {"kind": transport, "rendezvous": broadcast_host(self._command).url}
+        from safetensors.torch import save_file
+
+        path = self._command.bucket_file(bucket.index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.cpu() for name, tensor in unpack(bucket)}, path, metadata={"format": "pt"})
+        return {"kind": transport}
+
+    def _await_first(self) -> None:
+        """Wait until the oldest bucket in flight is loaded by every server that has not failed."""
+        bucket = self._sent.popleft()
+        for index, channels in self._channels.items():
+            if index not in self._errors:
+                with self._recording(index):
+                    for channel in channels:
+                        if error := decode_error(channel.get(self._command.timeout_s)):
+                            raise error
+            if index in self._errors and not self._command.group:
+                self._put(index, OVER)
+        if self._server is not None:
+            self._server.remove(bucket)
+
+    @contextlib.contextmanager
+    def _recording(self, index: int) -> Iterator[None]:
+        """Record errors as those of one server."""
+        error: PlasmidError
+        try:
+            yield
+            return
+        except TimeoutError:
+            error = DeadlineError(f"no answer within {self._command.timeout_s:g} s")
+        except PlasmidError as answered:
+            error = answered
+        except RuntimeError as broken:
+            CONNECTIONS.pop(self._wire.addresses[index], None)
+            error = connection_lost_error(broken)
+        self._errors.setdefault(index, error)
+
+    def _put(self, index: int, message: Mapping[str, Any]) -> None:
+        with self._recording(index):
+            for channel in self._channels[index]:
+                channel.put(message)
+
+    def close(self, *, ok: bool) -> None:
+        """Wait until every bucket is loaded, or announce that no more will come. Raises when no server is left."""
+        try:
+            if not ok:
+                for index in self._channels:
+                    self._put(index, OVER)
+                return
+            while self._sent:
+                self._await_first()
+            self._check_any_left()
+        finally:
+            if self._server is not None:
+                self._server.close()
+
+    def _check_any_left(self) -> None:
+        if len(self._errors) == len(self._channels) > 0:
+            raise sync_failure(self._errors.values())
