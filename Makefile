@@ -14,12 +14,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # without an NVIDIA driver torch is held at a version that has a CPU build
 GPU := $(wildcard /proc/driver/nvidia/version)
-PACKAGES := core backend-fsdp rollout-hf rewards agents cli
+PACKAGES := core models sandbox convert training workflows runtime serving backend-fsdp rollout-hf rewards agents cli
 # only `make dev` installs these
 DEV_PACKAGES := packages/backend-megatron tests/environment/megatron_cpu
-EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) '.[all]'
+EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) '.[fsdp,hf,rewards,agents,tensorboard]'
 PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
-MODULES  := plasmid plasmid_fsdp plasmid_megatron plasmid_hf plasmid_serving plasmid_sglang plasmid_rewards plasmid_agents plasmid_cli
+MODULES  := plasmid plasmid_models plasmid_sandbox plasmid_convert plasmid_training plasmid_workflows plasmid_runtime \
+	plasmid_serving plasmid_fsdp plasmid_megatron plasmid_hf plasmid_sglang plasmid_rewards plasmid_agents plasmid_cli
 PINS := $(VENV)/pins.txt
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
 # two processes: the suite is mostly one thread of work at a time

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from plasmid.algorithms.parts.policy_loss import clipped_policy_loss
-from plasmid.training.kept_tokens import KeptTokens
-from plasmid.training.linear_head import LinearHead
-from plasmid.training.logprobs import token_logprobs
-from plasmid.training.softmax_rows import EAGER, RowGradients, RowStats, SoftmaxKernels, kernels_for
-from plasmid.training.token_loss import linear_token_loss
+from plasmid_training.algorithms.parts.policy_loss import clipped_policy_loss
+from plasmid_training.head.kept_tokens import KeptTokens
+from plasmid_training.head.linear_head import LinearHead
+from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.head.softmax_rows import EAGER, RowGradients, RowStats, SoftmaxKernels, kernels_for
+from plasmid_training.head.token_loss import linear_token_loss
 
 
 class Case:
@@ -258,7 +258,7 @@ def errors(case, args):
 
 def kernel_sweep(case, clock):
     """GB/s of the two kernels with each way to launch them; the best should be the defaults of `softmax_triton`."""
-    from plasmid.training import softmax_triton as kernels
+    from plasmid_training.head import softmax_triton as kernels
 
     head = LinearHead(case.hidden.detach(), case.weight.detach(), None)
     chunk = head.chunks("auto")[0]

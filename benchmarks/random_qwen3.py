@@ -6,7 +6,7 @@ python benchmarks/random_qwen3.py 0.6b models/qwen3-0.6b-random
 import argparse
 from pathlib import Path
 
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
 
 SHAPES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "num_attention_heads": 16, "tied": True},

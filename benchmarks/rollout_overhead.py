@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 from plasmid import load_config
-from plasmid.run.cluster import open_cluster
-from plasmid.run.lifecycle.startup import start_processes
 from plasmid.types import GenerateRequest, SamplingParams
+from plasmid_runtime.cluster import open_cluster
+from plasmid_runtime.lifecycle.startup import start_processes
 
 
 def make_requests(count, prompt_tokens, new_tokens, turn):

@@ -17,7 +17,7 @@ import requests
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from plasmid.sync import make_buckets
+from plasmid_models.sync import make_buckets
 from plasmid_serving.processes.server import free_port
 from safetensors.torch import load_file
 

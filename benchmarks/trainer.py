@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import trainer_ceiling as ceiling
 
 TEMPLATE_TOKENS = 4
-"""What the chat template of `plasmid.testing.tiny` adds to a demonstration of two messages."""
+"""What the chat template of `plasmid_models.testing` adds to a demonstration of two messages."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 

@@ -3,7 +3,7 @@
 Every variant takes the same samples. Packed variants lay whole samples in one row of up to ``--tokens`` tokens: linear
 layers see no padding, and attention keeps samples apart by ``varlen_attn`` or by cuDNN over buckets of similar length.
 Padded variants are what `transformers` users have: samples of similar length in one padded batch. All use the same head
-(`plasmid.training.logprobs`), so that they differ in the decoder only.
+(`plasmid_training.head.logprobs`), so that they differ in the decoder only.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from plasmid.training.logprobs import token_logprobs
+from plasmid_training.head.logprobs import token_logprobs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 

@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from plasmid import load_config
-from plasmid.run.cluster import open_cluster
-from plasmid.run.lifecycle.startup import start_processes
-from plasmid.run.loop.canary import Canary
-from plasmid.run.loop.weight_sync import transfer
+from plasmid_runtime.cluster import open_cluster
+from plasmid_runtime.lifecycle.startup import start_processes
+from plasmid_runtime.loop.canary import Canary
+from plasmid_runtime.loop.weight_sync import transfer
 from sglang_own import own_update_ms
 from wire_limit import broadcast_ms, copy_ms
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from plasmid.config import RunConfig
-from plasmid.plugins import Classes, installed, load_plugins, origin
+from plasmid.config.run import RunConfig
+from plasmid.plugins.registry import Classes, installed, load_plugins, origin
 from plasmid_cli.settings_help import rows, tables
 from pydantic import BaseModel
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from plasmid.algorithms.parts.policy_gradient import PolicyGradient
 from plasmid.components import Algorithm
-from plasmid.plugin import register_algorithms
+from plasmid_training.algorithms.parts.policy_gradient import PolicyGradient
+from plasmid_training.plugin import register_algorithms
 
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
 SECTIONS = ("Formula", "Paper", "Use")

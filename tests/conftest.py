@@ -14,7 +14,7 @@ import pytest
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A random two-layer Llama with a character tokenizer, as a Hugging Face folder."""
-    from plasmid.testing.tiny import make_tiny_model
+    from plasmid_models.testing import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
 
@@ -38,7 +38,7 @@ def make_character_tokenizer(tmp_path_factory):
     import json
     import string
 
-    from plasmid.data import Tokenizer
+    from plasmid_runtime.data import Tokenizer
 
     def make(template, *, special, eos):
         from tokenizers import Regex, decoders, models, pre_tokenizers

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plasmid import hookspecs
 from plasmid.components import Settings
-from plasmid.config import RunConfig
-from plasmid.plugins import installed, load_plugins
+from plasmid.config.run import RunConfig
+from plasmid.plugins import hookspecs
+from plasmid.plugins.registry import installed, load_plugins
 from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ def test_there_are_recipes():
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_resolves_and_its_dump_resolves_to_the_same(recipe):
-    from plasmid.recipe import resolve
+    from plasmid.config.load import resolve
 
     config = load_config(recipe)
     assert config.recipe == recipe.stem
@@ -37,7 +37,7 @@ def test_the_data_of_a_recipe_are_there(recipe, monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_the_models_of_a_recipe_can_be_laid_out_as_it_says(recipe):
-    from plasmid.run.lifecycle.model_plan import plan_models
+    from plasmid_runtime.lifecycle.model_plan import plan_models
 
     assert plan_models(load_config(recipe), recipes=[recipe])[0][0] == "model"
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from plasmid.rollout.execution import Execution
-from plasmid.rollout.tool_calls import PARSERS
 from plasmid.testing.rewards import make_prompt
-from plasmid.testing.tiny import SPECIAL, make_tiny_model, make_tiny_tokenizer
 from plasmid.types import Completion, Ints, SamplingParams, StopReason, VersionSpan
 from plasmid_agents.server import AgentServer
 from plasmid_agents.session import Rules, Session
+from plasmid_models.testing import SPECIAL, make_tiny_model, make_tiny_tokenizer
+from plasmid_workflows.execution import Execution
+from plasmid_workflows.tool_calls import PARSERS
 
 END = 2
 """The token that ends a turn."""

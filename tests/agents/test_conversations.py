@@ -7,8 +7,8 @@ import numpy as np
 import openai
 import pytest
 from agent_cases import CALL, FORGETS, WEATHER, ScriptedEngine, make_chat_tokenizer, make_rules, served, shown
-from plasmid.data.tokenizer import Tokenizer
 from plasmid.types import StopReason
+from plasmid_models.tokenizer import Tokenizer
 
 TOOL = {"type": "function", "function": WEATHER}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from plasmid.observe.journal import read_journal
-from plasmid.recipe import merge, resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import run
+from plasmid.config.load import merge, resolve
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.journal import read_journal
 
 PLUGIN = '''
 from typing import Literal

@@ -8,16 +8,16 @@ import openai
 import torch
 from agent_cases import make_rules
 from plasmid.components import BuildContext
-from plasmid.data.tokenizer import Tokenizer
+from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
-from plasmid.recipe import resolve
-from plasmid.rollout.execution import Execution
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.sync import send_weights
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import SamplingParams
 from plasmid_agents.server import AgentServer
 from plasmid_agents.session import Session
+from plasmid_models.sync import send_weights
+from plasmid_models.tokenizer import Tokenizer
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_workflows.execution import Execution
 from transformers import AutoModelForCausalLM
 
 LENGTH = 400

@@ -14,14 +14,14 @@ import pytest
 from agent_cases import ScriptedEngine, make_rollout, shown
 from plasmid.errors import ConfigError, PluginError
 from plasmid.protocols import RunContext
-from plasmid.rollout.execution import execute
-from plasmid.rollout.tool_calls import PARSERS
-from plasmid.testing.light_contracts import check_workflow
+from plasmid.settings.validation import validate
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import StopReason
-from plasmid.validation import validate
 from plasmid_agents import Agent
 from plasmid_agents.workflow import Format
+from plasmid_workflows.execution import execute
+from plasmid_workflows.testing import check_workflow
+from plasmid_workflows.tool_calls import PARSERS
 
 AGENTS = """
 import os, random, subprocess, sys, time, json, urllib.request

@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from plasmid.batch import BatchRef, GroupRef, Rows
 from plasmid.components import BuildContext
-from plasmid.kept import KeptSet
+from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
-from plasmid.recipe import resolve
-from plasmid.run.cluster.local import LocalCluster, LocalRef
+from plasmid.types.batch import BatchRef, GroupRef, Rows
+from plasmid.types.kept_sets import KeptSet
+from plasmid_runtime.cluster.local import LocalCluster, LocalRef
 
 HERE = Path(__file__).parent
 

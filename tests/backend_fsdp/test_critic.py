@@ -8,8 +8,8 @@ from critic_cases import CRITIC, PPO, SGD, make_critic, plain_ppo, plain_values,
 from fsdp_cases import fit, largest_difference, make_batch, make_config, weights_of, whole_rows
 from plasmid.errors import ConfigError, ModelError
 from plasmid.protocols import SyncPlan
-from plasmid.testing.tiny import make_tiny_model
 from plasmid.types import Role
+from plasmid_models.testing import make_tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 

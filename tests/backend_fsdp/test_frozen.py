@@ -7,8 +7,8 @@ import pytest
 import torch
 from fsdp_cases import fit, largest_difference, make_batch, plain_logprobs, weights_of, whole_rows
 from plasmid.errors import ModelError
-from plasmid.testing.tiny import make_tiny_model
 from plasmid.types import Role
+from plasmid_models.testing import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 OTHERS = [

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from critic_cases import CRITIC, PPO, SGD, make_critic
 from fsdp_cases import fit, largest_difference, make_batch, make_config, weights_of
-from plasmid.training.rank_batch import split
-from plasmid.training.schedule import Microbatching
 from plasmid.types import Role
+from plasmid_training.batches.rank_batch import split
+from plasmid_training.batches.schedule import Microbatching
 
 ROLES = (Role.POLICY, Role.CRITIC)
 ALGORITHM = PPO | {"reward_kl_coef": 0.1}

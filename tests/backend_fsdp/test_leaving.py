@@ -8,11 +8,11 @@ import torch
 from fsdp_cases import fit, largest_difference, make_batch, weights_of
 from plasmid.errors import CheckpointError
 from plasmid.protocols import SyncPlan
-from plasmid.sync import compare, unpack
-from plasmid.sync.checksum import checksum
-from plasmid.testing.tiny import make_tiny_model
-from plasmid.training.folder_writer import FolderWriter
 from plasmid.types import BucketSum, SyncReceipt
+from plasmid_models.folder_writer import FolderWriter
+from plasmid_models.sync import compare, unpack
+from plasmid_models.sync.checksum import checksum
+from plasmid_models.testing import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from fsdp_cases import make_batch, whole_rows
-from plasmid.testing.tiny import make_tiny_model
-from plasmid.training.collate import collate
 from plasmid_fsdp.decoder_input import PACKED, decoder_input, packing_obstacle
+from plasmid_models.testing import make_tiny_model
+from plasmid_training.batches.collate import collate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

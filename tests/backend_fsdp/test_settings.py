@@ -10,13 +10,13 @@ import pytest
 import torch
 from fsdp_cases import make_config
 from plasmid.components import BuildContext
+from plasmid.config.load import validate
 from plasmid.errors import ConfigError, ModelError
 from plasmid.protocols import Bundle
-from plasmid.recipe import validate
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.testing.tiny import make_tiny_model
-from plasmid.training.learning_rate import learning_rate
 from plasmid_fsdp.settings import FSDP
+from plasmid_models.testing import make_tiny_model
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_training.learning_rate import learning_rate
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR
 

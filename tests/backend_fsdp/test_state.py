@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fsdp_cases import fit, largest_difference, make_batch, weights_of
 from plasmid.errors import CheckpointError
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
 from safetensors.torch import load_file
 
 SETTINGS = [

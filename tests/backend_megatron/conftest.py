@@ -35,7 +35,7 @@ def ranks(rank_processes, tiny_qwen, tmp_path):
 @pytest.fixture(scope="session")
 def tiny_qwen(tmp_path_factory):
     """A random four-layer Qwen3 whose vocabulary of 57 tokens must be padded for two ranks."""
-    from plasmid.testing.tiny import make_tiny_model
+    from plasmid_models.testing import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", family="qwen3", num_layers=4)
 
@@ -43,7 +43,7 @@ def tiny_qwen(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_tied(tmp_path_factory):
     """The same with a head that is the embedding."""
-    from plasmid.testing.tiny import make_tiny_model
+    from plasmid_models.testing import make_tiny_model
 
     path = tmp_path_factory.mktemp("models") / "tiny-tied"
     return make_tiny_model(path, family="qwen3", num_layers=2, tied=True)

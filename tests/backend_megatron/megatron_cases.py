@@ -6,7 +6,7 @@ from fsdp_cases import fit, largest_difference, make_batch, weights_of
 from fsdp_cases import make_config as fsdp_config
 from plasmid.components import BuildContext
 from plasmid.protocols import Bundle
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
 
 SGD = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0}, "distributed_optimizer": False}
 ADAM = {"optimizer": {"adam_eps": 1e-3}}  # keeps rounding of near-zero gradients from being scaled up to whole steps
@@ -68,12 +68,12 @@ def plain_outcome(model, folder, *, batch=None, algorithm=None):
     """The same by transformers and torch's AdamW in one piece, for models that FSDP does not take."""
     import numpy as np
     import torch
-    from plasmid.training.collate import collate
-    from plasmid.training.logprobs import logits_logprobs
-    from plasmid.training.metrics import alone
-    from plasmid.training.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
-    from plasmid.training.rank_batch import split
-    from plasmid.training.schedule import Microbatching
+    from plasmid_training.batches.collate import collate
+    from plasmid_training.batches.rank_batch import split
+    from plasmid_training.batches.schedule import Microbatching
+    from plasmid_training.head.logprobs import logits_logprobs
+    from plasmid_training.objective.metrics import alone
+    from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 

@@ -2,7 +2,7 @@
 
 import json
 
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
 
 EXPERTS = {
     "moe_intermediate_size": 32,
@@ -144,8 +144,8 @@ def _rank_logits(rows):
     import torch
     from fsdp_processes import _held
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-    from plasmid.training.collate import collate
     from plasmid_megatron.packing import pack
+    from plasmid_training.batches.collate import collate
 
     policy = _held["object"]._models.learner.network
     (model,) = policy.bare

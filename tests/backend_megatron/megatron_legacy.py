@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import torch
 from megatron.core.transformer.enums import AttnBackend
-from plasmid.convert import HF
+from plasmid_convert import HF
 
 ENGINE = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",

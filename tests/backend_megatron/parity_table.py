@@ -20,7 +20,7 @@ from megatron_cases import (  # noqa: E402
     plain_outcome,
 )
 from megatron_layouts import LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS, MORE_MOE_LAYOUTS  # noqa: E402
-from plasmid.testing.tiny import make_tiny_model  # noqa: E402
+from plasmid_models.testing import make_tiny_model  # noqa: E402
 
 
 def row(name, ours, theirs):

@@ -10,8 +10,8 @@ import torch
 from megatron_cases import fit, make_batch
 from megatron_families import FAMILIES, in_bfloat16_with_a_draft_layer, make_family
 from megatron_legacy import write_legacy
-from plasmid.convert import DCP, HF, compare, convert
 from plasmid.errors import ModelError
+from plasmid_convert import DCP, HF, compare, convert
 from plasmid_megatron.conversion import MegatronTorch, TorchDistFolder
 
 
@@ -71,12 +71,12 @@ def test_every_writer_takes_what_every_reader_gives(tiny_qwen, tmp_path):
 
 def test_megatron_itself_loads_what_is_written(tiny_moe, tmp_path):
     from megatron.core import dist_checkpointing
-    from plasmid.training.model_source import Source
     from plasmid_megatron.bridge import read_architecture
     from plasmid_megatron.conversion import outline
     from plasmid_megatron.model import LanguageModel
     from plasmid_megatron.settings import Megatron
     from plasmid_megatron.weights import to_hf, weights
+    from plasmid_models.source import Source
 
     convert(tiny_moe, tmp_path / "there", reader=HF(), writer=TorchDistFolder(vocab_multiple=8))
     source = Source(where="model", path=tiny_moe, trust_remote_code=False)

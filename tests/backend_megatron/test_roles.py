@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from megatron_cases import ADAM, FSDP_ADAM, assert_alike, largest_difference, make_batch, outcome
 from plasmid.errors import ModelError
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
 from safetensors.torch import load_file
 
 PPO = {"kind": "ppo"}

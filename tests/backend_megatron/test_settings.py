@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from plasmid.config.load import validate
 from plasmid.errors import ConfigError
-from plasmid.recipe import validate
 from plasmid_megatron.settings import Megatron
 from plasmid_megatron.shapes import check_split, layers_of_stages
 from plasmid_megatron.upstream import fields

@@ -48,9 +48,9 @@ def _compare(model, rows, transformer):
 
 
 def _build(model, settings):
-    from plasmid.training.model_source import Source
     from plasmid_megatron.bridge import read_architecture
     from plasmid_megatron.build import build_language_model
+    from plasmid_models.source import Source
 
     source = Source(where="model", path=model, trust_remote_code=False)
     return build_language_model(source, read_architecture(source, settings), settings)
@@ -58,8 +58,8 @@ def _build(model, settings):
 
 def _logprobs(network, rows, bounds_on_device):
     import torch
-    from plasmid.training.collate import collate
     from plasmid_megatron.packing import pack
+    from plasmid_training.batches.collate import collate
 
     batch = collate(rows, range(rows.num_samples), table_index=range(rows.num_samples), only_masked=False)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plasmid.observe.journal import Journal
-from plasmid.observe.sample_store import write_samples
-from plasmid.testing.tiny import CHARACTERS, SPECIAL, make_tiny_tokenizer
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from plasmid_models.testing import CHARACTERS, SPECIAL, make_tiny_tokenizer
+from plasmid_runtime.observe.journal import Journal
+from plasmid_runtime.observe.sample_store import write_samples
 
 NASTY = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
 VOCABULARY = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}

@@ -175,7 +175,7 @@ def test_a_part_that_is_not_installed_is_named_with_the_way_to_it(tiny_model, tm
     monkeypatch.delitem(sys.modules, "safetensors", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     assert rl("convert", tiny_model, tmp_path / "out") == 2
-    expected = "error: this needs the package safetensors; pip install 'plasmid-core[train]'\n"
+    expected = "error: this needs the package safetensors; pip install 'plasmid'\n"
     assert capsys.readouterr().err == expected
 
 
@@ -183,7 +183,7 @@ def test_plugins_tells_slot_kind_package_and_purpose(plugin, capsys):
     assert rl("plugins", "--plugin", plugin) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["trainer", "fsdp", "plasmid-fsdp", "0.1.0"] in [line[:4] for line in lines]
-    assert ["converters", "gguf", "plasmid-core", "0.1.0"] in [line[:4] for line in lines]
+    assert ["converters", "gguf", "plasmid-convert", "0.1.0"] in [line[:4] for line in lines]
     shout = next(line for line in lines if line[:2] == ["rewards", "shout"])
     assert " ".join(shout).endswith("1.0 if the text is loud [very loud].")
 

@@ -3,9 +3,9 @@ import logging
 import threading
 
 import pytest
-from plasmid.config import LoopConfig, RunConfig
-from plasmid.observe.dispatch import ObserverQueues
+from plasmid.config.run import LoopConfig, RunConfig
 from plasmid_cli.progress import Heard, LiveProgress, PlainProgress, duration, make_progress, render
+from plasmid_runtime.observe.dispatch import ObserverQueues
 from rich.console import Console
 
 METRICS = {
@@ -91,9 +91,9 @@ def test_log_lines_go_through_the_display_and_handlers_come_back(monkeypatch):
     root.addHandler(handler)
     try:
         with pytest.raises(KeyboardInterrupt), make_progress(config(), console):
-            logging.getLogger("plasmid.run").warning("engine %s is slow", "[0]")
+            logging.getLogger("plasmid_runtime").warning("engine %s is slow", "[0]")
             raise KeyboardInterrupt
-        logging.getLogger("plasmid.run").warning("after")
+        logging.getLogger("plasmid_runtime").warning("after")
     finally:
         root.removeHandler(handler)
     assert "engine [0] is slow" in console.file.getvalue()

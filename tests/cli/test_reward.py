@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from plasmid.observe.sample_store import write_samples
 from plasmid.testing.rewards import make_prompt, make_sample
-from plasmid.testing.tiny import make_tiny_tokenizer
 from plasmid.types import PromptGroup, Score
 from plasmid_cli.main import app
 from plasmid_cli.scores import histogram
+from plasmid_models.testing import make_tiny_tokenizer
+from plasmid_runtime.observe.sample_store import write_samples
 
 RECIPE = """
 [model]

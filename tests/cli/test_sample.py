@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from plasmid.observe.sample_store import read_samples
-from plasmid.run.cluster.local import LocalCluster
 from plasmid.testing.fakes import __file__ as fakes
-from plasmid.testing.tiny import make_hollow_model
 from plasmid_cli.main import app
+from plasmid_models.testing import make_hollow_model
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.observe.sample_store import read_samples
 
 PARTS = '''
 from typing import Literal

@@ -1,9 +1,9 @@
 import io
 import json
 
-from plasmid.observe.journal import Journal
 from plasmid_cli.run_data import load_run
 from plasmid_cli.summary import costs, figures, print_run, print_summary
+from plasmid_runtime.observe.journal import Journal
 from rich.console import Console
 
 

@@ -2,13 +2,13 @@ import io
 
 import pytest
 from plasmid.errors import ConfigError
-from plasmid.observe.journal import Journal
-from plasmid.observe.sample_store import write_samples
-from plasmid.printable import printable
+from plasmid.utils.printable import printable
 from plasmid_cli.main import app
 from plasmid_cli.run_data import load_run
 from plasmid_cli.tokens import TokenTexts
 from plasmid_cli.view import Shown, colored, read_shown, select, view_run, view_samples
+from plasmid_runtime.observe.journal import Journal
+from plasmid_runtime.observe.sample_store import write_samples
 from rich.console import Console
 
 

@@ -22,7 +22,7 @@ async def look_at_gpus(cluster, folder):
     """What an actor with two GPUs sees on either machine, while somebody else holds one GPU of each."""
     import ray
     from plasmid.protocols import Bundle, Resources, Share
-    from plasmid.run.cluster import open_cluster
+    from plasmid_runtime.cluster import open_cluster
 
     found = open_cluster(log_dir=folder, address=cluster.address)
     try:
@@ -38,7 +38,7 @@ async def look_at_gpus(cluster, folder):
 
 class Looking:
     def look(self):
-        from plasmid.addresses import own_address
+        from plasmid.utils.addresses import own_address
 
         return own_address(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 

@@ -9,10 +9,10 @@ from plasmid import load_config
 from plasmid.components import DataFacts
 from plasmid.errors import ConfigError
 from plasmid.protocols import Node, Resources
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.cluster.node_agent import NodeAgent, PluginFile
-from plasmid.run.cluster.node_checks import prepare_nodes
 from plasmid_cli.dry_run import machine_rows, print_plan
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.cluster.node_agent import NodeAgent, PluginFile
+from plasmid_runtime.cluster.node_checks import prepare_nodes
 
 
 class Elsewhere(NodeAgent):

@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from plasmid.observe.journal import read_journal
+from plasmid_runtime.observe.journal import read_journal
 
 SPANNING = """
 [rollout]

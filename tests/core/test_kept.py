@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plasmid.batch import Rows
-from plasmid.kept import KeptSet, join_kept
 from plasmid.testing.batches import random_batch
+from plasmid.types.batch import Rows
+from plasmid.types.kept_sets import KeptSet, join_kept
 
 positions = st.lists(st.lists(st.integers(0, 99), max_size=4, unique=True), max_size=6)
 

@@ -4,9 +4,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from plasmid.functions import FunctionName
-from plasmid.module_file import import_file
-from plasmid.plugins import load_file
+from plasmid.plugins.functions import FunctionName
+from plasmid.plugins.module_file import import_file
+from plasmid.plugins.registry import load_file
 
 SETTINGS = """
 from __future__ import annotations

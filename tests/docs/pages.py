@@ -26,13 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plasmid.errors import PlasmidError
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import Mode, run
+from plasmid.types.runs import Mode
 from plasmid_cli.main import app
 from plasmid_cli.output import print_error
 from plasmid_cli.progress import make_progress
 from plasmid_cli.recipe_arguments import load
 from plasmid_cli.summary import print_summary
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
 from rich.console import Console
 
 ROOT = Path(__file__).parents[2]

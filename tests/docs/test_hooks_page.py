@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from plasmid import Prompt, PromptGroup, Sample, SamplingParams, StopReason
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import validate
+from plasmid.config.load import validate
+from plasmid.plugins.registry import installed, load_plugins
 
 PAGE = (Path(__file__).parents[2] / "docs/plugins/hooks.md").read_text()
 

@@ -5,12 +5,12 @@ import tomllib
 
 import pytest
 from plasmid import load_config
-from plasmid.config import RunConfig
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_columns import SCHEMA
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import validate
-from plasmid.run.checkpoint.folder import CHANGEABLE
+from plasmid.config.load import validate
+from plasmid.config.run import RunConfig
+from plasmid.plugins.registry import installed, load_plugins
+from plasmid_runtime.checkpoint.folder import CHANGEABLE
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_columns import SCHEMA
 
 from tests.docs.pages import LANGUAGES, MAKE, PAGES, ROOT, Reader, blocks, matches
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plasmid.observe.journal import read_journal
-from plasmid.recipe import merge, resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import Mode, RunResult, run
+from plasmid.config.load import merge, resolve
+from plasmid.types.runs import Mode, RunResult
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.journal import read_journal
 
 FAMILIES = str(Path(__file__).parent.parent / "backend_megatron")
 if FAMILIES not in sys.path:

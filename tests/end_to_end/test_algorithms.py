@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from plasmid.recipe import resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.evaluate import evaluate
-from plasmid.run.lifecycle.session import run
+from plasmid.config.load import resolve
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.evaluate import evaluate
+from plasmid_runtime.lifecycle.session import run
 
 ALGORITHMS = {
     "dapo": {},

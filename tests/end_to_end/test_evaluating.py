@@ -4,9 +4,9 @@ import json
 
 import pytest
 import tomli_w
-from plasmid.observe.journal import read_journal
-from plasmid.run.cluster.local import LocalCluster
 from plasmid_cli.main import app
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.observe.journal import read_journal
 
 
 @pytest.fixture

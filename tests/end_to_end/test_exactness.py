@@ -8,10 +8,11 @@ import sys
 import time
 
 import pytest
-from plasmid.observe.sample_store import read_samples
-from plasmid.recipe import merge, resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import Mode, run
+from plasmid.config.load import merge, resolve
+from plasmid.types.runs import Mode
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.sample_store import read_samples
 
 UNTIMED = ("train/", "reward/", "rollout/", "version")
 SETTINGS = {
@@ -139,7 +140,7 @@ def test_a_run_that_was_killed_continues_bit_identically(job, after):
     job.run(SETTINGS | {"run": {"steps_per_batch": 2, "dir": str(job.folder / "whole")}})
     recipe.write_text(job.config(SETTINGS).model_dump_json())
     program = (
-        "import json, sys, pathlib; from plasmid.recipe import resolve; import plasmid; "
+        "import json, sys, pathlib; from plasmid.config.load import resolve; import plasmid; "
         "plasmid.train(resolve(json.loads(pathlib.Path(sys.argv[1]).read_text())), resume=sys.argv[2] == 'resume')"
     )
 

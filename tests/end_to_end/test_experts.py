@@ -7,8 +7,8 @@ import sys
 
 import pytest
 from megatron_families import make_family
-from plasmid.convert import DCP
-from plasmid.observe.journal import read_journal
+from plasmid_convert import DCP
+from plasmid_runtime.observe.journal import read_journal
 from safetensors.torch import load_file
 
 OTHERS = ["GLM-4.5", "DeepSeek-V3"]

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from plasmid.observe.journal import read_journal
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
+from plasmid_runtime.observe.journal import read_journal
 
 RECIPE = """
 plugins = ["digit_share.py"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from plasmid.errors import CheckpointError
-from plasmid.observe.sample_store import read_samples, write_samples
+from plasmid_runtime.observe.sample_store import read_samples, write_samples
 
 CORRECTED = {"kind": "grpo", "old_policy": "decoupled", "correction": {"mode": "truncate"}, "kl_coef": 0.01}
 SAMPLING = {"max_new_tokens": 4, "top_p": 0.8, "temperature": 0.9}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
 
 
 @pytest.mark.long

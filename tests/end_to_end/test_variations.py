@@ -1,9 +1,9 @@
 """Settings that change what a run is made of: where the policy starts, what it is compared with, who waits for whom."""
 
 import pytest
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.evaluate import evaluate
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.testing import make_tiny_model
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.evaluate import evaluate
 
 
 def rewards(result):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from plasmid.testing.tiny import make_hollow_model
 from plasmid_cli.main import app
+from plasmid_models.testing import make_hollow_model
 
 RECIPE = """
 [model]

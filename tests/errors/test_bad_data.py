@@ -120,7 +120,7 @@ def test_without_the_package_datasets_the_extra_is_named(rl, folder, monkeypatch
     (folder / "saved" / "state.json").write_text(json.dumps({"_split": "train"}))
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert rl("train", "recipe.toml", "data={kind='datasets',path='saved'}") == [
-        "data.kind: saved takes the package datasets, which is not installed; pip install 'plasmid-core[datasets]'"
+        "data.kind: saved takes the package datasets, which is not installed; pip install 'plasmid-runtime[datasets]'"
     ]
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from plasmid.plugins import installed, load_plugins
+from plasmid.plugins.registry import installed, load_plugins
 
 INSTALLED = {slot: ", ".join(sorted(kinds)) for slot, kinds in installed(load_plugins()).items()}
 """What the messages list; more packages install more."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from plasmid.errors import ModelError
-from plasmid.testing.tiny import make_tiny_model
 from plasmid_cli.progress import STARTING
+from plasmid_models.testing import make_tiny_model
 
 SMALL = [
     "run={dir='run', batches=1, prompts_per_batch=2, samples_per_prompt=2}",

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 from plasmid import load_config
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import Mode, run
 from plasmid.testing import fakes
+from plasmid.types.runs import Mode
 from plasmid_cli.main import app
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
 
 FILTER = "def keep(group, least):\n    return True\n"
 OCCUPIED = "run.dir: run holds a run already; continue it with --resume, choose another folder, or remove it"

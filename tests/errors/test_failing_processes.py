@@ -10,8 +10,8 @@ from pathlib import Path
 import plasmid.testing.fakes
 import psutil
 import pytest
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_store import read_samples
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_samples
 
 PLUGIN = str(Path(__file__).with_name("failing_plugin.py"))
 FAKES = plasmid.testing.fakes.__file__

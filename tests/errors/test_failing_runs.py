@@ -5,12 +5,13 @@ from pathlib import Path
 
 import plasmid.testing.fakes
 import pytest
+from plasmid.config.load import load_config
 from plasmid.errors import PlasmidError
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_store import read_samples
-from plasmid.recipe import load_config
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import Mode, RunResult, run
+from plasmid.types.runs import Mode, RunResult
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_samples
 
 PLUGIN = str(Path(__file__).with_name("failing_plugin.py"))
 FAKES = plasmid.testing.fakes.__file__

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pyarrow.parquet
 from plasmid import load_config
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import run
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "http-agent"

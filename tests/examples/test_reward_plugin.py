@@ -23,8 +23,8 @@ LESS = (
 RUN = """
 import sys
 from plasmid import load_config
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import run
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
 print(run(load_config(sys.argv[1:3], sys.argv[3:]), make_cluster=lambda _: LocalCluster()).steps)
 """
 
@@ -42,7 +42,7 @@ def test_its_settings_have_their_help_texts(with_example):
 
 
 def test_it_is_not_there_without_being_installed():
-    from plasmid.plugins import installed, load_plugins
+    from plasmid.plugins.registry import installed, load_plugins
 
     assert "contains" not in installed(load_plugins())["rewards"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from plasmid.sync import checksum
-from plasmid.sync.checksum import ROW, _factors, _row_sums
+from plasmid_models.sync import checksum
+from plasmid_models.sync.checksum import ROW, _factors, _row_sums
 
 pytestmark = pytest.mark.gpu
 SIZES = [1, 4, 7, 4 * ROW, 4 * ROW + 5, 12 * ROW - 1, 50_000_003]
@@ -16,7 +16,7 @@ def test_cpu_and_gpu_agree(size):
 
 
 def test_the_kernel_gives_the_sums_of_plain_torch():
-    triton = pytest.importorskip("plasmid.sync.checksum_triton")
+    triton = pytest.importorskip("plasmid_models.sync.checksum_triton")
     words = torch.randint(-(2**31), 2**31, (5 * ROW + 3,), dtype=torch.int64).to(torch.int32).cuda()
     assert torch.equal(triton.row_sums(words, _factors("cuda:0")), _row_sums(words, _factors("cuda:0")))
 

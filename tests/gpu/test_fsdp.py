@@ -13,7 +13,7 @@ if FOLDER not in sys.path:
 
 from fsdp_cases import OneRank, fit, largest_difference, make_batch, weights_of  # noqa: E402
 from fsdp_gpu import ALGORITHM, SGD, alike, trained  # noqa: E402
-from plasmid.sync import checksum  # noqa: E402
+from plasmid_models.sync import checksum  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ if FOLDER not in sys.path:
 
 from critic_cases import CRITIC, PPO, SGD, make_critic, trained  # noqa: E402
 from fsdp_cases import OneRank, fit, largest_difference, make_batch  # noqa: E402
-from plasmid.testing.tiny import make_tiny_model  # noqa: E402
 from plasmid.types import Role  # noqa: E402
+from plasmid_models.testing import make_tiny_model  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 pytestmark = pytest.mark.gpu

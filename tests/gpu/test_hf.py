@@ -11,7 +11,7 @@ if FOLDER not in sys.path:
     sys.path.insert(0, FOLDER)
 
 from hf_cases import changed, generate_all, make_request, plain_logprobs, plain_model, publish, run, started  # noqa: E402
-from plasmid.sync import checksum  # noqa: E402
+from plasmid_models.sync import checksum  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

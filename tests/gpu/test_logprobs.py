@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from plasmid.kept import KeptSet
-from plasmid.training.kept_tokens import KeptTokens
-from plasmid.training.logprobs import token_logprobs
-from plasmid.training.softmax_rows import EAGER, RowGradients, kernels_for
-from plasmid.training.token_loss import linear_token_loss
+from plasmid.types.kept_sets import KeptSet
+from plasmid_training.head.kept_tokens import KeptTokens
+from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.head.softmax_rows import EAGER, RowGradients, kernels_for
+from plasmid_training.head.token_loss import linear_token_loss
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,8 @@ for name in ("backend_fsdp", "backend_megatron"):
 from fsdp_cases import fit  # noqa: E402
 from megatron_cases import ADAM, FSDP_ADAM, Ranks, assert_alike, make_batch, make_tiny_moe, outcome  # noqa: E402
 from plasmid.testing.contracts import check_trainer  # noqa: E402
-from plasmid.testing.tiny import make_tiny_model  # noqa: E402
 from plasmid.types import Role  # noqa: E402
+from plasmid_models.testing import make_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 LAYOUTS = {

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from plasmid.observe.journal import read_journal
+from plasmid_runtime.observe.journal import read_journal
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent.parent

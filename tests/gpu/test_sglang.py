@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_store import read_samples
-from plasmid.recipe import resolve
-from plasmid.run.lifecycle.session import run
-from plasmid.testing.tiny import make_tiny_model
+from plasmid.config.load import resolve
+from plasmid_models.testing import make_tiny_model
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 pytest.importorskip("sglang")

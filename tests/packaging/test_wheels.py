@@ -17,10 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECTS = (
     "packages/core",
+    "packages/models",
+    "packages/sandbox",
+    "packages/convert",
+    "packages/training",
+    "packages/workflows",
+    "packages/runtime",
+    "packages/serving",
     "packages/backend-fsdp",
     "packages/backend-megatron",
     "packages/rollout-hf",
-    "packages/serving",
     "packages/rollout-sglang",
     "packages/rewards",
     "packages/agents",
@@ -78,13 +84,19 @@ def test_there_is_a_wheel_of_every_distribution_with_its_files(wheels):
         "plasmid",
         "plasmid_agents",
         "plasmid_cli",
+        "plasmid_convert",
         "plasmid_core",
         "plasmid_fsdp",
         "plasmid_hf",
         "plasmid_megatron",
+        "plasmid_models",
         "plasmid_rewards",
+        "plasmid_runtime",
+        "plasmid_sandbox",
         "plasmid_serving",
         "plasmid_sglang",
+        "plasmid_training",
+        "plasmid_workflows",
     ]
     packed = {n.split("-")[0]: set(zipfile.ZipFile(wheel).namelist()) for n, wheel in zip(names, wheels, strict=True)}
     for project in PROJECTS[:-1]:

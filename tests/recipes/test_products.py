@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plasmid.rollout.tool_calls import PARSERS
-from plasmid.workflows.arithmetic import evaluate
+from plasmid_workflows.kit.arithmetic import evaluate
+from plasmid_workflows.tool_calls import PARSERS
 
 DATA = Path(__file__).parents[2] / "recipes" / "data"
 NAMES = ("products-train.jsonl", "products-test.jsonl")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from plasmid import load_config
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_store import read_samples
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import run
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_samples
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

@@ -7,13 +7,13 @@ from typing import Literal
 import pytest
 from plasmid import RunContext, Score
 from plasmid.components import Reward
-from plasmid.config import RunConfig
+from plasmid.config.load import resolve_with
+from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError, RewardError
-from plasmid.plugins import load_plugins
-from plasmid.recipe import resolve_with
-from plasmid.rollout.scoring import Scorer
+from plasmid.plugins.registry import load_plugins
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Boxed, Dapo, Distinct, ExactMatch, Format, Gate, Number, Part, Product, Sum
+from plasmid_runtime.rollout.scored.scoring import Scorer
 from pydantic import PrivateAttr
 
 RECIPE = {

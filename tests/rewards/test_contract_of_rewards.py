@@ -1,8 +1,8 @@
 """Every installed reward and filter passes the checks that plugin authors run."""
 
 import pytest
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import resolve, validate
+from plasmid.config.load import resolve, validate
+from plasmid.plugins.registry import installed, load_plugins
 from plasmid.testing.light_contracts import check_filter, check_reward
 from plasmid.testing.rewards import make_prompt
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plasmid import PromptGroup, StopReason, VersionSpan
+from plasmid.config.load import resolve, validate
 from plasmid.errors import ConfigError, RewardError
-from plasmid.recipe import resolve, validate
-from plasmid.rollout.filters import FilterChain
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import (
     FunctionFilter,
@@ -18,6 +17,7 @@ from plasmid_rewards import (
     RewardRange,
     Staleness,
 )
+from plasmid_runtime.rollout.filters import FilterChain
 
 CUT = StopReason.LENGTH
 

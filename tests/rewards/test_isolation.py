@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from plasmid import RunContext
 from plasmid.errors import RewardError
-from plasmid.plugins import load_file
-from plasmid.rollout.scoring import Scorer
+from plasmid.plugins.registry import load_file
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Isolated, PooledReward, Remote, Sum
+from plasmid_runtime.rollout.scored.scoring import Scorer
 
 plugin = load_file(Path(__file__).with_name("untrusted_plugin.py"))
 Rank, Untrusted = plugin.Rank, plugin.Untrusted

@@ -7,13 +7,13 @@ import sys
 
 import numpy as np
 import pytest
-from plasmid.data.curriculum import Curriculum
 from plasmid.errors import CheckpointError, DataError, RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import ReasoningGym, ReasoningGymSource
 from plasmid_rewards.gym import entries
 from plasmid_rewards.gym.generator import Generator
 from plasmid_rewards.gym.verifiers import OURS
+from plasmid_runtime.data.curriculum import Curriculum
 from pydantic import ValidationError
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")

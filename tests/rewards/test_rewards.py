@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from plasmid.config.load import validate
 from plasmid.errors import ConfigError, RewardError
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import validate
+from plasmid.plugins.registry import installed, load_plugins
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import ExactMatch, Format, Length, Number, Random, Regex
 

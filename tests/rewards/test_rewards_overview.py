@@ -4,8 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import resolve
+from plasmid.config.load import resolve
+from plasmid.plugins.registry import installed, load_plugins
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
 BASE = {

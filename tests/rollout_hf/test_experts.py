@@ -6,7 +6,7 @@ import torch
 from hf_cases import generate_all, make_request, plain_logprobs, plain_model, publish, run, started
 from megatron_families import folders_of_families
 from plasmid.errors import SyncError
-from plasmid.sync import checksum, compare
+from plasmid_models.sync import checksum, compare
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

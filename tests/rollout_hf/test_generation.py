@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hf_cases import generate_all, make_request, plain_logprobs, plain_model, run, started
-from plasmid.testing.tiny import make_tiny_model
 from plasmid.types import StopReason
+from plasmid_models.testing import make_tiny_model
 
 
 @pytest.mark.parametrize("tied", [False, True])

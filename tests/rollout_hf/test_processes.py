@@ -7,8 +7,8 @@ import pytest
 from hf_cases import changed, generate_all, make_request, plain_logprobs, plain_model, publish, run, started
 from plasmid.errors import ModelError
 from plasmid.protocols import Share
-from plasmid.run.cluster import open_cluster
-from plasmid.sync import compare
+from plasmid_models.sync import compare
+from plasmid_runtime.cluster import open_cluster
 
 
 @pytest.mark.long
@@ -52,7 +52,7 @@ def test_a_folder_without_weights_is_named(tmp_path, tiny_model):
 
 
 def test_attention_over_a_window_is_refused(tmp_path):
-    from plasmid.testing.tiny import make_tiny_model
+    from plasmid_models.testing import make_tiny_model
 
     path = make_tiny_model(
         tmp_path / "model", family="qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=0

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hf_cases import changed, generate_all, make_request, plain_logprobs, plain_model, publish, run, started
 from plasmid.errors import EngineError, SyncError
-from plasmid.sync import checksum, compare, make_buckets
-from plasmid.testing.tiny import make_tiny_model
 from plasmid.types import VersionSpan
+from plasmid_models.sync import checksum, compare, make_buckets
+from plasmid_models.testing import make_tiny_model
 from test_pausing import long_requests, started_requests
 
 

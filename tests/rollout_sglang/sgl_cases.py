@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from plasmid.components import BuildContext
+from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
-from plasmid.recipe import resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.sync import send_weights
 from plasmid.types import GenerateRequest, SamplingParams
+from plasmid_models.sync import send_weights
+from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_serving.start import make_engine, start_servers
 from plasmid_serving.supervisor import Condition
 from plasmid_sglang.dialect import make_dialect

@@ -5,8 +5,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError, EngineError
-from plasmid.recipe import merge, resolve
 from plasmid_sglang.dialect import server_arguments
 from plasmid_sglang.schema import mistakes
 from sgl_cases import make_context

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError, EngineError
 from plasmid.protocols import Bundle
-from plasmid.recipe import merge, resolve
-from plasmid.run.cluster.layout import Layout
-from plasmid.sync import compare
-from plasmid.testing.tiny import make_tiny_model
+from plasmid_models.sync import compare
+from plasmid_models.testing import make_tiny_model
+from plasmid_runtime.cluster.layout import Layout
 from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish
 
 

@@ -96,7 +96,7 @@ def test_stops_end_a_completion_and_are_kept(shared):
 
 
 def test_a_text_that_stops_is_kept(shared):
-    from plasmid.data.tokenizer import Tokenizer
+    from plasmid_models.tokenizer import Tokenizer
 
     async def test():
         async with shared.engine() as engine:
@@ -106,7 +106,7 @@ def test_a_text_that_stops_is_kept(shared):
             return whole, text, await engine.client.generate(again)
 
     def engine_text(token_ids):
-        from plasmid.config import ModelConfig
+        from plasmid.config.run import ModelConfig
 
         return Tokenizer.of(ModelConfig(path=str(shared.model_path))).decode(token_ids)
 

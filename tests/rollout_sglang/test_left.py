@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 from plasmid.errors import EngineLostError
-from plasmid.sync import send_weights
+from plasmid_models.sync import send_weights
 from plasmid_serving.supervisor import Condition
 from sgl_cases import changed, make_request, plain_logprobs, plain_model, publish, started
 

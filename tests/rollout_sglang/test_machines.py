@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError
-from plasmid.recipe import merge, resolve
-from plasmid.training.rendezvous import listen
+from plasmid_models.sync.rendezvous import listen
 from plasmid_serving.processes.machines import reserved_ports
 from plasmid_serving.processes.server import address_to_listen_on
 from plasmid_serving.weights.broadcast import BroadcastGroup, BroadcastHost

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from plasmid.hookspecs import hookimpl
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_store import read_dropped, read_samples
-from plasmid.recipe import resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import run
+from plasmid.config.load import resolve
+from plasmid.plugins.hookspecs import hookimpl
 from plasmid.types import StopReason
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_dropped, read_samples
 
 BATCHES, PROMPTS, SAMPLES = 6, 2, 4
 

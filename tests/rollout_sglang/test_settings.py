@@ -6,8 +6,8 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from plasmid.config.load import resolve
 from plasmid.errors import ConfigError
-from plasmid.recipe import resolve
 from plasmid_serving.start import transport_of
 from plasmid_sglang.dialect import server_arguments
 from plasmid_sglang.schema import NEWEST, SHIPPED, extract, installed_version, mistakes, schema_of
@@ -133,7 +133,7 @@ def test_a_broadcast_is_the_way_between_gpus(tmp_path):
 def test_validation_imports_neither_sglang_nor_torch():
     code = (
         "import sys\n"
-        "from plasmid.recipe import load_config\n"
+        "from plasmid.config.load import load_config\n"
         "load_config('recipes/smollm2-sums-sglang-cpu.toml', ['rollout.server_args.mem_fraction_static=0.5'])\n"
         "print(sorted({'torch', 'sglang', 'ray'} & set(sys.modules)))\n"
     )

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from plasmid.errors import EngineError
 from plasmid.protocols import Bundle
-from plasmid.sync import compare
+from plasmid_models.sync import compare
 from plasmid_serving.supervisor import Condition
 from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from plasmid.errors import EngineError, SyncError
-from plasmid.rollout.execution import join_completions
-from plasmid.sync import compare, make_buckets, send_weights
 from plasmid.types import StopReason
+from plasmid_models.sync import compare, make_buckets, send_weights
 from plasmid_serving.weights.read_back import holds
 from plasmid_sglang.dialect import SGLangDialect
+from plasmid_workflows.execution import join_completions
 from sgl_cases import changed, make_request, plain_logprobs, plain_model, publish
 
 WIRES = ["http", "disk", "broadcast"]

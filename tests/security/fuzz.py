@@ -36,7 +36,7 @@ for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS
 
 from tests.security.fuzz_targets import TARGETS, Finding, Target  # noqa: E402
 
-COMMON = ("plasmid.errors", "plasmid.plugin", "plasmid_cli.main", "plasmid_cli.output")
+COMMON = ("plasmid.errors", "plasmid_runtime.plugin", "plasmid_cli.main", "plasmid_cli.output")
 """Imported once, before the processes of targets are forked."""
 BATCH = 1000
 """Inputs of one process."""
@@ -112,7 +112,7 @@ class Checker:
 
     def check(self, check, data: bytes) -> tuple[str, str]:
         """``accepted`` or ``refused`` and what was printed, or a kind of failure and what it is."""
-        from plasmid.printable import PrintableStream
+        from plasmid.utils.printable import PrintableStream
 
         before, out = reset_peak(), io.StringIO()
         began = time.process_time()

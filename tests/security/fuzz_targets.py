@@ -58,14 +58,14 @@ def plain(check: Check) -> Iterator[Check]:
 
 
 def check_toml(data: bytes) -> None:
-    from plasmid.recipe import read_toml
+    from plasmid.config.load import read_toml
 
     Path("recipe.toml").write_bytes(data)
     read_toml(Path("recipe.toml"))
 
 
 def check_override(data: bytes) -> None:
-    from plasmid.recipe import merge, parse_override
+    from plasmid.config.load import merge, parse_override
 
     base = {"rewards": [{"kind": "number"}], "run": {"seed": 1}, "sampling": {"stop": ["a"]}}
     merge(base, parse_override(mutations.decoded(data)))
@@ -120,8 +120,8 @@ def resolved_recipes() -> list[bytes]:
 def check_rows(name: str) -> Check:
     def check(data: bytes) -> None:
         import numpy as np
-        from plasmid.plugins import installed, load_plugins
-        from plasmid.recipe import validate
+        from plasmid.config.load import validate
+        from plasmid.plugins.registry import installed, load_plugins
 
         if not sources:
             sources.append(installed(load_plugins())["data"]["files"])
@@ -167,8 +167,8 @@ def parquet_files() -> list[bytes]:
 
 
 def check_gguf(data: bytes) -> None:
-    from plasmid.convert import convert
-    from plasmid.recipe import validate
+    from plasmid.config.load import validate
+    from plasmid_convert import convert
 
     Path("x.gguf").write_bytes(data)
     shutil.rmtree("out", ignore_errors=True)
@@ -177,7 +177,7 @@ def check_gguf(data: bytes) -> None:
 
 
 def converter(kind: str):
-    from plasmid.plugins import converters, load_plugins
+    from plasmid.plugins.registry import converters, load_plugins
 
     if kind not in _converters:
         _converters.update(converters(load_plugins()))
@@ -235,8 +235,8 @@ def safetensors_files() -> list[bytes]:
 @contextlib.contextmanager
 def distributed_folder() -> Iterator[Check]:
     """The description of a checkpoint in torch's distributed format, beside files as it should describe them."""
-    from plasmid.convert.distributed_files import DistributedFiles, TensorReader
     from plasmid.errors import ModelError
+    from plasmid_convert.distributed_files import DistributedFiles, TensorReader
 
     folder = Path("trainer")
     metadata_files()
@@ -298,8 +298,8 @@ def common_files() -> list[bytes]:
 
 
 def check_state(data: bytes) -> None:
-    from plasmid.run.checkpoint.folder import read_state
-    from plasmid.stored_recipe import resolve_stored
+    from plasmid.config.stored_recipe import resolve_stored
+    from plasmid_runtime.checkpoint.folder import read_state
 
     Path("state.json").write_bytes(data)
     resolve_stored(read_state(Path()).config, Path())
@@ -317,7 +317,7 @@ def states() -> list[bytes]:
 
 
 def check_tool_calls(data: bytes) -> None:
-    from plasmid.rollout.tool_calls import PARSERS
+    from plasmid_workflows.tool_calls import PARSERS
 
     text = mutations.decoded(data)
     for parse in PARSERS.values():
@@ -327,7 +327,7 @@ def check_tool_calls(data: bytes) -> None:
 
 
 def tool_calls() -> list[bytes]:
-    from plasmid.rollout.tool_calls import EXAMPLES
+    from plasmid_workflows.tool_calls import EXAMPLES
 
     filled = [text.replace("VALUE", '{"a": [1, "x"]}') for text in EXAMPLES.values()]
     more = ("```tool_code\nf(x=-1, y=[1, {'a': 2}])\ng()\n```", '[TOOL_CALLS]f[CALL_ID]1[ARGS]{"x": 1}</s>')
@@ -339,8 +339,8 @@ def reward(kind: str, **settings):
 
     @contextlib.contextmanager
     def opened() -> Iterator[Check]:
-        from plasmid.plugins import installed, load_plugins
-        from plasmid.recipe import validate
+        from plasmid.config.load import validate
+        from plasmid.plugins.registry import installed, load_plugins
         from plasmid.testing.rewards import make_prompt, make_sample
 
         judge = validate(installed(load_plugins())["rewards"][kind], {"kind": kind, **settings})
@@ -356,8 +356,8 @@ def reward(kind: str, **settings):
 
 async def scored(judge, prompt, sample) -> None:
     """Score a sample as a run does. What ends a run is a finding."""
+    from plasmid.components.reward_calls import call_reward
     from plasmid.errors import RewardError
-    from plasmid.reward_calls import call_reward
 
     try:
         (score,) = await call_reward(judge, prompt, [sample], where="rewards.0", start=asyncio.ensure_future)
@@ -451,8 +451,8 @@ ASKED = {"attempts": 1, "request_timeout_s": 5.0, "breaker_failures": 10**9}
 
 def reward_server(kind: str, **settings) -> Callable:
     def make(url: str):
-        from plasmid.plugins import installed, load_plugins
-        from plasmid.recipe import validate
+        from plasmid.config.load import validate
+        from plasmid.plugins.registry import installed, load_plugins
         from plasmid.testing.rewards import make_prompt, make_sample
 
         given = {"kind": kind, "url": url, "on_failure": "value", "server": ASKED, **settings}
@@ -465,12 +465,12 @@ def reward_server(kind: str, **settings) -> Callable:
 def engine_server(api: str) -> Callable:
     def make(url: str):
         import numpy as np
-        from plasmid.config import ModelConfig
-        from plasmid.recipe import validate
-        from plasmid.rollout.server.client import ServerClient
-        from plasmid.rollout.server.settings import Server
-        from plasmid.testing.tiny import make_tiny_tokenizer
+        from plasmid.config.load import validate
+        from plasmid.config.run import ModelConfig
         from plasmid.types import GenerateRequest, SamplingParams
+        from plasmid_models.testing import make_tiny_tokenizer
+        from plasmid_serving.remote.client import ServerClient
+        from plasmid_serving.remote.settings import Server
 
         settings = validate(Server, {"kind": "server", "url": url, "attempts": 1, "api": api})
         client = ServerClient(settings, ModelConfig(path=str(make_tiny_tokenizer(Path("model")))), served="m", api=api)
@@ -523,9 +523,9 @@ KEY = b"0123456789abcdef0123456789abcdef"
 @contextlib.contextmanager
 def agent_endpoint() -> Iterator[Check]:
     """The server that agents ask. The input is every byte of a connection; afterwards it must still answer."""
-    from plasmid.data.tokenizer import Tokenizer
     from plasmid_agents.server import AgentServer
     from plasmid_agents.session import Session
+    from plasmid_models.tokenizer import Tokenizer
 
     sys.path.insert(0, str(TOP / "tests/agents"))
     cases = importlib.import_module("agent_cases")
@@ -602,9 +602,14 @@ def agent_requests() -> list[bytes]:
     return requests
 
 
-RUN = ("plasmid_cli.main", "plasmid.recipe", "plasmid.plugin", "plasmid_fsdp.plugin", "plasmid_hf.plugin")
-WEB = ("httpx", "plasmid_rewards", "plasmid.testing.rewards", "plasmid.plugin")
-TORCH = ("torch.distributed.checkpoint", "safetensors.torch", "plasmid.plugin", "plasmid.convert.distributed_files")
+RUN = ("plasmid_cli.main", "plasmid.config.load", "plasmid_runtime.plugin", "plasmid_fsdp.plugin", "plasmid_hf.plugin")
+WEB = ("httpx", "plasmid_rewards", "plasmid.testing.rewards", "plasmid_runtime.plugin")
+TORCH = (
+    "torch.distributed.checkpoint",
+    "safetensors.torch",
+    "plasmid_runtime.plugin",
+    "plasmid_convert.distributed_files",
+)
 TEXT = mutations.text_of
 TARGETS: dict[str, Target] = {
     "toml": Target(
@@ -685,7 +690,7 @@ TARGETS: dict[str, Target] = {
         examples=tool_calls,
         mutate=TEXT,
         opened=lambda: plain(check_tool_calls),
-        modules=("plasmid.rollout.tool_calls",),
+        modules=("plasmid_workflows.tool_calls",),
     ),
     "boxes": Target(
         share=4000, examples=answers, mutate=TEXT, opened=lambda: plain(check_boxes), modules=("plasmid_rewards",)
@@ -720,14 +725,14 @@ TARGETS: dict[str, Target] = {
         examples=completion_answers,
         mutate=mutations.http_of,
         opened=engine_server("openai"),
-        modules=(*WEB, "plasmid.data.tokenizer", "tokenizers", "plasmid.rollout.server.client"),
+        modules=(*WEB, "plasmid_models.tokenizer", "tokenizers", "plasmid_serving.remote.client"),
     ),
     "server-sglang": Target(
         share=2000,
         examples=sglang_answers,
         mutate=mutations.http_of,
         opened=engine_server("sglang"),
-        modules=(*WEB, "tokenizers", "plasmid.rollout.server.client"),
+        modules=(*WEB, "tokenizers", "plasmid_serving.remote.client"),
     ),
     "agent": Target(
         share=3000,
@@ -738,8 +743,8 @@ TARGETS: dict[str, Target] = {
         modules=(
             "plasmid_agents.server",
             "plasmid_agents.session",
-            "plasmid.data.tokenizer",
-            "plasmid.rollout.execution",
+            "plasmid_models.tokenizer",
+            "plasmid_workflows.execution",
         ),
     ),
 }

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from plasmid.testing.tiny import make_tiny_tokenizer
+from plasmid_models.testing import make_tiny_tokenizer
 
 HOSTS = ("as this user", "as nobody", "without Landlock", "as nobody without Landlock")
 NOBODY = 65534

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from plasmid.data.tokenizer import Tokenizer
 from plasmid.errors import PluginError
 from plasmid.protocols import RunContext
-from plasmid.rollout.execution import execute
+from plasmid.settings.validation import validate
 from plasmid.testing.rewards import make_prompt
-from plasmid.validation import validate
 from plasmid_agents import Agent
 from plasmid_agents.server import AgentServer
 from plasmid_agents.session import Session
+from plasmid_models.tokenizer import Tokenizer
+from plasmid_workflows.execution import execute
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "agents"))
 cases = importlib.import_module("agent_cases")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
-from plasmid.testing.tiny import make_tiny_model
 from plasmid_cli.main import app
+from plasmid_models.testing import make_tiny_model
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save

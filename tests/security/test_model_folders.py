@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from plasmid.testing.tiny import make_tiny_tokenizer
 from plasmid_cli.main import app
+from plasmid_models.testing import make_tiny_tokenizer
 from safetensors.numpy import save_file
 
 RECIPE = {

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from plasmid.testing.tiny import make_tiny_tokenizer
+from plasmid_models.testing import make_tiny_tokenizer
 
 RL = [sys.executable, "-c", "from plasmid_cli.main import app; app()"]
 RECIPE = """

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.testing.tiny import make_tiny_tokenizer
 from plasmid_cli.main import app
+from plasmid_models.testing import make_tiny_tokenizer
+from plasmid_runtime.cluster.local import LocalCluster
 
 from tests.security.hostile_servers import (
     bomb,

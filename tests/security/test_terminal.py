@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from plasmid.observe.sample_store import write_samples
-from plasmid.testing.tiny import make_hollow_model
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from plasmid_models.testing import make_hollow_model
+from plasmid_runtime.observe.sample_store import write_samples
 
 EVIL = "a\x1b]52;c;b3duZWRz\x07\x1b]8;;http://x\x1b\\\u202e\u200b\x9b2J\x1b[6n\r\x08z[bold]y[/bold]"
 """Writes the clipboard, opens a link, reverses and hides text, clears the screen, makes the terminal type."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from plasmid.errors import EngineError, EngineLostError, SyncError
 from plasmid.protocols import SyncPlan
-from plasmid.sync import checksum, make_buckets, send_weights, unpack
+from plasmid_models.sync import checksum, make_buckets, send_weights, unpack
 from plasmid_serving.weights import sources
 from plasmid_serving.weights.bucket_server import BucketServer, as_memory, download
 from plasmid_serving.weights.command import UpdateCommand

@@ -1,8 +1,8 @@
 """A tokenizer of characters that can also write calls."""
 
 import pytest
-from plasmid.data import Tokenizer
-from plasmid.testing import tiny
+from plasmid_models import testing as tiny
+from plasmid_runtime.data import Tokenizer
 
 CHATML = (
     "{% if tools %}<|im_start|>system\ntools: {{ tools | tojson }}<|im_end|>\n{% endif %}"

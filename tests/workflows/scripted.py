@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from plasmid import Completion, GenerateRequest, Prompt, SamplingParams, StopReason, VersionSpan
-from plasmid.rollout.execution import Execution
+from plasmid_workflows.execution import Execution
 
 
 class ScriptedEngine:

@@ -9,18 +9,18 @@ from typing import Literal
 
 import pytest
 from plasmid import RunContext
+from plasmid.components.interaction import Environment, Step
+from plasmid.config.load import _pick
 from plasmid.errors import RewardError
-from plasmid.interaction import Environment, Step
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import _pick
-from plasmid.rollout.execution import execute
-from plasmid.rollout.worker import share
+from plasmid.plugins.registry import installed, load_plugins
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.types import PromptGroup, Score, StopReason
-from plasmid.workflows import EnvironmentReward, EnvironmentWorkflow
-from plasmid.workflows.arithmetic import evaluate
-from plasmid.workflows.environments import Calculator, Guess, Search
+from plasmid.types.shared_groups import share
+from plasmid_workflows import EnvironmentReward, EnvironmentWorkflow
+from plasmid_workflows.environments import Calculator, Guess, Search
+from plasmid_workflows.execution import execute
+from plasmid_workflows.kit.arithmetic import evaluate
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
 

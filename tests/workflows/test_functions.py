@@ -3,17 +3,17 @@
 import asyncio
 
 import pytest
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import _pick
-from plasmid.rollout.execution import execute
-from plasmid.testing.light_contracts import check_workflow
-from plasmid.workflows import EnvironmentWorkflow, FunctionWorkflow, Tools
-from plasmid.workflows.kit import CalculatorTool
+from plasmid.config.load import _pick
+from plasmid.plugins.registry import installed, load_plugins
+from plasmid_workflows import EnvironmentWorkflow, FunctionWorkflow, Tools
+from plasmid_workflows.execution import execute
+from plasmid_workflows.kit import CalculatorTool
+from plasmid_workflows.testing import check_workflow
 
 from tests.workflows.scripted import chat, coloured, rollout
 
 FILE = """
-from plasmid.rollout.transcript import Transcript
+from plasmid_workflows.transcript import Transcript
 
 async def twice(rollout, prompt, question="sure?"):
     transcript = Transcript.of_prompt(rollout, prompt)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from plasmid import hookimpl
 from plasmid.errors import PluginError
-from plasmid.plugins import load_plugins
-from plasmid.rollout.sample_hooks import SampleHooks
-from plasmid.rollout.worker import share
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.loop.batch_hooks import BatchHooks
+from plasmid.plugins.registry import load_plugins
 from plasmid.testing.rewards import make_group, make_prompt, make_sample
+from plasmid.types.shared_groups import share
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.loop.batch_hooks import BatchHooks
+from plasmid_runtime.rollout.scored.sample_hooks import SampleHooks
 
 
 def hooks_of(kind, **functions):

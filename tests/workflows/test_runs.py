@@ -4,12 +4,13 @@ import json
 import shutil
 
 import pytest
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_store import read_samples
-from plasmid.recipe import merge, resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import Mode, run
-from plasmid.testing.tiny import make_hollow_model
+from plasmid.config.load import merge, resolve
+from plasmid.types.runs import Mode
+from plasmid_models.testing import make_hollow_model
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_samples
 
 HOOKS = """
 from dataclasses import replace

@@ -5,16 +5,16 @@ import json
 
 import pytest
 from plasmid import RunContext
+from plasmid.config.load import _pick
 from plasmid.errors import ConfigError
-from plasmid.isolation import Limits
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import _pick
-from plasmid.rollout.execution import execute
-from plasmid.rollout.tool_calls import ToolCall
+from plasmid.plugins.registry import installed, load_plugins
 from plasmid.types import StopReason
-from plasmid.workflows import Tools
-from plasmid.workflows.kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
-from plasmid.workflows.toolset import Result, Toolset
+from plasmid_sandbox import Limits
+from plasmid_workflows import Tools
+from plasmid_workflows.execution import execute
+from plasmid_workflows.kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
+from plasmid_workflows.tool_calls import ToolCall
+from plasmid_workflows.toolset import Result, Toolset
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
 

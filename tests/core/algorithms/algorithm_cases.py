@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from plasmid.algorithms.inputs import AdvantageInputs, LossInputs
-from plasmid.batch import BatchTable
+from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
 from plasmid.testing.batches import random_batch
-from plasmid.training.reduction import sample_weights
+from plasmid.types.batch import BatchTable
+from plasmid_training.objective.reduction import sample_weights
 
 
 @dataclass

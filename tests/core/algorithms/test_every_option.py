@@ -3,16 +3,16 @@
 import pytest
 import torch
 from algorithm_cases import advantage_inputs, loss_inputs, make_case, weights_of
-from plasmid.algorithms.inputs import ValueInputs
 from plasmid.components import ActorCritic, Algorithm
+from plasmid.components.objective_inputs import ValueInputs
+from plasmid.config.load import validate
 from plasmid.errors import ConfigError
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import validate
+from plasmid.plugins.registry import installed, load_plugins
 
 KINDS = {
     kind: cls
     for kind, cls in installed(load_plugins())["algorithm"].items()
-    if cls.__module__.startswith("plasmid.algorithms.")
+    if cls.__module__.startswith("plasmid_training.algorithms.")
 }
 MASK = {"mode": "mask", "low": 0.7, "high": 1.5}
 OTHERS = {

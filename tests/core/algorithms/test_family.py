@@ -6,18 +6,18 @@ import torch
 from algorithm_cases import advantage_inputs, loss_inputs, make_case, split_over_ranks, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.algorithms.cispo import CISPO
-from plasmid.algorithms.dapo import DAPO
-from plasmid.algorithms.dr_grpo import DrGRPO
-from plasmid.algorithms.grpo import GRPO
-from plasmid.algorithms.gspo import GSPO
-from plasmid.algorithms.inputs import ValueInputs
-from plasmid.algorithms.opd import OPD
-from plasmid.algorithms.parts.correction import Correction
-from plasmid.algorithms.ppo import PPO
-from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
-from plasmid.algorithms.rloo import RLOO, ReMax
-from plasmid.algorithms.sft import SFT
+from plasmid.components.objective_inputs import ValueInputs
+from plasmid_training.algorithms.cispo import CISPO
+from plasmid_training.algorithms.dapo import DAPO
+from plasmid_training.algorithms.dr_grpo import DrGRPO
+from plasmid_training.algorithms.grpo import GRPO
+from plasmid_training.algorithms.gspo import GSPO
+from plasmid_training.algorithms.opd import OPD
+from plasmid_training.algorithms.parts.correction import Correction
+from plasmid_training.algorithms.ppo import PPO
+from plasmid_training.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from plasmid_training.algorithms.rloo import RLOO, ReMax
+from plasmid_training.algorithms.sft import SFT
 
 SHAPE = [[1, 2, 1], [1], [3, 1], [1, 1, 1, 1]]
 KL = {"reward_kl_coef": 0.3}

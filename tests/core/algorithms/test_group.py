@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.algorithms.parts.group import group_advantages
-from plasmid.batch import BatchTable
+from plasmid.types.batch import BatchTable
+from plasmid_training.algorithms.parts.group import group_advantages
 
 
 def table(groups, rollouts, rewards):

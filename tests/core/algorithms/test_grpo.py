@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 from plasmid import Role
-from plasmid.algorithms.grpo import GRPO
-from plasmid.algorithms.inputs import AdvantageInputs, LossInputs
+from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
+from plasmid.config.load import validate
 from plasmid.errors import ConfigError
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import validate
+from plasmid.plugins.registry import installed, load_plugins
 from plasmid.testing.batches import random_batch
+from plasmid_training.algorithms.grpo import GRPO
 
 
 def inputs(**changes):
@@ -38,9 +38,9 @@ def inputs(**changes):
 
 def test_it_is_installed_without_importing_torch():
     code = (
-        "import sys; from plasmid.plugins import load_plugins, installed; "
+        "import sys; from plasmid.plugins.registry import load_plugins, installed; "
         "assert installed(load_plugins())['algorithm']['grpo'].__name__ == 'GRPO'; "
-        "from plasmid.algorithms.grpo import GRPO; GRPO(kl_coef=0.1).needs(); "
+        "from plasmid_training.algorithms.grpo import GRPO; GRPO(kl_coef=0.1).needs(); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

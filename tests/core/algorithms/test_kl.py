@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from plasmid.algorithms.parts.kl import kl_estimate
+from plasmid_training.algorithms.parts.kl import kl_estimate
 
 BY_HAND = {
     "k1": lambda d: d,

@@ -8,33 +8,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plasmid.algorithms.cispo import CISPO
-from plasmid.algorithms.dapo import DAPO
-from plasmid.algorithms.dr_grpo import DrGRPO
-from plasmid.algorithms.grpo import GRPO
-from plasmid.algorithms.gspo import GSPO
-from plasmid.algorithms.opd import OPD
-from plasmid.algorithms.parts.correction import Correction
-from plasmid.algorithms.ppo import PPO
-from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
-from plasmid.algorithms.rloo import RLOO, ReMax
-from plasmid.algorithms.sft import SFT
-from plasmid.batch import BatchRef
-from plasmid.kept import KeptSet
 from plasmid.testing.batches import make_group, make_sample
-from plasmid.training.collate import collate
-from plasmid.training.critic import compute_returns, value_microbatch_loss
-from plasmid.training.logprobs import token_logprobs
-from plasmid.training.metrics import alone
-from plasmid.training.objective import (
-    compute_advantages,
-    loss_inputs,
-    microbatch_loss,
-    step_weights,
-)
-from plasmid.training.rank_batch import split
-from plasmid.training.schedule import Microbatching
 from plasmid.types import Prompt, Role
+from plasmid.types.batch import BatchRef
+from plasmid.types.kept_sets import KeptSet
+from plasmid_training.algorithms.cispo import CISPO
+from plasmid_training.algorithms.dapo import DAPO
+from plasmid_training.algorithms.dr_grpo import DrGRPO
+from plasmid_training.algorithms.grpo import GRPO
+from plasmid_training.algorithms.gspo import GSPO
+from plasmid_training.algorithms.opd import OPD
+from plasmid_training.algorithms.parts.correction import Correction
+from plasmid_training.algorithms.ppo import PPO
+from plasmid_training.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from plasmid_training.algorithms.rloo import RLOO, ReMax
+from plasmid_training.algorithms.sft import SFT
+from plasmid_training.batches.collate import collate
+from plasmid_training.batches.rank_batch import split
+from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.critic import compute_returns, value_microbatch_loss
+from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.objective.metrics import alone
+from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
 
 PROMPTS, LENGTH, VOCAB = 4, 3, 5
 RIGHT = torch.tensor([[(p + t) % VOCAB for t in range(LENGTH)] for p in range(PROMPTS)])

@@ -8,16 +8,16 @@ import torch
 from algorithm_cases import Case, advantage_inputs, loss_inputs, make_case, split_over_ranks, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.algorithms.cispo import CISPO
-from plasmid.algorithms.dr_grpo import DrGRPO
-from plasmid.algorithms.grpo import GRPO
-from plasmid.algorithms.gspo import GSPO
-from plasmid.algorithms.parts.returns import discounted_sums, whiten
-from plasmid.algorithms.ppo import PPO
-from plasmid.algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from plasmid.algorithms.rloo import RLOO, ReMax
-from plasmid.training.reduction import sample_weights
-from plasmid.training.schedule import deal_to_steps
+from plasmid_training.algorithms.cispo import CISPO
+from plasmid_training.algorithms.dr_grpo import DrGRPO
+from plasmid_training.algorithms.grpo import GRPO
+from plasmid_training.algorithms.gspo import GSPO
+from plasmid_training.algorithms.parts.returns import discounted_sums, whiten
+from plasmid_training.algorithms.ppo import PPO
+from plasmid_training.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from plasmid_training.algorithms.rloo import RLOO, ReMax
+from plasmid_training.batches.schedule import deal_to_steps
+from plasmid_training.objective.reduction import sample_weights
 
 GROUPWISE = {
     "grpo": GRPO(kl_coef=0.1, entropy_coef=0.1),

@@ -4,25 +4,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-import plasmid.algorithms
+import plasmid_training.algorithms
 import pytest
 from plasmid import Needs, Role
-from plasmid.algorithms.dr_grpo import DrGRPO
-from plasmid.algorithms.grpo import GRPO
-from plasmid.algorithms.gspo import GSPO
-from plasmid.algorithms.opd import OPD
-from plasmid.algorithms.ppo import PPO
-from plasmid.algorithms.rloo import RLOO, ReMax
-from plasmid.algorithms.sft import SFT
 from plasmid.components import Algorithm
+from plasmid.config.load import validate
 from plasmid.errors import ConfigError
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import validate
+from plasmid.plugins.registry import installed, load_plugins
+from plasmid_training.algorithms.dr_grpo import DrGRPO
+from plasmid_training.algorithms.grpo import GRPO
+from plasmid_training.algorithms.gspo import GSPO
+from plasmid_training.algorithms.opd import OPD
+from plasmid_training.algorithms.ppo import PPO
+from plasmid_training.algorithms.rloo import RLOO, ReMax
+from plasmid_training.algorithms.sft import SFT
 
 KINDS = {
     kind: cls
     for kind, cls in installed(load_plugins())["algorithm"].items()
-    if Path(sys.modules[cls.__module__].__file__ or "").parent == Path(plasmid.algorithms.__file__ or "").parent
+    if Path(sys.modules[cls.__module__].__file__ or "").parent
+    == Path(plasmid_training.algorithms.__file__ or "").parent
 }
 
 
@@ -45,7 +46,7 @@ def test_all_of_the_family_are_installed():
 
 def test_their_settings_are_read_without_torch():
     code = (
-        "import sys; from plasmid.plugins import load_plugins, installed\n"
+        "import sys; from plasmid.plugins.registry import load_plugins, installed\n"
         "for kind, cls in installed(load_plugins())['algorithm'].items():\n"
         "    a = cls(constant_length=9) if kind == 'dr-grpo' else cls()\n"
         "    a.needs(), a.roles(steps=2), a.reads_rollout_logprobs(), a.weights_need_entropy(), a.model_dump_json()\n"

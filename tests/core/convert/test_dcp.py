@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from plasmid.convert import DCP, HF, compare, convert
 from plasmid.errors import ModelError
+from plasmid_convert import DCP, HF, compare, convert
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -37,7 +37,7 @@ def test_there_and_back_is_bit_identical_with_everything_beside_the_weights(tiny
 
 
 def test_every_type_comes_back(tmp_path):
-    from plasmid.convert.staging import staged
+    from plasmid_convert.staging import staged
 
     bits = torch.randint(0, 256, (24,), dtype=torch.uint8, generator=torch.manual_seed(0))
     tensors = {

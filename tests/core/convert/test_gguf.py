@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plasmid.convert import GGUF, HF, convert
 from plasmid.errors import ModelError
+from plasmid_convert import GGUF, HF, convert
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).parents[3]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from plasmid.convert import HF, compare, convert, verify_sha256
-from plasmid.convert.staging import staged
 from plasmid.errors import ModelError
+from plasmid_convert import HF, compare, convert, verify_sha256
+from plasmid_convert.staging import staged
 
 
 def write(folder: Path, tensors) -> None:

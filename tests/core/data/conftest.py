@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from plasmid.data import Tokenizer
-from plasmid.testing.tiny import make_tiny_tokenizer
+from plasmid_models.testing import make_tiny_tokenizer
+from plasmid_runtime.data import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.data.curriculum import Curriculum
-from plasmid.data.files import Files
-from plasmid.data.mixture import Mixture
 from plasmid.errors import DataError
+from plasmid_runtime.data.curriculum import Curriculum
+from plasmid_runtime.data.files import Files
+from plasmid_runtime.data.mixture import Mixture
 
 
 def fake_encode(prompt, template):

@@ -7,8 +7,8 @@ import sys
 import datasets
 import numpy as np
 import pytest
-from plasmid.data.datasets_folder import Datasets
 from plasmid.errors import CheckpointError, DataError
+from plasmid_runtime.data.datasets_folder import Datasets
 from pyarrow import parquet
 
 ROWS = [{"prompt": f"{i}+1=", "target": i + 1, "a": i} for i in range(10)]
@@ -115,5 +115,5 @@ def test_broken_folders_are_named(saved, tmp_path):
 def test_without_the_package_the_extra_is_named(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert refused(saved) == (
-        "data.kind: D/train takes the package datasets, which is not installed; pip install 'plasmid-core[datasets]'"
+        "data.kind: D/train takes the package datasets, which is not installed; pip install 'plasmid-runtime[datasets]'"
     )

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from plasmid.data import Tokenizer
-from plasmid.data.demonstrations import Demonstrations
+from plasmid.config.load import validate
 from plasmid.errors import ConfigError, DataError
-from plasmid.recipe import validate
-from plasmid.testing.tiny import make_tiny_tokenizer
+from plasmid_models.testing import make_tiny_tokenizer
+from plasmid_runtime.data import Tokenizer
+from plasmid_runtime.data.demonstrations import Demonstrations
 
 CHAT = [
     {"role": "system", "content": "be brief"},

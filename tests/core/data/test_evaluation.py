@@ -7,7 +7,7 @@ from math import comb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plasmid.data import pass_at_k
+from plasmid_runtime.data import pass_at_k
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))

@@ -4,9 +4,9 @@ import json
 
 import pyarrow
 import pytest
-from plasmid.data import Files
+from plasmid.config.load import validate
 from plasmid.errors import ConfigError, DataError
-from plasmid.recipe import validate
+from plasmid_runtime.data import Files
 from pyarrow import parquet
 
 GOOD = {"prompt": "a", "target": 1}

@@ -5,8 +5,8 @@ import json
 import pyarrow
 import pytest
 from plasmid.components import DataSource
-from plasmid.data import Files
-from plasmid.plugins import installed, load_plugins
+from plasmid.plugins.registry import installed, load_plugins
+from plasmid_runtime.data import Files
 from pyarrow import parquet
 
 CHAT = [

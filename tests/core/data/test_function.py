@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from plasmid.data.curriculum import Curriculum
-from plasmid.data.function import Function
+from plasmid.config.load import validate
 from plasmid.errors import CheckpointError, ConfigError, DataError
-from plasmid.recipe import validate
+from plasmid_runtime.data.curriculum import Curriculum
+from plasmid_runtime.data.function import Function
 
 CODE = """
 import random

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.components import DataSource, PromptStream
-from plasmid.data.files import Files
-from plasmid.data.mixture import Mixture
+from plasmid.config.load import validate
 from plasmid.errors import CheckpointError, ConfigError, DataError
-from plasmid.recipe import validate
 from plasmid.testing.rewards import make_prompt
+from plasmid_runtime.data.files import Files
+from plasmid_runtime.data.mixture import Mixture
 
 
 def fake_encode(prompt, template):

@@ -11,8 +11,8 @@ import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.data import Files
 from plasmid.errors import CheckpointError
+from plasmid_runtime.data import Files
 from pyarrow import parquet
 
 

@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from plasmid.config import ModelConfig
-from plasmid.data import Tokenizer
+from plasmid.config.run import ModelConfig
 from plasmid.errors import DataError, ModelError
-from plasmid.testing.tiny import make_tiny_tokenizer
+from plasmid_models.testing import make_tiny_tokenizer
+from plasmid_runtime.data import Tokenizer
 
 CHAT = ({"role": "user", "content": "2+2="},)
 
@@ -76,7 +76,7 @@ def test_padding_falls_back_to_the_end_of_text(folder):
 
 def test_neither_the_tokenizer_nor_data_files_import_torch(folder, sums):
     code = (
-        "import sys; from plasmid.data import Files, Tokenizer; "
+        "import sys; from plasmid_runtime.data import Files, Tokenizer; "
         "assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules); "
         f"t = Tokenizer({str(folder)!r}); "
         f"s = Files(path={str(sums)!r}, prompt_as='chat').stream(t.encode_prompt, seed=0); "

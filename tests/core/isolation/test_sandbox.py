@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from plasmid.isolation import Program, Sandbox, SandboxSettings
-from plasmid.isolation.confinement import seccomp
+from plasmid_sandbox import Program, Sandbox, SandboxSettings
+from plasmid_sandbox.confinement import seccomp
 
 SETTINGS = {"wall_s": 5.0, "cpu_s": 3, "memory_mb": 256, "processes": 8, "disk_mb": 4, "output_kb": 64}
 TRY = """
@@ -258,7 +258,7 @@ def test_a_program_dies_with_the_process_that_runs_it():
     mark = f"602.{os.getpid()}"
     source = f"import os; os.execv('/bin/sleep', ['sleep', '{mark}'])"
     code = f"""
-from plasmid.isolation import Program, Sandbox, SandboxSettings
+from plasmid_sandbox import Program, Sandbox, SandboxSettings
 Sandbox(SandboxSettings(wall_s=60)).run(Program(source={source!r}))
 """
     with subprocess.Popen([sys.executable, "-c", code]) as process:
@@ -322,7 +322,7 @@ def test_a_host_without_user_namespaces_is_told_what_to_do():
     code = """
 from pathlib import Path
 from plasmid.errors import IsolationError
-from plasmid.isolation import Program, Sandbox, SandboxSettings
+from plasmid_sandbox import Program, Sandbox, SandboxSettings
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
 Sandbox(SandboxSettings(isolation="limits")).check()
 print(Sandbox(SandboxSettings()).run(Program(source="print(1)")).refused)

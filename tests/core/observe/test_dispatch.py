@@ -4,9 +4,9 @@ import time
 
 import pytest
 from plasmid.components import Tracker
-from plasmid.hookspecs import hookimpl
-from plasmid.observe.dispatch import ObserverQueues, TrackerObserver
-from plasmid.plugins import load_plugins
+from plasmid.plugins.hookspecs import hookimpl
+from plasmid.plugins.registry import load_plugins
+from plasmid_runtime.observe.dispatch import ObserverQueues, TrackerObserver
 
 
 class Recorder:

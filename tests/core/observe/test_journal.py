@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from plasmid.errors import CheckpointError
-from plasmid.observe.journal import Journal, read_journal
+from plasmid_runtime.observe.journal import Journal, read_journal
 
 
 def test_entries_come_back_with_steps_names_and_every_digit(tmp_path):
@@ -35,7 +35,7 @@ def test_numbers_that_json_lacks_are_valid_json_and_come_back(tmp_path):
 def test_a_killed_process_leaves_every_line_it_has_appended(tmp_path):
     path = tmp_path / "metrics.jsonl"
     code = (
-        "import os, signal, sys, pathlib\nfrom plasmid.observe.journal import Journal\n"
+        "import os, signal, sys, pathlib\nfrom plasmid_runtime.observe.journal import Journal\n"
         "j = Journal(pathlib.Path(sys.argv[1]))\n"
         "for i in range(1, 6): j.append(i, metrics={'x': i})\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -2,8 +2,8 @@ import math
 
 import numpy as np
 import pytest
-from plasmid.batch import GroupRef
-from plasmid.observe.metrics import Mean, rollout_metrics, step_metrics
+from plasmid.types.batch import GroupRef
+from plasmid_runtime.observe.metrics import Mean, rollout_metrics, step_metrics
 
 
 def group(id_, rewards, *, lengths, prompt=2, version=0, dropped_by="", errors=(), truncated=0, **components):

@@ -5,10 +5,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from plasmid.errors import CheckpointError
-from plasmid.kept import KeptSet
-from plasmid.observe.sample_columns import SCHEMA
-from plasmid.observe.sample_store import read_dropped, read_samples, read_table, write_samples
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from plasmid.types.kept_sets import KeptSet
+from plasmid_runtime.observe.sample_columns import SCHEMA
+from plasmid_runtime.observe.sample_store import read_dropped, read_samples, read_table, write_samples
 
 ODD_LOGPROBS = np.array([0.0, -0.0, -1e-42, np.nan, -np.inf, -1 / 3, np.float32(-0.1)], np.float32)
 

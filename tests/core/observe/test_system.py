@@ -3,7 +3,7 @@ import subprocess
 import sys
 import time
 
-from plasmid.observe.system import SystemMonitor
+from plasmid_runtime.observe.system import SystemMonitor
 
 HOG = "import time; block = bytearray(200 << 20); print('ready', flush=True); time.sleep(60)"
 

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 from plasmid.errors import PluginError
-from plasmid.observe.tensorboard import TensorBoard
-from plasmid.observe.wandb import WandB
-from plasmid.plugins import installed, load_plugins
+from plasmid.plugins.registry import installed, load_plugins
 from plasmid.protocols import RunContext
+from plasmid_runtime.observe.tensorboard import TensorBoard
+from plasmid_runtime.observe.wandb import WandB
 
 
 def track(tracker, run_dir, steps):
@@ -54,7 +54,7 @@ def test_a_resumed_run_that_begins_with_an_evaluation_keeps_the_metrics_of_its_c
 def test_tensorboard_brings_no_torch():
     code = (
         "import asyncio, sys, tempfile, pathlib\n"
-        "from plasmid.observe.tensorboard import TensorBoard\nfrom plasmid.protocols import RunContext\n"
+        "from plasmid_runtime.observe.tensorboard import TensorBoard\nfrom plasmid.protocols import RunContext\n"
         "t = TensorBoard()\n"
         "asyncio.run(t.open(RunContext(seed=0, run_dir=pathlib.Path(tempfile.mkdtemp()))))\n"
         "t.log(1, {'a': 1.0})\nasyncio.run(t.close())\nassert 'torch' not in sys.modules and 'ray' not in sys.modules"
@@ -80,7 +80,7 @@ def test_tensorboard_that_is_not_installed_names_the_way_out(tmp_path, monkeypat
 def test_wandb_offline_writes_into_the_run_folder_and_continues_one_run(tmp_path):
     code = (
         "import asyncio, pathlib, sys\n"
-        "from plasmid.observe.wandb import WandB\nfrom plasmid.protocols import RunContext\n"
+        "from plasmid_runtime.observe.wandb import WandB\nfrom plasmid.protocols import RunContext\n"
         "tracker = WandB(mode='offline', project='p')\n"
         "asyncio.run(tracker.open(RunContext(seed=0, run_dir=pathlib.Path(sys.argv[1]))))\n"
         "for step in sys.argv[2:]: tracker.log(int(step), {'reward/mean': 0.5})\nasyncio.run(tracker.close())"

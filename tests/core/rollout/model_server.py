@@ -7,11 +7,11 @@ import threading
 import numpy as np
 from aiohttp import web
 from plasmid.components import BuildContext
-from plasmid.data.tokenizer import Tokenizer
+from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
-from plasmid.recipe import resolve
-from plasmid.run.cluster.local import LocalCluster
 from plasmid.types import GenerateRequest, SamplingParams
+from plasmid_models.tokenizer import Tokenizer
+from plasmid_runtime.cluster.local import LocalCluster
 
 
 class ModelServer:

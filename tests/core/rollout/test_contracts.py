@@ -8,9 +8,10 @@ import pytest
 from plasmid import Filter, Reward, Workflow
 from plasmid.testing.contracts import check_engine, check_trainer
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
-from plasmid.testing.light_contracts import check_filter, check_reward, check_workflow
+from plasmid.testing.light_contracts import check_filter, check_reward
 from plasmid.testing.rewards import make_prompt
-from plasmid.workflows.single_turn import SingleTurn
+from plasmid_workflows.single_turn import SingleTurn
+from plasmid_workflows.testing import check_workflow
 
 
 def test_the_plain_workflow_keeps_its_promises():

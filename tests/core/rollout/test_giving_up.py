@@ -3,12 +3,12 @@
 import asyncio
 
 import numpy as np
-from plasmid.rollout.execution import Execution, execute
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
-from plasmid.testing.light_contracts import Digits
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import SamplingParams, StopReason
-from plasmid.workflows.single_turn import SingleTurn
+from plasmid_workflows.execution import Execution, execute
+from plasmid_workflows.single_turn import SingleTurn
+from plasmid_workflows.testing import Digits
 
 
 class WatchedEngine(FakeEngine):

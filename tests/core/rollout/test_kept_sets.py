@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plasmid.kept import KeptSet
-from plasmid.rollout.execution import Execution, RolloutFailed
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
-from plasmid.testing.light_contracts import Digits
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import Completion, SamplingParams, StopReason, VersionSpan
-from plasmid.workflows.single_turn import SingleTurn
+from plasmid.types.kept_sets import KeptSet
+from plasmid_workflows.execution import Execution, RolloutFailed
+from plasmid_workflows.single_turn import SingleTurn
+from plasmid_workflows.testing import Digits
 
 
 class Restricting:

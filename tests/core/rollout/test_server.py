@@ -6,14 +6,15 @@ import socket
 
 import numpy as np
 import pytest
+from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError, EngineError
-from plasmid.observe.sample_store import read_samples
-from plasmid.recipe import merge, resolve
-from plasmid.rollout.server.client import ServerClient
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.evaluate import evaluate
-from plasmid.run.lifecycle.session import Mode, run
+from plasmid.types.runs import Mode
 from plasmid_cli.main import app
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.evaluate import evaluate
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.sample_store import read_samples
+from plasmid_serving.remote.client import ServerClient
 
 from tests.core.rollout.model_server import ModelServer
 

@@ -4,7 +4,7 @@ import random
 import string
 
 import pytest
-from plasmid.rollout.tool_calls import EXAMPLES, PARSERS
+from plasmid_workflows.tool_calls import EXAMPLES, PARSERS
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}
 WRITTEN = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from plasmid import Completion, StopReason
 from plasmid.errors import TemplateError
-from plasmid.rollout.transcript import Transcript
+from plasmid_workflows.transcript import Transcript
 
 HEADS = "{% for m in messages %}{{ '<|h|>' + m.role + '<|/h|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
 LLAMA = "{{ '<|b|>' }}" + HEADS + "{% if add_generation_prompt %}<|h|>assistant<|/h|>\n\n{% endif %}"

@@ -8,11 +8,12 @@ from typing import Any
 
 import plasmid.testing.fakes
 import pytest
-from plasmid.observe.journal import read_journal
-from plasmid.recipe import merge, resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import Mode, RunResult, run
-from plasmid.testing.tiny import make_hollow_model
+from plasmid.config.load import merge, resolve
+from plasmid.types.runs import Mode, RunResult
+from plasmid_models.testing import make_hollow_model
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.observe.journal import read_journal
 
 PLUGIN = '''
 from typing import Literal

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field, replace
 
 from plasmid.components import PromptStream
 from plasmid.errors import DataError
-from plasmid.observe.dispatch import ObserverQueues
-from plasmid.observe.sample_store import write_samples
-from plasmid.plugins import load_plugins
-from plasmid.rollout.worker import share
-from plasmid.run.checkpoint.folder import CheckpointFolder
-from plasmid.run.checkpoint.resume import open_resume_point
-from plasmid.run.checkpoint.run_folder import RunFolder
-from plasmid.run.lifecycle.assembly import build_loop
-from plasmid.run.lifecycle.shutdown import LoggingExitStack
-from plasmid.run.lifecycle.startup import RunHandles
+from plasmid.plugins.registry import load_plugins
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, VersionSpan
+from plasmid.types.shared_groups import share
+from plasmid_runtime.checkpoint.folder import CheckpointFolder
+from plasmid_runtime.checkpoint.resume import open_resume_point
+from plasmid_runtime.checkpoint.run_folder import RunFolder
+from plasmid_runtime.lifecycle.assembly import build_loop
+from plasmid_runtime.lifecycle.shutdown import LoggingExitStack
+from plasmid_runtime.lifecycle.startup import RunHandles
+from plasmid_runtime.observe.dispatch import ObserverQueues
+from plasmid_runtime.observe.sample_store import write_samples
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Which Ray cluster a recipe and the environment name."""
 
 import pytest
+from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
-from plasmid.placement_config import PlacementConfig
-from plasmid.run.cluster.opening import cluster_address
-from plasmid.run.lifecycle.validation import check
+from plasmid_runtime.cluster.opening import cluster_address
+from plasmid_runtime.lifecycle.validation import check
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ import json
 import pytest
 from plasmid.components import PromptStream
 from plasmid.errors import ConfigError, PlasmidError
-from plasmid.rollout.producers.buffer import FreshestFirst, OldestFirst, Priority
-from plasmid.rollout.producers.draws import Draws
-from plasmid.rollout.producers.producer import DropLimit
-from plasmid.rollout.producers.stream import StreamProducer
-from plasmid.rollout.worker import share
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, VersionSpan
+from plasmid.types.shared_groups import share
+from plasmid_runtime.rollout.producers.buffer import FreshestFirst, OldestFirst, Priority
+from plasmid_runtime.rollout.producers.draws import Draws
+from plasmid_runtime.rollout.producers.producer import DropLimit
+from plasmid_runtime.rollout.producers.stream import StreamProducer
 
 
 class Rows(PromptStream):

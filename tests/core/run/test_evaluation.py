@@ -8,20 +8,20 @@ import signal
 
 import numpy as np
 import pytest
+from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError, DataError, RewardError
-from plasmid.hookspecs import hookimpl
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_store import read_samples
-from plasmid.recipe import merge, resolve
-from plasmid.run.cluster.layout import Layout, check_gpus
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.evaluation.evaluator import Evaluator, Sampler
-from plasmid.run.evaluation.metrics import mean_over_sets, summarize
-from plasmid.run.evaluation.sets import EvaluationSet
-from plasmid.run.lifecycle.evaluate import evaluate
+from plasmid.plugins.hookspecs import hookimpl
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, SamplingParams, Score, StopReason
+from plasmid_runtime.cluster.layout import Layout, check_gpus
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.evaluation.evaluator import Evaluator, Sampler
+from plasmid_runtime.evaluation.metrics import mean_over_sets, summarize
+from plasmid_runtime.evaluation.sets import EvaluationSet
+from plasmid_runtime.lifecycle.evaluate import evaluate
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_samples
 
 SLOW = "eval-few-0-000000"
 """The first rollout of the evaluation before the first batch."""
@@ -366,8 +366,8 @@ class OneByOne:
 
 
 def scored(group_id, rewards):
-    from plasmid.rollout.worker import share
     from plasmid.testing.batches import HeldStore
+    from plasmid.types.shared_groups import share
 
     failed = {"stop_reason": StopReason.ERROR, "error": "late", "versions": ()}
     samples = [

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from plasmid.errors import CheckpointError
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.export import export_checkpoint
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.export import export_checkpoint
 
 SHORT = {"run": {"batches": 2}, "checkpoint": {"every": 1, "export": True}}
 

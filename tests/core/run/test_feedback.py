@@ -7,16 +7,16 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.components import PromptStream
-from plasmid.rollout.producers.buffer import OldestFirst
-from plasmid.rollout.producers.draws import Draws
-from plasmid.rollout.producers.producer import DropLimit
-from plasmid.rollout.producers.stream import StreamProducer
-from plasmid.rollout.producers.waves import WaveProducer
-from plasmid.rollout.worker import share
 from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, StopReason, VersionSpan
+from plasmid.types.shared_groups import share
+from plasmid_runtime.rollout.producers.buffer import OldestFirst
+from plasmid_runtime.rollout.producers.draws import Draws
+from plasmid_runtime.rollout.producers.producer import DropLimit
+from plasmid_runtime.rollout.producers.stream import StreamProducer
+from plasmid_runtime.rollout.producers.waves import WaveProducer
 
 
 class Listening(PromptStream):

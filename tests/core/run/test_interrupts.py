@@ -9,10 +9,10 @@ import time
 
 import psutil
 import pytest
-from plasmid.hookspecs import hookimpl
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import run
+from plasmid.plugins.hookspecs import hookimpl
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
 from pydantic import PrivateAttr
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -117,7 +117,7 @@ def test_a_terminal_that_signals_all_processes_at_once_leaves_none(runner, numbe
         runner.config({"run": {"batches": 1000}, "trainer": {"seconds": 0.2}}).model_dump_json()
     )
     program = (
-        "import json, pathlib, plasmid, sys; from plasmid.recipe import resolve; "
+        "import json, pathlib, plasmid, sys; from plasmid.config.load import resolve; "
         "plasmid.train(resolve(json.loads(pathlib.Path(sys.argv[1]).read_text())))"
     )
     command = [sys.executable, "-c", program, str(runner.folder / "config.json")]

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
-from plasmid.placement_config import PlacementConfig
 from plasmid.protocols import Bundle, Share
-from plasmid.run.cluster.layout import Layout
+from plasmid_runtime.cluster.layout import Layout
 
 
 def layout_of(runner, num_gpus, **changes):

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 from plasmid.errors import ConfigError
-from plasmid.run.checkpoint.run_folder import lock_folder
+from plasmid_runtime.checkpoint.run_folder import lock_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from plasmid.run.checkpoint.run_folder import lock_folder
+from plasmid_runtime.checkpoint.run_folder import lock_folder
 with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 from plasmid.errors import DataError, EngineError, PlasmidError, RewardError, SyncError
-from plasmid.hookspecs import hookimpl
-from plasmid.observe.sample_store import read_samples
+from plasmid.plugins.hookspecs import hookimpl
+from plasmid_runtime.observe.sample_store import read_samples
 
 
 def staleness(runner) -> list[float]:

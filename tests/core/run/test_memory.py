@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from plasmid.errors import CheckpointError
-from plasmid.observe.sample_store import read_samples
+from plasmid_runtime.observe.sample_store import read_samples
 
 from tests.core.run.test_resume import StopAt, curve
 

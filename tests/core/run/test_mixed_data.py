@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 from plasmid.errors import ConfigError, DataError
-from plasmid.hookspecs import hookimpl
-from plasmid.observe.sample_store import read_samples
+from plasmid.plugins.hookspecs import hookimpl
 from plasmid.types import SamplingParams
+from plasmid_runtime.observe.sample_store import read_samples
 
 ROWS = """
 def row(*, seed, index):

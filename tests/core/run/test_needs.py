@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from plasmid.config.load import merge
 from plasmid.errors import ConfigError
-from plasmid.hookspecs import hookimpl
-from plasmid.observe.sample_store import read_samples
-from plasmid.recipe import merge
+from plasmid.plugins.hookspecs import hookimpl
+from plasmid_runtime.observe.sample_store import read_samples
 
 RESTRICTED = (
     "restricts what is drawn, and rollout engine 'fake' does not say to what; ratios to its log-probabilities, which "

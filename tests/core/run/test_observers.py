@@ -2,7 +2,7 @@
 
 import pytest
 from plasmid.errors import PluginError
-from plasmid.observe.journal import read_journal
+from plasmid_runtime.observe.journal import read_journal
 
 NOTING = """
 from pathlib import Path

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from plasmid.observe.journal import read_journal
+from plasmid_runtime.observe.journal import read_journal
 
 MIXED = """
 def row(seed, index):

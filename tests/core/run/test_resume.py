@@ -6,17 +6,17 @@ import shutil
 import sys
 
 import pytest
-from plasmid.checkpoint_config import CheckpointConfig
 from plasmid.components import PromptStream
+from plasmid.config.checkpoint import CheckpointConfig
 from plasmid.errors import CheckpointError
-from plasmid.hookspecs import hookimpl
-from plasmid.observe.sample_store import read_samples
-from plasmid.rollout.producers.buffer import OldestFirst
-from plasmid.rollout.producers.draws import Draws
-from plasmid.rollout.producers.producer import DropLimit
-from plasmid.rollout.producers.stream import StreamProducer
-from plasmid.run.checkpoint.folder import CheckpointFolder, RunState
+from plasmid.plugins.hookspecs import hookimpl
 from plasmid.testing.rewards import make_prompt
+from plasmid_runtime.checkpoint.folder import CheckpointFolder, RunState
+from plasmid_runtime.observe.sample_store import read_samples
+from plasmid_runtime.rollout.producers.buffer import OldestFirst
+from plasmid_runtime.rollout.producers.draws import Draws
+from plasmid_runtime.rollout.producers.producer import DropLimit
+from plasmid_runtime.rollout.producers.stream import StreamProducer
 
 SETTINGS = {"filters": [{"kind": "even-group"}], "checkpoint": {"every": 2, "keep_last": 10}}
 TIMES = ("perf/", "memory/", "gpu/", "engine/", "sync/transfer_s")

@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from plasmid.config.reuse import ReuseConfig
 from plasmid.errors import ConfigError
-from plasmid.observe.sample_store import read_dropped, read_samples
-from plasmid.reuse_config import ReuseConfig
-from plasmid.rollout.producers.producer import Taken
-from plasmid.rollout.producers.reuse import ReuseProducer
-from plasmid.rollout.worker import share
-from plasmid.run.cluster.local import LocalStore
 from plasmid.testing.rewards import make_group
+from plasmid.types.shared_groups import share
+from plasmid_runtime.cluster.local import LocalStore
+from plasmid_runtime.observe.sample_store import read_dropped, read_samples
+from plasmid_runtime.rollout.producers.producer import Taken
+from plasmid_runtime.rollout.producers.reuse import ReuseProducer
 
 from tests.core.run.test_resume import curve, tokens
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from plasmid.errors import CheckpointError, EngineError
-from plasmid.hookspecs import hookimpl
+from plasmid.plugins.hookspecs import hookimpl
 
 HELD = Path(__file__).with_name("held_plugin.py")
 TIMES = ("perf/", "memory/", "gpu/", "engine/", "sync/")
@@ -146,9 +146,9 @@ def test_an_error_of_the_run_is_not_hidden_by_one_while_writing(runner, caplog):
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from plasmid.recipe import resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import run
+from plasmid.config.load import resolve
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
 
 run(resolve(json.loads(Path(sys.argv[1]).read_text())), make_cluster=lambda _: LocalCluster())
 """

@@ -8,13 +8,13 @@ import plasmid.testing.fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.observe.journal import read_journal
-from plasmid.observe.sample_store import read_dropped, read_samples
-from plasmid.plugins import installed, load_plugins
-from plasmid.recipe import resolve
-from plasmid.run.checkpoint.folder import read_state
-from plasmid.run.checkpoint.run_folder import RunFolder
-from plasmid.run.checkpoint.saver import BUFFER
+from plasmid.config.load import resolve
+from plasmid.plugins.registry import installed, load_plugins
+from plasmid_runtime.checkpoint.folder import read_state
+from plasmid_runtime.checkpoint.run_folder import RunFolder
+from plasmid_runtime.checkpoint.saver import BUFFER
+from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_dropped, read_samples
 
 sys.path.insert(0, str(Path(__file__).parent))
 from simulation import Chances, Simulation

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 from plasmid.errors import DeadlineError, EngineError, EngineLostError
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.run.lifecycle.session import run
-from plasmid.run.loop.device_scheduler import DeviceScheduler
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
+from plasmid_runtime.loop.device_scheduler import DeviceScheduler
 from pydantic import PrivateAttr
 
 SWITCHES = list(itertools.product([False, True], [False, True]))
@@ -227,7 +227,7 @@ class Leaving(FakeEngine):
 
 
 def test_a_weight_sync_is_tried_again_with_what_comes_up(runner, monkeypatch):
-    monkeypatch.setattr("plasmid.run.loop.device_scheduler.AGAIN_S", 0.0)
+    monkeypatch.setattr("plasmid_runtime.loop.device_scheduler.AGAIN_S", 0.0)
     engine = Leaving(2)
     turns = DeviceScheduler(config=runner.config(), trainer=FakeTrainer(), engine=engine)
     assert asyncio.run(turns.publish(3)).version == 3

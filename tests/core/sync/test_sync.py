@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.errors import SyncError
 from plasmid.protocols import SyncPlan
-from plasmid.sync import checksum, compare, make_buckets, send_weights, unpack
-from plasmid.sync.checksum import ROW
 from plasmid.types import BucketSum, SyncReceipt
+from plasmid_models.sync import checksum, compare, make_buckets, send_weights, unpack
+from plasmid_models.sync.checksum import ROW
 
 MASK = (1 << 64) - 1
 

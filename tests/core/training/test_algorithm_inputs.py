@@ -5,15 +5,15 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from plasmid.batch import BatchRef
-from plasmid.kept import KeptSet
 from plasmid.testing.batches import make_group, make_sample
-from plasmid.training.collate import collate
-from plasmid.training.metrics import alone
-from plasmid.training.objective import advantage_inputs, loss_inputs
-from plasmid.training.rank_batch import split
-from plasmid.training.schedule import Microbatching
 from plasmid.types import Prompt
+from plasmid.types.batch import BatchRef
+from plasmid.types.kept_sets import KeptSet
+from plasmid_training.batches.collate import collate
+from plasmid_training.batches.rank_batch import split
+from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.objective.metrics import alone
+from plasmid_training.objective.objective import advantage_inputs, loss_inputs
 
 ONE = Microbatching(unit="samples", size=1)
 

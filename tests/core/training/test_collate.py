@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.batch import Rows
 from plasmid.testing.batches import make_sample, random_batch
-from plasmid.training.collate import collate
 from plasmid.types import Prompt
+from plasmid.types.batch import Rows
+from plasmid_training.batches.collate import collate
 
 PROMPT = Prompt(id="p", token_ids=np.array([5, 6], np.int32))
 

@@ -7,16 +7,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from plasmid.algorithms.inputs import TokenLoss
-from plasmid.algorithms.ppo import PPO
+from plasmid.components.objective_inputs import TokenLoss
 from plasmid.testing.batches import random_batch
-from plasmid.training.collate import collate
-from plasmid.training.critic import compute_returns, explained_variance, value_microbatch_loss
-from plasmid.training.metrics import alone
-from plasmid.training.objective import step_weights
-from plasmid.training.rank_batch import split
-from plasmid.training.schedule import Microbatching
 from plasmid.types import Role
+from plasmid_training.algorithms.ppo import PPO
+from plasmid_training.batches.collate import collate
+from plasmid_training.batches.rank_batch import split
+from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.critic import compute_returns, explained_variance, value_microbatch_loss
+from plasmid_training.objective.metrics import alone
+from plasmid_training.objective.objective import step_weights
 
 SHAPE = [[1, 2], [1, 1, 1], [1]]
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from plasmid.batch import Rows
-from plasmid.kept import KeptSet
 from plasmid.testing.batches import make_sample
-from plasmid.training.collate import collate
-from plasmid.training.kept_tokens import KeptTokens
-from plasmid.training.logprobs import token_logprobs
-from plasmid.training.token_loss import linear_token_loss
 from plasmid.types import Prompt
+from plasmid.types.batch import Rows
+from plasmid.types.kept_sets import KeptSet
+from plasmid_training.batches.collate import collate
+from plasmid_training.head.kept_tokens import KeptTokens
+from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.head.token_loss import linear_token_loss
 
 POSITIONS, HIDDEN, VOCAB = 13, 6, 17
 UP = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

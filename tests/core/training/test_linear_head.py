@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plasmid.training.linear_head import CPU_BYTES, TILE, LinearHead
+from plasmid_training.head.linear_head import CPU_BYTES, TILE, LinearHead
 
 
 def head(positions, vocab):

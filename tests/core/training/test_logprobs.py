@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plasmid.training.logprobs import logits_logprobs, token_logprobs
+from plasmid_training.head.logprobs import logits_logprobs, token_logprobs
 
 POSITIONS, HIDDEN, VOCAB = 13, 6, 17
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from plasmid.training.metrics import StepMetrics, alone
+from plasmid_training.objective.metrics import StepMetrics, alone
 
 
 def over_threads(metrics):

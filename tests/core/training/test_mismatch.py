@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from plasmid.training.metrics import StepMetrics, alone
-from plasmid.training.mismatch import BINS_PER_SIDE, log_ratio_counts, mismatch_values
+from plasmid_training.objective.metrics import StepMetrics, alone
+from plasmid_training.objective.mismatch import BINS_PER_SIDE, log_ratio_counts, mismatch_values
 
 
 def reported(*parts):

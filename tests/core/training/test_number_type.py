@@ -4,10 +4,10 @@ import logging
 
 import pytest
 from plasmid.components import BuildContext
+from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
-from plasmid.recipe import resolve
-from plasmid.run.cluster.local import LocalCluster
-from plasmid.training.number_type import config_of_ranks
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_training.number_type import config_of_ranks
 
 
 def context(tmp_path, model, *, gpu=None, trainer=None, rollout=None):

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid import BatchRef, Role
-from plasmid.algorithms.grpo import GRPO
-from plasmid.algorithms.inputs import TokenLoss
+from plasmid.components.objective_inputs import TokenLoss
 from plasmid.testing.batches import random_batch
-from plasmid.training.collate import collate
-from plasmid.training.logprobs import token_logprobs
-from plasmid.training.metrics import StepMetrics, alone
-from plasmid.training.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
-from plasmid.training.rank_batch import split
-from plasmid.training.schedule import Microbatching
+from plasmid_training.algorithms.grpo import GRPO
+from plasmid_training.batches.collate import collate
+from plasmid_training.batches.rank_batch import split
+from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.objective.metrics import StepMetrics, alone
+from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
 from torch import nn
 
 VOCAB = 40

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.training.packed_attention import Block, attend, dense_attention
+from plasmid_training.batches.packed_attention import Block, attend, dense_attention
 
 
 def plain(query, key, value, lengths, *, scale=None, window=None):

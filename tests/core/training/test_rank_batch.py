@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.batch import Rows
 from plasmid.testing.batches import HeldRef, random_batch
-from plasmid.training.rank_batch import split
-from plasmid.training.schedule import Microbatching
+from plasmid.types.batch import Rows
+from plasmid_training.batches.rank_batch import split
+from plasmid_training.batches.schedule import Microbatching
 
 shapes = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=4)
 BY_TOKENS = Microbatching(unit="tokens", size=40)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.testing.batches import random_batch
-from plasmid.training.reduction import sample_weights
-from plasmid.training.schedule import deal_to_steps
+from plasmid_training.batches.schedule import deal_to_steps
+from plasmid_training.objective.reduction import sample_weights
 
 shapes = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=4)
 

@@ -6,11 +6,11 @@ import sys
 
 import psutil
 import pytest
-from plasmid.training.rendezvous import Rendezvous, connect, listen
+from plasmid_models.sync.rendezvous import Rendezvous, connect, listen
 
 MEMBER = """
 import sys
-from plasmid.training.rendezvous import connect
+from plasmid_models.sync.rendezvous import connect
 store = connect(sys.argv[1], sys.argv[2], timeout_s=30)
 store.set("answer", store.get("question").decode() + "!")
 """

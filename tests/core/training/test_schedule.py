@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.batch import BatchTable
-from plasmid.training.schedule import Microbatching, balance, deal_to_steps, make_schedule, pack
+from plasmid.types.batch import BatchTable
+from plasmid_training.batches.schedule import Microbatching, balance, deal_to_steps, make_schedule, pack
 
 
 @st.composite

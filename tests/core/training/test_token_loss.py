@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from plasmid.algorithms.parts.policy_loss import clipped_policy_loss
-from plasmid.training.logprobs import TokenScores, token_logprobs
-from plasmid.training.token_loss import linear_token_loss
+from plasmid_training.algorithms.parts.policy_loss import clipped_policy_loss
+from plasmid_training.head.logprobs import TokenScores, token_logprobs
+from plasmid_training.head.token_loss import linear_token_loss
 
 POSITIONS, HIDDEN, VOCAB = 13, 6, 17
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from plasmid.kept import KeptSet
-from plasmid.training.kept_tokens import KeptTokens
-from plasmid.training.logprobs import token_logprobs
-from plasmid.training.token_loss import linear_token_loss
-from plasmid.training.vocab_shard import VocabShard
+from plasmid.types.kept_sets import KeptSet
+from plasmid_training.head.kept_tokens import KeptTokens
+from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.head.token_loss import linear_token_loss
+from plasmid_training.head.vocab_shard import VocabShard
 
 POSITIONS, HIDDEN, VOCAB = 11, 6, 19
 SPLITS = [(0, 9, 19), (0, 2, 19), (0, 19, 19)]  # the last: a rank without any token

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 
 from plasmid.components import Rollout
-from plasmid.rollout.tool_calls import Parsed, Parser
 from plasmid.types import Completion, Ints, StopReason
+from plasmid_workflows.tool_calls import Parsed, Parser
 
 from .chat import Call, ChatRequest, Finish, Reply
 

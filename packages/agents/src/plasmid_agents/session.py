@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plasmid.components import Rollout
-from plasmid.rollout.execution import RolloutFailed
-from plasmid.rollout.tool_calls import Parser
 from plasmid.types import Completion, Ints, Prompt, Sample, SamplingParams, StopReason
+from plasmid_workflows.execution import RolloutFailed
+from plasmid_workflows.tool_calls import Parser
 
 from .chat import ChatRequest, Problem, Refused, Reply
 from .replies import make_reply

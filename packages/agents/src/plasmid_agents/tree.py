@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 
 from plasmid.errors import DataError, TemplateError
-from plasmid.rollout.transcript import Chat, Transcript
 from plasmid.types import Completion, Ints, Message
+from plasmid_workflows.transcript import Chat, Transcript
 
 from .chat import ChatRequest, Problem, Refused, Reply, assistant, fingerprint
 

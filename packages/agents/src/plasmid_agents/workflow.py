@@ -7,15 +7,15 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from plasmid.child_environment import child_environment
 from plasmid.components import Rollout, Workflow
 from plasmid.errors import PluginError
-from plasmid.functions import FunctionName
+from plasmid.plugins.functions import FunctionName
 from plasmid.protocols import RunContext
-from plasmid.rollout.execution import RolloutFailed
-from plasmid.rollout.tool_calls import PARSERS
-from plasmid.seeds import seed_of
 from plasmid.types import Prompt, Sample
+from plasmid.utils.child_environment import child_environment
+from plasmid.utils.seeds import seed_of
+from plasmid_workflows.execution import RolloutFailed
+from plasmid_workflows.tool_calls import PARSERS
 from pydantic import Field, PrivateAttr
 
 from .launch import AgentFailed, FunctionHost, Result, Task, check_command, check_function, run_command

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from plasmid.training.collate import Microbatch
-from plasmid.training.packed_attention import Block, attend, dense_attention
+from plasmid_training.batches.collate import Microbatch
+from plasmid_training.batches.packed_attention import Block, attend, dense_attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from plasmid.training.folder_writer import ChangeConfig, FolderWriter
-from plasmid.training.model_folder import dtype_of
-from plasmid.training.model_source import Source
+from plasmid_models.folder import dtype_of
+from plasmid_models.folder_writer import ChangeConfig, FolderWriter
+from plasmid_models.source import Source
 from torch import Tensor
 
 from .folder_layout import FolderLayout

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from plasmid.convert.pieces import Piece, Pieces, held, pieces_of
-from plasmid.training.model_folder import tensor_names
-from plasmid.training.model_source import Source
+from plasmid_models.folder import tensor_names
+from plasmid_models.pieces import Piece, Pieces, held, pieces_of
+from plasmid_models.source import Source
 from torch import Tensor
 from transformers import PreTrainedModel
 

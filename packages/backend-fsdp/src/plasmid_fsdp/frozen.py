@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from plasmid.training.model_folder import differences, read_config
-from plasmid.training.model_source import Source
+from plasmid_models.folder import differences, read_config
+from plasmid_models.source import Source
 from torch import Tensor
 
 from .folder_layout import FolderLayout

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from plasmid.errors import ModelError, some_of
-from plasmid.model_building import BUILDING
-from plasmid.training.model_source import Source
+from plasmid_models.building import BUILDING
+from plasmid_models.source import Source
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from plasmid.errors import ModelError
-from plasmid.training.collate import Microbatch
-from plasmid.training.linear_head import ChunkSize
-from plasmid.training.logprobs import TokenScores, token_logprobs
-from plasmid.training.model_source import Source
+from plasmid_models.source import Source
+from plasmid_training.batches.collate import Microbatch
+from plasmid_training.head.linear_head import ChunkSize
+from plasmid_training.head.logprobs import TokenScores, token_logprobs
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from plasmid.training.learning_rate import learning_rate
+from plasmid_training.learning_rate import learning_rate
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from plasmid.training.learning_settings import LearningSettings
+from plasmid_training.learning_settings import LearningSettings
 from pydantic import Field, field_validator
 
 OPTIMIZER_ONLY = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plasmid.components import TrainerConfig
-from plasmid.hookspecs import hookimpl
+from plasmid.plugins.hookspecs import hookimpl
 
 from .settings import FSDP
 

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from plasmid.addresses import own_address
+from plasmid.config.load import resolve
 from plasmid.protocols import SyncPlan
-from plasmid.recipe import resolve
-from plasmid.sync import send_weights
-from plasmid.training.folder_writer import classifier_config
-from plasmid.training.handover import Handover
-from plasmid.training.memory import Memory, give_back_memory
-from plasmid.training.model_folder import dtype_of
-from plasmid.training.model_source import source
-from plasmid.training.rank_batch import RankBatch
-from plasmid.training.ranked_trainer import Seat
-from plasmid.training.rendezvous import Rendezvous, connect
 from plasmid.types import Floats, Role, SyncReceipt
+from plasmid.utils.addresses import own_address
+from plasmid_models.folder import dtype_of
+from plasmid_models.folder_writer import classifier_config
+from plasmid_models.source import source
+from plasmid_models.sync import send_weights
+from plasmid_models.sync.rendezvous import Rendezvous, connect
+from plasmid_training.batches.handover import Handover
+from plasmid_training.batches.rank_batch import RankBatch
+from plasmid_training.memory import Memory, give_back_memory
+from plasmid_training.ranked_trainer import Seat
 
 from .export import export_folder, whole_tensors
 from .launch import RankSetup

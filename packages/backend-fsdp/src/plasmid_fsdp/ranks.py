@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plasmid.training.metrics import StepMetrics
+from plasmid_training.objective.metrics import StepMetrics
 from torch import Tensor
 
 from .launch import Shard

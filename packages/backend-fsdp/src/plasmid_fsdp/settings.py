@@ -9,7 +9,7 @@ from plasmid import RunConfig
 from plasmid.components import Algorithm, BuildContext, TrainerConfig
 from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
-from plasmid.training.model_source import check_models
+from plasmid_models.source import check_models
 from pydantic import Field
 
 from .optimizer_settings import CriticSettings, OptimizerSettings

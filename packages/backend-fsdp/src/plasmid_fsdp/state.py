@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plasmid.convert.distributed_files import TensorReader
 from plasmid.errors import CheckpointError, ModelError, some_of
+from plasmid_convert.distributed_files import TensorReader
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError
-from plasmid.training.model_source import check_models
-from plasmid.training.number_type import config_of_ranks
-from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
-from plasmid.training.schedule import Microbatching
+from plasmid_models.source import check_models
+from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.number_type import config_of_ranks
+from plasmid_training.ranked_trainer import RankedTrainer, start_ranks
 
 from .launch import RankSetup, Shard, launch
 from .settings import FSDP, ON_CPU

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from plasmid.errors import ModelError
-from plasmid.training.collate import Microbatch
-from plasmid.training.model_source import Source
+from plasmid_models.source import Source
+from plasmid_training.batches.collate import Microbatch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

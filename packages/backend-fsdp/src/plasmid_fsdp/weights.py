@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plasmid.convert.pieces import Piece
 from plasmid.errors import ModelError, some_of
-from plasmid.training.model_folder import weight_files
+from plasmid_models.folder import weight_files
+from plasmid_models.pieces import Piece
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

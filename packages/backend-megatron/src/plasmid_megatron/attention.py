@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from plasmid.training.packed_attention import attend
+from plasmid_training.batches.packed_attention import attend
 from torch import Tensor, nn
 
 from .packing import Sequences

@@ -15,8 +15,8 @@ from mbridge.core.parallel_states import ParallelStates
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ModelError, one_line
-from plasmid.model_building import BUILDING
-from plasmid.training.model_source import Source
+from plasmid_models.building import BUILDING
+from plasmid_models.source import Source
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

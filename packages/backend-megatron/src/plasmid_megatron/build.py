@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from plasmid.errors import ModelError
-from plasmid.training.model_source import Source
+from plasmid_models.source import Source
 from torch import nn
 
 from .bridge import Architecture

@@ -16,8 +16,8 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.moe import moe_utils
-from plasmid.convert.distributed_files import METADATA
-from plasmid.convert.safe_pickle import load_metadata
+from plasmid_convert.distributed_files import METADATA
+from plasmid_convert.safe_pickle import load_metadata
 
 
 def define_router_gemm() -> None:

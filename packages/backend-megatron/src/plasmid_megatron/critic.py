@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from plasmid.batch import Rows
 from plasmid.components import ActorCritic
-from plasmid.training.actor_critic import StepReports
-from plasmid.training.critic import compute_returns, explained_variance, value_microbatch_loss
-from plasmid.training.metrics import StepMetrics
-from plasmid.training.objective import RoleScores, step_weights
-from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Role
+from plasmid.types.batch import Rows
+from plasmid_training.batches.rank_batch import RankBatch
+from plasmid_training.critic import compute_returns, explained_variance, value_microbatch_loss
+from plasmid_training.objective.actor_critic import StepReports
+from plasmid_training.objective.metrics import StepMetrics
+from plasmid_training.objective.objective import RoleScores, step_weights
 from torch import Tensor, nn
 
 from .build import Network

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from plasmid.training.model_folder import differences, read_config
-from plasmid.training.model_source import Source
-from plasmid.training.offload import Offloaded
+from plasmid_models.folder import differences, read_config
+from plasmid_models.source import Source
+from plasmid_training.offload import Offloaded
 from torch import Tensor, nn
 
 from .bridge import read_architecture

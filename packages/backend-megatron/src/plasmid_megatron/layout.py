@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-from plasmid.training.metrics import StepMetrics
+from plasmid_training.objective.metrics import StepMetrics
 from torch import Tensor
 
 from .compat import define_router_gemm, tell_latent_attention_what_is_installed

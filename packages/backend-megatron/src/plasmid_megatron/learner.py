@@ -7,14 +7,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from plasmid.batch import Rows
 from plasmid.components import Algorithm
-from plasmid.training.actor_critic import StepReports
-from plasmid.training.logprobs import TokenScores
-from plasmid.training.metrics import StepMetrics
-from plasmid.training.objective import RoleScores, compute_advantages, loss_inputs, microbatch_loss, step_weights
-from plasmid.training.rank_batch import RankBatch
 from plasmid.types import Floats, Role
+from plasmid.types.batch import Rows
+from plasmid_training.batches.rank_batch import RankBatch
+from plasmid_training.head.logprobs import TokenScores
+from plasmid_training.objective.actor_critic import StepReports
+from plasmid_training.objective.metrics import StepMetrics
+from plasmid_training.objective.objective import (
+    RoleScores,
+    compute_advantages,
+    loss_inputs,
+    microbatch_loss,
+    step_weights,
+)
 from torch import Tensor, nn
 
 from .build import Network

@@ -11,10 +11,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule
-from plasmid.training.linear_head import ChunkSize
-from plasmid.training.logprobs import TokenScores, token_logprobs
-from plasmid.training.model_source import Source
-from plasmid.training.vocab_shard import VocabShard
+from plasmid_models.source import Source
+from plasmid_training.head.linear_head import ChunkSize
+from plasmid_training.head.logprobs import TokenScores, token_logprobs
+from plasmid_training.head.vocab_shard import VocabShard
 from torch import Tensor, nn
 
 from .bridge import Architecture, inverse_frequencies

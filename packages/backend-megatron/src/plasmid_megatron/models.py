@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from plasmid.batch import Rows
 from plasmid.components import ActorCritic
-from plasmid.config import RunConfig
-from plasmid.training.actor_critic import StepReports, score_role, train_both
-from plasmid.training.model_source import source
-from plasmid.training.objective import RoleScores
-from plasmid.training.offload import Offloaded
-from plasmid.training.rank_batch import RankBatch
+from plasmid.config.run import RunConfig
 from plasmid.types import Role
+from plasmid.types.batch import Rows
+from plasmid_models.source import source
+from plasmid_training.batches.rank_batch import RankBatch
+from plasmid_training.objective.actor_critic import StepReports, score_role, train_both
+from plasmid_training.objective.objective import RoleScores
+from plasmid_training.offload import Offloaded
 from torch import Tensor
 
 from .bridge import read_architecture

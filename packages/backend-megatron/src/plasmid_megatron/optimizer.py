@@ -11,8 +11,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from plasmid.training.learning_rate import learning_rate
-from plasmid.training.learning_settings import LearningSettings
+from plasmid_training.learning_rate import learning_rate
+from plasmid_training.learning_settings import LearningSettings
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
-from plasmid.training.collate import Microbatch
-from plasmid.training.kept_tokens import KeptTokens
+from plasmid_training.batches.collate import Microbatch
+from plasmid_training.head.kept_tokens import KeptTokens
 from torch import Tensor
 
 

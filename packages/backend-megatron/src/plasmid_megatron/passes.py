@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from plasmid.batch import Rows
-from plasmid.training.collate import collate
-from plasmid.training.rank_batch import RankBatch, RankStep
+from plasmid.types.batch import Rows
+from plasmid_training.batches.collate import collate
+from plasmid_training.batches.rank_batch import RankBatch, RankStep
 from torch import Tensor, nn
 
 from .packing import Packed, pack

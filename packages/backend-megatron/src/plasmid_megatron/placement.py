@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from plasmid.convert.distributed_files import DistributedFiles
 from plasmid.errors import ModelError
+from plasmid_convert.distributed_files import DistributedFiles
 from torch import Tensor, nn
 
 OF_MODEL = ("decoder.", "embedding.", "output_layer.", "mtp.", "score.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plasmid.components import Converter, TrainerConfig
-from plasmid.hookspecs import hookimpl
+from plasmid.plugins.hookspecs import hookimpl
 
 from .conversion import MegatronTorch, TorchDistFolder
 from .settings import Megatron

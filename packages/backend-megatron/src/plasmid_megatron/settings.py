@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from plasmid import RunConfig
 from plasmid.components import Algorithm, BuildContext, PlanRow, TrainerConfig
 from plasmid.protocols import Trainer
-from plasmid.training.learning_settings import LearningSettings
+from plasmid_training.learning_settings import LearningSettings
 from pydantic import Field, field_validator
 
 from .upstream import check_fields
@@ -45,7 +45,7 @@ NOT_SUPPORTED = {
 OF_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")
 """Fields of Megatron that it reads with TransformerEngine only."""
 Fields = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
-"""Texts among them are not inert (`plasmid.trust`): some fields name a folder to write to, or a function to import."""
+"""Texts among them are not inert (`plasmid.settings.trust`): some name a folder to write to or a function."""
 
 
 class CriticSettings(LearningSettings):

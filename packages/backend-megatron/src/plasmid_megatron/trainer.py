@@ -6,11 +6,11 @@ from pathlib import Path
 
 from plasmid import RunConfig
 from plasmid.components import BuildContext
-from plasmid.training.model_folder import read_config
-from plasmid.training.model_source import check_models
-from plasmid.training.number_type import config_of_ranks
-from plasmid.training.ranked_trainer import RankedTrainer, start_ranks
-from plasmid.training.schedule import Microbatching
+from plasmid_models.folder import read_config
+from plasmid_models.source import check_models
+from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.number_type import config_of_ranks
+from plasmid_training.ranked_trainer import RankedTrainer, start_ranks
 
 from .device import check_device, check_transformer_engine
 from .launch import RankSetup, launch

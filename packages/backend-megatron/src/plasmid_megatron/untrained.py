@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from plasmid.training.model_folder import is_torch_dist, weight_files
+from plasmid_models.folder import is_torch_dist, weight_files
 from safetensors import safe_open
 from torch import Tensor
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError, some_of
-from plasmid.training.model_folder import is_torch_dist, weight_files
+from plasmid_models.folder import is_torch_dist, weight_files
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ from .output import table_console
 if TYPE_CHECKING:
     from plasmid import RunConfig
     from plasmid.components import DataFacts, PlanRow
-    from plasmid.evaluation_config import EvalConfig
+    from plasmid.config.evaluation import EvalConfig
 
 
 def print_plan(config: RunConfig, planned: RunConfig, data: DataFacts, models: Sequence[PlanRow]) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO, cast
 
-from plasmid.printable import PrintableStream, printable
+from plasmid.utils.printable import PrintableStream, printable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text

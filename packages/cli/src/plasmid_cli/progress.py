@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from plasmid.batch import GroupRef
-from plasmid.config import RunConfig
-from plasmid.hookspecs import hookimpl
+from plasmid.config.run import RunConfig
+from plasmid.plugins.hookspecs import hookimpl
+from plasmid.types.batch import GroupRef
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.logging import RichHandler

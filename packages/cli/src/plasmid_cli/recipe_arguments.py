@@ -50,8 +50,8 @@ def load(items: Sequence[str], plugins: Sequence[Path] | None, *, more: Sequence
 
 def check_sampling_overrides(config: RunConfig, items: Sequence[str], *, eval_set: str = "") -> None:
     """Raise `ConfigError` if ``sampling.*`` given here does not reach an evaluation set that sets the same itself."""
+    from plasmid.config.load import parse_override
     from plasmid.errors import ConfigError
-    from plasmid.recipe import parse_override
 
     given: set[str] = set()
     for item in items:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import CheckpointError
-from plasmid.observe.journal import Entry
-from plasmid.safe_files import write_text
+from plasmid.utils.safe_files import write_text
+from plasmid_runtime.observe.journal import Entry
 
 from .run_data import RunData
 from .summary import costs

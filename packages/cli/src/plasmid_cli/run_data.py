@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import ConfigError
-from plasmid.json_files import read_json
-from plasmid.observe.journal import Entry, read_journal
+from plasmid.utils.json_files import read_json
+from plasmid_runtime.observe.journal import Entry, read_journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

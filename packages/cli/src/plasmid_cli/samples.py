@@ -17,7 +17,7 @@ from .view import VERSION_COLORS, Shown, facts, token_versions
 
 if TYPE_CHECKING:
     from plasmid import Prompt, RunConfig, Sample
-    from plasmid.run.lifecycle.sample import SampledGroup
+    from plasmid_runtime.lifecycle.sample import SampledGroup
 
 GIVEN = "dim"
 NOT_TRAINED = "reverse dim"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-from plasmid.printable import printable
+from plasmid.utils.printable import printable
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text

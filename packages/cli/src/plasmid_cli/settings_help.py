@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from plasmid.components import Component
-from plasmid.config import RunConfig
+from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
-from plasmid.plugins import Classes
+from plasmid.plugins.registry import Classes
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.table import Table

@@ -15,7 +15,7 @@ from .progress import duration
 from .run_data import RunData, load_run
 
 if TYPE_CHECKING:
-    from plasmid.run.lifecycle.session import RunResult
+    from plasmid.types.runs import RunResult
 
 WRITTEN = (
     ("final", "final policy, a Hugging Face folder"),

@@ -28,8 +28,8 @@ class Target:
 
 def find_target(path: Path) -> Target:
     """Find out what the path is. Of a run the final policy is taken, or else its newest checkpoint."""
-    from plasmid.checkpoint_config import CheckpointConfig
-    from plasmid.run.checkpoint.folder import STATE, CheckpointFolder, read_state
+    from plasmid.config.checkpoint import CheckpointConfig
+    from plasmid_runtime.checkpoint.folder import STATE, CheckpointFolder, read_state
 
     if (path / STATE).is_file():
         run = path.absolute().parent.parent
@@ -49,7 +49,7 @@ def load_target(
     target: Target, items: Sequence[str], plugins: Sequence[Path] | None, *, trust: bool = False
 ) -> RunConfig:
     """The recipe of the command line, or what is taken of that of the target's run if the command line names none."""
-    from plasmid.stored_recipe import resolve_stored
+    from plasmid.config.stored_recipe import resolve_stored
 
     from .output import print_warning
     from .recipe_arguments import load
@@ -72,7 +72,7 @@ def load_target(
 
 def _recorded(path: Path) -> Mapping[str, Any]:
     from plasmid.errors import ConfigError
-    from plasmid.json_files import read_json
+    from plasmid.utils.json_files import read_json
 
     try:
         found = read_json(path)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plasmid.printable import printable
+from plasmid.utils.printable import printable
 from rich.text import Text
 
 from .run_data import RunData

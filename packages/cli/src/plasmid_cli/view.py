@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 from plasmid.errors import ConfigError
-from plasmid.observe.sample_store import read_dropped, read_samples
-from plasmid.printable import printable
 from plasmid.types import Prompt, Sample
+from plasmid.utils.printable import printable
+from plasmid_runtime.observe.sample_store import read_dropped, read_samples
 from rich.console import Console
 from rich.panel import Panel
 from rich.rule import Rule

@@ -1,8 +1,6 @@
 """Types, interfaces and the training loop. Importing this imports neither torch nor ray."""
 
 from .api import train
-from .batch import BatchRef, BatchTable, GroupRef, Rows
-from .buffer_policy import BufferPolicy
 from .components import (
     ActorCritic,
     Algorithm,
@@ -19,11 +17,12 @@ from .components import (
     TrainerConfig,
     Workflow,
 )
-from .config import RunConfig
+from .components.buffer_policy import BufferPolicy
+from .config.load import load_config
+from .config.run import RunConfig
 from .errors import PlasmidError
-from .hookspecs import hookimpl
+from .plugins.hookspecs import hookimpl
 from .protocols import EngineClient, RolloutEngine, RunContext, Trainer
-from .recipe import load_config
 from .types import (
     Completion,
     GenerateRequest,
@@ -36,6 +35,7 @@ from .types import (
     StopReason,
     VersionSpan,
 )
+from .types.batch import BatchRef, BatchTable, GroupRef, Rows
 
 __all__ = [
     "ActorCritic",

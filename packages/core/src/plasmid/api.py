@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .config import RunConfig
-
-if TYPE_CHECKING:
-    from .run.lifecycle.session import RunResult
+from .config.run import RunConfig
+from .errors import PluginError
+from .types.runs import Mode, RunResult
 
 
 def train(
@@ -22,10 +21,12 @@ def train(
 ) -> RunResult:
     """Run the whole job and return what it reached and wrote.
 
-    Runs on the Ray that this process or the recipe names, or starts one of its own.
+    Runs on the Ray that this process or the recipe names, or starts one of its own. Raises `PluginError` if no runtime
+    is installed.
     """
-    from .run.lifecycle.preparation import Mode  # imports what only a run needs
-    from .run.lifecycle.session import run
-
+    found = entry_points(group="plasmid.runtime", name="train")
+    if not found:
+        raise PluginError("nothing that runs a recipe is installed; pip install plasmid-runtime")
     mode = Mode(resume=resume, replay=replay, rollouts_only=rollouts_only)
-    return run(config, mode=mode, observers=observers)
+    result: RunResult = next(iter(found)).load()(config, mode=mode, observers=observers)
+    return result

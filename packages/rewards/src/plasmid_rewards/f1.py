@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Annotated, ClassVar, Literal
 
 from plasmid import Prompt, Reward, Sample, Score
-from plasmid.trust import INERT
+from plasmid.settings.trust import INERT
 
 from .targets import accepted
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from plasmid import Prompt, Reward, Sample
-from plasmid.trust import INERT
+from plasmid.settings.trust import INERT
 from pydantic import Field
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from plasmid import Prompt, Reward, Sample, Score
 from plasmid.errors import RewardError
-from plasmid.trust import INERT
+from plasmid.settings.trust import INERT
 
 from .boxed_text import after_thinking, last_boxed
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import regex
 from plasmid import Prompt, Reward, Sample, Score
-from plasmid.trust import INERT
+from plasmid.settings.trust import INERT
 from pydantic import Field, field_validator
 
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from plasmid import Prompt, Reward, RunContext, Sample, Score
 from plasmid.errors import IsolationError, RewardError
-from plasmid.isolation import BatchPool, Limits, WorkerPool
-from plasmid.isolation.worker import Work
+from plasmid_sandbox import BatchPool, Limits, WorkerPool
+from plasmid_sandbox.worker import Work
 from pydantic import Field, PrivateAttr
 
 from .scores import pack_scores, unpack_scores

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from plasmid.reward_calls import components_fault
+from plasmid.components.reward_calls import components_fault
 from plasmid.types import Score
 
 

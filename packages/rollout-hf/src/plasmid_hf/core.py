@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import Bucket, PauseMode
-from plasmid.sync import checksum
 from plasmid.types import Completion, GenerateRequest, StopReason, SyncReceipt
+from plasmid_models.sync import checksum
 
 from .generator import Generator
 from .update import Update, distinct

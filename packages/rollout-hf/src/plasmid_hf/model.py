@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plasmid.convert.pieces import Pieces, held, pieces_of
 from plasmid.errors import ModelError, one_line
-from plasmid.model_building import BUILDING
-from plasmid.training.model_folder import is_torch_dist, tensor_names
 from plasmid.types import Ints
+from plasmid_models.building import BUILDING
+from plasmid_models.folder import is_torch_dist, tensor_names
+from plasmid_models.pieces import Pieces, held, pieces_of
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from plasmid.kept import KeptSet
 from plasmid.types import Completion, GenerateRequest, Ints, StopReason, VersionSpan
+from plasmid.types.kept_sets import KeptSet
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 import torch
 from plasmid.errors import SyncError
 from plasmid.protocols import Bucket
-from plasmid.sync import checksum, unpack
 from plasmid.types import BucketSum, SyncReceipt
+from plasmid_models.sync import checksum, unpack
 from torch import Tensor
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from plasmid.kept import KeptSet
 from plasmid.types import Completion, GenerateRequest, StopReason, VersionSpan
+from plasmid.types.kept_sets import KeptSet
 from plasmid_serving.client import empty_completion, failed
 
 REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}

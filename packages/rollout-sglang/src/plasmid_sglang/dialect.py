@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from plasmid.components import BuildContext
-from plasmid.config import RunConfig
+from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError, EngineError
 from plasmid.protocols import PauseMode
-from plasmid.training.model_folder import is_torch_dist
 from plasmid.types import Completion, GenerateRequest
+from plasmid_models.folder import is_torch_dist
 from plasmid_serving.api import CONTROL_S, HttpApi
 from plasmid_serving.dialect import HttpRequest, Load, Program, ServerInfo, StartOptions
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .schema import choices
 
 if TYPE_CHECKING:
-    from plasmid.config import RunConfig
+    from plasmid.config.run import RunConfig
 
     from .settings import SGLang
 

@@ -40,7 +40,7 @@ def open_rendezvous(arguments: Mapping[str, Any]) -> Any:
     if arguments.get("nnodes", 1) == 1:
         os.environ[RENDEZVOUS] = f"file:///proc/{os.getpid()}/fd/{os.memfd_create('sglang-rendezvous')}"
         return None
-    from plasmid.training.rendezvous import listen
+    from plasmid_models.sync.rendezvous import listen
 
     address = urlsplit(f"tcp://{arguments['dist_init_addr']}")
     os.environ |= {RENDEZVOUS: address.geturl(), "TORCHELASTIC_USE_AGENT_STORE": "True"}

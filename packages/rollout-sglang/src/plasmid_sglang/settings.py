@@ -15,7 +15,7 @@ from .exactness import exact_mistakes
 from .schema import knows, mistakes
 
 if TYPE_CHECKING:
-    from plasmid.config import RunConfig
+    from plasmid.config.run import RunConfig
 
 OWN = {
     "model_path": "model.path",

@@ -15,8 +15,8 @@ import aiohttp
 import numpy as np
 import orjson
 from plasmid.errors import EngineError, one_line
-from plasmid.kept import KeptSet
 from plasmid.types import Completion, GenerateRequest, StopReason
+from plasmid.types.kept_sets import KeptSet
 
 from .api import HttpApi, read_answer
 from .dialect import Dialect

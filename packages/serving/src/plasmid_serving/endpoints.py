@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plasmid.safe_files import write_text
+from plasmid.utils.safe_files import write_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from plasmid.components import CanaryPlan, RolloutEngineConfig
 from plasmid.protocols import PauseMode
-from plasmid.urls import web_address
+from plasmid.utils.urls import web_address
 from pydantic import AfterValidator, Field
 
 if TYPE_CHECKING:
-    from plasmid.config import RunConfig
-    from plasmid.placement_config import PlacementConfig
+    from plasmid.config.placement import PlacementConfig
+    from plasmid.config.run import RunConfig
 
 
 class ServersConfig(RolloutEngineConfig):

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plasmid.components import BuildContext
-from plasmid.config import RunConfig
+from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.protocols import Actor, Bundle, Resources
-from plasmid.waiting import together
+from plasmid.utils.waiting import together
 
 from .connection import ServerConnection, Started
 from .dialect import Dialect

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plasmid.errors import PluginError, one_line
-from plasmid.functions import FunctionName, with_here
+from plasmid.plugins.functions import FunctionName, with_here
 
 from .task import AgentFailed, Result, Task
 

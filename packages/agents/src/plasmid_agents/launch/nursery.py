@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plasmid.functions import FunctionName
+from plasmid.plugins.functions import FunctionName
 
 PR_SET_PDEATHSIG = 1
 

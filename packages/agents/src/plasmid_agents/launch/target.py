@@ -6,7 +6,7 @@ import ast
 import importlib.util
 from pathlib import Path
 
-from plasmid.functions import FunctionName, with_here
+from plasmid.plugins.functions import FunctionName, with_here
 
 
 def check_function(name: FunctionName) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from plasmid.components import Converter
-from plasmid.convert.companions import Described, described
 from plasmid.errors import ModelError
-from plasmid.safe_files import in_folder
+from plasmid.utils.safe_files import in_folder
+from plasmid_convert.companions import Described, described
 from pydantic import Field
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class MegatronLayout(Converter):
         return self.folder_of(path) is not None
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        from plasmid.convert.casting import cast
+        from plasmid_convert.casting import cast
 
         of = self._described(path)
         outline = outline_of(of.model, vocab_size=self._rows())

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError, some_of
-from plasmid.model_building import BUILDING
-from plasmid.training.model_source import Source
+from plasmid_models.building import BUILDING
+from plasmid_models.source import Source
 from torch import Tensor, nn
 
 from ..bridge import Architecture, read_architecture

@@ -56,7 +56,7 @@ class TorchDistFolder(MegatronLayout):
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         import torch
-        from plasmid.convert.distributed_files import DistributedWriter
+        from plasmid_convert.distributed_files import DistributedWriter
 
         if not (path / "config.json").is_file():
             raise ModelError("the source has no config.json, from which layout torch_dist derives Megatron's names")

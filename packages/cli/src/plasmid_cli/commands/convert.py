@@ -53,9 +53,9 @@ def convert(
 
     Between any two layouts, tensor by tensor, with config and tokenizer. TARGET is complete in the end, or absent.
     """
-    from plasmid.convert import convert as write
-    from plasmid.convert import verify_sha256
-    from plasmid.plugins import converters, load_plugins
+    from plasmid.plugins.registry import converters, load_plugins
+    from plasmid_convert import convert as write
+    from plasmid_convert import verify_sha256
 
     from ..output import print_line
 
@@ -80,8 +80,8 @@ def convert(
 
 
 def _settings(items: Sequence[str]) -> dict[str, dict[str, object]]:
+    from plasmid.config.load import merge, parse_override
     from plasmid.errors import ConfigError
-    from plasmid.recipe import merge, parse_override
 
     merged: dict[str, dict[str, object]] = {"from": {}, "to": {}}
     for item in items:
@@ -110,8 +110,8 @@ def _set_vocab_size(size: int, given: dict[str, dict[str, object]], kinds: Mappi
 
 
 def _make(side: str, kind: str, given: Mapping[str, Mapping[str, object]], layouts: Layouts) -> Converter:
+    from plasmid.config.load import validate
     from plasmid.errors import ConfigError
-    from plasmid.recipe import validate
 
     if kind not in layouts:
         raise ConfigError(f"--{side}: no layout {kind!r}; installed are {', '.join(sorted(layouts)) or 'none'}")
@@ -131,7 +131,7 @@ def _detect(path: Path, layouts: Layouts) -> str:
 
 
 def _compare(left: Path, right: Path, left_reader: Converter, right_reader: Converter) -> None:
-    from plasmid.convert import compare
+    from plasmid_convert import compare
 
     from ..output import print_line
 

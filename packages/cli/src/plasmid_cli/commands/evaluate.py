@@ -37,7 +37,7 @@ def evaluate(
     Without a recipe, a run or checkpoint is evaluated on the sets of its own. Exits with 1 if rollouts failed.
     """
     from plasmid.errors import ConfigError
-    from plasmid.run.lifecycle.evaluate import evaluate as run
+    from plasmid_runtime.lifecycle.evaluate import evaluate as run
 
     from ..evaluations import bars, evaluation_table, num_failed
     from ..output import print_line, print_warning, table_console

@@ -21,7 +21,7 @@ def export(
     context: typer.Context, source: Source, target: Target, settings: Settings = None, trust_recipe: TrustRecipe = False
 ) -> None:
     """Write a checkpoint's policy as a Hugging Face folder: rl export runs/sums models/sums"""
-    from plasmid.run.lifecycle.export import export_checkpoint
+    from plasmid_runtime.lifecycle.export import export_checkpoint
 
     from ..output import print_line, print_warning
 

@@ -16,7 +16,7 @@ What = Annotated[
 
 def options(what: What = None, plugin: PluginFiles = None) -> None:
     """Show every setting of a component or table: rl options fsdp, rl options rollout/hf, rl options run"""
-    from plasmid.plugins import installed, load_plugins
+    from plasmid.plugins.registry import installed, load_plugins
 
     from ..settings_help import find, print_choices, print_settings
 

@@ -9,7 +9,7 @@ def plugins(plugin: PluginFiles = None) -> None:
     """List every installed component, and the package it comes from."""
     import inspect
 
-    from plasmid.plugins import installed, load_plugins, origin
+    from plasmid.plugins.registry import installed, load_plugins, origin
     from rich.table import Table
 
     from ..output import table_console

@@ -13,7 +13,7 @@ from ..recipe_arguments import Items, PluginFiles, load
 
 if TYPE_CHECKING:
     from plasmid import PromptGroup, RunConfig
-    from plasmid.rollout.rescoring import RescoredGroup
+    from plasmid_runtime.rollout.scored.rescoring import RescoredGroup
 
     from ..scores import Row
 
@@ -50,9 +50,9 @@ def reward(
     """
     import asyncio
 
-    from plasmid.data.given_texts import Keys
     from plasmid.errors import ConfigError
-    from plasmid.rollout.rescoring import rescore
+    from plasmid_runtime.data.rows.given_texts import Keys
+    from plasmid_runtime.rollout.scored.rescoring import rescore
 
     from ..output import print_line, table_console
     from ..scores import render, summary
@@ -75,7 +75,7 @@ def reward(
 
 def _groups(data: str, keys: Any, config: RunConfig) -> Sequence[PromptGroup]:
     """The samples to score."""
-    from plasmid.data.given_texts import read_given
+    from plasmid_runtime.data.rows.given_texts import read_given
 
     path = Path(data)
     if path.is_dir():
@@ -85,7 +85,7 @@ def _groups(data: str, keys: Any, config: RunConfig) -> Sequence[PromptGroup]:
         run = load_run(path)
         path = run.sample_files()[sample_file(run, step=None, evaluation=None)]
     if path.suffix == ".parquet" and _holds_samples(path):
-        from plasmid.observe.sample_store import read_samples
+        from plasmid_runtime.observe.sample_store import read_samples
 
         return read_samples(path)
     return read_given(data, keys, _encoder(config))

@@ -12,7 +12,7 @@ import typer
 from ..recipe_arguments import Items, PluginFiles, check_sampling_overrides, load
 
 if TYPE_CHECKING:
-    from plasmid.run.lifecycle.sample import SampledGroup
+    from plasmid_runtime.lifecycle.sample import SampledGroup
 
 Number = Annotated[int, typer.Option("-n", "--prompts", min=1, help="How many prompts.")]
 Each = Annotated[int, typer.Option("--each", min=1, help="Rollouts of each prompt.")]
@@ -42,8 +42,8 @@ def sample(
 ) -> None:
     """Show prompts, samples with their masks, and rewards: rl sample recipe.toml -n 4"""
     from plasmid.errors import ConfigError
-    from plasmid.run.lifecycle.sample import draw_prompts
-    from plasmid.run.lifecycle.sample import sample as run
+    from plasmid_runtime.lifecycle.sample import draw_prompts
+    from plasmid_runtime.lifecycle.sample import sample as run
 
     from ..output import output_console
     from ..samples import print_prompts, print_samples
@@ -70,7 +70,7 @@ def sample(
 
 
 def _write(path: Path, found: Sequence[SampledGroup]) -> None:
-    from plasmid.observe.sample_store import write_samples
+    from plasmid_runtime.observe.sample_store import write_samples
 
     if path.suffix == ".parquet":
         dropped = {one.group.id: one.dropped_by for one in found if one.dropped_by}

@@ -61,7 +61,8 @@ def train(
 def _explain(config: RunConfig, *, resume: bool, replay: Path | None, rollouts_only: bool) -> None:
     from contextlib import ExitStack
 
-    from plasmid.run.lifecycle.preparation import Mode, prepare_run
+    from plasmid.types.runs import Mode
+    from plasmid_runtime.lifecycle.preparation import prepare_run
 
     from ..dry_run import print_plan
 
@@ -74,10 +75,10 @@ def _explain(config: RunConfig, *, resume: bool, replay: Path | None, rollouts_o
 def _explain_offline(config: RunConfig, recipes: Sequence[Path]) -> None:
     from contextlib import ExitStack
 
-    from plasmid.run.evaluation.sets import open_sets
-    from plasmid.run.lifecycle.model_plan import plan_models
-    from plasmid.run.lifecycle.preparation import open_data, with_planned_batches
-    from plasmid.run.lifecycle.validation import text_encoder
+    from plasmid_runtime.evaluation.sets import open_sets
+    from plasmid_runtime.lifecycle.model_plan import plan_models
+    from plasmid_runtime.lifecycle.preparation import open_data, with_planned_batches
+    from plasmid_runtime.lifecycle.validation import text_encoder
 
     from ..dry_run import print_plan
 

@@ -13,7 +13,7 @@ from .base import Component
 from .methods import Algorithm
 
 if TYPE_CHECKING:
-    from ..config import RunConfig
+    from ..config.run import RunConfig
 
 
 PlanRow = tuple[str, str, str]

@@ -15,7 +15,7 @@ from .base import Component
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..algorithms.inputs import AdvantageInputs, LossInputs, TokenLoss, ValueInputs
+    from .objective_inputs import AdvantageInputs, LossInputs, TokenLoss, ValueInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

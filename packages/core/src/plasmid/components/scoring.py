@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from ..errors import RewardError
-from ..trust import INERT
+from ..settings.trust import INERT
 from ..types import Prompt, PromptGroup, Sample, Score
 from .base import Component
 
 if TYPE_CHECKING:
-    from ..config import RunConfig
+    from ..config.run import RunConfig
 
 
 class Reward(Component):

@@ -9,10 +9,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import BatchRef, GroupRef
-from ..kept import KeptSet, join_kept
-from ..rollout.worker import share
+from plasmid.types.shared_groups import share
+
 from ..types import Bools, Ints, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from ..types.batch import BatchRef, GroupRef
+from ..types.kept_sets import KeptSet, join_kept
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..batch import BatchRef
 from ..protocols import RolloutEngine, Trainer
 from ..types import Completion, GenerateRequest, Role, SamplingParams, StopReason
+from ..types.batch import BatchRef
 from .batches import random_batch
 
 HELD_S = 0.3

@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
 from plasmid.errors import IsolationError, RewardError
-from plasmid.isolation import Outcome, Program, Sandbox, SandboxSettings
-from plasmid.work_clock import QueueingExecutor
+from plasmid.utils.work_clock import QueueingExecutor
+from plasmid_sandbox import Outcome, Program, Sandbox, SandboxSettings
 from pydantic import Field, PrivateAttr
 
 from ..boxed_text import after_thinking

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
-from plasmid.profiles import reward_names
-from plasmid.reward_calls import call_reward
-from plasmid.waiting import GRACE
+from plasmid.components.reward_calls import call_reward
+from plasmid.config.profiles import reward_names
+from plasmid.utils.waiting import GRACE
 from pydantic import Field
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from plasmid import Prompt, Reward, RunContext, Sample, Score
-from plasmid.isolation import Limits
-from plasmid.isolation.worker import Work
-from plasmid.reward_calls import is_for_groups
-from plasmid.trust import ACTIVE
+from plasmid.components.reward_calls import is_for_groups
+from plasmid.settings.trust import ACTIVE
+from plasmid_sandbox import Limits
+from plasmid_sandbox.worker import Work
 from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..pooled import InWorkers

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from plasmid import Prompt, Reward, Sample, Score
 from plasmid.errors import RewardError
-from plasmid.trust import INERT
+from plasmid.settings.trust import INERT
 from pydantic import AfterValidator, Field, SerializeAsAny
 
 from .asking import Combined, alone, ask, kind_of

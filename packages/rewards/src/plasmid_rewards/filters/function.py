@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from plasmid import Filter, PromptGroup
 from plasmid.errors import one_line
-from plasmid.functions import FunctionName
+from plasmid.plugins.functions import FunctionName
 from pydantic import Field, field_validator
 
 

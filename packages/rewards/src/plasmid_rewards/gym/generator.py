@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from plasmid.child_environment import child_environment
 from plasmid.errors import DataError, PlasmidError
+from plasmid.utils.child_environment import child_environment
 
 from . import entries
 

@@ -12,7 +12,7 @@ import numpy as np
 from plasmid import DataSource, Prompt
 from plasmid.components import DataFacts, PromptEncoder, PromptStream
 from plasmid.errors import CheckpointError, DataError
-from plasmid.trust import INERT
+from plasmid.settings.trust import INERT
 from pydantic import Field, field_validator
 
 from .entries import KEY, Entry

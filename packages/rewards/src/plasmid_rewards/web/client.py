@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from plasmid import json_client
 from plasmid.components import Settings
 from plasmid.errors import RewardError
-from plasmid.json_client import Asking as AskingServer
-from plasmid.json_client import JsonClient, ServerFailure
+from plasmid.utils import json_client
+from plasmid.utils.json_client import Asking as AskingServer
+from plasmid.utils.json_client import JsonClient, ServerFailure
 from pydantic import Field
 
 from ..extras import needed

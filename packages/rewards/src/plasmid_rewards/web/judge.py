@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from plasmid import Prompt, RunContext, Sample, Score
 from plasmid.errors import RewardError, one_line
-from plasmid.json_client import ServerFailure
-from plasmid.work_clock import queued
+from plasmid.utils.json_client import ServerFailure
+from plasmid.utils.work_clock import queued
 from pydantic import Field, PrivateAttr
 
 from ..boxed_text import after_thinking

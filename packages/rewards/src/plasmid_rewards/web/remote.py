@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from plasmid import Prompt, Sample, Score
-from plasmid.json_client import ServerFailure
-from plasmid.urls import shown_url
-from plasmid.work_clock import Clocks, current_clocks, set_clocks
+from plasmid.utils.json_client import ServerFailure
+from plasmid.utils.urls import shown_url
+from plasmid.utils.work_clock import Clocks, current_clocks, set_clocks
 from pydantic import Field, PrivateAttr
 
 from .asking_servers import WebReward

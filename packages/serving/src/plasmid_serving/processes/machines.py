@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from plasmid.addresses import own_address
 from plasmid.errors import EngineError, PlasmidError
 from plasmid.protocols import Actor, Bundle
+from plasmid.utils.addresses import own_address
 
 from ..dialect import StartOptions
 from .server import ServerOptions, ServerProcess, address_to_listen_on, free_port, host_and_port

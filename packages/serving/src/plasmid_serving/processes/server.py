@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plasmid.addresses import own_address
-from plasmid.log_files import last_lines
-from plasmid.safe_files import append_private, write_text
+from plasmid.utils.addresses import own_address
+from plasmid.utils.log_files import last_lines
+from plasmid.utils.safe_files import append_private, write_text
 
 from ..dialect import Dialect, Program, StartOptions
 from ..weights.control import KEY_VARIABLE

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from plasmid.addresses import own_address
-from plasmid.training.rendezvous import Rendezvous, connect
+from plasmid.utils.addresses import own_address
+from plasmid_models.sync.rendezvous import Rendezvous, connect
 from torch import Tensor
 
 

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 
-from plasmid.addresses import own_address
 from plasmid.protocols import Bucket
+from plasmid.utils.addresses import own_address
 from torch import Tensor
 
 READ_S = 60.0

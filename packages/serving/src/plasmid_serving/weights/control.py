@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plasmid.addresses import own_address
 from plasmid.errors import one_line
+from plasmid.utils.addresses import own_address
 
 CONNECT_S = 30.0
 HANDSHAKE_S = 10.0

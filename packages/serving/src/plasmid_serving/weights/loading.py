@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from plasmid.errors import SyncError
 from plasmid.protocols import Bucket
-from plasmid.sync import checksum, unpack
+from plasmid_models.sync import checksum, unpack
 from torch import Tensor, nn
 
 from . import read_back

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from plasmid.errors import SyncError, one_line
 from plasmid.protocols import Bucket
-from plasmid.sync import checksum
+from plasmid_models.sync import checksum
 
 from .command import UpdateCommand
 from .control import OVER, ControlAddress, ControlChannel

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from plasmid.errors import DeadlineError, PlasmidError
 from plasmid.protocols import Bucket, Sender
-from plasmid.sync import unpack
+from plasmid_models.sync import unpack
 
 from .broadcast import BroadcastHost
 from .bucket_server import BucketServer

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from plasmid.errors import SyncError, one_line
-from plasmid.sync import make_buckets
+from plasmid_models.sync import make_buckets
 from torch import Tensor
 
 from .broadcast import BroadcastGroup

@@ -1,0 +1,105 @@
+"""Hugging Face folders: ``config.json``, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from plasmid.components import Converter
+from plasmid.errors import ModelError
+from plasmid.utils.json_files import read_json
+from plasmid.utils.safe_files import in_folder
+from pydantic import Field
+
+from .companions import change_config, copy_files, read_config
+from .safetensors_writer import INDEX, write_safetensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class HF(Converter):
+    """Hugging Face folder with safetensors, in one file or in shards with an index."""
+
+    kind: Literal["hf"] = "hf"
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
+    """What floating-point weights are cast to when they are read; ``keep`` leaves them as they are."""
+    max_shard_gb: float = Field(5.0, gt=0)
+    """Largest weight file to write, in units of 10^9 bytes; one tensor is never split."""
+
+    def recognises(self, path: Path) -> bool:
+        return path.is_dir() and (path / "config.json").is_file() and bool(_weight_files(path))
+
+    def num_tensors(self, path: Path) -> int | None:
+        return sum(len(names) for _, names in self._plan(path))
+
+    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+        import torch
+        from safetensors import SafetensorError, safe_open
+
+        dtype = None if self.dtype == "keep" else getattr(torch, self.dtype)
+        for file, names in self._plan(path):
+            try:
+                with safe_open(file, framework="pt") as weights:
+                    for name in names:
+                        tensor = weights.get_tensor(name)
+                        yield name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+            except SafetensorError as error:
+                raise ModelError(f"{file}: is no complete safetensors file: {error}") from None
+
+    def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if not write_safetensors(path, tensors, max_shard_bytes=round(self.max_shard_gb * 1e9)):
+            raise ModelError("the source has no tensors")
+
+    def write_companions(self, source: Path, target: Path) -> None:
+        if self.dtype != "keep":
+            read_config(source / "config.json")  # what is wrong with it is said of this file, not of its copy
+        copy_files(source, target)
+        if self.dtype != "keep":
+            change_config(target, dtype=self.dtype)
+
+    def _plan(self, path: Path) -> list[tuple[Path, list[str]]]:
+        """Weight files and the names to read from each, checked against the index if there is one."""
+        from safetensors import SafetensorError, safe_open
+
+        if not path.is_dir():
+            raise ModelError(f"{path}: no such folder")
+        files = _weight_files(path)
+        if not files:
+            raise ModelError(f"{path}: there are no weights in it (*.safetensors)")
+        plan: list[tuple[Path, list[str]]] = []
+        for file in files:
+            if not file.is_file():
+                raise ModelError(f"{file}: is missing; {INDEX} names it")
+            try:
+                with safe_open(file, framework="pt") as weights:
+                    plan.append((file, list(weights.keys())))
+            except SafetensorError as error:
+                raise ModelError(f"{file}: is no complete safetensors file: {error}") from None
+        _check_index(path, plan)
+        return plan
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / INDEX
+    if index.is_file():
+        return sorted({path / in_folder(index, name) for name in _weight_map(index).values()})
+    return sorted(path.glob("*.safetensors"))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return {str(name): str(file) for name, file in read_json(index)["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{index}: is no index of weights; its weight_map must name the file of each tensor") from None
+
+
+def _check_index(path: Path, plan: list[tuple[Path, list[str]]]) -> None:
+    index = path / INDEX
+    if not index.is_file():
+        return
+    found = {name: file.name for file, names in plan for name in names}
+    for name, file in _weight_map(index).items():
+        if found.get(name) != file:
+            raise ModelError(f"{path / file}: has no tensor {name}, which {INDEX} says it holds")

@@ -1,0 +1,1 @@
+"""Typed recipes: their tables, and how files and overrides become them."""

@@ -1,8 +1,0 @@
-"""Checkpoint layouts and the way from one to another. Importing this does not import torch."""
-
-from .checkpoint import Comparison, compare, convert, verify_sha256
-from .dcp import DCP
-from .gguf import GGUF
-from .hf import HF
-
-__all__ = ["DCP", "GGUF", "HF", "Comparison", "compare", "convert", "verify_sha256"]

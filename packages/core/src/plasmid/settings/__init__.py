@@ -1,0 +1,1 @@
+"""Validation of settings, and which settings of a stored recipe may be trusted."""

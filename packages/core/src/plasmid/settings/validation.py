@@ -1,0 +1,141 @@
+"""From plain data to settings: one line for each mistake, at the place where the user wrote it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ..errors import ConfigError
+from .expected_types import describe, element, model_in, takes
+
+M = TypeVar("M", bound=BaseModel)
+Place = tuple[str | int, ...]
+BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked(Generic[M]):
+    """A validated model, or what is wrong with the data, one line each."""
+
+    model: M | None
+    mistakes: tuple[str, ...] = ()
+
+
+def validate(cls: type[M], data: Mapping[str, Any], where: str = "") -> M:
+    """A model from plain data, or `ConfigError` with one line for each mistake. ``where`` is the data's table."""
+    checked = check(cls, data, where)
+    if checked.model is None:
+        raise ConfigError("\n".join(checked.mistakes))
+    return checked.model
+
+
+def check(cls: type[M], data: Mapping[str, Any], where: str = "", *, without: Iterable[str] = ()) -> Checked[M]:
+    """Validate plain data without raising; nothing is said about the keys ``without``.
+
+    Nothing is converted silently: ``"5"`` and ``true`` are no numbers here, though pydantic takes them.
+    """
+    ignored = set(without)
+    known = {key: value for key, value in data.items() if key not in ignored}
+    found = list(_wrong_types(cls, known, ()))
+    model = None
+    try:
+        model = cls.model_validate(known)
+    except ValidationError as error:
+        for e in error.errors():
+            at, in_union = _place(e, known)
+            # a check of a whole table that lacks some of its keys would speak of what is not the user's mistake
+            hidden = at[0] in ignored if at else bool(ignored)
+            whole = in_union or e["type"] == "value_error"
+            if not hidden and not any(_told(place, at, whole) for place, _ in found):
+                found.append((at, _mistyped(cls, at, known) if in_union else _explain(cls, e, at)))
+    lines = tuple(dict.fromkeys(line for place, text in found for line in _lines(where, place, text)))
+    return Checked(None if found else model, lines)
+
+
+def _told(place: Place, at: Place, whole: bool) -> bool:
+    """True if what was found at ``place`` explains an error at ``at``, or if that is about all that stands there."""
+    return at[: len(place)] == place or (whole and place[: len(at)] == at)
+
+
+def _lines(where: str, place: Place, text: str) -> list[str]:
+    path = ".".join([*filter(None, [where]), *map(str, place)]).replace("\n", "\\n")
+    return [f"{path}: {line}" if path else line for line in text.splitlines()]
+
+
+def _wrong_types(annotation: Any, value: Any, at: Place) -> Iterator[tuple[Place, str]]:
+    """Values of another type than their setting has, also those that pydantic would convert."""
+    if value is None or isinstance(value, BaseModel):
+        return
+    if not takes(annotation, value):
+        yield at, f"must be {describe(annotation)}, got {value!r}"
+    elif isinstance(value, Mapping):
+        model = model_in(annotation)
+        for name, field in (model.model_fields if model else {}).items():
+            if name in value:
+                yield from _wrong_types(field.rebuild_annotation(), value[name], (*at, name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _wrong_types(element(annotation, index), item, (*at, index))
+
+
+def _place(e: ErrorDetails, data: Any) -> tuple[Place, bool]:
+    """Where in the data an error is, and whether it is about a member of a union: pydantic adds those to the path."""
+    at: Place = ()
+    current = data
+    for part in e["loc"]:
+        keys = current if isinstance(current, Mapping) else range(len(current)) if isinstance(current, list) else ()
+        if part in keys:
+            current = current[part]
+        elif e["type"] != "missing" or part != e["loc"][-1]:
+            return at, True
+        at = (*at, part)
+    return at, False
+
+
+def _mistyped(cls: type[BaseModel], at: Place, data: Any) -> str:
+    annotation: Any = cls
+    for part in at:
+        fields = _fields(annotation)
+        annotation = fields[part].rebuild_annotation() if part in fields else element(annotation, part)
+        data = data[part]
+    finite = ", and finite" if isinstance(data, float) and not math.isfinite(data) else ""
+    return f"must be {describe(annotation)}{finite}, got {data!r}"
+
+
+def _explain(cls: type[BaseModel], e: ErrorDetails, at: Place) -> str:
+    kind, context = e["type"], e.get("ctx", {})
+    if kind == "extra_forbidden":
+        fields: Any = cls
+        for part in at[:-1]:
+            fields = _fields(fields)[part].annotation if part in _fields(fields) else element(fields, part)
+        return _no_such_setting(str(at[-1]), _fields(fields))
+    if kind == "missing":
+        return "is required"
+    message = e["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if kind == "value_error":
+        return message
+    for name, words in BOUNDS.items():
+        if name in context:
+            message = f"must be {words} {context[name]:g}"
+    if kind == "too_short":
+        message = f"must have at least {context['min_length']} item"
+    return f"{message.replace('input should be', 'must be').replace('string should', 'must')}, got {e['input']!r}"
+
+
+def _no_such_setting(name: str, fields: Mapping[Any, Any]) -> str:
+    close = difflib.get_close_matches(name, fields, n=1)
+    names = ", ".join(sorted(fields))
+    hint = f"; did you mean {close[0]!r}?" if close else f"; settings here are {names}" if names else ""
+    return f"no such setting{hint}"
+
+
+def _fields(annotation: Any) -> Mapping[Any, Any]:
+    model = model_in(annotation)
+    return model.model_fields if model else {}

@@ -1,0 +1,39 @@
+"""What flows through a run: prompts, samples and their scores."""
+
+from .samples import (
+    Bools,
+    BucketSum,
+    Completion,
+    Floats,
+    GenerateRequest,
+    Ints,
+    Message,
+    Prompt,
+    PromptGroup,
+    Role,
+    Sample,
+    SamplingParams,
+    Score,
+    StopReason,
+    SyncReceipt,
+    VersionSpan,
+)
+
+__all__ = [
+    "Bools",
+    "BucketSum",
+    "Completion",
+    "Floats",
+    "GenerateRequest",
+    "Ints",
+    "Message",
+    "Prompt",
+    "PromptGroup",
+    "Role",
+    "Sample",
+    "SamplingParams",
+    "Score",
+    "StopReason",
+    "SyncReceipt",
+    "VersionSpan",
+]

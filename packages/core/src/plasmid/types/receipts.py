@@ -1,0 +1,30 @@
+"""Whether both sides of a weight sync saw the same bytes."""
+
+from __future__ import annotations
+
+from ..errors import SyncError
+from .samples import SyncReceipt
+
+
+def compare(sent: SyncReceipt, received: SyncReceipt) -> None:
+    """Raises `SyncError` that names the first difference between what was sent and what was received."""
+    where = f"weight sync of version {sent.version}"
+    if received.version != sent.version:
+        raise SyncError(f"{where}: the engine reports version {received.version}")
+    if len(received.buckets) != len(sent.buckets):
+        raise SyncError(f"{where}: {len(sent.buckets)} buckets were sent, {len(received.buckets)} received")
+    for ours, theirs in zip(sent.buckets, received.buckets, strict=True):
+        if ours.index != theirs.index:
+            raise SyncError(f"{where}: bucket {ours.index} was sent where bucket {theirs.index} was received")
+        if ours.num_bytes != theirs.num_bytes:
+            raise SyncError(
+                f"{where}: bucket {ours.index} was sent with {ours.num_bytes} bytes and received "
+                f"with {theirs.num_bytes}"
+            )
+        if ours.checksum != theirs.checksum:
+            raise SyncError(
+                f"{where}: bucket {ours.index} ({ours.num_bytes} bytes) was sent with checksum {ours.checksum:016x} "
+                f"and received with {theirs.checksum:016x}"
+            )
+    if received.num_tensors != sent.num_tensors:
+        raise SyncError(f"{where}: {sent.num_tensors} tensors were sent, {received.num_tensors} received")

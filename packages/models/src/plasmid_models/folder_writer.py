@@ -1,0 +1,94 @@
+"""Writes a Hugging Face folder out of a stream of whole tensors: complete under its name, or not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from plasmid.errors import (CheckpointError, ModelError)
+from plasmid.utils.safe_files import copy_file
+from .folder import (INDEX, SINGLE, copy_companions)
+
+FILE_BYTES = 4 << 30
+ChangeConfig = Callable[[dict[str, Any]], dict[str, Any]]
+"""Makes the exported ``config.json`` out of the source's."""
+
+
+class FolderWriter:
+    """Writes a Hugging Face folder under a temporary name; it gets its own name once it is complete."""
+
+    def __init__(
+        self, target: Path, *, source: Path, tokenizer: Path, change_config: ChangeConfig | None = None
+    ) -> None:
+        """``source`` is the model folder whose config is kept; tokenizer files come from ``tokenizer``."""
+        self._target = target
+        self._temporary = target.with_name(f".{target.name}.tmp")
+        self._source = source
+        self._tokenizer = tokenizer
+        self._change_config = change_config
+
+    def write(self, tensors: Iterator[tuple[str, Tensor]], *, sizes: Mapping[str, int]) -> None:
+        """Write the tensors, whose sizes in bytes are known before they come. Raises `CheckpointError`."""
+        try:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.mkdir(parents=True)
+            copy_companions(self._source, self._temporary)
+            if self._tokenizer != self._source:
+                copy_companions(self._tokenizer, self._temporary)
+                copy_file(self._source / "config.json", self._source, self._temporary / "config.json")
+            if self._change_config is not None:
+                changed = self._change_config(json.loads((self._source / "config.json").read_text(encoding="utf-8")))
+                (self._temporary / "config.json").write_text(json.dumps(changed, indent=2), encoding="utf-8")
+            self._write_weights(tensors, sizes)
+            shutil.rmtree(self._target, ignore_errors=True)
+            self._temporary.replace(self._target)
+        except ModelError:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            raise
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            raise CheckpointError(f"{self._target}: the model cannot be written: {error}") from None
+
+    def _write_weights(self, tensors: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int]) -> None:
+        groups = _groups(sizes)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(groups, 1):
+            file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            part: dict[str, Tensor] = {}
+            for name in names:
+                came, tensor = next(tensors)
+                assert came == name, f"tensors must come in the order of their sizes: {came} is not {name}"
+                part[name] = tensor.cpu().clone()
+            save_file(part, self._temporary / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(names, file)
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            (self._temporary / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _groups(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names of each file, in order; a file takes `FILE_BYTES` or one larger tensor."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of an exported critic in place of the language model's entries."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+    name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.get("model_type", ""))
+    return config | {"architectures": [name] if name else [], "id2label": {"0": "value"}, "label2id": {"value": 0}}

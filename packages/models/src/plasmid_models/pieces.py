@@ -1,0 +1,152 @@
+"""Where the tensors of a folder lie in those of a transformers model, which holds several of them in one.
+
+transformers fuses the experts of a layer while it reads a folder, by a table for each family. Here its table is turned
+around into indices, so that what is read, sent or written one by one is a view of the model's own memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plasmid.errors import (ModelError, one_line)
+from .building import BUILDING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of a folder, in one of the model."""
+
+    name: str
+    """In the folder."""
+    index: Index = ()
+    """What it is of the model's tensor; a number takes its dimension away, and slices have both ends."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of the model's tensor."""
+        return tensor[self.index] if self.index else tensor
+
+    def shape(self, whole: Collection[int]) -> tuple[int, ...]:
+        """Its shape in the folder, if the model's tensor has the shape ``whole``."""
+        kept = [
+            part.stop - part.start if isinstance(part, slice) else None
+            for part in self.index + tuple(slice(0, size) for size in tuple(whole)[len(self.index) :])
+        ]
+        return tuple(size for size in kept if size is not None)
+
+    def within(self, rows: slice) -> tuple[Index, slice] | None:
+        """Where it lies in these rows of the model's tensor, and which rows of it do; None if none does."""
+        first, rest = (self.index[0], self.index[1:]) if self.index else (rows, ())
+        if isinstance(first, int):
+            inside = rows.start <= first < rows.stop
+            return ((first - rows.start, *rest), slice(None)) if inside else None
+        start, stop = max(first.start, rows.start), min(first.stop, rows.stop)
+        if start >= stop:
+            return None
+        offset = first.start if self.index else 0
+        return (slice(start - rows.start, stop - rows.start), *rest), slice(start - offset, stop - offset)
+
+
+Pieces = Mapping[str, tuple[Piece, ...]]
+"""By the name of the model's tensor; what is not in it is in folders as it is."""
+
+
+def pieces_of(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
+    """What transformers splits and renames when it writes a folder of the model, which may be on the meta device.
+
+    Only stacked and concatenated tensors; where it does more than that to a tensor, the tensor is left out.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter
+
+    table = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
+    back = [transform.reverse_transform() for transform in reversed(table)]
+    converters = [transform for transform in back if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in back if not isinstance(transform, WeightConverter)]
+    found: dict[str, tuple[Piece, ...]] = {}
+    for name, tensor in model.state_dict().items():
+        pieces = _converted(name, tuple(tensor.shape), converters)
+        if pieces is None:
+            continue
+        pieces = tuple(Piece(_renamed(piece.name, renamings), piece.index) for piece in pieces)
+        if pieces != (Piece(name),):
+            found[name] = pieces
+    return found
+
+
+def _converted(name: str, shape: tuple[int, ...], converters: list[Any]) -> tuple[Piece, ...] | None:
+    """The first converter that knows the name; None if it does more than to take apart."""
+    for converter in converters:
+        new, matched = converter.rename_source_key(name)
+        if matched is not None:
+            first = converter.target_patterns[0]
+            names = [new.replace(first, target, 1) for target in converter.target_patterns]
+            return _taken_apart(names, shape, converter.operations)
+    return (Piece(name),)
+
+
+def _taken_apart(names: list[str], shape: tuple[int, ...], operations: list[Any]) -> tuple[Piece, ...] | None:
+    from transformers.core_model_loading import Chunk, SplitModulelist
+
+    if any(not isinstance(operation, Chunk | SplitModulelist) for operation in operations):
+        return None
+    parts = [(names, tuple(slice(0, size) for size in shape))]
+    for operation in operations:
+        dim = operation.dim % len(shape)
+        if isinstance(operation, Chunk):
+            parts = [part for whole in parts for part in _chunks(*whole, dim)]
+        else:
+            parts = [part for whole in parts for part in _unstacked(*whole, dim)]
+    if any(len(found) != 1 or "*" in found[0] for found, _ in parts):
+        return None
+    return tuple(Piece(found[0], index) for found, index in parts)
+
+
+Part = tuple[list[str], Any]
+"""Names that it may be split into, and its index."""
+
+
+def _chunks(names: list[str], index: tuple[slice, ...], dim: int) -> list[Part]:
+    start, stop = index[dim].start, index[dim].stop
+    size = math.ceil((stop - start) / len(names))
+    cuts = [slice(low, min(low + size, stop)) for low in range(start, stop, size)]
+    return [([name], (*index[:dim], cut, *index[dim + 1 :])) for name, cut in zip(names, cuts, strict=True)]
+
+
+def _unstacked(names: list[str], index: tuple[slice, ...], dim: int) -> list[Part]:
+    numbers = range(index[dim].start, index[dim].stop)
+    return [([name.replace("*", str(i), 1) for name in names], (*index[:dim], i, *index[dim + 1 :])) for i in numbers]
+
+
+def _renamed(name: str, renamings: list[Any]) -> str:
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
+    return name
+
+
+def pieces_of_folder(folder: Path, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
+    """Of a model folder whose weights have these names; its code is not trusted. Raises `ModelError`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with BUILDING, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        raise ModelError(f"{folder}: is no causal language model that loads: {one_line(error)}") from None
+    return held(pieces_of(model), names)
+
+
+def held(pieces: Pieces, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
+    """Those that a folder with these names has; it may have a tensor as the model has it, too."""
+    return {own: parts for own, parts in pieces.items() if all(piece.name in names for piece in parts)}

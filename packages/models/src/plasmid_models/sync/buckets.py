@@ -1,0 +1,78 @@
+"""Weights as a stream of flat buckets, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from plasmid.protocols import Bucket
+from .checksum import checksum
+
+Shape = tuple[int, ...]
+ALIGNMENT = 16
+"""Every tensor starts at a multiple of this many bytes, so that a receiver can view it in place."""
+
+
+def make_buckets(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
+    """Fill buckets in order; a tensor larger than ``bucket_bytes`` travels alone.
+
+    Reads the stream one bucket ahead at most, so that a model may be gathered tensor by tensor.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    pending: list[tuple[str, Tensor]] = []
+    index = size = 0
+    for name, tensor in named_tensors:
+        if pending and size + _padded(tensor.nbytes) > bucket_bytes:
+            yield _bucket(index, pending, size)
+            index, size = index + 1, 0
+        pending.append((name, tensor))
+        size += _padded(tensor.nbytes)
+    if pending:
+        yield _bucket(index, pending, size, is_last=True)
+
+
+def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """The bucket's tensors, as views of its data."""
+    dtypes = [getattr(torch, name) for name in bucket.dtypes]
+    return zip(bucket.names, _views(bucket.data, bucket.shapes, dtypes), strict=True)
+
+
+def _views(data: Tensor, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Tensors one after another in the bytes, each from a multiple of `ALIGNMENT` on."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    places = torch.split_with_sizes(data, [_padded(size) for size in sizes])
+    return [
+        (place[:size] if size < place.numel() else place).view(dtype).view(shape)
+        for place, size, shape, dtype in zip(places, sizes, shapes, dtypes, strict=True)
+    ]
+
+
+def _bucket(index: int, pending: list[tuple[str, Tensor]], size: int, *, is_last: bool = False) -> Bucket:
+    """Empties ``pending``, so that gathered tensors do not pile up with their copies."""
+    names = tuple(name for name, _ in pending)
+    contents = [tensor.detach() for _, tensor in pending]
+    pending.clear()
+    shapes = tuple(tuple(tensor.shape) for tensor in contents)
+    dtypes = [tensor.dtype for tensor in contents]
+    # zeros between them, where a tensor does not end at a multiple: they count in the checksum
+    make = torch.empty if all(tensor.nbytes % ALIGNMENT == 0 for tensor in contents) else torch.zeros
+    data = make(size, dtype=torch.uint8, device=contents[0].device)
+    torch._foreach_copy_(_views(data, shapes, dtypes), contents)  # of one tensor after another launching takes longer
+    del contents
+    return Bucket(
+        index=index,
+        names=names,
+        shapes=shapes,
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
+        data=data,
+        checksum=checksum(data),
+        is_last=is_last,
+    )
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

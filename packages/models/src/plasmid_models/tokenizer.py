@@ -1,0 +1,149 @@
+"""Text to tokens and back, and the chat template. Imports transformers when a tokenizer is opened, torch never."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from plasmid.components import PromptEncoder
+from plasmid.config.run import ModelConfig
+from plasmid.errors import (DataError, ModelError)
+from .tokenizer_files import (FAST, FILES, has_tokenizer)
+from plasmid.types import Ints
+from .templates import render_elsewhere
+
+OURS = ("continue_final_message", "add_generation_prompt")
+"""Arguments that mean something also for a chat template that never reads them."""
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face folder. Picklable: it is opened anew from its files on the other side."""
+
+    def __init__(self, path: str | Path, *, chat_template: str = "auto", trust_remote_code: bool = False) -> None:
+        """Open it; ``chat_template`` is a Jinja file, ``auto`` the tokenizer's own. Raises `ModelError`."""
+        self._source = (str(path), chat_template, trust_remote_code)
+        self._hf = _open(Path(path), trust_remote_code)
+        if chat_template != "auto":
+            self._hf.chat_template = _read_template(Path(chat_template))
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Self:
+        """The tokenizer that a recipe's ``[model]`` names."""
+        return cls(model.tokenizer_path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, self._source
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text; None if the tokenizer names none."""
+        return None if self._hf.eos_token_id is None else int(self._hf.eos_token_id)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills up batches: the tokenizer's own, or else the end of text, or else 0."""
+        pad = self._hf.pad_token_id
+        return int(pad) if pad is not None else self.eos_token_id or 0
+
+    def encode(self, text: str) -> Ints:
+        """Text to tokens, no special tokens added; those that the text spells out are recognised."""
+        # verbose would print a line about texts longer than the model takes; what is done about those is said elsewhere
+        return np.asarray(self._hf.encode(text, add_special_tokens=False, verbose=False), np.int32)
+
+    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
+        """Tokens to text, special tokens left out unless they are asked for."""
+        ids = np.asarray(token_ids).tolist()
+        return str(self._hf.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False))
+
+    def encode_prompt(
+        self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
+    ) -> tuple[Ints, str]:
+        """Token ids and text of plain text as it is, or of messages through the chat template with its arguments.
+
+        There are no token ids without ``tokenize``. Raises `DataError` if there is no chat template, if it does not
+        read an argument, or if it refuses the messages.
+        """
+        text = prompt if isinstance(prompt, str) else self.render(prompt, template)
+        return self.encode(text) if tokenize else np.zeros(0, np.int32), text
+
+    def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
+        """Text of messages through the chat template; the generation prompt follows unless an argument says no.
+
+        Raises `DataError` as `encode_prompt` does.
+        """
+        self._check_arguments(template)
+        ends = not template.get("continue_final_message", False)
+        arguments = {"add_generation_prompt": ends, **template}
+        try:
+            return str(self._hf.apply_chat_template([dict(m) for m in messages], tokenize=False, **arguments))
+        except Exception as error:  # boundary: chat templates are programs that come with models
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"the chat template refuses the messages: {what}") from error
+
+    def _check_arguments(self, template: Mapping[str, Any]) -> None:
+        try:
+            source = self._hf.get_chat_template(tools=template.get("tools"))
+        except ValueError:
+            raise DataError(
+                f"the tokenizer in {self._source[0]} has no chat template, and the prompt is a chat; set "
+                "model.chat_template to a Jinja file, or use prompts of plain text"
+            ) from None
+        for name in template:
+            if name not in OURS and not re.search(rf"\b{re.escape(name)}\b", source):
+                raise DataError(f"data.template.{name}: the chat template never reads it; remove it")
+
+
+def prompt_encoder(model: ModelConfig) -> PromptEncoder:
+    """`Tokenizer.encode_prompt` of a recipe's model. Opened with the first prompt: bad rows are found before."""
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        return Tokenizer.of(model)
+
+    def encode(
+        prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
+    ) -> tuple[Ints, str]:
+        return tokenizer().encode_prompt(prompt, template, tokenize=tokenize)
+
+    return encode
+
+
+def _reopen(path: str, chat_template: str, trust_remote_code: bool) -> Tokenizer:
+    return Tokenizer(path, chat_template=chat_template, trust_remote_code=trust_remote_code)
+
+
+def _open(path: Path, trust_remote_code: bool) -> Any:
+    render_elsewhere()
+    if not path.is_dir():
+        raise ModelError(f"model.path: no such folder: {path}")
+    fast = (path / FAST).is_file()
+    if not (trust_remote_code or has_tokenizer(path)):
+        raise ModelError(
+            f"model.path: {path} has no tokenizer ({', '.join(FILES)}); copy it there, or set model.tokenizer to the "
+            "folder that has it"
+        )
+    try:
+        if fast and not trust_remote_code:
+            # AutoTokenizer would import torch (3 s) only to find this class, and rebuilds what the file says.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # boundary: broken files make tokenizers raise anything
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"model.path: the tokenizer in {path} cannot be loaded: {what}") from error
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "not valid UTF-8"
+        raise ModelError(f"model.chat_template: cannot read {file}: {what}") from None

@@ -1,0 +1,129 @@
+"""A cluster inside this process: every actor is a thread with an event loop of its own. For tests and debugging."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from plasmid.errors import ActorDiedError, DeadlineError
+from plasmid.protocols import Actor, Node, Resources, Share
+from plasmid.utils.addresses import LOOPBACK
+
+from .actor_host import ActorHost, unwrap_outcome
+from .layout import check_gpus
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRef(Generic[T]):
+    """A value of this process."""
+
+    value: T
+
+    def get(self) -> T:
+        return self.value
+
+
+class LocalStore:
+    """Shares values by holding them."""
+
+    def put(self, value: T) -> LocalRef[T]:
+        return LocalRef(value)
+
+
+class LocalActor:
+    """An object in a thread of this process, reached as if it were far away."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._host = ActorHost(name)
+        self._loop = asyncio.new_event_loop()
+        self._stopped = False
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        """Run the loop until `stop`, then end what still runs on it and give its descriptors back."""
+        self._loop.run_forever()
+        self._loop.run_until_complete(_end_others())
+        self._loop.close()
+
+    async def run(self, coroutine: Any, what: str, timeout_s: float) -> Any:
+        """Run a coroutine of the host on the actor's loop."""
+        if self._loop.is_closed():
+            coroutine.close()
+            raise ActorDiedError(f"{self.name} was stopped before {what}")
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        try:
+            return unwrap_outcome(await asyncio.wait_for(future, timeout_s), self.name)
+        except TimeoutError:
+            raise DeadlineError(f"{self.name}.{what}: no answer within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._stopped or (task is not None and task.cancelling()):
+                raise
+            raise ActorDiedError(f"{self.name} was stopped during {what}") from None
+
+    async def make(self, factory: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> None:
+        await self.run(self._host.make(factory, args, kwargs), "start", timeout_s)
+
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        return await self.run(self._host.call(method, args, kwargs), method, timeout_s)
+
+    async def stop(self, *, grace_s: float = 10.0) -> None:
+        if not self._stopped:
+            self._stopped = True
+            try:
+                await self.run(self._host.close(), "close", grace_s)
+            except DeadlineError:
+                log.warning("%s did not close within %g s and is left to itself", self.name, grace_s)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class LocalCluster:
+    """Implements `protocols.Cluster` without processes. No GPU is offered."""
+
+    def __init__(self) -> None:
+        self._actors: list[LocalActor] = []
+        self._store = LocalStore()
+
+    @property
+    def store(self) -> LocalStore:
+        return self._store
+
+    @property
+    def num_gpus(self) -> int:
+        return 0
+
+    async def reserve(self, shares: Sequence[Share]) -> tuple[Node, ...]:
+        check_gpus(shares, 0)
+        return (Node(address=LOOPBACK, cores=len(os.sched_getaffinity(0))),) * len(shares)
+
+    async def start(
+        self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
+    ) -> Actor:
+        actor = LocalActor(name)
+        self._actors.append(actor)
+        await actor.make(factory, args, kwargs, timeout_s)
+        return actor
+
+    async def close(self) -> None:
+        errors = await asyncio.gather(*(actor.stop() for actor in reversed(self._actors)), return_exceptions=True)
+        self._actors.clear()
+        for error in errors:
+            if isinstance(error, BaseException):
+                raise error

@@ -1,0 +1,96 @@
+"""What must hold on every machine of a run before it starts, and plugin files for those that lack them."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plasmid.config.run import RunConfig
+from plasmid.errors import ConfigError
+from plasmid.protocols import Node
+from plasmid.utils.waiting import together
+
+from .node_agent import PluginFile, local_versions
+
+ANSWER_S = 120.0
+"""Longest time for a machine to answer a question about itself; it may have to import a recipe's plugins."""
+CARRIED = "plugins"
+"""Folder of the run with copies of plugin files that some machine lacks."""
+
+
+async def prepare_nodes(config: RunConfig, nodes: Sequence[Node], run_dir: Path) -> RunConfig:
+    """Check every machine but the driver's own; what the run's processes are started with. Raises `ConfigError`.
+
+    Plugin files that are not the same everywhere are copied into the run's folder, which every machine sees.
+    """
+    others = [node for node in nodes if node.agent is not None]
+    if not others:
+        return config
+    await _same_versions(others)
+    await _see(others, run_dir.absolute())
+    config = await _with_plugins(config, others, run_dir.absolute() / CARRIED)
+    found = await _ask(others, "mistakes", config.model_dump(mode="json"))
+    _raise([f"node {node.address}: {line}" for node, lines in zip(others, found, strict=True) for line in lines])
+    return config
+
+
+async def _same_versions(nodes: Sequence[Node]) -> None:
+    here, lines = local_versions(), []
+    for node, there in zip(nodes, await _ask(nodes, "versions"), strict=True):
+        for name in sorted(here.keys() | there.keys()):
+            if here.get(name) != there.get(name):
+                lines.append(
+                    f"node {node.address}: {name} is {_version(there.get(name))} there and {_version(here.get(name))} "
+                    "where rl was called; install the same on all machines"
+                )
+    _raise(lines)
+
+
+def _version(version: str | None) -> str:
+    return "missing" if version is None else version
+
+
+async def _see(nodes: Sequence[Node], run_dir: Path) -> None:
+    token = uuid.uuid4().hex
+    file = run_dir / f".seen-by-all-{token}"
+    try:
+        file.write_text(token)
+        seen = await _ask(nodes, "sees", file, token)
+    finally:
+        file.unlink(missing_ok=True)
+    _raise(
+        [
+            f"run.dir: node {node.address} does not see what is written to {run_dir} here; set it to a folder that all "
+            "machines share"
+            for node, it_does in zip(nodes, seen, strict=True)
+            if not it_does
+        ]
+    )
+
+
+async def _with_plugins(config: RunConfig, nodes: Sequence[Node], folder: Path) -> RunConfig:
+    files = [PluginFile.of(Path(name)) for name in config.plugins]
+    lacking = {path for paths in await _ask(nodes, "lacks", files) for path in paths} if files else set()
+    paths = [file.path for file in files]
+    for index, path in enumerate(paths):
+        if path in lacking:
+            paths[index] = folder / str(index) / path.name  # keeps its name, by which it is known as a module
+            paths[index].parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, paths[index])
+    return config.model_copy(update={"plugins": tuple(map(str, paths))})
+
+
+async def _ask(nodes: Sequence[Node], method: str, *args: object) -> list[Any]:
+    async def ask(node: Node) -> Any:
+        assert node.agent is not None
+        return await node.agent.call(method, *args, timeout_s=ANSWER_S)
+
+    return await together(ask(node) for node in nodes)
+
+
+def _raise(lines: Sequence[str]) -> None:
+    if lines:
+        raise ConfigError("\n".join(lines))

@@ -1,0 +1,8 @@
+"""Prompt files, the tokenizer, and numbers of evaluation sets."""
+
+from plasmid_models.tokenizer import Tokenizer
+
+from .evaluation import pass_at_k
+from .files import Files
+
+__all__ = ["Files", "Tokenizer", "pass_at_k"]

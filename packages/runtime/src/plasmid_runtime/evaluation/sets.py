@@ -1,0 +1,83 @@
+"""Evaluation sets: their prompts, and when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from plasmid.components import PromptEncoder
+from plasmid.config.evaluation import EvalConfig
+from plasmid.config.profiles import profile_of
+from plasmid.config.run import RunConfig
+from plasmid.errors import ConfigError, DataError
+from plasmid.types import Prompt
+
+from ..data.within import relocated
+
+MOST_VALUES = 64
+"""Values that a column may have which results are split by: each of them is a handful of metrics."""
+NO_VALUE = "none"
+"""What prompts without the column are called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvaluationSet:
+    """One ``[[eval]]`` table with its prompts."""
+
+    settings: EvalConfig
+    prompts: tuple[Prompt, ...]
+    values: tuple[str, ...] = ()
+    """For each prompt, the value of the column that results are split by; empty if they are not."""
+
+    def is_due(self, batch: int, *, last: bool) -> bool:
+        """True if the set is to be evaluated after this many batches."""
+        if batch == 0:
+            return self.settings.at_start
+        if last and self.settings.at_end:
+            return True
+        return bool(self.settings.every) and batch % self.settings.every == 0
+
+
+def open_sets(config: RunConfig, encode: PromptEncoder) -> tuple[EvaluationSet, ...]:
+    """Read the prompts of every set. Raises `DataError`, `ConfigError`."""
+    sets = tuple(_open(f"eval.{index}", settings, encode) for index, settings in enumerate(config.eval))
+    for prompt in (prompt for set_ in sets for prompt in set_.prompts):
+        profile_of(prompt, config.profiles)
+    return sets
+
+
+def _open(where: str, settings: EvalConfig, encode: PromptEncoder) -> EvaluationSet:
+    limit = None if settings.limit == "all" else settings.limit
+    try:
+        prompts = tuple(islice(settings.data.prompts(encode), limit))
+    except DataError as error:
+        # a data source knows itself as [data]; this one stands in a table of [[eval]]
+        raise DataError(relocated(str(error), settings.data, f"{where}.data")) from None
+    if not prompts:
+        raise DataError(f"{where}.data: has no prompt to evaluate")
+    return EvaluationSet(settings=settings, prompts=prompts, values=values_of(settings, prompts, where))
+
+
+def values_of(settings: EvalConfig, prompts: Sequence[Prompt], where: str) -> tuple[str, ...]:
+    """The value of the column ``by`` for each prompt; nothing if results are not split. Raises `ConfigError`."""
+    if not settings.by:
+        return ()
+    found = [_value(prompt, settings.by) for prompt in prompts]
+    different = len(set(found))
+    if set(found) == {NO_VALUE}:
+        has = ", ".join(sorted({name for prompt in prompts for name in prompt.metadata})) or "none besides these"
+        raise ConfigError(f"{where}.by: no row has a column {settings.by!r}; columns are {has}")
+    if different > MOST_VALUES:
+        raise ConfigError(
+            f"{where}.by: column {settings.by!r} has {different} values, at most {MOST_VALUES} can be told apart in "
+            "metrics; choose a coarser column"
+        )
+    return tuple(found)
+
+
+def _value(prompt: Prompt, column: str) -> str:
+    value: object = prompt.metadata
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return NO_VALUE if value is None else str(value).replace("/", "_")

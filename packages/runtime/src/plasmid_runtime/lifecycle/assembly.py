@@ -1,0 +1,185 @@
+"""Puts the loop together: producer, saving, and what a resumed run takes up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pluggy
+from plasmid.components import PromptStream
+from plasmid.config.run import RunConfig
+from plasmid.types.batch import GroupRef
+from plasmid.utils.seeds import seed_of
+from plasmid.utils.waiting import GRACE, within
+
+from ..checkpoint.folder import Progress
+from ..checkpoint.resume import ResumePoint, load_trainer, resume_run
+from ..checkpoint.run_folder import RunFolder
+from ..checkpoint.saver import CheckpointSaver
+from ..evaluation.evaluator import Due, EvaluationJournal, Evaluator, Sampler
+from ..evaluation.sets import EvaluationSet
+from ..loop.batch_hooks import BatchHooks
+from ..loop.loop import Loop, LoopParts
+from ..observe.dispatch import ObserverQueues
+from ..observe.journal import read_journal
+from ..observe.recorder import MetricsRecorder
+from ..observe.system import SystemMonitor
+from ..rollout.producers.demonstrations import DemonstrationProducer
+from ..rollout.producers.draws import Draw, Draws
+from ..rollout.producers.producer import DropLimit, Producer
+from ..rollout.producers.replay import ReplayProducer
+from ..rollout.producers.reuse import ReuseProducer
+from ..rollout.producers.stream import StreamProducer
+from ..rollout.producers.waves import WaveProducer
+from ..rollout.worker import Job
+from ..rollout.worker_pool import WorkerPool
+from .shutdown import LoggingExitStack
+from .startup import RunHandles
+
+
+async def build_loop(
+    config: RunConfig,
+    handles: RunHandles,
+    folder: RunFolder,
+    stream: PromptStream,
+    queues: ObserverQueues,
+    evaluator: Evaluator | None,
+    *,
+    state: ResumePoint | None,
+    replay: Path | None,
+    stack: LoggingExitStack,
+    plugins: pluggy.PluginManager,
+) -> Loop:
+    """The loop, ready to run."""
+    if replay is not None:
+        producer: Producer = ReplayProducer(replay, handles.cluster.store)
+    else:
+        producer = make_producer(config, handles, Draws(stream), queues)
+        if config.reuse is not None and handles.trainer is not None:
+            producer = ReuseProducer(producer, config.reuse, seed=config.run.seed)
+    stack.add_close("rollouts", producer.close)
+    monitor = SystemMonitor()
+    stack.add_close("the system monitor", monitor.close)
+    recorder = MetricsRecorder(path=folder.metrics, queues=queues, monitor=monitor, data=stream)
+    stack.add_close("the journal", recorder.journal.close)
+    progress = Progress()
+    if state is not None:
+        progress = await resume_run(
+            config,
+            state,
+            trainer=handles.trainer,
+            workers=handles.workers,
+            store=handles.cluster.store,
+            producer=producer,
+            folder=folder,
+            journal=recorder.journal,
+        )
+    elif config.checkpoint.start_from != "none" and handles.trainer is not None:
+        await load_trainer(config, handles.trainer, Path(config.checkpoint.start_from))
+    saver = CheckpointSaver(
+        config=config,
+        trainer=handles.trainer,
+        workers=handles.workers,
+        producer=producer,
+        folder=folder,
+        queues=queues,
+        pending_evaluations=evaluator.pending if evaluator is not None else tuple,
+    )
+    stack.add_close("the checkpoint under way", saver.close)
+    loop_parts = LoopParts(
+        trainer=handles.trainer,
+        engine=handles.engine,
+        producer=producer,
+        observers=recorder,
+        write_samples=partial(_write_samples, handles.workers, folder),
+        evaluations=evaluator,
+        saver=saver,
+        change=BatchHooks(plugins).apply,
+    )
+    return Loop(config=config, parts=loop_parts, progress=progress)
+
+
+async def _write_samples(
+    workers: WorkerPool | None, folder: RunFolder, groups: tuple[GroupRef, ...], step: int, name: str
+) -> None:
+    if workers is not None:
+        await workers.write(folder.samples_of(name, step), groups, step)
+
+
+def make_producer(config: RunConfig, handles: RunHandles, draws: Draws, queues: ObserverQueues) -> Producer:
+    """Demonstrations as they are, waves if training is on-policy, else a stream as large as the staleness admits."""
+    workers, engine, run = handles.workers, handles.engine, config.run
+    needs = config.algorithm.needs()
+    if needs.demonstrations:
+        return DemonstrationProducer(draws, handles.cluster.store)
+    assert workers is not None and engine is not None
+
+    def job(draw: Draw) -> Job:
+        return Job(
+            group_id=draw.id,
+            name=str(draw.id),
+            prompt=draw.prompt,
+            num_samples=run.samples_per_prompt,
+            sampling=config.sampling_of(draw.prompt),
+            seed=seed_of(run.seed, draw.id),
+            greedy=needs.greedy_baseline,
+            wants_kept_sets=config.rollout is not None and config.rollout.gives_kept_sets(),
+        )
+
+    async def roll_out(draw: Draw) -> GroupRef:
+        group = await workers.roll_out(job(draw))
+        queues.emit("group_scored", group=group)
+        return group
+
+    async def expect(wave: Sequence[Draw]) -> None:
+        sessions = [session for draw in wave for session in job(draw).sessions()]
+        await within(run.sync_timeout_s * GRACE, "engine.expect (run.sync_timeout_s)", engine.expect(sessions))
+
+    limit = DropLimit(limit=run.max_dropped, failed_limit=run.prompts_per_batch)
+    if run.max_staleness == 0:
+        return WaveProducer(draws, roll_out, expect, limit=limit)
+    slots = round((run.max_staleness + 1) * run.sync_every * run.prompts_per_batch * run.over_sampling)
+    return StreamProducer(
+        draws, roll_out, slots=slots, max_staleness=run.max_staleness, limit=limit, policy=config.buffer
+    )
+
+
+def open_evaluator(
+    config: RunConfig,
+    handles: RunHandles,
+    folder: RunFolder,
+    sets: Sequence[EvaluationSet],
+    queues: ObserverQueues,
+    stack: LoggingExitStack,
+    *,
+    state: ResumePoint | None = None,
+    training: bool = True,
+) -> Evaluator | None:
+    """What evaluates the sets and writes their journal; None where nothing can be sampled."""
+    if handles.workers is None or handles.engine is None:
+        return None
+    journal = EvaluationJournal(folder, queues)
+    stack.add_close("the journal of evaluations", journal.journal.close)
+    own = None
+    if handles.eval_workers is not None and handles.eval_engine is not None:
+        own = Sampler(workers=handles.eval_workers, engine=handles.eval_engine)
+    evaluator = Evaluator(
+        config,
+        sets,
+        shared=Sampler(workers=handles.workers, engine=handles.engine),
+        own=own,
+        samples_dir=folder.samples,
+        journal=journal,
+        known=_known(folder, state) if state is not None else {},
+        pending=[(str(name), int(batch)) for name, batch in state.state.evaluations] if state is not None else (),
+        training=training and handles.trainer is not None,
+    )
+    stack.add_close("evaluations", evaluator.close)
+    return evaluator
+
+
+def _known(folder: RunFolder, restored: ResumePoint) -> dict[Due, Mapping[str, float]]:
+    """Evaluations that were made up to the checkpoint: a run stopped before its first batch has made those of 0."""
+    entries = read_journal(folder.evaluations)
+    return {(entry.name, entry.step): entry.metrics for entry in entries if entry.step <= restored.state.batch}

@@ -1,0 +1,115 @@
+"""A few prompts, and what becomes of them: sampled and scored as a run would, without training."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from plasmid.config.evaluation import EvalConfig
+from plasmid.config.profiles import check_named
+from plasmid.config.run import RunConfig
+from plasmid.errors import ConfigError
+from plasmid.types import Prompt, PromptGroup
+from plasmid.utils.seeds import seed_of
+from plasmid.utils.waiting import GRACE, together, within
+from plasmid_models.tokenizer import prompt_encoder
+
+from ..checkpoint.run_folder import RunFolder
+from ..cluster.opening import cluster_address
+from ..rollout.worker import Job
+from .shutdown import Interrupts, LoggingExitStack
+from .startup import MakeCluster, interruptible, on_ray, start_run
+from .validation import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledGroup:
+    """One prompt group, and the filter that would drop it."""
+
+    group: PromptGroup
+    dropped_by: str
+
+
+def draw_prompts(config: RunConfig, count: int, *, eval_set: str = "") -> list[Prompt]:
+    """The first prompts that a run would draw, or those of an evaluation set. Raises `DataError`."""
+    encode = prompt_encoder(config.model)
+    if eval_set:
+        return list(islice(_set(config, eval_set).data.prompts(encode), count))
+    with closing(config.data.stream(encode, seed=config.run.seed)) as stream:
+        check_named(stream.facts(), config.profiles)
+        return [prompt for _ in range(count) if (prompt := stream.draw()) is not None]
+
+
+def sample(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    *,
+    each: int,
+    eval_set: str = "",
+    make_cluster: MakeCluster | None = None,
+) -> list[SampledGroup]:
+    """``each`` rollouts of every prompt by the recipe's engine and workflow, scored. Raises `PlasmidError`."""
+    check(config, training=False, unused=("trackers", "trainer", "buffer", "data" if eval_set else "eval"))
+    folder = RunFolder(_folder(config))
+
+    async def main() -> list[SampledGroup]:
+        with Interrupts():
+            folder.create(config)
+            async with LoggingExitStack() as stack:
+                handles = await start_run(
+                    config,
+                    folder,
+                    make_cluster or on_ray(config),
+                    with_trainer=False,
+                    with_engine=True,
+                    is_new=True,
+                    evaluating=True,
+                )
+                stack.add_close("the engine", handles.close)
+                assert handles.workers is not None and handles.engine is not None
+                jobs = [_job(config, index, prompt, each, eval_set) for index, prompt in enumerate(prompts)]
+                sessions = [session for job in jobs for session in job.sessions()]
+                limit_s = config.run.sync_timeout_s * GRACE
+                await within(limit_s, "engine.expect (run.sync_timeout_s)", handles.engine.expect(sessions))
+                groups = await together(handles.workers.roll_out(job) for job in jobs)
+                return [SampledGroup(group=ref.whole.get(), dropped_by=ref.dropped_by) for ref in groups]
+
+    found = interruptible(main())
+    shutil.rmtree(folder.path, ignore_errors=True)  # kept where something failed: its logs say what
+    return found
+
+
+def _folder(config: RunConfig) -> Path:
+    """A temporary one; in a cluster it lies beside the runs, where all machines see it."""
+    if cluster_address(config.placement) is None:
+        return Path(tempfile.mkdtemp(prefix="plasmid-sample-"))
+    runs = Path("runs") if config.run.dir == "auto" else Path(config.run.dir).parent
+    runs.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".sample-", dir=runs))
+
+
+def _set(config: RunConfig, name: str) -> EvalConfig:
+    for set_ in config.eval:
+        if set_.name == name:
+            return set_
+    names = ", ".join(set_.name for set_ in config.eval) or "none"
+    raise ConfigError(f"eval: there is no evaluation set {name!r}; there are {names}")
+
+
+def _job(config: RunConfig, index: int, prompt: Prompt, each: int, eval_set: str) -> Job:
+    own = _set(config, eval_set).sampling if eval_set else None
+    return Job(
+        group_id=index,
+        name=str(index),
+        prompt=prompt,
+        num_samples=each,
+        sampling=config.sampling_of(prompt, own),
+        seed=seed_of(config.run.seed, index),
+        filtered=not eval_set,
+        eval_set=eval_set,
+    )

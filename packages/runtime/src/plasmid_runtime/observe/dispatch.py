@@ -1,0 +1,150 @@
+"""Keeps observers away from the loop: each has a thread and a queue of its own, and may be slow or broken."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pluggy
+from plasmid.components import Tracker
+from plasmid.plugins.hookspecs import hookimpl
+
+from .observers import OBSERVER_HOOKS, ObserverManager, observer_name
+
+log = logging.getLogger(__name__)
+
+
+class ObserverQueues:
+    """Tells observers what happens in a run, without ever waiting for one of them.
+
+    An observer is any object with methods named like observer hooks (which may leave out arguments). One that raises
+    is switched off with a single log message. One that lags loses its oldest events beyond ``capacity``, which is
+    counted and logged.
+    """
+
+    def __init__(self, observers: Iterable[tuple[str, object]], *, capacity: int = 1024) -> None:
+        self._lanes = [lane for name, o in observers if (lane := _Lane(name, o, capacity)).hooks]
+        for lane in self._lanes:
+            lane.thread.start()
+
+    @staticmethod
+    def of(plugins: pluggy.PluginManager, *extra: object, capacity: int = 1024) -> ObserverQueues:
+        """Queues for every plugin of the manager that observes, and for the ``extra`` objects."""
+        named = [(name, plugin) for name, plugin in plugins.list_name_plugin() if plugin is not None]
+        return ObserverQueues([*named, *((observer_name(o), o) for o in extra)], capacity=capacity)
+
+    @staticmethod
+    def of_objects(observers: Iterable[object]) -> ObserverQueues:
+        """Queues for these objects alone."""
+        return ObserverQueues([(observer_name(o), o) for o in observers])
+
+    def emit(self, hook: str, /, **arguments: Any) -> None:
+        """Queue one event for every observer that implements the hook. Returns at once."""
+        if hook not in OBSERVER_HOOKS:
+            raise ValueError(f"no observer hook {hook!r}; there are {', '.join(OBSERVER_HOOKS)}")
+        for lane in self._lanes:
+            if hook in lane.hooks:
+                lane.put(hook, arguments)
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Wait until every observer has seen everything so far; False if the time did not suffice."""
+        deadline = time.monotonic() + timeout_s
+        return all([lane.wait_idle(deadline) for lane in self._lanes])
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Let the observers finish what is queued, then end their threads. What is left after the timeout is lost."""
+        deadline = time.monotonic() + timeout_s
+        for lane in self._lanes:
+            lane.close()
+        for lane in self._lanes:
+            lane.thread.join(max(0.0, deadline - time.monotonic()))
+            lane.report(alive=lane.thread.is_alive())
+
+
+class TrackerObserver:
+    """Hands the metrics of batches and of evaluations to a tracker."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    @hookimpl
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(step, metrics)
+
+    @hookimpl
+    def evaluation_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(step, metrics)
+
+    def __str__(self) -> str:
+        return f"tracker {type(self._tracker).model_fields['kind'].default!r}"
+
+
+class _Lane:
+    """One observer, its queue and its thread."""
+
+    def __init__(self, name: str, observer: object, capacity: int) -> None:
+        self.name = name
+        manager = ObserverManager()
+        manager.register(observer, name=name)
+        callers = manager.get_hookcallers(observer) or []
+        self.hooks = {caller.name: caller for caller in callers if caller.name in OBSERVER_HOOKS}
+        self.thread = threading.Thread(target=self._work, name=f"observer-{name}", daemon=True)
+        self._capacity = capacity
+        self._events: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self._changed = threading.Condition()
+        self._busy = self._closed = False
+        self._dropped = 0
+
+    def put(self, hook: str, arguments: Mapping[str, Any]) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            if len(self._events) >= self._capacity:
+                self._events.popleft()
+                self._dropped += 1
+                if self._dropped == 1:
+                    log.warning("observer %s lags by %d events; the oldest are lost", self.name, self._capacity)
+            self._events.append((hook, arguments))
+            self._changed.notify_all()
+
+    def wait_idle(self, deadline: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._events and not self._busy, timeout=max(0.0, deadline - time.monotonic())
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def report(self, *, alive: bool) -> None:
+        if alive:
+            log.warning("observer %s did not finish in time; %d events are lost", self.name, len(self._events))
+        if self._dropped:
+            log.warning("observer %s was too slow: %d events were lost in all", self.name, self._dropped)
+
+    def _work(self) -> None:
+        while (event := self._next()) is not None:
+            hook, arguments = event
+            try:
+                self.hooks[hook](**arguments)
+            except Exception:  # boundary: an observer is a third party's code and must not end the run
+                log.exception("observer %s failed in %s and is switched off; the run goes on", self.name, hook)
+                with self._changed:
+                    self._closed = True
+                    self._events.clear()
+
+    def _next(self) -> tuple[str, Mapping[str, Any]] | None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._events or self._closed)
+            if not self._events:
+                return None
+            self._busy = True
+            return self._events.popleft()

@@ -1,0 +1,133 @@
+"""Metrics on disk: one JSON object a line, readable while the run goes on, whole again after a ``kill -9``.
+
+JSON has no number for them, so nan and the infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from plasmid.errors import CheckpointError
+from plasmid.utils.safe_files import append_to, replacing
+
+log = logging.getLogger(__name__)
+MAX_STEP = 1 << 53
+"""Larger numbers are no batches, and no floats either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line of a journal."""
+
+    step: int
+    """Batches trained."""
+    time: float
+    """Seconds since 1970."""
+    metrics: Mapping[str, float]
+    name: str = ""
+    """Name of the evaluation set; empty for training metrics."""
+
+
+@dataclass(slots=True)
+class Journal:
+    """Appends to ``metrics.jsonl`` or ``evaluations.jsonl``. Raises `CheckpointError` if the file cannot be written."""
+
+    path: Path
+    _file: IO[str] | None = field(default=None, init=False, repr=False)
+
+    def append(self, step: int, *, metrics: Mapping[str, float], name: str = "") -> None:
+        """Write one line and flush it, so that it outlives the process."""
+        line = _encode(Entry(step=step, time=time.time(), metrics=metrics, name=name))
+        try:
+            if self._file is None:
+                self._file = append_to(self.path, encoding="utf-8")
+                _drop_torn_line(self.path)
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise _cannot("write", self.path, error) from error
+
+    def truncate_after(self, step: int) -> None:
+        """Forget every entry past this step: a resumed run writes them again."""
+        self.close()
+        if not self.path.exists():
+            return
+        kept = [entry for entry in read_journal(self.path) if entry.step <= step]
+        try:
+            with replacing(self.path, durable=True) as file:
+                file.write("".join(map(_encode, kept)).encode("utf-8"))
+        except OSError as error:
+            raise _cannot("write", self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file; the next `append` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_journal(path: Path) -> list[Entry]:
+    """All entries; none if there is no file. A last line that a crash cut short is left out.
+
+    Raises `CheckpointError` for any other line that is not an entry.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _cannot("read", path, error) from error
+    *lines, torn = text.split("\n")
+    if torn:
+        log.warning("%s: dropped its last line, which a crash had cut short", path)
+    return list(_entries(path, lines))
+
+
+def _entries(path: Path, lines: Iterable[str]) -> Iterable[Entry]:
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if abs(record["step"]) > MAX_STEP:
+                raise ValueError("no number of a batch")
+            yield Entry(
+                step=int(record["step"]),
+                time=float(record["time"]),
+                metrics={str(name): float(value) for name, value in record["metrics"].items()},
+                name=str(record.get("name", "")),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            raise CheckpointError(f"{path}:{number}: not a line of metrics: {line[:60]!r}; remove the line") from None
+
+
+def _encode(entry: Entry) -> str:
+    record = {"step": entry.step, "time": entry.time} | ({"name": entry.name} if entry.name else {})
+    return json.dumps(record | {"metrics": {n: _number(v) for n, v in entry.metrics.items()}}, allow_nan=False) + "\n"
+
+
+def _number(value: float) -> float | str:
+    value = float(value)
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    whole = path.read_bytes()
+    end = whole.rfind(b"\n") + 1
+    if end < len(whole):
+        log.warning("%s: dropped its last line, which a crash had cut short", path)
+        os.truncate(path, end)
+
+
+def _cannot(verb: str, path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot {verb} metrics: {(error.strerror or str(error)).lower()}")

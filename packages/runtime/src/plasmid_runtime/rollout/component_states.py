@@ -1,0 +1,104 @@
+"""What rewards, filters and workflows remember, in checkpoints: each worker process saves and takes up its own part."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from plasmid.components import Component, Reward
+from plasmid.config.run import RunConfig
+from plasmid.errors import CheckpointError, one_line
+from plasmid.utils.json_files import read_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerComponent:
+    """A component that worker processes hold."""
+
+    name: str
+    """The same in every run of a recipe."""
+    component: Component
+    eval_set: str = ""
+    """The evaluation set that it belongs to; empty for training's."""
+
+
+def worker_components(config: RunConfig) -> Iterator[WorkerComponent]:
+    """Every component that worker processes hold."""
+    yield WorkerComponent(name="workflow", component=config.workflow)
+    for name, profile in config.profiles.items():
+        if profile.workflow is not None:
+            yield WorkerComponent(name=f"profiles.{name}.workflow", component=profile.workflow)
+    for index, reward in enumerate(config.rewards):
+        yield WorkerComponent(name=f"rewards.{index}", component=reward)
+    for index, filter_ in enumerate(config.filters):
+        yield WorkerComponent(name=f"filters.{index}", component=filter_)
+    for set_ in config.eval:
+        if set_.workflow is not None:
+            yield WorkerComponent(name=f"eval.{set_.name}.workflow", component=set_.workflow, eval_set=set_.name)
+        for index, reward in enumerate(set_.rewards or ()):
+            yield WorkerComponent(name=f"eval.{set_.name}.rewards.{index}", component=reward, eval_set=set_.name)
+
+
+def has_states(config: RunConfig) -> bool:
+    """True if any of them may have a state."""
+    return any(type(component.component).state is not Component.state for component in worker_components(config))
+
+
+class ComponentStates:
+    """The states of one worker's components: as they are, as they were at a `mark`, and as files."""
+
+    def __init__(self, config: RunConfig, on_rewards: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """``on_rewards`` awaits a function on the thread of an evaluation set's rewards, or of training's ('')."""
+        self._components = list(worker_components(config))
+        self._on_rewards = on_rewards
+        self._marked = "{}"
+
+    async def mark(self) -> None:
+        """Remember the states as they are now, for `save`. Raises `CheckpointError` if one is not plain JSON."""
+        states: dict[str, Any] = {}
+        for component in self._components:
+            state = dict(await self._call(component, component.component.state))
+            if state:
+                states[component.name] = _plain(component, state)
+        self._marked = json.dumps(states)
+
+    async def save(self, path: Path) -> None:
+        """Write the states as they were at the last `mark`."""
+        await asyncio.to_thread(path.write_text, self._marked, encoding="utf-8")
+
+    async def restore(self, paths: Sequence[Path]) -> None:
+        """Take up what one or several processes had saved. Raises `CheckpointError`."""
+        try:
+            saved: list[Mapping[str, Any]] = [read_json(path) for path in paths]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{paths[0].parent}: cannot be read: {one_line(error)}") from error
+        for component in self._components:
+            states = [found[component.name] for found in saved if component.name in found]
+            if states:
+                await self._call(component, partial(_restore, component, states))
+
+    async def _call(self, component: WorkerComponent, function: Callable[[], Any]) -> Any:
+        if isinstance(component.component, Reward):
+            return await self._on_rewards(component.eval_set, function)
+        return function()
+
+
+def _plain(component: WorkerComponent, state: Mapping[str, Any]) -> Any:
+    try:
+        plain = json.loads(json.dumps(state, allow_nan=True))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{component.name}: its state must hold JSON types only: {one_line(error)}") from error
+    return plain
+
+
+def _restore(component: WorkerComponent, states: Sequence[Mapping[str, Any]]) -> None:
+    held = component.component
+    try:
+        held.restore(states[0] if len(states) == 1 else held.merge(states))
+    except Exception as error:  # boundary: components are users' code
+        raise CheckpointError(f"{component.name}: cannot take up its state: {one_line(error)}") from error

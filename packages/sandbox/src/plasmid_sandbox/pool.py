@@ -1,0 +1,201 @@
+"""Worker processes on the pool's side: started when needed, replaced when they do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plasmid.errors import IsolationError
+from plasmid.utils.child_environment import child_environment
+from plasmid.utils.messages import LONGEST, NUMBER, Closed, Late, OtherCall, TooLong, receive, send
+from plasmid.utils.work_clock import QueueingExecutor
+
+from .worker import Work
+
+BOOT = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from plasmid_sandbox.worker import main
+main()
+"""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONHASHSEED": "0",  # what goes through sets is then the same in all workers
+}
+START_S = 120.0
+"""Time that a worker has to import what its work needs."""
+GRACE_S = 30.0
+"""Time beyond its deadline that a worker has to answer, and to prepare a call."""
+PLUGIN = "plasmid_plugin_"
+"""How modules begin that plugin files are loaded as; a worker has to load them, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one call may use."""
+
+    timeout_s: float
+    memory_mb: int
+    network: bool = False
+    processes: bool = False
+    environment: tuple[str, ...] = ()
+    """Environment variables that workers get besides those of `child_environment`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a call came to."""
+
+    value: Any = None
+    """JSON types. What came is not trusted: check it."""
+    failed: str | None = None
+    """Why there is none: it hung, crashed, took too much memory, ..."""
+
+
+ENDED = Answer(failed="the worker process ended or did not answer")
+
+
+class WorkerPool:
+    """Does one kind of work in worker processes, each call in a process of its own with a deadline.
+
+    Safe to use from any event loop; none of them is blocked.
+    """
+
+    def __init__(self, work: Work, limits: Limits, *, workers: int) -> None:
+        self._setup = pickle.dumps(
+            {
+                "work": pickle.dumps(work),
+                "plugins": _plugin_files(),
+                "timeout_s": limits.timeout_s,
+                "memory_bytes": limits.memory_mb << 20,
+                "cpu_s": max(1, int(limits.timeout_s) + 1),
+                "network": limits.network,
+                "processes": limits.processes,
+            }
+        )
+        self._limits = limits
+        self._local = threading.local()
+        self._workers: set[_Worker] = set()
+        self._threads = QueueingExecutor(workers, thread_name_prefix="isolated")
+        weakref.finalize(self, _stop_all, self._workers)
+
+    async def start(self) -> None:
+        """Start one worker, so that what is wrong with the work shows at once. Raises `IsolationError`."""
+        await asyncio.wrap_future(self._threads.submit(self._worker))
+
+    async def call(self, given: Any) -> Answer:
+        """One call of the work. Raises `IsolationError` with what it raised."""
+        return await asyncio.wrap_future(self._threads.submit(self._call, given))
+
+    def close(self) -> None:
+        """Stop all workers; calls that still wait are cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        _stop_all(self._workers)
+
+    def _worker(self) -> _Worker:
+        worker: _Worker | None = getattr(self._local, "worker", None)
+        if worker is None:
+            worker = _Worker(self._setup, self._limits.environment)
+            self._workers.add(worker)
+            self._local.worker = worker
+        return worker
+
+    def _call(self, given: Any) -> Answer:
+        try:
+            message = pickle.dumps(given)
+        except RecursionError:  # arguments come from policies, too
+            return Answer(failed="too deeply nested")
+        worker = self._worker()
+        try:
+            worker.send(pickle.dumps([message]))
+            answer = worker.receive(self._limits.timeout_s + GRACE_S)
+        except (Late, Closed, TooLong):
+            self._drop(worker)
+            return ENDED
+        return read_answer(answer)
+
+    def _drop(self, worker: _Worker) -> None:
+        """Stop a worker; the next call of this thread starts another one."""
+        self._workers.discard(worker)
+        worker.stop()
+        self._local.worker = None
+
+
+class _Worker:
+    """One worker process, used by one thread."""
+
+    def __init__(self, setup: bytes, environment: Sequence[str]) -> None:
+        self._num_answers = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**child_environment(environment), **ENVIRONMENT},
+            start_new_session=True,
+        )
+        try:
+            self.send(setup)
+            read_answer(self.receive(START_S))
+        except (Late, Closed, TooLong):
+            self.stop()
+            raise IsolationError(f"a worker process did not start within {START_S:g} s") from None
+        except IsolationError:
+            self.stop()
+            raise
+
+    def send(self, message: bytes) -> None:
+        """Send one message. Raises `Closed`."""
+        assert self._process.stdin is not None
+        send(self._process.stdin.fileno(), message)
+
+    def receive(self, timeout_s: float) -> bytes:
+        """Receive the answer to the next call. Raises `Late`, `Closed` or `TooLong`."""
+        assert self._process.stdout is not None
+        message = receive(self._process.stdout.fileno(), timeout_s, longest=NUMBER.size + LONGEST)
+        if message[: NUMBER.size] != NUMBER.pack(self._num_answers):
+            raise OtherCall
+        self._num_answers += 1
+        return message[NUMBER.size :]
+
+    def stop(self) -> None:
+        """Kill the process; its forks die with it."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+def read_answer(answer: bytes) -> Answer:
+    """Decode an answer. Raises `IsolationError` with what the work raised."""
+    try:
+        data: Any = json.loads(answer)
+    except (ValueError, RecursionError):
+        data = None
+    if isinstance(data, dict) and "raised" in data:
+        raise IsolationError(str(data["raised"]))
+    if isinstance(data, dict) and isinstance(data.get("failed"), str):
+        return Answer(failed=data["failed"])
+    if isinstance(data, dict) and "answer" in data:
+        return Answer(value=data["answer"])
+    return Answer(failed="the answer cannot be read")
+
+
+def _stop_all(workers: set[_Worker]) -> None:
+    while workers:
+        workers.pop().stop()
+
+
+def _plugin_files() -> list[str]:
+    found = (getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name.startswith(PLUGIN))
+    return [file for file in found if file]

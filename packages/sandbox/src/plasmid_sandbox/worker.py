@@ -1,0 +1,258 @@
+"""The worker process: holds what does the work, warm, and answers calls in forks of itself, one for each list of calls.
+
+A fork is killed when the time of a call is up, and whatever it did to its memory is gone with it. It cannot start
+processes or reach a network unless the settings say so, and imports cannot either, so that none of them downloads
+anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from plasmid.errors import PlasmidError, one_line, sample_fault
+from plasmid.plugins.registry import load_file
+from plasmid.utils.messages import LONGEST, NUMBER, Closed, Late, TooLong, receive, send
+
+from .confinement import landlock, seccomp
+from .confinement.linux import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    die_with_parent,
+    drop_capabilities,
+    prctl,
+    set_limits,
+)
+
+OUT_OF_MEMORY = b'{"memory": "none left"}'
+"""What a fork answers to a call for which it has not enough memory."""
+ENDING_S = 2.0
+"""Time that a fork which has closed its pipe has to end."""
+
+
+class Work(Protocol):
+    """What a worker holds. It is pickled to get there."""
+
+    def warm(self) -> None:
+        """Import and open what calls need."""
+        ...
+
+    def prepare(self, given: Any) -> None:
+        """Make what other calls can share. Trusted: it runs in the worker."""
+        ...
+
+    def answer(self, given: Any) -> Any:
+        """One call, in a fork of the worker; JSON types."""
+        ...
+
+
+def main() -> None:
+    """Serve the pool that started this process, until it closes the pipe."""
+    answers = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    die_with_parent()
+    if sys.platform == "linux":
+        prctl(PR_SET_DUMPABLE, 0)  # so that no fork reaches this process through /proc
+    setup: dict[str, Any] = pickle.loads(receive(0))
+    numbers = itertools.count()
+
+    def respond(answer: bytes) -> None:
+        send(answers, NUMBER.pack(next(numbers)) + answer)
+
+    try:
+        work = _open(setup)
+    except PlasmidError as error:
+        respond(_encoded({"raised": str(error)}))
+        return
+    except Exception as error:  # noqa: BLE001  boundary: imports and plugins of others
+        respond(_encoded({"raised": f"cannot be loaded: {one_line(error)}{_environment_hint(error)}"}))
+        return
+    respond(b"{}")
+    with suppress(Closed):
+        while True:
+            calls: list[bytes] = pickle.loads(receive(0))
+            for answer in _serve(work, calls, {**setup, "answers": answers}):
+                respond(answer)
+
+
+def _environment_hint(error: Exception) -> str:
+    if not isinstance(error, KeyError):
+        return ""
+    return " (a worker process has few environment variables; the setting `environment` names more)"
+
+
+def _open(setup: dict[str, Any]) -> Work:
+    if sys.platform == "linux":
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if seccomp.supported():
+        seccomp.install(seccomp.worker_rules(network=setup["network"]))
+    for file in setup["plugins"]:
+        load_file(Path(file))
+    work: Work = pickle.loads(setup["work"])
+    work.warm()
+    return work
+
+
+class _Raised(Exception):
+    """What `Work.prepare` raised; such a call is not answered in a fork."""
+
+
+def _serve(work: Work, calls: list[bytes], setup: dict[str, Any]) -> Iterator[bytes]:
+    """The answers of calls, in order: all in one fork, unless one breaks it; a new one then goes on."""
+    left = [_prepared(work, call) for call in calls]
+    while left:
+        for answer in _answers(work, left, setup):
+            left = left[1:]
+            yield answer
+
+
+def _prepared(work: Work, call: bytes) -> Any:
+    given = pickle.loads(call)
+    try:
+        work.prepare(given)
+    except Exception as error:  # noqa: BLE001  boundary: users' code
+        return _Raised(_told(error))
+    return given
+
+
+def _answers(work: Work, calls: list[Any], setup: dict[str, Any]) -> Iterator[bytes]:
+    """The answers of one fork, until all are there or it is of no more use."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _leave(reading, setup["answers"])
+        _answer(work, calls, writing, setup)
+    os.close(writing)
+    try:
+        for index, call in enumerate(calls):
+            if isinstance(call, _Raised):
+                yield _encoded({"raised": str(call)})
+                continue
+            answer, more = _receive(reading, child, setup)
+            if answer == OUT_OF_MEMORY:
+                if index > 0:
+                    return  # calls before it took some of the memory: it gets a fork of its own
+                failed = f"more memory than memory_mb = {setup['memory_bytes'] >> 20}"
+                answer, more = _encoded({"failed": failed}), False
+            yield answer
+            if not more:
+                return
+    finally:
+        os.close(reading)
+        _end(child)
+
+
+def _receive(reading: int, child: int, setup: dict[str, Any]) -> tuple[bytes, bool]:
+    """The next answer of a fork, as it came: the pool checks it. And whether the fork can give more."""
+    try:
+        return receive(reading, setup["timeout_s"], longest=LONGEST), True
+    except Late:
+        failed = f"no answer within call_timeout_s = {setup['timeout_s']:g}"
+    except TooLong:
+        failed = "its answer is too long"
+    except Closed:
+        failed = _why(child)
+    return _encoded({"failed": failed}), False
+
+
+def _leave(*descriptors: int) -> None:
+    """Close what the fork has of the worker: its input, its answers, and the other end of the pipe.
+
+    The descriptors that remain are the fork's own pipe, and what the work has opened for itself.
+    """
+    for descriptor in descriptors:
+        os.close(descriptor)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.close(nowhere)
+
+
+def _answer(work: Work, calls: list[Any], pipe: int, setup: dict[str, Any]) -> None:
+    """Runs in the fork: never returns."""
+    try:
+        os.setsid()
+        die_with_parent()
+        memory = _address_space() + setup["memory_bytes"]
+        set_limits({"AS": memory, "CPU": setup["cpu_s"] * len(calls), "CORE": 0})
+        if sys.platform == "linux":
+            landlock.enter_domain()
+            drop_capabilities()
+        if seccomp.supported() and not setup["processes"]:
+            seccomp.install(seccomp.single_process_rules(os.getpid()), others="all")
+        for call in calls:
+            if not isinstance(call, _Raised):
+                send(pipe, _result(work, call))
+    finally:
+        os._exit(0)
+
+
+def _result(work: Work, given: Any) -> bytes:
+    try:
+        return _encoded({"answer": work.answer(given)})
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except Exception as error:  # noqa: BLE001  boundary: users' code
+        fault = sample_fault(error)
+        return _encoded({"raised": _told(error)} if fault is None else {"failed": fault})
+
+
+def _encoded(result: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(result).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"failed": f"the answer is no JSON: {one_line(error)}"}).encode()
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, PlasmidError) else f"raised {one_line(error)}"
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped already."""
+    if sys.platform != "linux":
+        return 1 << 30
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _why(child: int) -> str:
+    """Why a fork gave no answer before its pipe was closed."""
+    descriptor = os.pidfd_open(child)
+    select.select([descriptor], [], [], ENDING_S)
+    os.close(descriptor)
+    info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    if info is None or info.si_code == os.CLD_EXITED:
+        return "its process ended without an answer"
+    if info.si_status == signal.SIGSYS:
+        return "tried to start a process, which it may not"
+    return f"its process was killed by {signal.Signals(info.si_status).name}"
+
+
+def _end(child: int) -> None:
+    """Kill the fork, its process group, and all that has come to be a child of this process."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(child, 0)
+        while True:
+            for orphan in _children():
+                os.kill(orphan, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    file = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(number) for number in file.read_text().split()] if file.is_file() else []

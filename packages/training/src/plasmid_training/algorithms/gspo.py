@@ -1,0 +1,43 @@
+"""Group sequence policy optimization."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from plasmid.components import Needs
+from pydantic import Field
+
+from .parts.group import GroupNormalization
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, clipped_ratio_loss, sequence_ratio
+
+if TYPE_CHECKING:
+    from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
+    from torch import Tensor
+
+
+class GSPO(GroupNormalization, RewardPolicyGradient):
+    """GRPO with one probability ratio for each sample in place of one for each token.
+
+    Formula: A as in GRPO; s = exp(mean over the sample's tokens of log p - log p_old); loss
+    max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A).
+    Paper: Zheng et al. 2025, arXiv 2507.18071
+    Use: mixture-of-experts models and long answers, where ratios of single tokens are noise.
+    """
+
+    kind: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, ge=0.0, le=1.0)
+    """The sequence ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(4e-4, ge=0.0, allow_inf_nan=False)
+    """The sequence ratio is clipped above at 1 + clip_high."""
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
+
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        return inputs.spread(self.normalize(self.table(inputs)))
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        ratio = sequence_ratio(inputs, old_logprobs)
+        return clipped_ratio_loss(ratio, inputs.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

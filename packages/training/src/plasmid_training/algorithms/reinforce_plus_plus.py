@@ -1,0 +1,65 @@
+"""REINFORCE with PPO's clip and advantages normalised over the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from plasmid.components import Needs, Reduction
+from pydantic import Field
+
+from .parts.group import group_advantages
+from .parts.policy_gradient import RewardPolicyGradient
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
+from .parts.returns import discounted_sums, token_rewards, whiten
+
+if TYPE_CHECKING:
+    from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
+    from torch import Tensor
+
+
+class ReinforcePlusPlus(RatioClip, RewardPolicyGradient):
+    """Returns of each token, normalised over all tokens of the batch; no critic, no prompt groups.
+
+    Formula: G_t = sum over k >= t of gamma^(k - t) (r_k - reward_kl_coef KL_k), where r_k is the reward on the last
+    token and 0 before; A = (G - mean) / sqrt(var + 1e-8) over the batch; PPO's clipped token loss.
+    Paper: Hu et al. 2025, arXiv 2501.03262
+    Use: one sample of each prompt, many prompts.
+    """
+
+    kind: Literal["reinforce-plus-plus"] = "reinforce-plus-plus"
+    reduction: Reduction = "per-token"
+    """How token losses of a step are averaged: all tokens alike in REINFORCE++."""
+    gamma: float = Field(1.0, gt=0.0, le=1.0)
+    """Discount for each token between a reward and the token that earns it."""
+
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        rewards = token_rewards(inputs, self.penalty(inputs))
+        return whiten(discounted_sums(rewards, inputs.sample_index, self.gamma), inputs)
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)
+
+
+class ReinforcePlusPlusBaseline(RatioClip, RewardPolicyGradient):
+    """Rewards relative to the mean of their prompt group, normalised over all tokens of the batch.
+
+    Formula: B = r - mean over the rollouts of the prompt, with r = reward - reward_kl_coef KL;
+    A = (B - mean) / sqrt(var + 1e-8) over the batch's tokens; PPO's clipped token loss.
+    Paper: Hu et al. 2025, arXiv 2501.03262
+    Use: like GRPO, without its division by the standard deviation of small groups.
+    """
+
+    kind: Literal["reinforce-plus-plus-baseline"] = "reinforce-plus-plus-baseline"
+    reduction: Reduction = "per-token"
+    """How token losses of a step are averaged: all tokens alike in REINFORCE++."""
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
+
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        values = group_advantages(self.table(inputs), normalize_std=False)
+        return whiten(inputs.spread(values), inputs)
+
+    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
+        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

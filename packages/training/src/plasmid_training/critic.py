@@ -1,0 +1,64 @@
+"""What every trainer does around its critic's forward pass. T tokens are this rank's, P a microbatch's loss tokens."""
+
+from __future__ import annotations
+
+import torch
+from plasmid.components import ActorCritic
+from plasmid.components.objective_inputs import ValueInputs
+from plasmid.types.batch import Rows
+from torch import Tensor
+
+from .batches.collate import Microbatch
+from .batches.rank_batch import RankBatch
+from .objective.metrics import AllReduce
+from .objective.objective import MicrobatchLoss, RoleScores, advantage_inputs, on_all_tokens
+
+
+def compute_returns(
+    algorithm: ActorCritic,
+    batch: RankBatch,
+    rows: Rows,
+    scores: RoleScores,
+    *,
+    all_reduce: AllReduce,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """[T] what the values of this rank's tokens are trained to be, 0 where the loss does not look. Once per batch."""
+    inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
+    return on_all_tokens("returns", algorithm.returns(inputs), rows)
+
+
+def value_microbatch_loss(
+    algorithm: ActorCritic,
+    microbatch: Microbatch,
+    values: Tensor,
+    *,
+    old_values: Tensor,
+    returns: Tensor,
+    weights: Tensor,
+) -> MicrobatchLoss:
+    """The critic's token losses, summed with the weight [P] of each token, as `microbatch_loss` does for the policy.
+
+    ``values`` [P] are the critic's now, ``old_values`` and ``returns`` [T] those of all tokens of the rank.
+    """
+    token = microbatch.token_index
+    result = algorithm.value_loss(ValueInputs(values=values, old_values=old_values[token], returns=returns[token]))
+    if result.loss.shape != values.shape:
+        raise ValueError(f"the value loss must be one per token ({values.numel()}), got {tuple(result.loss.shape)}")
+    return MicrobatchLoss(
+        loss=(result.loss.double() * weights).sum(), values=result.metrics, maxima={}, num_tokens=values.numel()
+    )
+
+
+def explained_variance(values: Tensor, returns: Tensor, all_reduce: AllReduce) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over the loss tokens of all ranks; None if the returns do not vary.
+
+    1 for a critic that knows the returns, 0 for one that knows their mean. Two passes in float64, because
+    E[x^2] - E[x]^2 loses everything where the mean is large.
+    """
+    pair = torch.stack([returns.double(), (returns - values).double()])
+    count = all_reduce(pair.new_tensor(float(pair.shape[1])))
+    means = all_reduce(pair.sum(1)) / count.clamp(min=1)
+    squares = all_reduce((pair - means[:, None]).square().sum(1))
+    total, left = squares.tolist()
+    return 1 - left / total if total > 0 else None

@@ -1,0 +1,22 @@
+"""Registers the algorithms. Imports neither torch nor ray."""
+
+from __future__ import annotations
+
+from plasmid.components import Algorithm
+from plasmid.plugins.hookspecs import hookimpl
+
+from .algorithms.cispo import CISPO
+from .algorithms.dapo import DAPO
+from .algorithms.dr_grpo import DrGRPO
+from .algorithms.grpo import GRPO
+from .algorithms.gspo import GSPO
+from .algorithms.opd import OPD
+from .algorithms.ppo import PPO
+from .algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from .algorithms.rloo import RLOO, ReMax
+from .algorithms.sft import SFT
+
+
+@hookimpl
+def register_algorithms() -> list[type[Algorithm]]:
+    return [CISPO, DAPO, DrGRPO, GRPO, GSPO, OPD, PPO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, RLOO, SFT]

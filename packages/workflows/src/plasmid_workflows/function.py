@@ -1,0 +1,45 @@
+"""A workflow that is a function of the user."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from plasmid.components import Rollout, Workflow
+from plasmid.types import Prompt, Sample
+from pydantic import Field
+
+from .execution import RolloutFailed
+from .signatures import named
+
+
+class FunctionWorkflow(Workflow):
+    """An async function that gets a rollout and a prompt and returns a sample or several.
+
+    ``async def play(rollout, prompt, **settings)``; see `plasmid.Rollout` for what a rollout offers. Several samples of
+    one rollout count once in the loss.
+    """
+
+    kind: Literal["function"] = "function"
+    function: str
+    """Its name: ``module:function``, or ``file.py:function``."""
+    settings: Mapping[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function, by name."""
+
+    def misfits(self) -> Iterator[str]:
+        yield from super().misfits()
+        function = named(self.function)
+        if not inspect.iscoroutinefunction(function):
+            yield f"function: {self.function} must be async: `async def {function.__name__}(rollout, prompt)`"
+        try:
+            inspect.signature(function).bind(None, None, **self.settings)
+        except TypeError as error:
+            yield f"settings: {self.function} is called with (rollout, prompt) and {sorted(self.settings)}: {error}"
+
+    async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
+        made = await named(self.function)(rollout, prompt, **self.settings)
+        samples = [made] if isinstance(made, Sample) else made
+        if not isinstance(samples, list | tuple) or not all(isinstance(sample, Sample) for sample in samples):
+            raise RolloutFailed(f"{self.function} must return a Sample or a list of them, got {made!r:.200}")
+        return list(samples)

@@ -1,0 +1,28 @@
+"""A function of the user as a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from plasmid.components.interaction import Tool
+from pydantic import field_validator
+
+from ..signatures import named, schema
+
+
+class FunctionTool(Tool):
+    """A Python function: its name, types and docstring are what the policy is told."""
+
+    kind: Literal["function"] = "function"
+    function: str
+    """Its name: ``module:function``, or ``file.py:function``."""
+
+    @field_validator("function")
+    @classmethod
+    def _can_be_called(cls, value: str) -> str:
+        schema(named(value))
+        return value
+
+    def implementation(self) -> Callable[..., Any]:
+        return named(self.function)
