@@ -168,7 +168,7 @@ def test_a_run_ends_before_it_trains_on_what_nobody_can_vouch_for(runner):
 
 
 def test_what_was_started_anew_gets_the_present_version_again(runner, monkeypatch):
-    monkeypatch.setattr("plasmid_runtime.loop.weight_sync.LOOK_S", 0.01)
+    monkeypatch.setattr("plasmid_runtime.loop.policy_sync.POLL_S", 0.01)
 
     class Slow(Engine):
         def needs_weights(self):
@@ -188,7 +188,7 @@ def test_what_was_started_anew_gets_the_present_version_again(runner, monkeypatc
 @pytest.mark.timeout(60)
 def test_a_canary_that_was_asked_of_a_server_that_died_is_asked_again(runner, monkeypatch):
     """Nobody answers it until the engine has got its weights again, which only the waiting run can send."""
-    monkeypatch.setattr("plasmid_runtime.loop.weight_sync.LOOK_S", 0.01)
+    monkeypatch.setattr("plasmid_runtime.loop.policy_sync.POLL_S", 0.01)
 
     class Dying(Engine):
         def needs_weights(self):
@@ -210,7 +210,7 @@ def test_a_canary_that_was_asked_of_a_server_that_died_is_asked_again(runner, mo
 
 
 def test_a_run_ends_when_too_little_is_left_of_the_engine(runner, monkeypatch):
-    monkeypatch.setattr("plasmid_runtime.loop.weight_sync.LOOK_S", 0.01)
+    monkeypatch.setattr("plasmid_runtime.loop.policy_sync.POLL_S", 0.01)
     engine = Engine()
     engine.lost = -1
     engine._settings = FakeEngineConfig(max_delay_s=5.0, num_tokens=4)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from ..errors import DeadlineError
@@ -25,13 +26,20 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     raise first  # out here, so that it keeps its own cause
 
 
-async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
-    """The result of ``work``, or `DeadlineError` that says ``what`` took longer than this many seconds."""
-    deadline = asyncio.timeout(limit_s)
+@asynccontextmanager
+async def deadline(limit_s: float, what: str) -> AsyncIterator[None]:
+    """Raises `DeadlineError` that says ``what`` took longer than this many seconds."""
+    timeout = asyncio.timeout(limit_s)
     try:
-        async with deadline:
-            return await work
+        async with timeout:
+            yield
     except TimeoutError:
-        if not deadline.expired():
+        if not timeout.expired():
             raise  # one of the work's own
         raise DeadlineError(f"{what}: no end within {limit_s:g} s") from None
+
+
+async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
+    """The result of ``work``. Raises `DeadlineError` as `deadline` does."""
+    async with deadline(limit_s, what):
+        return await work

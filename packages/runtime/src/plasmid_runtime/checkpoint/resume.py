@@ -9,7 +9,6 @@ from pathlib import Path
 from plasmid.config.run import RunConfig
 from plasmid.protocols import Store, Trainer
 from plasmid.types.shared_groups import share
-from plasmid.utils.waiting import GRACE, within
 
 from ..observe.journal import Journal
 from ..observe.sample_store import read_dropped, read_samples
@@ -17,7 +16,7 @@ from ..rollout.producers.producer import Producer
 from ..rollout.worker_pool import WorkerPool
 from .folder import CheckpointFolder, Progress, RunState, check_same_config, read_state
 from .run_folder import RunFolder
-from .saver import BUFFER, WORKER_STATES, stateful_components
+from .saver import BUFFER, TRAINER, WORKER_STATES, stateful_components
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ async def resume_run(
     """Bring every part of the run to the state of the checkpoint, and remove what was written after it."""
     state = checkpoint.state
     if trainer is not None:
-        await load_trainer(config, trainer, checkpoint.path)
+        await trainer.load(checkpoint.path / TRAINER)
     buffered = checkpoint.path / BUFFER
     groups, dropped = (read_samples(buffered), read_dropped(buffered)) if buffered.exists() else ([], {})
     shared = [share(group, store, dropped.get(group.id, "")) for group in groups]
@@ -70,12 +69,6 @@ async def resume_run(
         if place in state.components:
             component.restore(state.components[place])
     return Progress(batch=state.batch, version=state.version)
-
-
-async def load_trainer(config: RunConfig, trainer: Trainer, checkpoint: Path) -> None:
-    """Load the trainer's part of a checkpoint."""
-    limit_s = config.run.train_timeout_s * GRACE
-    await within(limit_s, "trainer.load (run.train_timeout_s)", trainer.load(checkpoint / "trainer"))
 
 
 def _forget_samples(folder: RunFolder, state: RunState, *, buffered: Sequence[int]) -> None:

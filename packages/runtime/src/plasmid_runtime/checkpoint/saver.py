@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from plasmid.components import Component
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
 from plasmid.protocols import Finish, Trainer
-from plasmid.utils.waiting import GRACE, within
 
 from ..observe.dispatch import ObserverQueues
 from ..rollout.component_states import has_states
@@ -25,8 +24,9 @@ from .folder import CheckpointFolder, Progress, RunState
 from .run_folder import RunFolder
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 BUFFER = "buffer.parquet"
+TRAINER = "trainer"
+"""Folder of a checkpoint with the trainer's state."""
 WORKER_STATES = "workers"
 """Folder of a checkpoint with what the components of each worker process remember."""
 
@@ -120,7 +120,7 @@ class CheckpointSaver:
         with self._explained(batch):
             temporary = self._checkpoints.begin(batch)
             if self.trainer is not None:
-                finish = await self._limited(self.trainer.save(temporary / "trainer"))
+                finish = await self.trainer.save(temporary / TRAINER)
             if self.workers is not None and finished:
                 await self.workers.write(temporary / BUFFER, finished, batch)
             if self._stateful_workers is not None:
@@ -133,15 +133,12 @@ class CheckpointSaver:
         """Wait for the trainer's files and make a checkpoint of it all."""
         with self._explained(begun.state.batch):
             if begun.finish is not None:
-                await self._limited(begun.finish())
+                await begun.finish()
             path = self._checkpoints.commit(begun.temporary, begun.state)
         seconds = time.monotonic() - begun.started
         self._seconds["perf/save_s"] = seconds
         log.info("batch %d: saved %s in %.1f s", begun.state.batch, path, seconds)
         self.queues.emit("checkpoint_saved", step=begun.state.batch, path=path, seconds=seconds)
-
-    async def _limited(self, work: Awaitable[T]) -> T:
-        return await within(self.config.run.train_timeout_s * GRACE, "trainer.save (run.train_timeout_s)", work)
 
     @contextmanager
     def _explained(self, batch: int) -> Iterator[None]:

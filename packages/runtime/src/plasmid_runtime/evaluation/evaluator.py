@@ -13,7 +13,7 @@ from plasmid.errors import EngineError
 from plasmid.protocols import RolloutEngine
 from plasmid.types.batch import GroupRef
 from plasmid.utils.seeds import seed_of
-from plasmid.utils.waiting import GRACE, together, within
+from plasmid.utils.waiting import together
 
 from ..checkpoint.run_folder import RunFolder
 from ..observe.dispatch import ObserverQueues
@@ -209,8 +209,7 @@ class Evaluator:
         for start in range(0, len(jobs), width):
             wave = jobs[start : start + width]
             sessions = [session for job in wave for session in job.sessions()]
-            limit_s = self._config.run.sync_timeout_s * GRACE
-            await within(limit_s, "engine.expect (run.sync_timeout_s)", sampler.engine.expect(sessions))
+            await sampler.engine.expect(sessions)
             groups += await together(one(job, gate) for job in wave)
         return groups
 

@@ -11,16 +11,16 @@ from plasmid.components import PromptStream
 from plasmid.config.run import RunConfig
 from plasmid.types.batch import GroupRef
 from plasmid.utils.seeds import seed_of
-from plasmid.utils.waiting import GRACE, within
 
 from ..checkpoint.folder import Progress
-from ..checkpoint.resume import ResumePoint, load_trainer, resume_run
+from ..checkpoint.resume import ResumePoint, resume_run
 from ..checkpoint.run_folder import RunFolder
-from ..checkpoint.saver import CheckpointSaver
+from ..checkpoint.saver import TRAINER, CheckpointSaver
 from ..evaluation.evaluator import Due, EvaluationJournal, Evaluator, Sampler
 from ..evaluation.sets import EvaluationSet
 from ..loop.batch_hooks import BatchHooks
-from ..loop.loop import Loop, LoopParts
+from ..loop.loop import Loop
+from ..loop.policy_sync import PolicySync
 from ..observe.dispatch import ObserverQueues
 from ..observe.journal import read_journal
 from ..observe.recorder import MetricsRecorder
@@ -52,12 +52,7 @@ async def build_loop(
     plugins: pluggy.PluginManager,
 ) -> Loop:
     """The loop, ready to run."""
-    if replay is not None:
-        producer: Producer = ReplayProducer(replay, handles.cluster.store)
-    else:
-        producer = make_producer(config, handles, Draws(stream), queues)
-        if config.reuse is not None and handles.trainer is not None:
-            producer = ReuseProducer(producer, config.reuse, seed=config.run.seed)
+    producer = _open_producer(config, handles, stream, queues, replay)
     stack.add_close("rollouts", producer.close)
     monitor = SystemMonitor()
     stack.add_close("the system monitor", monitor.close)
@@ -76,7 +71,7 @@ async def build_loop(
             journal=recorder.journal,
         )
     elif config.checkpoint.start_from != "none" and handles.trainer is not None:
-        await load_trainer(config, handles.trainer, Path(config.checkpoint.start_from))
+        await handles.trainer.load(Path(config.checkpoint.start_from) / TRAINER)
     saver = CheckpointSaver(
         config=config,
         trainer=handles.trainer,
@@ -87,17 +82,46 @@ async def build_loop(
         pending_evaluations=evaluator.pending if evaluator is not None else tuple,
     )
     stack.add_close("the checkpoint under way", saver.close)
-    loop_parts = LoopParts(
+
+    return Loop(
+        config=config,
         trainer=handles.trainer,
         engine=handles.engine,
         producer=producer,
-        observers=recorder,
-        write_samples=partial(_write_samples, handles.workers, folder),
-        evaluations=evaluator,
+        sync=_policy_sync(config, handles, producer, progress, recorder),
+        evaluator=evaluator,
         saver=saver,
-        change=BatchHooks(plugins).apply,
+        recorder=recorder,
+        write_samples=partial(_write_samples, handles.workers, folder),
+        apply_hooks=BatchHooks(plugins).apply,
+        progress=progress,
     )
-    return Loop(config=config, parts=loop_parts, progress=progress)
+
+
+def _open_producer(
+    config: RunConfig, handles: RunHandles, stream: PromptStream, queues: ObserverQueues, replay: Path | None
+) -> Producer:
+    if replay is not None:
+        return ReplayProducer(replay, handles.cluster.store)
+    producer = make_producer(config, handles, Draws(stream), queues)
+    if config.reuse is not None and handles.trainer is not None:
+        return ReuseProducer(producer, config.reuse, seed=config.run.seed)
+    return producer
+
+
+def _policy_sync(
+    config: RunConfig, handles: RunHandles, producer: Producer, progress: Progress, recorder: MetricsRecorder
+) -> PolicySync | None:
+    if handles.trainer is None or handles.engine is None:
+        return None
+    return PolicySync(
+        config=config,
+        trainer=handles.trainer,
+        engine=handles.engine,
+        producer=producer,
+        progress=progress,
+        begin_phase=recorder.begin_phase,
+    )
 
 
 async def _write_samples(
@@ -134,7 +158,7 @@ def make_producer(config: RunConfig, handles: RunHandles, draws: Draws, queues: 
 
     async def expect(wave: Sequence[Draw]) -> None:
         sessions = [session for draw in wave for session in job(draw).sessions()]
-        await within(run.sync_timeout_s * GRACE, "engine.expect (run.sync_timeout_s)", engine.expect(sessions))
+        await engine.expect(sessions)
 
     limit = DropLimit(limit=run.max_dropped, failed_limit=run.prompts_per_batch)
     if run.max_staleness == 0:

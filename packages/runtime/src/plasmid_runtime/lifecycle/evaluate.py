@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plasmid.config.run import RunConfig
-from plasmid.utils.waiting import GRACE, within
 from plasmid_models.tokenizer import prompt_encoder
 
 from ..checkpoint.folder import read_state
@@ -76,6 +75,5 @@ def _folder(config: RunConfig) -> RunFolder:
 async def _load(config: RunConfig, handles: RunHandles, checkpoint: Path, version: int) -> None:
     """Bring the policy of the checkpoint into the engine, by way of its trainer."""
     assert handles.trainer is not None and handles.engine is not None
-    limit_s = config.run.train_timeout_s * GRACE
-    await within(limit_s, "trainer.load (run.train_timeout_s)", handles.trainer.load(checkpoint / "trainer"))
-    await DeviceScheduler(config=config, trainer=handles.trainer, engine=handles.engine).begin(version)
+    await handles.trainer.load(checkpoint / "trainer")
+    await DeviceScheduler(config=config, trainer=handles.trainer, engine=handles.engine).start(version)

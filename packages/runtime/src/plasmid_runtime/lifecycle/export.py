@@ -14,7 +14,6 @@ from plasmid.config.stored_recipe import resolve_stored
 from plasmid.errors import CheckpointError
 from plasmid.protocols import Trainer
 from plasmid.utils.json_files import read_json
-from plasmid.utils.waiting import GRACE, within
 
 from ..checkpoint.folder import STATE, CheckpointFolder, read_state
 from ..checkpoint.run_folder import RunFolder
@@ -29,8 +28,7 @@ ORIGIN = "plasmid.json"
 
 async def export_policy(config: RunConfig, trainer: Trainer, target: Path, batch: int) -> None:
     """Write the policy of a trainer that has trained this many batches. Raises `CheckpointError`, `DeadlineError`."""
-    limit_s = config.run.train_timeout_s * GRACE
-    await within(limit_s, "trainer.export (run.train_timeout_s)", trainer.export(target))
+    await trainer.export(target)
     (target / ORIGIN).write_text(json.dumps({"recipe": config.recipe, "batch": batch}))
 
 
@@ -86,8 +84,7 @@ async def _export(
             handles = await start_run(config, folder, make_cluster, with_trainer=True, with_engine=False, is_new=False)
             stack.add_close("the trainer", handles.close)
             assert handles.trainer is not None
-            limit_s = config.run.train_timeout_s * GRACE
-            await within(limit_s, "trainer.load (run.train_timeout_s)", handles.trainer.load(checkpoint / "trainer"))
+            await handles.trainer.load(checkpoint / "trainer")
             await export_policy(config, handles.trainer, target, batch)
 
 

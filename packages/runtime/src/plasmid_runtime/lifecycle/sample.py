@@ -16,7 +16,7 @@ from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.types import Prompt, PromptGroup
 from plasmid.utils.seeds import seed_of
-from plasmid.utils.waiting import GRACE, together, within
+from plasmid.utils.waiting import together
 from plasmid_models.tokenizer import prompt_encoder
 
 from ..checkpoint.run_folder import RunFolder
@@ -74,8 +74,7 @@ def sample(
                 assert handles.workers is not None and handles.engine is not None
                 jobs = [_job(config, index, prompt, each, eval_set) for index, prompt in enumerate(prompts)]
                 sessions = [session for job in jobs for session in job.sessions()]
-                limit_s = config.run.sync_timeout_s * GRACE
-                await within(limit_s, "engine.expect (run.sync_timeout_s)", handles.engine.expect(sessions))
+                await handles.engine.expect(sessions)
                 groups = await together(handles.workers.roll_out(job) for job in jobs)
                 return [SampledGroup(group=ref.whole.get(), dropped_by=ref.dropped_by) for ref in groups]
 

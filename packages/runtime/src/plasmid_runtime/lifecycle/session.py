@@ -99,7 +99,7 @@ class _Session:
                 interrupts.save_with(loop.stop)
                 interrupted = await loop.run()
                 interrupts.save_with(None)
-                async with loop.trainer_at_hand():
+                async with loop.trainer_loaded():
                     final = await self._export(folder, handles, interrupted, loop.progress.batch)
         return self._result(folder, loop.progress.batch, interrupted=interrupted, final=final)
 

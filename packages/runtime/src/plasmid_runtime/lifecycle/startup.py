@@ -21,6 +21,7 @@ from ..cluster.node_checks import prepare_nodes
 from ..cluster.opening import cluster_address
 from ..rollout.worker import RolloutWorker
 from ..rollout.worker_pool import WorkerPool
+from .deadlines import DeadlineEngine, DeadlineTrainer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class RunHandles:
                 try:
                     await part.close()
                 except Exception:  # boundary: the others must be stopped too, and why the run ends is said elsewhere
-                    log.exception("%s did not close", type(part).__name__)
+                    log.exception("%s did not close", type(getattr(part, "inner", part)).__name__)
         try:
             await self.cluster.close()
         except Exception:  # boundary: as above
@@ -76,15 +77,18 @@ async def start_processes(
         site = await _site(config, cluster, run_dir, layout)
 
         async def start_trainer() -> None:
-            handles.trainer = await config.trainer.build(site.context(layout.trainer))
+            trainer = await config.trainer.build(site.context(layout.trainer))
+            handles.trainer = DeadlineTrainer(trainer, config.run.train_timeout_s)
 
         async def start_engine() -> None:
             assert config.rollout is not None
-            handles.engine = await config.rollout.build(site.context(layout.engine))
+            engine = await config.rollout.build(site.context(layout.engine))
+            handles.engine = DeadlineEngine(engine, config.run.sync_timeout_s)
 
         async def start_eval_engine() -> None:
             assert config.rollout is not None
-            handles.eval_engine = await config.rollout.build(site.of_evaluation())
+            engine = await config.rollout.build(site.of_evaluation())
+            handles.eval_engine = DeadlineEngine(engine, config.run.sync_timeout_s)
 
         wanted = [(with_trainer, start_trainer), (with_engine, start_engine), (with_eval, start_eval_engine)]
         await together(start() for needed, start in wanted if needed)

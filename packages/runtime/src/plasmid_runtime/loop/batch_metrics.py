@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from plasmid.errors import EngineError
 from plasmid.types.batch import GroupRef
 
 from ..observe.metrics import rollout_metrics
@@ -30,6 +31,18 @@ def batch_rollout_metrics(taken: Taken, *, version: int, scored: bool, published
     if published:
         metrics |= {name: value for name, value in trained.items() if name.startswith(STALENESS)}
     return metrics | dict(taken.metrics)
+
+
+def check_failures(taken: Taken, *, limit: float) -> None:
+    """Raises `EngineError` if a larger share of the rollouts failed than `run.max_failed`."""
+    groups = [*taken.new, *taken.dropped]
+    failed = [error for group in groups for error in group.errors]
+    total = len(failed) + sum(group.num_samples for group in groups)
+    if failed and len(failed) / total > limit:
+        raise EngineError(
+            f"rollouts: {len(failed)} of {total} failed, more than run.max_failed = {limit:g}; the last error was: "
+            f"{failed[-1]}"
+        )
 
 
 def timing_metrics(seconds: Mapping[str, float], total_s: float, groups: Sequence[GroupRef]) -> dict[str, float]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from plasmid.components import CanaryPlan
 from plasmid.errors import EngineError, SyncError
-from plasmid.protocols import Ref, RolloutEngine, Trainer
+from plasmid.protocols import RolloutEngine, Trainer
 from plasmid.types import (
     Completion,
     GenerateRequest,
@@ -26,29 +25,12 @@ from plasmid.types.batch import BatchRef
 from plasmid.types.shared_groups import share
 from plasmid.utils.waiting import within
 
+from ..cluster.local import LocalStore
+
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 PROMPT = np.arange(5, 21, dtype=np.int32)
 """Any tokens will do that every vocabulary has."""
 SAMPLING = SamplingParams(max_new_tokens=16)
-
-
-@dataclass(frozen=True, slots=True)
-class Held(Generic[T]):
-    """A reference that carries its value: a canary is small."""
-
-    value: T
-
-    def get(self) -> T:
-        return self.value
-
-
-class Here:
-    """A store of such references."""
-
-    def put(self, value: T) -> Ref[T]:
-        """The value itself."""
-        return Held(value)
 
 
 class Canary:
@@ -147,5 +129,5 @@ def _sample(completion: Completion) -> Sample:
 def _batch(sample: Sample, copies: int) -> BatchRef:
     """The sample once for every rank."""
     prompt = Prompt(id="canary", token_ids=PROMPT)
-    groups = [share(PromptGroup(id=i, prompt=prompt, samples=(sample,)), Here()) for i in range(copies)]
+    groups = [share(PromptGroup(id=i, prompt=prompt, samples=(sample,)), LocalStore()) for i in range(copies)]
     return BatchRef(index=0, groups=tuple(groups), steps=1)

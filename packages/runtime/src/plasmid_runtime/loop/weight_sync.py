@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 from plasmid.protocols import RolloutEngine, Trainer
 from plasmid.types import SyncReceipt
@@ -32,21 +29,3 @@ async def _both(trainer: Trainer, engine: RolloutEngine, version: int) -> list[S
     plan = await engine.plan_sync()
     # both at once: a broadcast needs the two sides, and shared memory must not outlive its tensor
     return await together([trainer.send(plan, version), engine.receive(plan, version)])
-
-
-LOOK_S = 1.0
-"""Between two looks at the engine."""
-
-
-async def wait_mending(
-    work: set[asyncio.Future[Any]], engine: RolloutEngine | None, mend: Callable[[], Awaitable[None]]
-) -> None:
-    """Wait for the first of ``work``; the trainer is idle meanwhile. Raises `EngineError` when too little is left."""
-    while True:
-        timeout = None if engine is None else LOOK_S
-        done, _ = await asyncio.wait(work, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if done:
-            return
-        assert engine is not None
-        if engine.needs_weights():
-            await mend()

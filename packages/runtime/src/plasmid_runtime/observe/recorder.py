@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from .dispatch import ObserverQueues
 from .journal import Journal
 from .system import SystemMonitor
 
+log = logging.getLogger(__name__)
+BEFORE_TRAINED = ("sample", "score", "train")
+"""Phases of a batch that is not counted as trained yet."""
+
 
 class MetricsRecorder:
     """Writes metrics to the run's journal before any observer hears of them, and adds gauges of data and machine."""
@@ -18,6 +23,12 @@ class MetricsRecorder:
     def __init__(self, *, path: Path, queues: ObserverQueues, monitor: SystemMonitor, data: PromptStream) -> None:
         self.journal = Journal(path)
         self._queues, self._monitor, self._data = queues, monitor, data
+
+    def begin_phase(self, phase: str, batch: int, version: int) -> None:
+        """Tell every observer that a phase begins after this many trained batches, at this policy version."""
+        batch += phase in BEFORE_TRAINED
+        log.debug("batch %d: %s", batch, phase)
+        self.emit("phase_started", batch=batch, phase=phase, version=version)
 
     def emit(self, hook: str, **kwargs: Any) -> None:
         """Tell every observer, after the journal has the metrics of a finished step. Never blocks."""

@@ -227,7 +227,7 @@ class Leaving(FakeEngine):
 
 
 def test_a_weight_sync_is_tried_again_with_what_comes_up(runner, monkeypatch):
-    monkeypatch.setattr("plasmid_runtime.loop.device_scheduler.AGAIN_S", 0.0)
+    monkeypatch.setattr("plasmid_runtime.loop.device_scheduler.RETRY_S", 0.0)
     engine = Leaving(2)
     turns = DeviceScheduler(config=runner.config(), trainer=FakeTrainer(), engine=engine)
     assert asyncio.run(turns.publish(3)).version == 3
