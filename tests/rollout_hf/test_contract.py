@@ -1,25 +1,43 @@
-"""The embedded engine keeps what every engine promises."""
+"""The embedded engine keeps what every engine promises, and an engine that does not is told what is missing."""
 
+import contextlib
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from hf_cases import run, started
-from plasmid.testing.contracts import check_engine
+from hf_cases import plain_logprobs, plain_model, run, started
+from plasmid.errors import SyncError
+from plasmid.types import StopReason
 from plasmid_hf.settings import HF
+from plasmid_serving.testing.contract import Policy, check_engine
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    model = plain_model(tiny_model)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def logprobs(served, request, completion):
+        model.load_state_dict(served, strict=False)
+        return plain_logprobs(model, request, completion)
+
+    return Policy(weights=weights, logprobs=logprobs)
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "in_place"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_embedded_engine_keeps_its_promises(tiny_model, ranks, mode):
+def test_the_embedded_engine_keeps_its_promises(tiny_model, policy, ranks, mode):
     async def check():
         async with started(tiny_model, ranks=ranks, pause_mode=mode) as engine:
-            await check_engine(engine, token_ids=[7, 8, 9], gives_kept_sets=HF().gives_kept_sets())
+            kept_sets = HF().gives_kept_sets()
+            await check_engine(engine, token_ids=[7, 8, 9], gives_kept_sets=kept_sets, policy=policy)
 
     run(check())
 
 
-class Silent:
-    """An engine, and its client, that say nothing of what was left to draw from."""
+class Broken:
+    """An engine, and its client, that do as another one but for what a test changes."""
 
     def __init__(self, whole):
         self._whole = whole
@@ -29,17 +47,85 @@ class Silent:
 
     @property
     def client(self):
-        return Silent(self._whole.client)
+        return type(self)(self._whole.client)
 
+
+class WithoutKeptSets(Broken):
     async def generate(self, request):
         return replace(await self._whole.generate(request), kept=None)
 
 
-def test_an_engine_that_does_not_give_the_kept_sets_it_promises_is_found(tiny_model):
-    async def check():
-        async with started(tiny_model) as engine:
-            await check_engine(Silent(engine), token_ids=[7, 8, 9])
-            await check_engine(Silent(engine), token_ids=[7, 8, 9], gives_kept_sets=True)
+class WithoutSleep(Broken):
+    def __getattr__(self, name):
+        if name in ("sleep", "wake"):
+            raise AttributeError(name)
+        return super().__getattr__(name)
 
-    with pytest.raises(AssertionError, match="a kept set for each token, as it was asked for"):
+
+class WithConstantChecksums(Broken):
+    async def checksum(self):
+        return {"weight": 1}
+
+
+class WithoutProof(Broken):
+    """Takes the sender's word for what has arrived."""
+
+    async def receive(self, plan, version):
+        with contextlib.suppress(SyncError):
+            self._receipt = await self._whole.receive(plan, version)
+        return replace(self._receipt, version=version)
+
+
+class WithMadeUpReceipts(Broken):
+    async def receive(self, plan, version):
+        return replace(await self._whole.receive(plan, version), buckets=())
+
+
+class WithoutVersions(Broken):
+    async def generate(self, request):
+        found = await self._whole.generate(request)
+        return replace(found, versions=tuple(replace(span, version=0) for span in found.versions))
+
+
+class WithOtherLogprobs(Broken):
+    """As an engine that loads its weights wrongly."""
+
+    async def generate(self, request):
+        found = await self._whole.generate(request)
+        return replace(found, logprobs=np.minimum(found.logprobs * 1.1, 0))
+
+
+class ForgettingPartialRollouts(Broken):
+    """Begins anew what a sync has interrupted."""
+
+    async def generate(self, request):
+        found = await self._whole.generate(request)
+        while found.stop_reason is StopReason.ABORT:
+            found = await self._whole.generate(request)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (WithoutSleep, "WithoutSleep is no RolloutEngine: it lacks sleep, wake"),
+        (WithoutKeptSets, "a kept set for each token, as it was asked for"),
+        (
+            WithConstantChecksums,
+            "checksum reads the engine's own parameters: a sync of other weights changes all of them",
+        ),
+        (WithMadeUpReceipts, "the receipt of receive accounts for every byte that was sent: "),
+        (WithoutProof, "a bucket whose bytes do not have the sender's checksum fails the sync: receive must raise"),
+        (WithoutVersions, "tokens name the version that drew them, [1], got [0]"),
+        (WithOtherLogprobs, "log-probabilities are those of the weights of version 1: off by "),
+        (ForgettingPartialRollouts, "with pause mode 'abort', a request goes on after a sync with the tokens it has"),
+    ],
+)
+def test_an_engine_that_breaks_a_promise_is_told_which_in_one_line(tiny_model, policy, broken, message):
+    async def check():
+        async with started(tiny_model, pause_mode="abort") as engine:
+            await check_engine(broken(engine), token_ids=[7, 8, 9], gives_kept_sets=True, policy=policy)
+
+    with pytest.raises(AssertionError, match="^" + re.escape(message)) as error:
         run(check())
+    assert "\n" not in str(error.value)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plasmid.errors import EngineError
-from plasmid.testing.contracts import check_engine
 from plasmid.types import StopReason, VersionSpan
 from plasmid_sglang import completions
 from sgl_cases import make_request, plain_distributions, plain_logprobs, plain_model
@@ -178,15 +177,6 @@ def test_one_request_is_aborted_and_others_go_on(shared):
     assert aborted.stop_reason in (StopReason.ABORT, StopReason.STOP)
     assert len(aborted.token_ids) < 200
     assert other.stop_reason in (StopReason.LENGTH, StopReason.STOP)
-
-
-@pytest.mark.parametrize("mode", ["abort", "wait", "in_place"])
-def test_the_engine_keeps_its_promises(shared, mode):
-    async def test():
-        async with shared.engine(pause_mode=mode) as engine:
-            await check_engine(engine, token_ids=[7, 8, 9], temperature=0.0, gives_kept_sets=True, timeout_s=200)
-
-    shared.run(test())
 
 
 def test_an_engine_that_has_ended_says_so(shared):

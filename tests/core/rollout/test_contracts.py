@@ -6,10 +6,11 @@ from typing import Literal
 import numpy as np
 import pytest
 from plasmid import Filter, Reward, Workflow
-from plasmid.testing.contracts import check_engine, check_trainer
+from plasmid.testing.contracts import check_trainer
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.light_contracts import check_filter, check_reward
 from plasmid.testing.rewards import make_prompt
+from plasmid_serving.testing.contract import check_engine
 from plasmid_workflows.single_turn import SingleTurn
 from plasmid_workflows.testing import check_workflow
 

@@ -1,11 +1,13 @@
 """Evaluating what a real HTTP server serves: the same as the embedded engine, through faults and refusals."""
 
+import asyncio
 import json
 import pickle
 import socket
 
 import numpy as np
 import pytest
+from plasmid.components import BuildContext
 from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError, EngineError
 from plasmid.types.runs import Mode
@@ -15,6 +17,7 @@ from plasmid_runtime.lifecycle.evaluate import evaluate
 from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.sample_store import read_samples
 from plasmid_serving.remote.client import ServerClient
+from plasmid_serving.testing.contract import check_engine
 
 from tests.core.rollout.model_server import ModelServer
 
@@ -86,6 +89,22 @@ def measure(plain, tmp_path):
 
 def served(server, **settings):
     return {"rollout": {"kind": "server", "url": server.url, "backoff_s": 0.01, **settings}}
+
+
+@pytest.mark.parametrize("api", ["openai", "sglang"])
+def test_the_engine_keeps_the_promises_of_engines_without_weights(plain, servers, tmp_path, api):
+    config = resolve(merge(plain, served(servers[api])))
+
+    async def check():
+        context = BuildContext(cluster=LocalCluster(), config=config, run_dir=tmp_path, bundles=())
+        engine = await config.rollout.build(context)
+        try:
+            owns = type(config.rollout).owns_weights
+            await check_engine(engine, token_ids=[7, 8, 9], temperature=0.0, owns_weights=owns)
+        finally:
+            await engine.close()
+
+    asyncio.run(check())
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
@@ -17,15 +19,57 @@ import orjson
 from plasmid.errors import EngineError, one_line
 from plasmid.types import Completion, GenerateRequest, StopReason
 from plasmid.types.kept_sets import KeptSet
+from plasmid.utils.safe_files import write_text
 
 from .api import HttpApi, read_answer
 from .dialect import Dialect
-from .endpoints import EndpointsFile
 
 POLL_S = 0.05
 """Time between two looks for a server to ask."""
 RETRIED = (502, 503)
 """Answers of a server that is starting, or of a router that has lost its server. A retry may succeed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """State of the engine that rollout workers need."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that serve the current policy, or the router in front of them."""
+    servers: tuple[str, ...] = ()
+    """All servers that may hold requests, for aborts."""
+    is_open: bool = True
+    """False while no new request may be sent."""
+    context_length: int = 0
+    """Longest sample in tokens."""
+    error: str = ""
+    """Why the engine cannot serve any more."""
+
+
+class EndpointsFile:
+    """The file. Picklable."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._last = Endpoints(is_open=False)
+
+    def write(self, endpoints: Endpoints) -> None:
+        """Replace the file atomically."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self._path, json.dumps(asdict(endpoints)))
+
+    def read(self) -> Endpoints:
+        """Return the latest state. Only looks at the file's date unless it has changed."""
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return self._last
+        if (seen := (stat.st_mtime_ns, stat.st_ino)) != self._seen:
+            found = json.loads(self._path.read_text())
+            self._last = Endpoints(**{**found, "urls": tuple(found["urls"]), "servers": tuple(found["servers"])})
+            self._seen = seen
+        return self._last
 
 
 def empty_completion(request: GenerateRequest, reason: StopReason, error: str | None = None) -> Completion:

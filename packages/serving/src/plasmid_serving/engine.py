@@ -13,9 +13,8 @@ from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import PauseMode, SyncPlan
 from plasmid.types import SyncReceipt
 
-from .client import ClientOptions, ServersClient
+from .client import ClientOptions, Endpoints, EndpointsFile, ServersClient
 from .dialect import Dialect, Load
-from .endpoints import Endpoints, EndpointsFile
 from .gauges import Speeds, gauges
 from .planner import Planner
 from .processes.router import Router
