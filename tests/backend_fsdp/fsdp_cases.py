@@ -9,7 +9,8 @@ from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
 from plasmid.types.batch import BatchRef, GroupRef, Rows
 from plasmid.types.kept_sets import KeptSet
-from plasmid_runtime.cluster.local import LocalCluster, LocalRef
+from plasmid.types.shared_groups import LocalRef
+from plasmid_runtime.cluster.local import LocalCluster
 
 HERE = Path(__file__).parent
 

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from plasmid.errors import ActorDiedError, DeadlineError
-from plasmid_runtime.cluster.local import LocalStore
+from plasmid.types.shared_groups import LocalStore
 
 _held = {}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from megatron_cases import ADAM, FSDP_ADAM, Ranks, assert_alike, make_batch, outcome, plain_outcome
 from megatron_layouts import LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS, MORE_MOE_LAYOUTS
-from plasmid_runtime.cluster.local import LocalRef
+from plasmid.types.shared_groups import LocalRef
 
 
 @pytest.fixture(scope="module")

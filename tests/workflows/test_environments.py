@@ -13,10 +13,9 @@ from plasmid.components.interaction import Environment, Step
 from plasmid.config.load import _pick
 from plasmid.errors import RewardError
 from plasmid.plugins.registry import installed, load_plugins
-from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.types import PromptGroup, Score, StopReason
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import LocalStore, share
 from plasmid_workflows import EnvironmentReward, EnvironmentWorkflow
 from plasmid_workflows.environments import Calculator, Guess, Search
 from plasmid_workflows.execution import execute
@@ -112,7 +111,7 @@ def test_what_an_environment_tells_of_itself_travels_whatever_it_is(chatml):
     sample = play(Chess(), rollout(chatml, ["go"]), chat(chatml, "begin"))
     assert sample.metadata["environment"]["board"] == {(0, 1): "rook"}, "rewards see what it said"
     group = PromptGroup(id=0, prompt=chat(chatml, "begin"), samples=(replace(sample, score=Score(value=1.0)),))
-    sent = pickle.loads(pickle.dumps(share(group, HeldStore()).whole.get())).samples[0].metadata["environment"]
+    sent = pickle.loads(pickle.dumps(share(group, LocalStore()).whole.get())).samples[0].metadata["environment"]
     assert sent["board"] == {"(0, 1)": "rook"} and sent["moves"] == [1, 2] and "lock" in sent["lock"]
 
 

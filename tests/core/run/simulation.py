@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from plasmid.components import PromptStream
 from plasmid.errors import DataError
 from plasmid.plugins.registry import load_plugins
-from plasmid.testing.batches import HeldStore
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, VersionSpan
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import LocalStore, share
 from plasmid_runtime.checkpoint.folder import CheckpointFolder
 from plasmid_runtime.checkpoint.resume import open_resume_point
 from plasmid_runtime.checkpoint.run_folder import RunFolder
@@ -71,7 +70,7 @@ class Workers:
 
     chances: Chances
     engine: FakeEngine
-    store: HeldStore
+    store: LocalStore
     delays: random.Random
 
     async def roll_out(self, job):
@@ -149,7 +148,7 @@ class Simulation:
     async def _run(self, stop_s, kill_s):
         self.attempts += 1
         delays = random.Random(f"{self.chances.seed} {self.attempts}")
-        engine, store = FakeEngine(FakeEngineConfig()), HeldStore()
+        engine, store = FakeEngine(FakeEngineConfig()), LocalStore()
         trainer = Trainer(self, engine, delays)
         workers = Workers(self.chances, engine, store, delays)
         parts = RunHandles(cluster=Cluster(store), trainer=trainer, engine=engine, workers=workers)
@@ -192,4 +191,4 @@ class Simulation:
 class Cluster:
     """As much of a cluster as the loop needs."""
 
-    store: HeldStore
+    store: LocalStore

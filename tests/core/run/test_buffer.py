@@ -6,11 +6,10 @@ import json
 import pytest
 from plasmid.components import PromptStream
 from plasmid.errors import ConfigError, PlasmidError
-from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, VersionSpan
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import LocalStore, share
 from plasmid_runtime.rollout.producers.buffer import FreshestFirst, OldestFirst, Priority
 from plasmid_runtime.rollout.producers.draws import Draws
 from plasmid_runtime.rollout.producers.producer import DropLimit
@@ -51,7 +50,7 @@ def group_ref(id_, *, version=0, rewards=(0.0, 1.0)):
         )
         for index, reward in enumerate(rewards)
     ]
-    return share(PromptGroup(id=id_, prompt=make_prompt(id=str(id_)), samples=samples), HeldStore())
+    return share(PromptGroup(id=id_, prompt=make_prompt(id=str(id_)), samples=samples), LocalStore())
 
 
 class Sampled:

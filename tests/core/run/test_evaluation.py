@@ -14,6 +14,7 @@ from plasmid.plugins.hookspecs import hookimpl
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, SamplingParams, Score, StopReason
+from plasmid.types.shared_groups import LocalStore
 from plasmid_runtime.cluster.layout import Layout, check_gpus
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.evaluation.evaluator import Evaluator, Sampler
@@ -366,7 +367,6 @@ class OneByOne:
 
 
 def scored(group_id, rewards):
-    from plasmid.testing.batches import HeldStore
     from plasmid.types.shared_groups import share
 
     failed = {"stop_reason": StopReason.ERROR, "error": "late", "versions": ()}
@@ -379,7 +379,7 @@ def scored(group_id, rewards):
         )
         for i, reward in enumerate(rewards)
     ]
-    return share(PromptGroup(id=group_id, prompt=make_prompt(), samples=samples), HeldStore())
+    return share(PromptGroup(id=group_id, prompt=make_prompt(), samples=samples), LocalStore())
 
 
 class Silent:

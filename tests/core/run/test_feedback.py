@@ -7,11 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.components import PromptStream
-from plasmid.testing.batches import HeldStore
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
 from plasmid.types import PromptGroup, Score, StopReason, VersionSpan
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import LocalStore, share
 from plasmid_runtime.rollout.producers.buffer import OldestFirst
 from plasmid_runtime.rollout.producers.draws import Draws
 from plasmid_runtime.rollout.producers.producer import DropLimit
@@ -81,7 +80,7 @@ def test_waves_tell_of_every_draw_in_order_before_the_next_wave(seed, dropped, t
     told = stream.told
     producer = WaveProducer(
         Draws(stream),
-        roll_out_after(random.Random(seed), dropped, HeldStore()),
+        roll_out_after(random.Random(seed), dropped, LocalStore()),
         expect,
         limit=DropLimit(**LIMIT),
     )
@@ -99,7 +98,7 @@ def test_waves_tell_of_every_draw_in_order_before_the_next_wave(seed, dropped, t
 @settings(max_examples=25, deadline=None)
 @given(**CHANCES, slots=st.integers(3, 9))
 def test_streams_tell_of_every_draw_once_over_saves_and_resumes(seed, dropped, takes, slots):
-    store, delays = HeldStore(), random.Random(seed)
+    store, delays = LocalStore(), random.Random(seed)
 
     def opened(stream):
         return StreamProducer(

@@ -9,8 +9,7 @@ import pytest
 from plasmid.config.reuse import ReuseConfig
 from plasmid.errors import ConfigError
 from plasmid.testing.rewards import make_group
-from plasmid.types.shared_groups import share
-from plasmid_runtime.cluster.local import LocalStore
+from plasmid.types.shared_groups import LocalStore, share
 from plasmid_runtime.observe.sample_store import read_dropped, read_samples
 from plasmid_runtime.rollout.producers.producer import Taken
 from plasmid_runtime.rollout.producers.reuse import ReuseProducer

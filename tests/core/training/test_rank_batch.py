@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plasmid.testing.batches import HeldRef, random_batch
+from plasmid.testing.batches import random_batch
 from plasmid.types.batch import Rows
+from plasmid.types.shared_groups import LocalRef
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
 
@@ -70,7 +71,7 @@ def test_groups_without_any_sample_are_passed_over():
 
 def test_rows_that_are_not_those_of_the_table_are_refused():
     batch = random_batch([[1], [1]])
-    wrong = dataclasses.replace(batch.groups[0], rows=HeldRef(Rows.empty()), sample_ids=())
+    wrong = dataclasses.replace(batch.groups[0], rows=LocalRef(Rows.empty()), sample_ids=())
     rank = split(batch, num_ranks=1, microbatching=BY_TOKENS)[0]
     swapped = tuple(dataclasses.replace(part, rows=batch.groups[1].rows) for part in rank.parts)
     assert wrong.num_samples == 0

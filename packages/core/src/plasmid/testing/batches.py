@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +13,9 @@ from plasmid.types.shared_groups import share
 from ..types import Bools, Ints, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 from ..types.batch import BatchRef, GroupRef
 from ..types.kept_sets import KeptSet, join_kept
+from ..types.shared_groups import LocalStore
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRef(Generic[T]):
-    """Implements `protocols.Ref` by holding the value."""
-
-    value: T
-
-    def get(self) -> T:
-        return self.value
-
-
-class HeldStore:
-    """Implements `protocols.Store`; references hold what they name, so they can be pickled to any process."""
-
-    def put(self, value: T) -> HeldRef[T]:
-        """Hold a value."""
-        return HeldRef(value)
 
 
 def random_batch(
@@ -126,7 +108,7 @@ def make_sample(
 
 def make_group(prompt: Prompt, samples: Sequence[Sample], *, id: int = 0) -> GroupRef:
     """Scored samples of one prompt, as the driver knows them."""
-    return share(PromptGroup(id=id, prompt=prompt, samples=tuple(samples)), HeldStore())
+    return share(PromptGroup(id=id, prompt=prompt, samples=tuple(samples)), LocalStore())
 
 
 def _tokens(random: np.random.Generator, count: int, vocab_size: int) -> Ints:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,26 @@ from .samples import Prompt, PromptGroup, Sample, StopReason
 
 if TYPE_CHECKING:
     from ..protocols import Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRef(Generic[T]):
+    """Implements `protocols.Ref` by holding the value, with which it is pickled."""
+
+    value: T
+
+    def get(self) -> T:
+        return self.value
+
+
+class LocalStore:
+    """Implements `protocols.Store` for one process."""
+
+    def put(self, value: T) -> LocalRef[T]:
+        """Hold a value."""
+        return LocalRef(value)
 
 
 def share(group: PromptGroup, store: Store, dropped_by: str = "") -> GroupRef:

@@ -7,11 +7,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from plasmid.errors import ActorDiedError, DeadlineError
 from plasmid.protocols import Actor, Node, Resources, Share
+from plasmid.types.shared_groups import LocalStore
 from plasmid.utils.addresses import LOOPBACK
 
 from .actor_host import ActorHost, unwrap_outcome
@@ -19,23 +19,6 @@ from .layout import check_gpus
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRef(Generic[T]):
-    """A value of this process."""
-
-    value: T
-
-    def get(self) -> T:
-        return self.value
-
-
-class LocalStore:
-    """Shares values by holding them."""
-
-    def put(self, value: T) -> LocalRef[T]:
-        return LocalRef(value)
 
 
 class LocalActor:

@@ -22,10 +22,8 @@ from plasmid.types import (
     VersionSpan,
 )
 from plasmid.types.batch import BatchRef
-from plasmid.types.shared_groups import share
+from plasmid.types.shared_groups import LocalStore, share
 from plasmid.utils.waiting import within
-
-from ..cluster.local import LocalStore
 
 log = logging.getLogger(__name__)
 PROMPT = np.arange(5, 21, dtype=np.int32)
