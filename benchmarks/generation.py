@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 import torch
 from plasmid.types import GenerateRequest, SamplingParams
-from plasmid_hf.attention import NAME
-from plasmid_hf.generator import Generator
-from plasmid_hf.model import LanguageModel
-from plasmid_hf.scheduler import Limits
+from plasmid_hf.generation.generator import Generator
+from plasmid_hf.generation.scheduler import Limits
+from plasmid_hf.model.attention import NAME
+from plasmid_hf.model.language_model import LanguageModel
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 SHAPE = {

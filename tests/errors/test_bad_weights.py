@@ -26,7 +26,7 @@ def real(folder, tiny_model):
 
 def engine_error(path: Path) -> str:
     import torch
-    from plasmid_hf.model import load_model
+    from plasmid_hf.model.language_model import load_model
 
     with pytest.raises(ModelError) as caught:
         load_model(path, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=False)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from plasmid.errors import ModelError
-from plasmid_hf.model import load_model
+from plasmid_hf.model.language_model import load_model
 from plasmid_models.testing import make_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from plasmid.types import SamplingParams
-from plasmid_hf.philox import philox, uniforms
-from plasmid_hf.sampler import Sampler, invert
+from plasmid_hf.generation.philox import philox, uniforms
+from plasmid_hf.generation.sampler import Sampler, invert
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The half of the engine that rollout workers hold: gathers what is asked for in one go, and deals out the answers."""
+"""The client of the engine in a rollout worker: batches requests into one call for each engine process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ANSWER_S = 600.0
 """Longest time for an engine process to react; a step of a large model on a CPU takes long."""
 
 
-class Desk:
-    """The client's state on one event loop."""
+class RequestBatcher:
+    """Batches the requests of one event loop and matches completions to them."""
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.loop = asyncio.get_running_loop()
@@ -31,19 +31,19 @@ class Desk:
         self._collectors: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, request: GenerateRequest) -> Completion:
-        """Send a request with the others of this moment and wait for its completion."""
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Send a request together with others that are ready and wait for its completion."""
         answer: asyncio.Future[Completion] = self.loop.create_future()
         self._outgoing.append((request, answer))
         self._flush_soon()
         return await answer
 
     async def leave(self, session_ids: Sequence[str]) -> None:
-        """Tell that sessions have ended, with the other news of this moment."""
-        told: list[asyncio.Future[None]] = [self.loop.create_future() for _ in session_ids]
-        self._leaving += zip(session_ids, told, strict=True)
+        """End sessions, in one call with requests that are ready."""
+        done: list[asyncio.Future[None]] = [self.loop.create_future() for _ in session_ids]
+        self._leaving += zip(session_ids, done, strict=True)
         self._flush_soon()
-        await asyncio.gather(*told)
+        await asyncio.gather(*done)
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
         """End requests, wherever they run."""
@@ -59,28 +59,31 @@ class Desk:
         task.add_done_callback(self._tasks.discard)
 
     async def _flush(self) -> None:
-        await asyncio.sleep(0)  # whoever is ready to run may add to it
+        await asyncio.sleep(0)  # tasks that are ready add their requests
         self._flushing = False
         outgoing, self._outgoing = self._outgoing, []
         leaving, self._leaving = self._leaving, []
-        futures: list[asyncio.Future[Any]] = [*(answer for _, answer in outgoing), *(told for _, told in leaving)]
+        futures: list[asyncio.Future[Any]] = [
+            *(answer for _, answer in outgoing),
+            *(done for _, done in leaving),
+        ]
         try:
             routes = await self._route([*(r.session_id for r, _ in outgoing), *(s for s, _ in leaving)])
             parts = [self._part(i, outgoing, leaving, routes) for i in sorted(set(routes.values()))]
-            await asyncio.gather(*(self._tell(*part) for part in parts))
+            await asyncio.gather(*(self._submit(*part) for part in parts))
             await self._forget([session for session, _ in leaving])
-        except Exception as error:  # noqa: BLE001  boundary: whoever waits gets the error of the call they share
+        except Exception as error:  # noqa: BLE001  boundary: callers get the error of the call that they share
             _fail(futures, error)
-        for _, told in leaving:
-            if not told.done():
-                told.set_result(None)
+        for _, done in leaving:
+            if not done.done():
+                done.set_result(None)
 
     def _part(self, engine: int, outgoing: Any, leaving: Any, routes: dict[str, int]) -> Any:
         requests = [(r, answer) for r, answer in outgoing if routes[r.session_id] == engine]
         return engine, requests, [session for session, _ in leaving if routes[session] == engine]
 
-    async def _tell(
-        self, engine: int, requests: list[tuple[GenerateRequest, asyncio.Future[Completion]]], left: list[str]
+    async def _submit(
+        self, engine: int, requests: list[tuple[GenerateRequest, asyncio.Future[Completion]]], ended_sessions: list[str]
     ) -> None:
         wanted = [(request, answer) for request, answer in requests if not answer.done()]
         opened = self._open[engine]
@@ -91,10 +94,10 @@ class Desk:
                 opened[request.id] = answer
         sent = [request for request, answer in wanted if opened.get(request.id) is answer]
         try:
-            await self._actors[engine].call("tell", self._id, sent, left, timeout_s=ANSWER_S)
+            await self._actors[engine].call("submit", self._id, sent, ended_sessions, timeout_s=ANSWER_S)
         except Exception as error:  # boundary: these requests alone are lost
             _fail([opened.pop(request.id) for request in sent], error)
-            if left:
+            if ended_sessions:
                 raise
         if opened and engine not in self._collectors:
             self._collectors[engine] = self.loop.create_task(self._collect(engine))
@@ -108,7 +111,7 @@ class Desk:
                     answer = opened.pop(completion.request_id, None)
                     if answer is not None and not answer.done():
                         answer.set_result(completion)
-        except Exception as error:  # noqa: BLE001  boundary: the engine is gone, whoever waits must know
+        except Exception as error:  # noqa: BLE001  boundary: the engine has ended, waiting callers get the error
             _fail(list(opened.values()), error)
             opened.clear()
         finally:
@@ -142,26 +145,26 @@ class HFClient:
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self._actors = tuple(actors)
-        self._desk: Desk | None = None
+        self._batcher: RequestBatcher | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HFClient, (self._actors,)
 
-    def _here(self) -> Desk:
+    def _loop_batcher(self) -> RequestBatcher:
         """State of the running loop: futures belong to one."""
-        if self._desk is None or self._desk.loop is not asyncio.get_running_loop():
-            self._desk = Desk(self._actors)
-        return self._desk
+        if self._batcher is None or self._batcher.loop is not asyncio.get_running_loop():
+            self._batcher = RequestBatcher(self._actors)
+        return self._batcher
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue the tokens of the request."""
-        return await self._here().ask(request)
+        return await self._loop_batcher().generate(request)
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
         """End requests early; returns when their completions are on the way."""
-        await self._here().abort(request_ids if request_ids == "all" else tuple(request_ids))
+        await self._loop_batcher().abort(request_ids if request_ids == "all" else tuple(request_ids))
 
     async def leave(self, session_ids: Sequence[str]) -> None:
         """These sessions ask for nothing more."""
         if session_ids:
-            await self._here().leave(tuple(session_ids))
+            await self._loop_batcher().leave(tuple(session_ids))

@@ -13,9 +13,9 @@ from plasmid.protocols import Actor, Bundle, PauseMode, Resources, SyncPlan
 from plasmid.types import SyncReceipt
 
 from .client import ANSWER_S, HFClient
+from .process.worker import EngineWorker, WorkerOptions
 from .settings import HF
-from .wire import HFWire
-from .worker import EngineWorker, WorkerOptions
+from .weight_sync.sender import HFWire
 
 
 class HFEngine:

@@ -10,8 +10,8 @@ from plasmid.types import Completion, GenerateRequest, StopReason
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .cache import SlotCache
-from .model import LanguageModel
+from ..model.cache import SlotCache
+from ..model.language_model import LanguageModel
 from .philox import uniforms
 from .row import Row, StopTexts
 from .sampler import Sampler

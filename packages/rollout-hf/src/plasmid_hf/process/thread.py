@@ -1,4 +1,4 @@
-"""The thread that owns a model: it takes one step after another and, between steps, does what others ask for."""
+"""The thread that owns a model: runs one step after another, and functions of other threads between steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Steps(Protocol):
     """What the thread drives."""
 
     def step(self) -> bool:
-        """Do something; False if there is nothing to do until someone asks."""
+        """Do something; False if there is nothing to do until a function is submitted."""
         ...
 
     def expire(self) -> float | None:
@@ -28,13 +28,13 @@ class Steps(Protocol):
 
 
 class EngineThread:
-    """Runs ``make()`` and then its steps in a thread of its own; `ask` runs a function there between two steps."""
+    """Runs ``make()`` and then its steps in a thread of its own; `submit` runs a function there between two steps."""
 
     def __init__(self, make: Callable[[], Steps], *, num_threads: int, on_failure: Callable[[str], None]) -> None:
         self._make = make
         self._num_threads = num_threads
         self._on_failure = on_failure
-        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._queue: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wakened = threading.Condition()
         self._closed = False
         self.failure = ""
@@ -44,14 +44,14 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def ask(self, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Run a function between two steps; a future that it returns is waited for, too."""
         answer: Future[Any] = Future()
         with self._wakened:
             if self.failure or self._closed:
                 answer.set_exception(EngineError(f"the engine has ended: {self.failure or 'it was closed'}"))
             else:
-                self._inbox.append((work, answer))
+                self._queue.append((work, answer))
                 self._wakened.notify()
         return answer
 
@@ -69,7 +69,7 @@ class EngineThread:
             self.started.set_result(None)
             with torch.inference_mode():
                 self._drive(steps)
-        except Exception as error:  # boundary of the thread: whoever waits must hear of it
+        except Exception as error:  # boundary of the thread: waiting callers get it
             if not self.started.done():
                 self.started.set_exception(error)
             else:
@@ -78,33 +78,33 @@ class EngineThread:
 
     def _drive(self, steps: Steps) -> None:
         while not self._closed:
-            self._answer()
+            self._run_queue()
             wait_s = steps.expire()
             if not steps.step():
                 with self._wakened:
-                    if not self._inbox and not self._closed:
+                    if not self._queue and not self._closed:
                         self._wakened.wait(wait_s)
 
-    def _answer(self) -> None:
-        while self._inbox:
-            work, answer = self._inbox.popleft()
+    def _run_queue(self) -> None:
+        while self._queue:
+            work, answer = self._queue.popleft()
             if not answer.set_running_or_notify_cancel():
                 continue
             try:
-                _settle(answer, work())
-            except Exception as error:  # noqa: BLE001  boundary: the asker gets it, the thread goes on
+                _set_result(answer, work())
+            except Exception as error:  # noqa: BLE001  boundary: the caller gets it, the thread goes on
                 answer.set_exception(error)
 
     def _fail(self, failure: str) -> None:
         with self._wakened:
             self.failure = failure
-            inbox, self._inbox = self._inbox, deque()
-        for _, answer in inbox:
+            queue, self._queue = self._queue, deque()
+        for _, answer in queue:
             answer.set_exception(EngineError(f"the engine has ended: {failure}"))
         self._on_failure(failure)
 
 
-def _settle(answer: Future[Any], result: Any) -> None:
+def _set_result(answer: Future[Any], result: Any) -> None:
     if not isinstance(result, Future):
         answer.set_result(result)
         return

@@ -14,7 +14,7 @@ from plasmid_models.sync import checksum, unpack
 from torch import Tensor
 
 
-class Update:
+class WeightUpdate:
     """One policy version on its way into the model. After the first error nothing more is taken."""
 
     def __init__(self, token: str, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -23,7 +23,7 @@ class Update:
         self.result: Future[SyncReceipt] = Future()
         """The receipt, or `SyncError`."""
         self._tensors = tensors
-        self._tied = tied(tensors)
+        self._tied = tied_names(tensors)
         self._started = time.monotonic()
         self._sums: list[BucketSum] = []
         self._written: set[str] = set()
@@ -75,7 +75,7 @@ class Update:
         """Account for what has arrived. Raises `SyncError` if a tensor is missing."""
         if not self.is_open:
             return self.result.result()
-        missing = [n for n in distinct(self._tensors) if self._written.isdisjoint(self._tied.get(n, {n}))]
+        missing = [n for n in distinct_names(self._tensors) if self._written.isdisjoint(self._tied.get(n, {n}))]
         if missing:
             error = SyncError(f"{self._where}: {len(missing)} tensors never came, the first is {missing[0]!r}")
             self.fail(error)
@@ -99,12 +99,12 @@ class Update:
         return f"weight sync of version {self.version}"
 
 
-def tied(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
     """All names of its memory, of every tensor that has several."""
     return {name: names for names in _by_memory(tensors) if len(names) > 1 for name in names}
 
 
-def distinct(tensors: Mapping[str, Tensor]) -> list[str]:
+def distinct_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """The first name of every tensor that has memory of its own."""
     return [names[0] for names in _by_memory(tensors)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-class Routes:
+class SessionRoutes:
     """Sends every new session to the engine with the fewest sessions, and keeps it there until it leaves."""
 
     def __init__(self, num_engines: int) -> None:

@@ -12,8 +12,8 @@ from plasmid.protocols import Bucket, PauseMode
 from plasmid.types import Completion, GenerateRequest, StopReason, SyncReceipt
 from plasmid_models.sync import checksum
 
-from .generator import Generator
-from .update import Update, distinct
+from ..generation.generator import Generator
+from ..weight_sync.update import WeightUpdate, distinct_names
 
 
 class EngineCore:
@@ -26,7 +26,7 @@ class EngineCore:
         self._paused = False
         self._drained: Future[None] | None = None
         self._asleep = False
-        self._update: Update | None = None
+        self._update: WeightUpdate | None = None
         self._ended_updates: set[str] = set()
         self.broken = ""
         """Why the weights cannot be used; empty if they can."""
@@ -84,7 +84,7 @@ class EngineCore:
             raise SyncError(f"the engine cannot resume: {self.broken}; send a complete version first")
         self._paused, self._drained = False, None
 
-    def update(self, token: str, version: int) -> Update:
+    def update(self, token: str, version: int) -> WeightUpdate:
         """The weight sync of this token, begun if it is new. Raises `SyncError` if it has ended or was replaced."""
         if self._update is not None and self._update.token == token:
             return self._update
@@ -93,7 +93,7 @@ class EngineCore:
         if self._update is not None:
             self._ended_updates.add(self._update.token)
             self._update.fail(SyncError(f"weight sync of version {self._update.version}: was replaced by a later one"))
-        self._update = Update(token, version, self.generator.model.tensors())
+        self._update = WeightUpdate(token, version, self.generator.model.tensors())
         return self._update
 
     def receive(self, token: str, version: int) -> Future[SyncReceipt]:
@@ -141,7 +141,7 @@ class EngineCore:
     def checksums(self) -> Mapping[str, int]:
         """Of every tensor that has memory of its own."""
         tensors = self.generator.model.tensors()
-        return {name: checksum(tensors[name]) for name in distinct(tensors)}
+        return {name: checksum(tensors[name]) for name in distinct_names(tensors)}
 
     def sleep(self) -> None:
         """Drop the cache (held rows are computed again later) and move the weights to host memory."""

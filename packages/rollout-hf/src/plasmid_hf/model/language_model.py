@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ModelFacts:
     """What the model's config says."""
 
     vocab_size: int
@@ -116,9 +116,9 @@ class LanguageModel:
         self.hf.to(device)  # type: ignore[arg-type]
 
 
-def _facts(hf: PreTrainedModel) -> Facts:
+def _facts(hf: PreTrainedModel) -> ModelFacts:
     config = hf.config.get_text_config()
-    return Facts(
+    return ModelFacts(
         vocab_size=int(config.vocab_size),
         num_layers=int(config.num_hidden_layers),
         max_positions=int(config.max_position_embeddings),

@@ -18,7 +18,7 @@ IN_FLIGHT = 2
 
 @dataclass(slots=True, kw_only=True)
 class HFWire:
-    """Implements `Wire`. The token names one weight sync, so that stragglers of an earlier one are told apart."""
+    """Implements `Wire`. The token names one weight sync, so that late calls of an earlier one are recognized."""
 
     actors: tuple[Actor, ...]
     token: str
@@ -53,13 +53,13 @@ class HFSender:
             "checksum": bucket.checksum,
         }
         data = bucket.data.cpu().numpy()
-        self._sent.append(self._start(self._tell_all("put_bucket", header, data)))
+        self._sent.append(self._start(self._call_all("put_bucket", header, data)))
 
     def close(self, *, ok: bool) -> None:
         """Wait for everything sent, then say whether it is complete. Raises what any engine met."""
         try:
             error = self._first_error()
-            finish = self._start(self._tell_all("finish_update", ok and error is None))
+            finish = self._start(self._call_all("finish_update", ok and error is None))
             finish.result()
             if error is not None and ok:
                 raise error
@@ -73,7 +73,7 @@ class HFSender:
         self._sent.clear()
         return next((error for error in errors if error is not None), None)
 
-    async def _tell_all(self, method: str, *args: Any) -> None:
+    async def _call_all(self, method: str, *args: Any) -> None:
         wire = self._wire
         calls = [
             actor.call(method, wire.token, self._version, *args, timeout_s=wire.timeout_s) for actor in wire.actors

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .cache import SlotCache
-from .row import Row, natural
+from ..model.cache import SlotCache
+from .row import Row, natural_sort_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,6 @@ class Scheduler:
         """False while an expected session has no request."""
         return not self._missing
 
-    @property
-    def num_missing(self) -> int:
-        """Expected sessions without a request."""
-        return len(self._missing)
-
     def rows(self) -> list[Row]:
         """Every row."""
         return list(self._by_id.values())
@@ -77,7 +72,7 @@ class Scheduler:
         self._arrivals += 1
         session = row.request.session_id
         # others go first, first come first served: nobody can wait for them reproducibly
-        row.order = (1, *natural(row.request.id)) if session in self._expected else (0, self._arrivals)
+        row.order = (1, *natural_sort_key(row.request.id)) if session in self._expected else (0, self._arrivals)
         bisect.insort(self.waiting, row, key=lambda r: r.order)
         self._requests[session] += 1
         self._missing.discard(session)
@@ -128,9 +123,9 @@ class Scheduler:
 
     def remove(self, rows: Sequence[Row]) -> None:
         """Take rows out, wherever they are."""
-        gone = set(map(id, rows))
-        self.waiting = [row for row in self.waiting if id(row) not in gone]
-        self._take_out([i for i, row in enumerate(self.running) if id(row) in gone])
+        removed = set(map(id, rows))
+        self.waiting = [row for row in self.waiting if id(row) not in removed]
+        self._take_out([i for i, row in enumerate(self.running) if id(row) in removed])
         for row in rows:
             del self._by_id[row.request.id]
             self._forget(row.request.session_id)

@@ -18,7 +18,7 @@ from .sampler import Kept
 SortKey = tuple[str | int, ...]
 
 
-def natural(text: str) -> SortKey:
+def natural_sort_key(text: str) -> SortKey:
     """A key that sorts numbers inside of texts by value: ``9/1`` before ``10/0``."""
     return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", text)))
 
@@ -106,7 +106,7 @@ class Row:
                 request_id=self.request.id,
                 token_ids=np.array(self.tokens, np.int32),
                 logprobs=np.array(self.logprobs, np.float32),
-                versions=spans(self.versions),
+                versions=version_spans(self.versions),
                 stop_reason=reason,
                 error=error,
                 kept=self._kept() if self.request.wants_kept_set else None,
@@ -127,7 +127,7 @@ class Row:
         }
 
 
-def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+def version_spans(versions: list[int]) -> tuple[VersionSpan, ...]:
     """Runs of equal policy versions."""
     starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
     ends = [*starts[1:], len(versions)]

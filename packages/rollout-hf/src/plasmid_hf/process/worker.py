@@ -19,18 +19,18 @@ from plasmid.protocols import Bucket, PauseMode
 from plasmid.types import Completion, GenerateRequest, StopReason, SyncReceipt
 from tokenizers import Tokenizer
 
-from .cache import round_up
+from ..generation.generator import Generator
+from ..generation.scheduler import Limits
+from ..model.cache import round_up
+from ..model.language_model import kv_bytes_per_token, load_model
+from ..settings import HF
+from .completion_queues import CompletionQueues
 from .core import EngineCore
-from .generator import Generator
-from .mailbox import Mailboxes
-from .model import kv_bytes_per_token, load_model
-from .routes import Routes
-from .scheduler import Limits
-from .settings import HF
+from .session_routes import SessionRoutes
 from .thread import EngineThread
 
 COLLECT_S = 20.0
-"""Clients ask again after this long without news, so that a lost one does not wait for ever."""
+"""Maximum time of one `collect` call without a completion; then the client calls again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ class EngineWorker:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
-        self._mail = Mailboxes()
-        self._routes = Routes(options.num_engines)
+        self._completions = CompletionQueues()
+        self._routes = SessionRoutes(options.num_engines)
         self._open: dict[str, str] = {}
         """Request -> client, of what has not been answered."""
         self._core: EngineCore | None = None
@@ -96,20 +96,20 @@ class EngineWorker:
         assert self._core is not None
         return self._core
 
-    async def _ask(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._thread.ask(work))
+    async def _run_between_steps(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._thread.submit(work))
 
-    async def tell(self, client: str, requests: Sequence[GenerateRequest], left: Sequence[str]) -> None:
-        """Take requests of a client, and the news that sessions have ended. Raises `EngineError`."""
+    async def submit(self, client: str, requests: Sequence[GenerateRequest], ended_sessions: Sequence[str]) -> None:
+        """Queue requests of a client and end sessions. Raises `EngineError`."""
         if requests and self.core.broken:
             raise EngineError(f"the engine cannot serve: {self.core.broken}")
-        self._mail.open(client)
+        self._completions.open(client)
         for request in requests:
             self._open[request.id] = client
         if requests:
-            self._check(self._thread.ask(partial(self.core.submit, requests, self._deliver)))
-        if left:
-            self._check(self._thread.ask(partial(self.core.leave, left)))
+            self._check(self._thread.submit(partial(self.core.submit, requests, self._deliver)))
+        if ended_sessions:
+            self._check(self._thread.submit(partial(self.core.leave, ended_sessions)))
 
     def _check(self, answer: Future[None]) -> None:
         """Raise at once if the thread takes nothing any more; otherwise there is nothing to wait for."""
@@ -117,10 +117,10 @@ class EngineWorker:
             answer.result()
 
     def _deliver(self, completion: Completion) -> None:
-        self._mail.post(self._open.pop(completion.request_id), completion)
+        self._completions.put(self._open.pop(completion.request_id), completion)
 
     def _failed(self, failure: str) -> None:
-        """The thread has ended: everybody who waits gets to know."""
+        """Fail all open requests: the thread has ended."""
         for request_id in list(self._open):
             self._deliver(
                 Completion(
@@ -135,64 +135,64 @@ class EngineWorker:
 
     async def collect(self, client: str) -> list[Completion]:
         """Completions of a client's requests, as soon as there are any; none after a while without."""
-        return await self._mail.collect(client, wait_s=COLLECT_S)
+        return await self._completions.collect(client, wait_s=COLLECT_S)
 
     async def route(self, session_ids: Sequence[str]) -> list[int]:
-        """Engine of each session; asked of the first engine only."""
+        """Engine of each session; called on the first engine only."""
         return self._routes.find(session_ids)
 
     async def forget(self, session_ids: Sequence[str]) -> None:
-        """Sessions that need no engine any more; told to the first engine only."""
+        """Remove the routes of ended sessions; called on the first engine only."""
         self._routes.forget(session_ids)
 
     async def expect(self, session_ids: Sequence[str]) -> None:
         """See `RolloutEngine.expect`."""
-        await self._ask(partial(self.core.expect, session_ids))
+        await self._run_between_steps(partial(self.core.expect, session_ids))
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
         """See `EngineClient.abort`."""
-        await self._ask(partial(self.core.abort, request_ids))
+        await self._run_between_steps(partial(self.core.abort, request_ids))
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
-        await self._ask(partial(self.core.pause, mode))
+        await self._run_between_steps(partial(self.core.pause, mode))
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`. Raises `SyncError`."""
-        await self._ask(self.core.resume)
+        await self._run_between_steps(self.core.resume)
 
     async def receive(self, token: str, version: int, limit_s: float) -> SyncReceipt:
         """Wait for the end of a weight sync. Raises `SyncError`, also if it takes longer than the limit."""
-        receipt = self._thread.ask(partial(self.core.receive, token, version))
+        receipt = self._thread.submit(partial(self.core.receive, token, version))
         try:
             async with asyncio.timeout(limit_s):
                 return cast(SyncReceipt, await asyncio.wrap_future(receipt))
         except TimeoutError:
             reason = f"weight sync of version {version}: not complete within {limit_s:g} s"
-            await self._ask(partial(self.core.fail_update, token, reason))
-            return cast(SyncReceipt, await self._ask(partial(self.core.receive, token, version)))
+            await self._run_between_steps(partial(self.core.fail_update, token, reason))
+            return cast(SyncReceipt, await self._run_between_steps(partial(self.core.receive, token, version)))
 
     async def put_bucket(self, token: str, version: int, header: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
         """Take some weights of a weight sync; returns when they are in the model. Raises `SyncError`."""
         # arrays out of a shared store are read-only, which torch does not support
         own = torch.from_numpy(data if data.flags.writeable else data.copy())
-        await self._ask(partial(self.core.put_bucket, token, version, Bucket(**header, data=own)))
+        await self._run_between_steps(partial(self.core.put_bucket, token, version, Bucket(**header, data=own)))
 
     async def finish_update(self, token: str, version: int, ok: bool) -> None:
         """The sender is done, or has given up. Raises `SyncError`."""
-        await self._ask(partial(self.core.finish_update, token, version, ok=ok))
+        await self._run_between_steps(partial(self.core.finish_update, token, version, ok=ok))
 
     async def checksums(self) -> Mapping[str, int]:
         """See `RolloutEngine.checksum`."""
-        return cast(Mapping[str, int], await self._ask(self.core.checksums))
+        return cast(Mapping[str, int], await self._run_between_steps(self.core.checksums))
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
-        await self._ask(self.core.sleep)
+        await self._run_between_steps(self.core.sleep)
 
     async def wake(self, kv_cache: bool) -> None:
         """See `RolloutEngine.wake`."""
-        await self._ask(partial(self.core.wake, kv_cache=kv_cache))
+        await self._run_between_steps(partial(self.core.wake, kv_cache=kv_cache))
 
     async def health(self) -> None:
         """Raises `EngineError` if this process cannot serve."""
