@@ -4,6 +4,7 @@ import json
 
 import pytest
 from plasmid.config.load import resolve
+from plasmid.errors import PlasmidError
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.evaluate import evaluate
 from plasmid_runtime.lifecycle.session import run
@@ -112,3 +113,39 @@ def test_demonstrations_are_learned_and_then_written(job, seed):
     metrics = evaluate(job.config(settings), make_cluster=lambda _: LocalCluster())
     assert metrics["asked"]["eval/asked/reward"] == 0.75  # three digits, then the end
     assert metrics["asked"]["eval/asked/length_mean"] == 4
+
+
+LATE = """
+from typing import Literal
+from plasmid import Algorithm, Needs, hookimpl
+from plasmid.components.objective_inputs import TokenLoss
+
+class Late(Algorithm):
+    kind: Literal["late"] = "late"
+    def needs(self):
+        return Needs()
+    def roles(self, *, steps):
+        return ()
+    def advantages(self, inputs):
+        return inputs.spread(inputs.table.rewards)
+    def loss(self, inputs):
+        if inputs.table.sample_ids[0].startswith("4/"):
+            raise RuntimeError("group 4\\nis not wanted")
+        return TokenLoss(loss=-inputs.advantages * inputs.logprobs, metrics={})
+
+@hookimpl
+def register_algorithms():
+    return [Late]
+"""
+
+
+def test_a_mistake_that_only_shows_in_the_run_is_one_line_and_the_log_has_its_traceback(job, caplog):
+    recipe = job.plain()
+    (job.folder / "late.py").write_text(LATE)
+    changes = {"plugins": [*recipe["plugins"], str(job.folder / "late.py")], "algorithm": {"kind": "late"}, "eval": []}
+    with pytest.raises(PlasmidError) as caught:
+        job.run(changes)
+    assert str(caught.value) == "algorithm (late): loss raised RuntimeError: group 4 is not wanted (late.py:16)"
+    assert len(job.metrics()) == 1, "the batch before is kept"
+    (record,) = [record for record in caplog.records if record.getMessage() == str(caught.value)]
+    assert "late.py" in caplog.text and record.exc_info is not None

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from plasmid_cli.main import app
 
 HEAD = "from typing import Literal\nfrom plasmid import Filter, Reward, hookimpl\n"
 REWARD = HEAD + "class A(Reward):\n    {kind}\n    async def {call}(self, prompt, sample):\n        return 0.0\n"
@@ -139,3 +140,75 @@ def test_two_installed_plugins_of_one_kind_are_named_and_either_can_be_disabled(
     for name in ("rewards", "testnumber"):
         monkeypatch.setenv("PLASMID_DISABLE_PLUGINS", name)
         assert rl("train", "recipe.toml", "run.batches=0") == ["run.batches: must be at least 1, got 0"]
+
+
+ALGORITHM = """
+from typing import Literal
+from plasmid import Algorithm, Needs, hookimpl
+from plasmid.components.objective_inputs import TokenLoss
+
+class Mine(Algorithm):
+    kind: Literal["mine"] = "mine"
+    def needs(self):
+        return {needs}
+    def roles(self, *, steps):
+        return ()
+    def advantages(self, inputs):
+        return {advantages}
+    def loss(self, inputs):
+        return {loss}
+
+@hookimpl
+def register_algorithms():
+    return [Mine]
+"""
+GOOD = {
+    "needs": "Needs()",
+    "advantages": "inputs.spread(inputs.table.rewards)",
+    "loss": "TokenLoss(loss=-inputs.advantages * inputs.logprobs, metrics={})",
+}
+BAD_ALGORITHMS = [
+    ({"needs": "None"}, "algorithm: needs must return Needs, got None"),
+    (
+        {"needs": "Needs(groop=True)"},
+        "algorithm: needs or roles raised TypeError: Needs.__init__() got an unexpected keyword argument 'groop' "
+        "(p.py:9)",
+    ),
+    (
+        {"advantages": "inputs.spread(inputs.rewards)"},
+        "algorithm (mine): advantages raised AttributeError: 'AdvantageInputs' object has no attribute 'rewards' "
+        "(p.py:13)",
+    ),
+    (
+        {"advantages": "inputs.table.components['nunber']"},
+        "algorithm (mine): advantages raised KeyError: 'nunber; reward components are number' (p.py:13)",
+    ),
+    (
+        {"advantages": "inputs.spread(inputs.table.rewards) / 0"},
+        "algorithm (mine): advantages must be finite, got -inf for token 0 of 20 (p.py:12)",
+    ),
+    (
+        {"loss": "-inputs.advantages * inputs.logprobs"},
+        "algorithm (mine): loss must return a TokenLoss, got a Tensor (p.py:14)",
+    ),
+    (
+        {"loss": "TokenLoss(loss=inputs.logprobs.mean(), metrics={})"},
+        "algorithm (mine): the loss must be one per token (20), got shape () (p.py:14)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), BAD_ALGORITHMS, ids=lambda value: str(value)[-40:])
+def test_a_mistake_in_an_algorithm_is_one_line_before_anything_starts(rl, folder, changed, message):
+    (folder / "p.py").write_text(ALGORITHM.format(**GOOD | changed))
+    said = rl("train", "recipe.toml", "plugins=['p.py']", "algorithm={kind='mine'}", "--dry-run")
+    assert said == [message]
+    assert not (folder / "run").exists()
+
+
+def test_the_lines_above_are_of_one_mistake_each(folder, capsys):
+    (folder / "p.py").write_text(ALGORITHM.format(**GOOD))
+    arguments = ["train", "recipe.toml", "plugins=['p.py']", "algorithm={kind='mine'}", "--dry-run"]
+    with pytest.raises(SystemExit) as stopped:
+        app(arguments)
+    assert not stopped.value.code, capsys.readouterr().err

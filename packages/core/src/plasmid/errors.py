@@ -3,6 +3,7 @@
 All of them can be pickled: they cross process boundaries.
 """
 
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,13 @@ def line_in(file: str | Path, error: BaseException) -> int | None:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file).absolute()]
     return lines[-1] if lines else None
+
+
+def place_in_class(cls: type, error: BaseException) -> str:
+    """`` (file.py:12)``: the line of the class's file that an error came from; empty if it came from elsewhere."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    line = line_in(file, error) if file else None
+    return f" ({Path(file).name}:{line})" if file and line else ""
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -91,6 +99,10 @@ class IsolationError(PlasmidError):
 
 class RewardError(PlasmidError):
     """A reward raised or ran out of time. Names the reward and the sample."""
+
+
+class AlgorithmError(PlasmidError, ValueError):
+    """An algorithm raised, or returned what no trainer can use. Names the method, and file and line of the code."""
 
 
 class SyncError(PlasmidError):

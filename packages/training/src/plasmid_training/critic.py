@@ -8,6 +8,7 @@ from plasmid.components.objective_inputs import ValueInputs
 from plasmid.types.batch import Rows
 from torch import Tensor
 
+from .algorithm_calls import call_returns, call_value_loss
 from .batches.collate import Microbatch
 from .batches.rank_batch import RankBatch
 from .objective.metrics import AllReduce
@@ -25,7 +26,7 @@ def compute_returns(
 ) -> Tensor:
     """[T] what the values of this rank's tokens are trained to be, 0 where the loss does not look. Once per batch."""
     inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
-    return on_all_tokens("returns", algorithm.returns(inputs), rows)
+    return on_all_tokens(call_returns(algorithm, inputs), rows)
 
 
 def value_microbatch_loss(
@@ -42,9 +43,8 @@ def value_microbatch_loss(
     ``values`` [P] are the critic's now, ``old_values`` and ``returns`` [T] those of all tokens of the rank.
     """
     token = microbatch.token_index
-    result = algorithm.value_loss(ValueInputs(values=values, old_values=old_values[token], returns=returns[token]))
-    if result.loss.shape != values.shape:
-        raise ValueError(f"the value loss must be one per token ({values.numel()}), got {tuple(result.loss.shape)}")
+    inputs = ValueInputs(values=values, old_values=old_values[token], returns=returns[token])
+    result = call_value_loss(algorithm, inputs)
     return MicrobatchLoss(
         loss=(result.loss.double() * weights).sum(), values=result.metrics, maxima={}, num_tokens=values.numel()
     )

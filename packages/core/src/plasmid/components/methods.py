@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from ..errors import one_line, place_in_class
 from ..types import Role
 from .base import Component
 
@@ -55,6 +56,19 @@ class Algorithm(Component):
             yield 'reduction = "constant" divides by constant_length; set it, for example to 1024'
         if self.reduction != "constant" and self.constant_length is not None:
             yield f'constant_length = {self.constant_length} is never read; remove it or set reduction = "constant"'
+        yield from self._broken_methods()
+
+    def _broken_methods(self) -> Iterator[str]:
+        """One line for each of `needs` and `roles` that raises or returns something else: every recipe asks them."""
+        try:
+            needs: object = self.needs()
+            if not isinstance(needs, Needs):
+                yield f"needs must return Needs, got {needs!r:.100}"
+            roles: object = self.roles(steps=1)
+            if not isinstance(roles, tuple) or not all(isinstance(role, Role) for role in roles):
+                yield f"roles must return a tuple of Role, got {roles!r:.100}"
+        except Exception as error:  # noqa: BLE001 - boundary: algorithms are users' code
+            yield f"needs or roles raised {one_line(error)}{place_in_class(type(self), error)}"
 
     @abstractmethod
     def needs(self) -> Needs:

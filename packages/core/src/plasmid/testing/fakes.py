@@ -32,6 +32,7 @@ from plasmid import (
     VersionSpan,
     hookimpl,
 )
+from plasmid.components.objective_inputs import AdvantageInputs, LossInputs, TokenLoss
 from plasmid.protocols import Finish, PauseMode, ScoresRef, SyncPlan, TrainReport, Wire
 from plasmid.types import BucketSum, SyncReceipt
 
@@ -69,7 +70,7 @@ class FakeEngineConfig(RolloutEngineConfig):
 
 
 class FakeAlgorithm(Algorithm):
-    """Needs rewards and an engine, computes nothing: the fake trainer never asks."""
+    """The likelihood of each sample times its reward. The fake trainer never asks for it."""
 
     kind: Literal["fake"] = "fake"
 
@@ -79,11 +80,11 @@ class FakeAlgorithm(Algorithm):
     def roles(self, *, steps: int) -> tuple[Role, ...]:
         return ()
 
-    def advantages(self, inputs: Any) -> Any:
-        raise ValueError("the fake trainer computes no advantages")
+    def advantages(self, inputs: AdvantageInputs) -> Any:
+        return inputs.spread(inputs.table.rewards)
 
-    def loss(self, inputs: Any) -> Any:
-        raise ValueError("the fake trainer computes no loss")
+    def loss(self, inputs: LossInputs) -> TokenLoss:
+        return TokenLoss(loss=-inputs.advantages * inputs.logprobs, metrics={})
 
 
 class FakeTrainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import pickle
 import sys
 import traceback
@@ -11,6 +12,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from plasmid.errors import AlgorithmError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,9 @@ class ActorHost:
             return Success(await awaitable)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - boundary of the process: the caller raises it again
+        except Exception as error:
+            if isinstance(error, AlgorithmError):
+                log.error("%s", error, exc_info=True)  # the user gets one line
             return Failure(_portable(error), traceback.format_exc())
 
 

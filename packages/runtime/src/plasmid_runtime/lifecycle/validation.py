@@ -15,6 +15,7 @@ from plasmid.types import Ints, SamplingParams
 from plasmid_models.folder import is_torch_dist
 from plasmid_models.sample_length import longest_sample
 from plasmid_models.tokenizer import prompt_encoder
+from plasmid_training.algorithms import is_custom
 from plasmid_workflows.conversation import Conversation
 
 from ..cluster.model_files import linked_files, missing_files
@@ -49,6 +50,20 @@ def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = (
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     if training:
         config.trainer.check(config)
+        _check_algorithm(config)
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    """Run an algorithm that does not come with Plasmid on a small random batch. Raises `AlgorithmError`."""
+    if not is_custom(config.algorithm):
+        return
+    from plasmid_training.algorithm_check import MetadataReadError, check_algorithm  # imports torch
+
+    names, restricted = reward_names(config.rewards), config.replays_kept_sets
+    try:
+        check_algorithm(config.algorithm, components=names, restricted=restricted, invariances=False)
+    except MetadataReadError:
+        return  # nothing is known of what workflows leave there
 
 
 def _cluster(config: RunConfig) -> list[str]:

@@ -15,6 +15,8 @@ from plasmid.types.batch import BatchRef, BatchTable, Rows
 
 from .schedule import Indices, Microbatching, make_schedule
 
+NO_METADATA = "metadata of samples is only sent to algorithms whose needs() has Needs(metadata=True)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
@@ -55,7 +57,7 @@ class RankBatch:
     def metadata(self) -> tuple[Mapping[str, Any], ...]:
         """[N] `Sample.metadata` of each row of the table. Fetches the groups of all ranks' samples."""
         if not self.groups and self.table.num_samples:
-            raise ValueError("metadata of samples is only sent to algorithms whose needs() has Needs(metadata=True)")
+            raise ValueError(NO_METADATA)
         found = {sample.id: sample.metadata for ref in self.groups for sample in ref.get().samples}
         return tuple(found[id_] for id_ in self.table.sample_ids)
 

@@ -18,6 +18,7 @@ from plasmid.types import Role
 from plasmid.types.batch import Rows
 from torch import Tensor
 
+from ..algorithm_calls import call_advantages, call_loss
 from ..batches.collate import Microbatch
 from ..batches.rank_batch import RankBatch
 from ..head.kept_tokens import KeptTokens
@@ -86,14 +87,12 @@ def compute_advantages(
 ) -> Tensor:
     """[T] the algorithm's advantages of this rank's tokens, 0 where the loss does not look. Once per batch."""
     inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
-    return on_all_tokens("advantages", algorithm.advantages(inputs), rows)
+    return on_all_tokens(call_advantages(algorithm, inputs), rows)
 
 
-def on_all_tokens(name: str, values: Tensor, rows: Rows) -> Tensor:
+def on_all_tokens(values: Tensor, rows: Rows) -> Tensor:
     """[T] ``values`` of the loss tokens among all of the rank's tokens, 0 elsewhere; detached."""
     token = torch.from_numpy(np.flatnonzero(rows.loss_mask)).to(values.device)
-    if values.shape != token.shape:
-        raise ValueError(f"{name} must be one per loss token ({len(token)}), got shape {tuple(values.shape)}")
     whole = values.new_zeros(len(rows.token_ids))
     whole[token] = values.detach()
     return whole
@@ -144,11 +143,7 @@ def microbatch_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -
     Besides the algorithm's own metrics there are ``logprob_diff`` and ``mismatch_...``: how far trainer and rollout
     engine are apart before the first step (without old log-probabilities: now). Nothing of that without an engine.
     """
-    result = algorithm.loss(inputs)
-    if result.loss.shape != inputs.logprobs.shape:
-        raise ValueError(
-            f"the loss must be one per token ({inputs.logprobs.numel()}), got shape {tuple(result.loss.shape)}"
-        )
+    result = call_loss(algorithm, inputs)
     loss, num_tokens = (result.loss.double() * weights).sum(), inputs.logprobs.numel()
     if not algorithm.needs().engine:
         return MicrobatchLoss(loss=loss, values=result.metrics, maxima={}, num_tokens=num_tokens)

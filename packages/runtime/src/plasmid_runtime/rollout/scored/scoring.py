@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from plasmid.components import Reward
 from plasmid.components.reward_calls import call_reward, named, shortened
 from plasmid.config.profiles import Profile, profile_of, reward_names
-from plasmid.errors import RewardError, line_in, one_line
+from plasmid.errors import RewardError, one_line, place_in_class
 from plasmid.protocols import RunContext
 from plasmid.types import Prompt, Sample, Score, StopReason
 from plasmid.utils.work_clock import QueueingExecutor
@@ -105,7 +103,7 @@ class Scorer:
         where = self._where(reward)
 
         def raised(error: Exception, samples: Sequence[Sample]) -> RewardError:
-            said = f"{where}: raised on {named(samples)}: {one_line(error)}{_line_of(reward, error)}"
+            said = f"{where}: raised on {named(samples)}: {one_line(error)}{place_in_class(type(reward), error)}"
             return RewardError(f"{said}; {_quoted(samples)}")
 
         return await call_reward(reward, prompt, samples, where=where, start=self._elsewhere, raised=raised)
@@ -135,13 +133,6 @@ class Scorer:
             total = sum(self._rewards[index].weight * self._rewards[index].failure() for index in chosen)
             errors.append("the sum of the rewards is too large a number")
         return Score(value=total, components=components, error="; ".join(map(shortened, errors)) or None)
-
-
-def _line_of(reward: Reward, error: Exception) -> str:
-    """Where in the reward's own file an error came from."""
-    file = getattr(sys.modules.get(type(reward).__module__), "__file__", None)
-    line = line_in(file, error) if file else None
-    return f" ({Path(file).name}:{line})" if file and line else ""
 
 
 def _quoted(samples: Sequence[Sample], longest: int = 200) -> str:

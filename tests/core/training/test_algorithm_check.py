@@ -1,0 +1,310 @@
+"""`check_algorithm`: algorithms that keep the contract pass; every mistake is one line with method, file and line."""
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from plasmid import Algorithm, Needs, Role
+from plasmid.components.objective_inputs import TokenLoss
+from plasmid.errors import AlgorithmError
+from plasmid.plugins.registry import installed, load_plugins
+from plasmid_training.algorithm_check import MetadataReadError, check_algorithm
+from plasmid_training.algorithms.grpo import GRPO
+from plasmid_training.algorithms.ppo import PPO
+
+KINDS = {
+    kind: cls
+    for kind, cls in installed(load_plugins())["algorithm"].items()
+    if cls.__module__.startswith(GRPO.__module__.rpartition(".")[0])
+}
+
+
+class Custom(Algorithm):
+    """Rewards less their mean, and the likelihood."""
+
+    kind: str = "custom"
+
+    def needs(self):
+        return Needs()
+
+    def roles(self, *, steps):
+        return ()
+
+    def advantages(self, inputs):
+        rewards = inputs.table.rewards
+        return inputs.spread(rewards - rewards.mean())
+
+    def loss(self, inputs):
+        return TokenLoss(loss=-inputs.advantages * inputs.logprobs, metrics={"entropy": inputs.entropy})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("restricted", [True, False])
+def test_every_algorithm_that_comes_with_plasmid_passes(kind, restricted):
+    settings = {"constant_length": 9} if kind == "dr-grpo" else {}
+    check_algorithm(KINDS[kind](**settings), restricted=restricted)
+    if "correction" in KINDS[kind].model_fields:
+        correction = {"mode": "mask", "level": "sequence", "renormalize": True}
+        check_algorithm(KINDS[kind](old_policy="decoupled", correction=correction, kl_coef=0.1, **settings))
+
+
+class Everything(Custom):
+    """Reads all that there is."""
+
+    def needs(self):
+        return Needs(metadata=True, greedy_baseline=True)
+
+    def roles(self, *, steps):
+        return (Role.POLICY, Role.REFERENCE, Role.TEACHER)
+
+    def advantages(self, inputs):
+        turns = torch.tensor([float(m["turns"]) for m in inputs.metadata])
+        known = inputs.table.components["number"] + inputs.table.components["number.format"]
+        fresh = 0.9 ** (3 - inputs.versions)
+        sizes = torch.from_numpy(inputs.kept.offsets[1:] - inputs.kept.offsets[:-1])
+        scores = inputs.old_logprobs + inputs.ref_logprobs + inputs.teacher_logprobs
+        rewards = inputs.spread(inputs.table.rewards - inputs.table.baselines + known + turns.numpy())
+        return rewards * fresh * sizes + 0 * scores * inputs.token_ids
+
+    def loss(self, inputs):
+        weight = inputs.spread(inputs.table.components["number"]) * inputs.versions * inputs.kept.restricted()
+        turns = torch.tensor([m["turns"] for m in inputs.metadata])[inputs.table_index]
+        return TokenLoss(loss=-inputs.advantages * weight * turns * inputs.logprobs, metrics={})
+
+
+def test_everything_that_an_algorithm_may_read_is_there():
+    check_algorithm(Everything(), components=["number"], metadata=[{"turns": 1}, {"turns": 2}], restricted=True)
+
+
+def test_examples_of_metadata_must_be_given_to_an_algorithm_that_reads_them():
+    with pytest.raises(MetadataReadError, match=r"^check_algorithm\(..., metadata=\[...\]\) takes examples of it$"):
+        check_algorithm(Everything(), components=["number"], restricted=True)
+
+
+class NoTensor(Custom):
+    def advantages(self, inputs):
+        return 1.0
+
+
+class NoAdvantages(Custom):
+    def advantages(self, inputs):
+        inputs.spread(inputs.table.rewards)
+
+
+class AdvantagesOfSamples(Custom):
+    def advantages(self, inputs):
+        return torch.from_numpy(inputs.table.rewards)
+
+
+class IntegerAdvantages(Custom):
+    def advantages(self, inputs):
+        return inputs.versions
+
+
+class DividesByZero(Custom):
+    def advantages(self, inputs):
+        return super().advantages(inputs) / inputs.per_sample_sum(torch.zeros(inputs.sample_index.shape)).sum()
+
+
+class Raises(Custom):
+    def advantages(self, inputs):
+        return inputs.version
+
+
+class UnknownComponent(Custom):
+    def advantages(self, inputs):
+        return inputs.spread(inputs.table.components["lenght"])
+
+
+class UndeclaredMetadata(Custom):
+    def advantages(self, inputs):
+        return inputs.spread(torch.tensor([m["turns"] for m in inputs.metadata]))
+
+
+class WithoutEmptyRanks(Custom):
+    def advantages(self, inputs):
+        values = super().advantages(inputs)
+        return values - values.max()
+
+
+class WhitensEachRank(Custom):
+    def advantages(self, inputs):
+        values = super().advantages(inputs)
+        return values - values.sum() / max(len(values), 1)
+
+
+class SkipsACollective(Custom):
+    def advantages(self, inputs):
+        values = super().advantages(inputs)
+        return values - inputs.all_reduce(values.sum()) if len(values) else values
+
+
+class NoTokenLoss(Custom):
+    def loss(self, inputs):
+        return -inputs.advantages * inputs.logprobs
+
+
+class ReducedLoss(Custom):
+    def loss(self, inputs):
+        return TokenLoss(loss=(-inputs.advantages * inputs.logprobs).mean(), metrics={})
+
+
+class NumberAsMetric(Custom):
+    def loss(self, inputs):
+        return TokenLoss(loss=-inputs.logprobs, metrics={"mean": inputs.logprobs.mean().item()})
+
+
+class ReducedMetric(Custom):
+    def loss(self, inputs):
+        return TokenLoss(loss=-inputs.logprobs, metrics={"mean": inputs.logprobs.detach().mean()})
+
+
+class MetricWithoutNumber(Custom):
+    def loss(self, inputs):
+        return TokenLoss(loss=-inputs.logprobs, metrics={"log": (inputs.logprobs.detach() - 9).log()})
+
+
+class DetachedLoss(Custom):
+    def loss(self, inputs):
+        return TokenLoss(loss=-inputs.advantages * inputs.logprobs.detach(), metrics={})
+
+
+class EmptyLossWithoutGradient(Custom):
+    def loss(self, inputs):
+        result = super().loss(inputs)
+        return result if len(inputs.logprobs) else replace(result, loss=torch.zeros(0))
+
+
+class SecretEntropyBonus(Custom):
+    def loss(self, inputs):
+        return TokenLoss(loss=-inputs.advantages * inputs.logprobs - 0.1 * inputs.entropy, metrics={})
+
+
+class NormalizesMicrobatches(Custom):
+    def loss(self, inputs):
+        loss = -inputs.advantages * inputs.logprobs
+        return TokenLoss(loss=loss / max(len(loss), 1), metrics={})
+
+
+class IndexError_(Custom):
+    def loss(self, inputs):
+        return TokenLoss(loss=-inputs.logprobs * inputs.table.rewards[inputs.token_ids + 99], metrics={})
+
+
+class BadReturns(PPO):
+    kind: str = "custom"
+
+    def returns(self, inputs):
+        return super().returns(inputs)[:-1]
+
+
+class BadValueLoss(PPO):
+    kind: str = "custom"
+
+    def value_loss(self, inputs):
+        return TokenLoss(loss=(inputs.values.detach() - inputs.returns) ** 2, metrics={})
+
+
+MISTAKES = [
+    (NoTensor, "advantages", "advantages must be a tensor of one per loss token (20), got a float"),
+    (NoAdvantages, "advantages", "advantages must be a tensor of one per loss token (20), got None"),
+    (AdvantagesOfSamples, "advantages", "advantages must be one per loss token (20), got shape (8,)"),
+    (IntegerAdvantages, "advantages", "advantages must be of a floating type, got torch.int64"),
+    (DividesByZero, "advantages", "advantages must be finite, got {inf} for token 0 of 20"),
+    (WhitensEachRank, "advantages", "advantages must not depend on how samples are dealt out to ranks; {sum}"),
+    (
+        SkipsACollective,
+        "advantages",
+        "every rank must call inputs.all_reduce equally often, also one that holds no tokens",
+    ),
+    (NoTokenLoss, "loss", "loss must return a TokenLoss, got a Tensor"),
+    (ReducedLoss, "loss", "the loss must be one per token (20), got shape ()"),
+    (NumberAsMetric, "loss", "metric 'mean' must be a tensor of one per token (20), got a float"),
+    (ReducedMetric, "loss", "metric 'mean' must be a tensor of one per token (20), got shape ()"),
+    (MetricWithoutNumber, "loss", "metric 'log' must be finite, got nan for token 0 of 20"),
+    (DetachedLoss, "loss", "the loss of 20 tokens must be computed from inputs.logprobs, so that it has a gradient"),
+    (
+        EmptyLossWithoutGradient,
+        "loss",
+        "the loss of a microbatch without tokens must be computed from inputs.logprobs, so that it has a gradient",
+    ),
+    (
+        SecretEntropyBonus,
+        "loss",
+        "the loss has a gradient through inputs.entropy, and weights_need_entropy() is False; return True",
+    ),
+    (NormalizesMicrobatches, "loss", "loss must not depend on how samples are split into microbatches, {whole}"),
+    (BadReturns, "returns", "returns must be one per loss token (20), got shape (19,)"),
+    (
+        BadValueLoss,
+        "value_loss",
+        "the loss of 20 tokens must be computed from inputs.values, so that it has a gradient",
+    ),
+]
+OPEN = {
+    "{inf}": "",
+    "{sum}": "sum over ranks with inputs.all_reduce: of one token ",
+    "{whole}": "which hold whole samples: of one token ",
+}
+"""What lines go on with up to numbers."""
+
+
+@pytest.mark.parametrize(("cls", "method", "problem"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_mistake_is_one_line_with_the_method_and_its_place(cls, method, problem):
+    with pytest.raises(AlgorithmError) as caught:
+        check_algorithm(cls())
+    said = str(caught.value)
+    line = inspect.getsourcelines(getattr(cls, method))[1]
+    start, _, _ = problem.partition("{")
+    for mark, text in OPEN.items():
+        start += text if mark in problem else ""
+    assert said.startswith(f"algorithm (custom): {start}")
+    assert said.endswith(f" (test_algorithm_check.py:{line})")
+    assert "\n" not in said and (
+        "{" in problem or said == f"algorithm (custom): {problem} (test_algorithm_check.py:{line})"
+    )
+
+
+RAISED = [
+    (Raises, "advantages", "AttributeError: 'AdvantageInputs' object has no attribute 'version'"),
+    (UnknownComponent, "advantages", "KeyError: 'lenght; reward components are number, format'"),
+    (
+        UndeclaredMetadata,
+        "advantages",
+        "ValueError: metadata of samples is only sent to algorithms whose needs() has Needs(metadata=True)",
+    ),
+    (WithoutEmptyRanks, "advantages", "RuntimeError: max(): Expected reduction dim to be specified"),
+    (IndexError_, "loss", "IndexError: index"),
+]
+
+
+@pytest.mark.parametrize(("cls", "method", "error"), RAISED, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_it_raises_is_told_with_the_line_that_raised(cls, method, error):
+    with pytest.raises(AlgorithmError) as caught:
+        check_algorithm(cls(), components=["number", "format"])
+    said = str(caught.value)
+    source, first = inspect.getsourcelines(getattr(cls, method))
+    assert said.startswith(f"algorithm (custom): {method} raised {error}")
+    assert said.endswith(f" (test_algorithm_check.py:{first + len(source) - 1})") and "\n" not in said
+    assert caught.value.__cause__ is not None, "--traceback shows it"
+
+
+@pytest.mark.parametrize("cls", [WhitensEachRank, NormalizesMicrobatches])
+def test_invariances_are_left_out_where_only_what_ends_a_run_is_looked_for(cls):
+    check_algorithm(cls(), invariances=False)
+
+
+def test_an_entropy_bonus_that_is_declared_passes():
+    class Declared(SecretEntropyBonus):
+        def weights_need_entropy(self):
+            return True
+
+    check_algorithm(Declared())
+
+
+def test_a_mistake_of_ours_keeps_its_traceback():
+    algorithm = GRPO()
+    object.__setattr__(algorithm, "policy_loss", None)
+    with pytest.raises(TypeError):
+        check_algorithm(algorithm)
