@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from plasmid_fsdp import gathering
+from plasmid_fsdp.weights import gathering
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 SHAPES = [(7, 3), (1, 5), (4,), (2, 2, 3), (9, 1), (0, 4), (64, 33)]

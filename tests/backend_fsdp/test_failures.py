@@ -44,7 +44,7 @@ def failure(ranks, action, error, **run):
             await fit(trainer, config, trapped(action))
         seconds = time.perf_counter() - started
         closing = time.perf_counter()
-        for actor in trainer._actors:
+        for actor in trainer._ranks._actors:
             await actor.stop(grace_s=1.0)
         ranks._trainer = None
         assert time.perf_counter() - closing < 30

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from fsdp_cases import make_batch, whole_rows
-from plasmid_fsdp.decoder_input import PACKED, decoder_input, packing_obstacle
+from plasmid_fsdp.model.decoder_input import PACKED, decoder_input, packing_obstacle
 from plasmid_models.testing import make_tiny_model
 from plasmid_training.batches.collate import collate
 from transformers import AutoConfig, AutoModelForCausalLM

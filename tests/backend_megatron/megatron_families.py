@@ -144,10 +144,10 @@ def _rank_logits(rows):
     import torch
     from fsdp_processes import _held
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-    from plasmid_megatron.packing import pack
+    from plasmid_megatron.model.packing import pack
     from plasmid_training.batches.collate import collate
 
-    policy = _held["object"]._models.learner.network
+    policy = _held["object"]._learner.policy.model
     (model,) = policy.bare
     divisor = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
     batch = collate(rows, range(rows.num_samples), table_index=range(rows.num_samples), only_masked=False)

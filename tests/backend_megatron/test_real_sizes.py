@@ -25,7 +25,7 @@ SIZES = {
 def _megatron_config(recipe):
     """Runs in a process of its own, with the sizes of the recipe's groups of ranks but without the ranks."""
     from mbridge.core.parallel_states import ParallelStates
-    from plasmid_megatron.bridge import read_architecture
+    from plasmid_megatron.weights.bridge import read_architecture
     from plasmid_models.source import Source
 
     config = load_config(recipe)

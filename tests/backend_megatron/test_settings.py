@@ -11,7 +11,7 @@ from plasmid.config.load import validate
 from plasmid.errors import ConfigError
 from plasmid_megatron.settings import Megatron
 from plasmid_megatron.shapes import check_split, layers_of_stages
-from plasmid_megatron.upstream import fields
+from plasmid_megatron.upstream.fields import fields
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,7 +143,7 @@ def test_a_recipe_with_fields_of_megatron_is_checked_offline_without_megatron(tm
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("plasmid_megatron.upstream.version", missing)
+    monkeypatch.setattr("plasmid_megatron.upstream.fields.version", missing)
     monkeypatch.setattr("plasmid.components.base.find_spec", lambda name: None if name == "megatron.core" else name)
     monkeypatch.chdir(ROOT)
     argv = ["train", "recipes/glm-4-9b-reasoning-8gpus.toml", "trainer.transformer.recompute_granularity='full'"]

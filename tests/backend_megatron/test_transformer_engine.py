@@ -31,7 +31,7 @@ def _compare(model, rows, transformer):
     engine_stand_in.install()
     prepare_cpu()
     import torch.distributed as dist
-    from plasmid_megatron.layout import leave_groups, make_groups
+    from plasmid_megatron.process_groups import leave_groups, make_groups
 
     settings = Megatron(dtype="float32")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -48,8 +48,8 @@ def _compare(model, rows, transformer):
 
 
 def _build(model, settings):
-    from plasmid_megatron.bridge import read_architecture
-    from plasmid_megatron.build import build_language_model
+    from plasmid_megatron.model.building import build_language_model
+    from plasmid_megatron.weights.bridge import read_architecture
     from plasmid_models.source import Source
 
     source = Source(where="model", path=model, trust_remote_code=False)
@@ -58,7 +58,7 @@ def _build(model, settings):
 
 def _logprobs(network, rows, bounds_on_device):
     import torch
-    from plasmid_megatron.packing import pack
+    from plasmid_megatron.model.packing import pack
     from plasmid_training.batches.collate import collate
 
     batch = collate(rows, range(rows.num_samples), table_index=range(rows.num_samples), only_masked=False)
@@ -67,7 +67,7 @@ def _logprobs(network, rows, bounds_on_device):
 
 
 def _marks(network):
-    from plasmid_megatron.weights import weights
+    from plasmid_megatron.weights.shards import weights
 
     second = [one for one in weights(network.bare) if one.name.startswith("decoder.layers.1.") and one.tensor.ndim == 2]
     return {one.name.split(".", 3)[-1]: (one.tensor.tensor_model_parallel, one.tensor.partition_dim) for one in second}
@@ -76,9 +76,9 @@ def _marks(network):
 def _lost(network, model):
     """What comes out otherwise than it is in the folder, or has no place in a checkpoint."""
     import torch
-    from plasmid_megatron.gathering import Gatherer
-    from plasmid_megatron.placement import places
-    from plasmid_megatron.weights import weights
+    from plasmid_megatron.weights.gathering import Gatherer
+    from plasmid_megatron.weights.placement import places
+    from plasmid_megatron.weights.shards import weights
     from safetensors.torch import load_file
 
     gathered = Gatherer(network.bare, network.architecture).tensors(dtype=torch.float32, device=torch.device("cpu"))

@@ -267,7 +267,7 @@ def metadata_files() -> list[bytes]:
 def megatron_state() -> Iterator[Check]:
     """Megatron's ``common.pt``, which is read before anything of a trainer's state is."""
     from plasmid.errors import CheckpointError
-    from plasmid_megatron.state import load_state
+    from plasmid_megatron.checkpoint.state import load_state
 
     metadata_files()
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -679,7 +679,7 @@ TARGETS: dict[str, Target] = {
         examples=common_files,
         mutate=mutations.bytes_of,
         opened=megatron_state,
-        modules=(*TORCH, "plasmid_megatron.state"),
+        modules=(*TORCH, "plasmid_megatron.checkpoint.state"),
         reserves_memory=True,  # torch's reader of files from before it wrote archives
     ),
     "state": Target(

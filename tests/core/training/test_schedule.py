@@ -50,6 +50,20 @@ def test_every_sample_is_scheduled_exactly_once(table, data, num_ranks, microbat
         assert any(m for rank in step.ranks for m in rank[-1:]), "a microbatch that is empty on every rank is a waste"
 
 
+def test_empty_microbatches_fill_a_step_up_to_a_multiple():
+    table = BatchTable(
+        sample_ids=tuple("abcde"),
+        group_index=np.zeros(5, np.int64),
+        rollout_index=np.arange(5),
+        loss_tokens=np.full(5, 2),
+        lengths=np.full(5, 4),
+        rewards=np.zeros(5),
+    )
+    microbatching = Microbatching(unit="samples", size=1, multiple=4)
+    (step,) = make_schedule(table, steps=1, num_ranks=1, microbatching=microbatching).steps
+    assert [len(microbatch) for microbatch in step.ranks[0]] == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
 @given(tables(), st.data(), st.integers(1, 4), microbatchings)
 @settings(max_examples=100, deadline=None)
 def test_microbatches_keep_to_their_size(table, data, num_ranks, microbatching):

@@ -3,58 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
-from plasmid_training.learning_rate import learning_rate
+from plasmid_training.objective.metrics import AllReduce
+from plasmid_training.rank.backend import Update
+from plasmid_training.rank.peers import PeerRanks
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from .optimizer_settings import OptimizerSettings
-from .weights import local
+from .weights.shards import local
 
-AllReduce = Callable[[Tensor], Tensor]
 ADAMW_STATE, SGD_STATE = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one optimizer step did."""
+class ShardedOptimizer:
+    """The optimizer of one model. Implements `plasmid_training.rank.backend.RankOptimizer`."""
 
-    norm: float
-    lr: float
-    taken: bool
-    """False if the gradient was not finite."""
+    def __init__(self, settings: OptimizerSettings, parameters: Sequence[nn.Parameter], *, peers: PeerRanks) -> None:
+        self.inner = make_optimizer(settings, parameters)
+        self._settings, self._parameters, self._peers = settings, parameters, peers
 
-
-class Updater:
-    """One model's optimizer, the rate that it learns with, and its steps so far."""
-
-    def __init__(
-        self,
-        settings: OptimizerSettings,
-        parameters: Sequence[nn.Parameter],
-        *,
-        total_steps: int,
-        device: torch.device,
-        all_reduce: AllReduce,
-    ) -> None:
-        self.optimizer = make_optimizer(settings, parameters)
-        self.step = 0
-        """Optimizer steps since the start of the run, those that were skipped included."""
-        self._settings, self._parameters = settings, parameters
-        self._total_steps, self._device, self._all_reduce = total_steps, device, all_reduce
-
-    def update(self) -> Update:
-        """One step along the gradients, which are gone afterwards. All ranks call it together."""
-        norm = grad_norm(self._parameters, self._all_reduce, self._device)
-        lr = learning_rate(self._settings, step=self.step, total_steps=self._total_steps)
-        for group in self.optimizer.param_groups:
+    def step(self, lr: float) -> Update:
+        norm = grad_norm(self._parameters, self._peers.all_reduce, self._peers.device)
+        for group in self.inner.param_groups:
             group["lr"] = lr
-        taken = guarded_step(self.optimizer, self._parameters, norm=norm, max_norm=self._settings.max_grad_norm)
-        self.step += 1
-        return Update(norm, lr, taken)
+        max_norm = self._settings.max_grad_norm
+        return Update(norm, guarded_step(self.inner, self._parameters, norm=norm, max_norm=max_norm))
+
+    def state(self) -> Iterator[Tensor]:
+        """This rank's parts of all its tensors."""
+        for of_parameter in self.inner.state.values():
+            yield from (local(value) for value in of_parameter.values() if isinstance(value, Tensor))
 
 
 def make_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Parameter]) -> Optimizer:

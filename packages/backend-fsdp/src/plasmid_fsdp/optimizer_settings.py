@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from plasmid_training.learning_settings import LearningSettings
+from plasmid_training.learning_settings import CriticLearning, LearningSettings
 from pydantic import Field, field_validator
 
 OPTIMIZER_ONLY = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
@@ -41,12 +41,5 @@ class OptimizerSettings(LearningSettings):
             yield "nesterov needs a momentum above 0"
 
 
-class CriticSettings(OptimizerSettings):
+class CriticSettings(CriticLearning, OptimizerSettings):
     """The critic: a value head on a backbone of its own. Everything not said here is as for the policy."""
-
-    lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
-    """Peak learning rate of the critic."""
-    head_std: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Standard deviation of the value head's first weights, where its folder has none; 0 starts with values of 0."""
-    export: bool = False
-    """Write the critic beside the final policy, as the folder ``<name of the policy's>-critic``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,26 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.optim import Optimizer
 
-CRITIC = "critic."
-"""Before the names of the critic's weights."""
+from .model.sharded import ShardedModel
+
+STEPS = {"policy": "numbers.step", "critic": "numbers.critic_step"}
+"""Names in a checkpoint of the optimizer steps of each model."""
+PREFIXES = {"policy": "", "critic": "critic."}
+"""Before the names of each model's weights."""
 
 
-def save_state(
-    path: Path, *, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer], numbers: Mapping[str, int]
-) -> None:
-    """Write weights, optimizers, ``numbers`` and generators; all ranks call it. Raises `CheckpointError`."""
-    state = (
-        _tensors(weights, optimizers) | {f"numbers.{k}": torch.tensor(v) for k, v in numbers.items()} | _generators()
-    )
+def save_state(path: Path, models: Mapping[str, ShardedModel], steps: Mapping[str, int]) -> None:
+    """Write weights, optimizers, steps and generators; all ranks call it. Raises `CheckpointError`."""
+    numbers = {STEPS[role]: torch.tensor(step) for role, step in steps.items()}
     try:
-        save(state, storage_writer=FileSystemWriter(path))
+        save(_tensors(models) | numbers | _generators(), storage_writer=FileSystemWriter(path))
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: the trainer's state cannot be written: {_cause(error)}") from None
 
 
-def load_state(
-    path: Path, *, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer], numbers: Sequence[str]
-) -> dict[str, int]:
-    """Fill weights and optimizers in place; returns the numbers saved under the names in ``numbers``.
+def load_state(path: Path, models: Mapping[str, ShardedModel]) -> dict[str, int]:
+    """Fill weights and optimizers in place; returns the optimizer steps of each model.
 
     Generators come back for ranks that existed when it was saved; others keep what they have. Raises `CheckpointError`
     if the checkpoint cannot be read, or is one of another model or optimizer.
@@ -47,26 +44,30 @@ def load_state(
         metadata = TensorReader(path).read_metadata()
     except ModelError as error:
         raise CheckpointError(f"{path} holds no trainer state that can be read: {_cause(error)}") from error
-    tensors = _tensors(weights, optimizers)
+    tensors = _tensors(models)
     _check(path, tensors, metadata)
-    restored = {f"numbers.{name}": torch.tensor(0) for name in numbers}
+    numbers = {STEPS[role]: torch.tensor(0) for role in models}
     generators = {name: value for name, value in _generators().items() if name in metadata.state_dict_metadata}
     try:
-        load(tensors | restored | generators, storage_reader=TensorReader(path))
+        load(tensors | numbers | generators, storage_reader=TensorReader(path))
     except (CheckpointException, ModelError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: the trainer's state cannot be read: {_cause(error)}") from None
     _set_generators(generators)
-    return {name: int(restored[f"numbers.{name}"]) for name in numbers}
+    return {role: int(numbers[STEPS[role]]) for role in models}
 
 
-def _tensors(weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _tensors(models: Mapping[str, ShardedModel]) -> dict[str, Any]:
     """Weights, and under each weight's name its optimizer's tensors for it; all share memory with the live ones."""
-    state: dict[str, Any] = {f"weights.{name}": tensor.detach() for name, tensor in weights.items()}
-    for optimizer in optimizers:
-        for name, tensor in weights.items():
-            if isinstance(tensor, nn.Parameter) and tensor in optimizer.state:
-                state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[tensor].items()}
-    return state
+    weights: dict[str, Any] = {}
+    optimizers: dict[str, Any] = {}
+    for role, model in models.items():
+        for own_name, tensor in model.module.named().items():
+            name = PREFIXES[role] + own_name
+            weights[f"weights.{name}"] = tensor.detach()
+            if isinstance(tensor, nn.Parameter):
+                state = model.optimizer.inner.state.get(tensor, {})
+                optimizers |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    return weights | optimizers
 
 
 def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
@@ -90,7 +91,7 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
 
 
 def _has_critic(names: Collection[str]) -> bool:
-    return any(name.startswith(f"weights.{CRITIC}") for name in names)
+    return any(name.startswith(f"weights.{PREFIXES['critic']}") for name in names)
 
 
 def _generators() -> dict[str, Tensor]:

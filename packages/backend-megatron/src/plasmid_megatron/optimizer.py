@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from plasmid_training.learning_rate import learning_rate
 from plasmid_training.learning_settings import LearningSettings
+from plasmid_training.rank.backend import Update
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .bridge import optimizer_config
-from .compat import let_ranks_without_experts_be_saved, let_sgd_be_loaded
 from .settings import Megatron
+from .upstream.compat import let_ranks_without_experts_be_saved, let_sgd_be_loaded
+from .weights.bridge import optimizer_config
 
 DEFAULTS = {"optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
 """As those of trainer 'fsdp'."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one optimizer step did."""
-
-    norm: float
-    lr: float
-    taken: bool
-    """False if the gradient was not finite."""
 
 
 def wrap(chunks: Sequence[nn.Module], settings: Megatron) -> list[DistributedDataParallel]:
@@ -54,24 +43,16 @@ def _finish_gradients(model: list[Any], num_tokens: Tensor | None = None, **opti
     finalize_model_grads(model, None, **options)
 
 
-class Updater:
-    """One model's optimizer, the rate that it learns with, and its steps so far."""
+class MegatronOptimizer:
+    """The optimizer of one model. Implements `plasmid_training.rank.backend.RankOptimizer`."""
 
     def __init__(
-        self,
-        settings: Megatron,
-        learning: LearningSettings,
-        chunks: Sequence[DistributedDataParallel],
-        *,
-        total_steps: int,
+        self, settings: Megatron, learning: LearningSettings, chunks: Sequence[DistributedDataParallel]
     ) -> None:
         """``settings`` say how weights are kept and updated, ``learning`` how fast."""
-        self.step = 0
-        """Optimizer steps since the start of the run, those that were skipped included."""
-        self._learning, self._total_steps = learning, total_steps
-        self._chunks = list(chunks)
+        self._learning, self._chunks = learning, list(chunks)
         values = DEFAULTS | settings.optimizer
-        self.optimizer = get_megatron_optimizer(
+        self.inner = get_megatron_optimizer(
             optimizer_config(
                 **values,
                 lr=learning.lr,
@@ -83,42 +64,52 @@ class Updater:
             ),
             self._chunks,
         )
-        for inner in self.inner():
-            _start_state(inner)
-        let_sgd_be_loaded(self.optimizer)
-        let_ranks_without_experts_be_saved(self.optimizer)
-        self.clear()
+        for part in self._parts():
+            _start_state(part)
+        let_sgd_be_loaded(self.inner)
+        let_ranks_without_experts_be_saved(self.inner)
+        self._clear()
 
-    def inner(self) -> Iterator[Optimizer]:
-        """torch's optimizers: of all weights but experts, and of those."""
-        for part in self.optimizer.chained_optimizers:
-            if part.optimizer is not None:
-                yield part.optimizer
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    def update(self) -> Update:
-        """One step along the gradients, which are gone afterwards. All ranks call it together."""
-        lr = learning_rate(self._learning, step=self.step, total_steps=self._total_steps)
-        for group in self.optimizer.param_groups:
+    def step(self, lr: float) -> Update:
+        for group in self.inner.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self._learning.weight_decay * group.get("wd_mult", 1.0)
-        overflow = self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        overflow = self.inner.prepare_grads()
+        norm = float(self.inner.get_grad_norm())
         taken = not overflow and math.isfinite(norm)
         if taken:
             self._clip(norm)
-            self.optimizer.step_with_ready_grads()
-        self.clear()
-        self.step += 1
-        return Update(norm, lr, taken)
+            self.inner.step_with_ready_grads()
+        self._clear()
+        return Update(norm, taken)
+
+    def state(self) -> Iterator[Tensor]:
+        """All of its tensors that a step reads and writes, main weights included."""
+        for part in self._parts():
+            for group in part.param_groups:
+                yield from group["params"]
+            for state in part.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def gradients(self) -> Iterator[Tensor]:
+        """What gradients are summed in."""
+        for chunk in self._chunks:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+
+    def _parts(self) -> Iterator[Optimizer]:
+        """torch's optimizers: of all weights but experts, and of those."""
+        for part in self.inner.chained_optimizers:
+            if part.optimizer is not None:
+                yield part.optimizer
+
+    def _clear(self) -> None:
+        """Forget the gradients."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
 
     def _clip(self, norm: float) -> None:
-        for part in self.optimizer.chained_optimizers:
+        for part in self.inner.chained_optimizers:
             parameters = part.get_parameters() if part.optimizer is not None else []
             if parameters and 0 < self._learning.max_grad_norm < norm:
                 clip_grad_by_total_norm_fp32(

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from plasmid import RunConfig
 from plasmid.components import Algorithm, BuildContext, PlanRow, TrainerConfig
 from plasmid.protocols import Trainer
-from plasmid_training.learning_settings import LearningSettings
+from plasmid_training.learning_settings import CriticLearning, LearningSettings
 from pydantic import Field, field_validator
 
-from .upstream import check_fields
+from .upstream.fields import check_fields
 
 OWNED = {
     "tensor_model_parallel_size": "tensor_parallel",
@@ -46,17 +46,6 @@ OF_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")
 """Fields of Megatron that it reads with TransformerEngine only."""
 Fields = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
 """Texts among them are not inert (`plasmid.settings.trust`): some name a folder to write to or a function."""
-
-
-class CriticSettings(LearningSettings):
-    """The critic: a value head on a backbone of its own. Everything not said here is as for the policy."""
-
-    lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
-    """Peak learning rate of the critic."""
-    head_std: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Standard deviation of the value head's first weights, where its folder has none; 0 starts with values of 0."""
-    export: bool = False
-    """Write the critic beside the final policy, as the folder ``<name of the policy's>-critic``."""
 
 
 class Megatron(LearningSettings, TrainerConfig):
@@ -100,7 +89,7 @@ class Megatron(LearningSettings, TrainerConfig):
     """Fields of Megatron's `TransformerConfig`, by their names there: recompute_granularity, moe_aux_loss_coeff, ..."""
     optimizer: Fields = Field(default_factory=dict)
     """Fields of Megatron's `OptimizerConfig`, by their names there: optimizer, adam_beta2, sgd_momentum, ..."""
-    critic: CriticSettings = CriticSettings()
+    critic: CriticLearning = CriticLearning()
     """Learning rate and first weights of the critic, for algorithms that have one."""
 
     @property
@@ -159,7 +148,7 @@ class Megatron(LearningSettings, TrainerConfig):
 
     def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
         """A critic's settings without a critic."""
-        if self.critic != CriticSettings() and not algorithm.needs().critic:
+        if self.critic != CriticLearning() and not algorithm.needs().critic:
             yield "trainer.critic: the algorithm has no critic, so it is never read; remove the table"
 
     def num_parts(self, ranks: int) -> int:

@@ -50,3 +50,14 @@ class LearningSettings(Settings):
                 yield f"{name} has no effect with schedule = 'constant'; remove it or change schedule"
         if self.schedule != "constant" and isinstance(self.decay_steps, int) and self.decay_steps <= self.warmup_steps:
             yield f"decay_steps = {self.decay_steps} must be more than warmup_steps = {self.warmup_steps}"
+
+
+class CriticLearning(LearningSettings):
+    """The critic: a value head on a backbone of its own. Everything not said here is as for the policy."""
+
+    lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
+    """Peak learning rate of the critic."""
+    head_std: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Standard deviation of the value head's first weights, where its folder has none; 0 starts with values of 0."""
+    export: bool = False
+    """Write the critic beside the final policy, as the folder ``<name of the policy's>-critic``."""

@@ -16,7 +16,7 @@ from megatron.core.transformer import enums as transformer_enums
 from plasmid.errors import ModelError, one_line, some_of
 from torch import Tensor
 
-from ..weights import join
+from ..weights.shards import join
 from .outline import Entry, Outline
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

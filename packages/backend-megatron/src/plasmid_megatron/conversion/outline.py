@@ -16,13 +16,13 @@ from plasmid_models.building import BUILDING
 from plasmid_models.source import Source
 from torch import Tensor, nn
 
-from ..bridge import Architecture, read_architecture
-from ..compat import define_router_gemm, tell_latent_attention_what_is_installed, without_gpu
-from ..model import LanguageModel
-from ..placement import VOCABULARY, Place, objects, places
+from ..model.language_model import LanguageModel
 from ..settings import Megatron
-from ..untrained import Untrained
-from ..weights import Weight, hf_names, to_hf, weights
+from ..upstream.compat import define_router_gemm, tell_latent_attention_what_is_installed, without_gpu
+from ..weights.bridge import Architecture, read_architecture
+from ..weights.placement import VOCABULARY, Place, objects, places
+from ..weights.shards import Weight, hf_names, to_hf, weights
+from ..weights.untrained import Untrained
 
 UNWANTED = (".rotary_emb.inv_freq",)
 """Names that old Hugging Face folders have and no model needs."""
@@ -72,7 +72,7 @@ class Outline:
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
         """Weights of the model's folder that no checkpoint of a run has. Raises `ModelError`."""
-        yield from Untrained(self.architecture, self.source, where="from.model").tensors()
+        yield from Untrained(self.architecture, self.source, where="from.model")
 
     def from_hf(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
         """Whole weights as soon as all that they are made of has come. Raises `ModelError`."""

@@ -15,7 +15,7 @@ from .layout import MegatronLayout, Weights, newest, outline_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..placement import TorchDist
+    from ..weights.placement import TorchDist
     from .outline import Entry, Outline
 
 METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
@@ -43,7 +43,7 @@ class TorchDistFolder(MegatronLayout):
         return next((f for f in folders if (f / METADATA).is_file() and (f / CONFIG).is_file()), None)
 
     def open_weights(self, folder: Path, outline: Outline) -> Weights:
-        from ..placement import TorchDist
+        from ..weights.placement import TorchDist
 
         files = TorchDist(folder, f"{folder}: the weights do not fit the model in {outline.source}: it")
         known = {place.key for entry in outline.entries for place in entry.places}

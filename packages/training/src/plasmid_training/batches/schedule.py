@@ -22,6 +22,8 @@ class Microbatching:
     (rows one after another: they cost their lengths)."""
     size: int
     """Most of them in one microbatch. A sample of more tokens than that sits alone."""
+    multiple: int = 1
+    """The number of microbatches of every optimizer step is a multiple of this; empty ones fill it up."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -54,6 +56,7 @@ def make_schedule(table: BatchTable, *, steps: int, num_ranks: int, microbatchin
         held = balance(samples, lengths, num_ranks=num_ranks, equal_counts=microbatching.unit == "samples")
         ranks = [pack(indices, lengths, microbatching) for indices in held]
         count = max(len(microbatches) for microbatches in ranks)
+        count += -count % microbatching.multiple
         padded = tuple(tuple([*m, *[()] * (count - len(m))]) for m in ranks)
         planned.append(StepSchedule(samples=samples, ranks=padded))
     return Schedule(steps=tuple(planned))

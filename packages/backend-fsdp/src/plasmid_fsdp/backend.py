@@ -1,0 +1,66 @@
+"""One rank of trainer 'fsdp'. Implements `plasmid_training.rank.backend.RankBackend`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from plasmid.config.run import RunConfig
+from plasmid_models.source import Source
+from plasmid_training.rank.peers import PeerRanks
+
+from .model.building import compiled_graphs
+from .model.policy import build_policy
+from .model.sharded import ShardedModel
+from .model.value_model import build_value_model
+from .settings import FSDP
+from .state import load_state, save_state
+from .weights.shards import Shard
+
+
+class FSDPBackend:
+    """Shards every model over all ranks."""
+
+    def __init__(self, config: RunConfig, device: str) -> None:
+        assert isinstance(config.trainer, FSDP), "built by another trainer's settings"
+        self._settings, self._seed = config.trainer, config.run.seed
+        self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        self._trained: dict[str, ShardedModel] = {}
+
+    def open(self) -> PeerRanks:
+        self._peers = PeerRanks(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=self._device)
+        return self._peers
+
+    def build_policy(self, source: Source) -> ShardedModel:
+        self._trained["policy"] = policy = self._language_model(source, trained=True)
+        return policy
+
+    def build_critic(self, source: Source) -> ShardedModel:
+        module = build_value_model(self._settings, source, device=self._device, shard=self._shard, seed=self._seed)
+        self._trained["critic"] = critic = ShardedModel(module, self._settings.critic, peers=self._peers)
+        return critic
+
+    def build_frozen(self, source: Source) -> ShardedModel:
+        return self._language_model(source, trained=False)
+
+    def step_metrics(self) -> dict[str, float]:
+        return compiled_graphs()
+
+    def save(self, path: Path, steps: Mapping[str, int]) -> None:
+        save_state(path, self._trained, steps)
+
+    def load(self, path: Path) -> Mapping[str, int]:
+        return load_state(path, self._trained)
+
+    def close(self) -> None:
+        self._trained.clear()
+
+    @property
+    def _shard(self) -> Shard:
+        return Shard(rank=self._peers.rank, num_ranks=self._peers.num_ranks)
+
+    def _language_model(self, source: Source, *, trained: bool) -> ShardedModel:
+        module = build_policy(self._settings, source, device=self._device, shard=self._shard, trained=trained)
+        return ShardedModel(module, self._settings, peers=self._peers)

@@ -1,0 +1,92 @@
+"""The critic's network: the backbone of a language model with a linear head of one output, sharded by FSDP2."""
+
+from __future__ import annotations
+
+import torch
+from plasmid.errors import ModelError
+from plasmid_models.source import Source
+from plasmid_training.batches.collate import Microbatch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..settings import FSDP
+from ..weights.folder_layout import FolderLayout
+from ..weights.loading import load_weights
+from ..weights.shards import Shard, aliases, local, named_weights
+from .building import freeze, materialize, on_meta, prepare_training, shard_module
+from .decoder_input import decoder_input
+
+HEAD = "score"
+"""What transformers calls the head of its token classifiers, whose folders a critic reads and writes."""
+
+
+class ValueModel(nn.Module):
+    """The value of the text before each token; what it is worth on average to go on from there."""
+
+    def __init__(self, lm: PreTrainedModel, layout: FolderLayout) -> None:
+        """Take the backbone of ``lm``, which is on the meta device; ``layout`` is that of its folder."""
+        super().__init__()
+        self.layout = layout
+        backbone = lm.base_model
+        assert isinstance(backbone, PreTrainedModel)
+        self.backbone = backbone
+        self._prefix = f"{lm.base_model_prefix}."
+        head = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.score = nn.Linear(head.in_features, 1, device="meta", dtype=torch.float32)
+        every = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
+        self._ignored = every - self.named().keys()
+        """Names in a folder of what is no part of it: the head, and parameters that are tied to others."""
+
+    def forward(self, batch: Microbatch) -> Tensor:
+        """[P] values of the predicted tokens, fp32 whatever the backbone computes in."""
+        rows = decoder_input(batch, self.backbone.config._attn_implementation)
+        hidden = self.backbone(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
+        values: Tensor = self.score(hidden[rows.source].float())
+        return values[:, 0].clone()  # FSDP warns of views as outputs
+
+    def named(self) -> dict[str, Tensor]:
+        """Every weight by its name in a folder of a transformers token classifier."""
+        backbone = {self._prefix + name: tensor for name, tensor in named_weights(self.backbone).items()}
+        return backbone | {f"{HEAD}.{name}": tensor for name, tensor in self.score.named_parameters()}
+
+    def load(self, source: Source, shard: Shard) -> set[str]:
+        """Fill the weights from a folder of this architecture; names that it lacks. Raises `ModelError`."""
+        return load_weights(
+            self.named(),
+            source.path,
+            where=source.where,
+            shard=shard,
+            layout=self.layout.of_folder(source),
+            ignored=self._ignored | {self._prefix + name for name in aliases(self.backbone)},
+            optional=(f"{HEAD}.weight", f"{HEAD}.bias"),
+        )
+
+
+def build_value_model(settings: FSDP, source: Source, *, device: torch.device, shard: Shard, seed: int) -> ValueModel:
+    """Load the backbone of a model folder in fp32, sharded over all ranks, and its value head if it has one.
+
+    Else the head's weights are drawn from a normal distribution, the same for any number of ranks, and its bias is 0.
+    Raises `ModelError`.
+    """
+    lm = on_meta(source, settings)
+    if lm.base_model is lm:
+        raise ModelError(f"{source.where}.path: {source.path} has no backbone apart from its head")
+    layout = FolderLayout.of(lm, source)
+    model = ValueModel(lm, layout)
+    parameters = {name: p for name, p in model.named().items() if isinstance(p, nn.Parameter)}
+    freeze(parameters, layout, settings.critic.freeze, "trainer.critic.freeze")
+    prepare_training(model.backbone, settings)
+    shard_module(model, model.backbone, settings, device=device, num_ranks=shard.num_ranks, exact=(model.score,))
+    materialize(model, model.backbone, settings, device=device, source=source)
+    _draw_head(model, model.load(source, shard), shard=shard, std=settings.critic.head_std, seed=seed)
+    return model
+
+
+@torch.no_grad()
+def _draw_head(model: ValueModel, absent: set[str], *, shard: Shard, std: float, seed: int) -> None:
+    for name, parameter in model.score.named_parameters():
+        if f"{HEAD}.{name}" in absent:
+            whole = torch.zeros(parameter.shape)
+            if parameter.ndim > 1:
+                whole.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+            local(parameter).copy_(whole[shard.rows(len(whole))])

@@ -1,0 +1,69 @@
+"""One rank of trainer 'megatron'. Implements `plasmid_training.rank.backend.RankBackend`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from plasmid.config.run import RunConfig
+from plasmid.errors import ModelError
+from plasmid_models.source import Source
+from plasmid_training.rank.peers import PeerRanks
+
+from .checkpoint.saving import Writing
+from .checkpoint.state import load_state, save_state
+from .model.building import build_language_model, build_value_model
+from .model.network import Network
+from .process_groups import leave_groups, make_groups, peers
+from .settings import Megatron
+from .weights.bridge import read_architecture
+
+
+class MegatronBackend:
+    """Splits models over ranks as the settings say."""
+
+    def __init__(self, config: RunConfig, device: str) -> None:
+        assert isinstance(config.trainer, Megatron), "built by another trainer's settings"
+        self._settings, self._seed = config.trainer, config.run.seed
+        self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        self._trained: dict[str, Network] = {}
+        logging.getLogger("megatron").setLevel(logging.ERROR)  # it tells every rank's configuration
+
+    def open(self) -> PeerRanks:
+        try:
+            make_groups(self._settings, seed=self._seed)
+        except (RuntimeError, AssertionError) as error:
+            raise ModelError(f"trainer: Megatron refuses this layout: {error}") from None
+        return peers(self._device)
+
+    def build_policy(self, source: Source) -> Network:
+        self._trained["policy"] = policy = self._language_model(source, trained=True)
+        return policy
+
+    def build_critic(self, source: Source) -> Network:
+        architecture = read_architecture(source, self._settings)
+        self._trained["critic"] = critic = build_value_model(source, architecture, self._settings, seed=self._seed)
+        return critic
+
+    def build_frozen(self, source: Source) -> Network:
+        return self._language_model(source, trained=False)
+
+    def step_metrics(self) -> dict[str, float]:
+        return {}
+
+    def save(self, path: Path, steps: Mapping[str, int]) -> Writing:
+        return save_state(path, self._trained, steps, copy=self._settings.async_save)
+
+    def load(self, path: Path) -> Mapping[str, int]:
+        return load_state(path, self._trained)
+
+    def close(self) -> None:
+        self._trained.clear()
+        gc.collect()  # layers name their groups
+        leave_groups()
+
+    def _language_model(self, source: Source, *, trained: bool) -> Network:
+        return build_language_model(source, read_architecture(source, self._settings), self._settings, trained=trained)

@@ -1,0 +1,80 @@
+"""From a model folder to this rank's part of a network with its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from plasmid.errors import ModelError
+from plasmid_models.source import Source
+from torch import nn
+
+from ..settings import Megatron
+from ..weights.bridge import Architecture
+from ..weights.shards import HEAD, freeze, load_weights, weights
+from .language_model import LanguageModel, ValueModel
+from .network import Network
+from .transformer_engine import mark_parts
+
+
+def build_language_model(
+    source: Source, architecture: Architecture, settings: Megatron, *, trained: bool = False
+) -> Network:
+    """Load a model folder; no rank ever holds the whole model. Raises `ModelError`."""
+    chunks = _build(
+        settings,
+        lambda chunk: LanguageModel(source, architecture, chunk=chunk, chunk_size=settings.logprob_chunk),
+    )
+    load_weights(chunks, architecture, source.path, where=source.where)
+    if trained:
+        freeze(chunks, architecture, settings.freeze, "trainer.freeze")
+    else:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+    return Network(chunks, architecture, settings, settings)
+
+
+def build_value_model(source: Source, architecture: Architecture, settings: Megatron, *, seed: int) -> Network:
+    """Load the backbone of a model folder, and its value head if it has one.
+
+    Else the head's weights are drawn from a normal distribution, the same for any layout, and its bias is 0. Raises
+    `ModelError`.
+    """
+    chunks = _build(settings, lambda chunk: ValueModel(source, architecture, chunk=chunk))
+    absent = load_weights(
+        chunks,
+        architecture,
+        source.path,
+        where=source.where,
+        optional=(f"{HEAD}weight", f"{HEAD}bias"),
+        ignored=("lm_head.weight",),
+    )
+    for weight in weights(chunks):
+        if weight.name in absent:
+            drawn = torch.zeros(weight.tensor.shape)
+            if drawn.ndim > 1:
+                drawn.normal_(0.0, settings.critic.head_std, generator=torch.Generator().manual_seed(seed))
+            with torch.no_grad():
+                weight.tensor.copy_(drawn)
+    freeze(chunks, architecture, settings.critic.freeze, "trainer.critic.freeze")
+    return Network(chunks, architecture, settings, settings.critic)
+
+
+def _build(settings: Megatron, make: Callable[[int | None], nn.Module]) -> list[nn.Module]:
+    numbers = [None] if settings.chunks_per_stage is None else list(range(settings.chunks_per_stage))
+    try:
+        chunks = [make(number) for number in numbers]
+    except (AssertionError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"trainer: Megatron cannot lay this model out: {first}") from None
+    for chunk, number in zip(chunks, numbers, strict=True):
+        if settings.transformer_engine:
+            mark_parts(chunk)
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if number is not None:
+            chunk.vp_stage = number  # type: ignore[assignment]
+        chunk.to(torch.cuda.current_device())
+        chunk.train()
+    return chunks

@@ -1,0 +1,96 @@
+"""This rank's part of one model as the rank process uses it, run by Megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from plasmid_models.source import Source
+from plasmid_training.batches.collate import Microbatch
+from plasmid_training.learning_settings import LearningSettings
+from plasmid_training.offload import Offloaded
+from plasmid_training.rank.backend import Consume
+from torch import Tensor, nn
+
+from ..optimizer import MegatronOptimizer, wrap
+from ..settings import Megatron
+from ..weights.bridge import Architecture
+from ..weights.gathering import Gatherer
+from ..weights.shards import load_weights, weights
+from ..weights.untrained import Untrained
+from .packing import Packed, pack
+
+
+class Network:
+    """One module, or several where pipeline ranks interleave. Implements `plasmid_training.rank.backend.RankModel`."""
+
+    optimizer: MegatronOptimizer
+    """Of a model that is trained."""
+
+    def __init__(
+        self, bare: list[nn.Module], architecture: Architecture, settings: Megatron, learning: LearningSettings
+    ) -> None:
+        self.bare, self.architecture, self.learning = bare, architecture, learning
+        self._settings = settings
+        self._chunks: Sequence[nn.Module] = bare
+
+    def make_optimizer(self) -> MegatronOptimizer:
+        chunks = self._chunks = wrap(self.bare, self._settings)
+        self.optimizer = MegatronOptimizer(self._settings, self.learning, chunks)
+        return self.optimizer
+
+    def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: bool) -> None:
+        def forward(parts: Iterator[Packed], model: nn.Module) -> tuple[Any, Any]:
+            packed = next(parts)
+            return model(packed, **options), partial(loss, packed)
+
+        def loss(packed: Packed, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            no_tokens = torch.zeros((), dtype=torch.int, device=packed.input_ids.device)
+            return consume(packed.batch, output), no_tokens, {}
+
+        parts = [self._pack(microbatch) for microbatch in microbatches]
+        iterators = [iter(parts) for _ in self._chunks]
+        assert get_model_config(self._chunks[0]).variable_seq_lengths, "microbatches differ in length"
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(self._chunks),
+            num_microbatches=len(parts),
+            seq_length=1,  # ranks tell each other the length of every microbatch
+            micro_batch_size=1,
+            forward_only=not train,
+        )
+
+    def shards(self) -> Sequence[Tensor]:
+        return [weight.tensor for weight in weights(self.bare)]
+
+    def load(self, source: Source) -> None:
+        load_weights(self.bare, self.architecture, source.path, where=source.where)
+
+    def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        return self._gatherer.tensors(dtype=dtype, device=device)
+
+    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        return self._gatherer.sizes(dtype)
+
+    def untrained(self, source: Source) -> Untrained:
+        return Untrained(self.architecture, source.path, where=source.where)
+
+    def offload(self, memory: Offloaded) -> None:
+        memory.out(tensor for chunk in self.bare for tensor in (*chunk.parameters(), *chunk.buffers()))
+        if hasattr(self, "optimizer"):
+            memory.out(self.optimizer.state())
+            memory.out(self.optimizer.gradients(), keep=False)
+
+    @cached_property
+    def _gatherer(self) -> Gatherer:
+        return Gatherer(self.bare, self.architecture)
+
+    def _pack(self, microbatch: Microbatch) -> Packed:
+        settings, device = self._settings, next(self.bare[0].parameters()).device
+        divisor = settings.tensor_parallel if settings.splits_sequences else 1
+        return pack(microbatch, device=device, divisor=divisor, bounds_on_device=settings.transformer_engine)

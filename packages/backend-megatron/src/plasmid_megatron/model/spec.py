@@ -1,0 +1,57 @@
+"""Of which modules Megatron shall build its layers: its own, with our attention and norms, or TransformerEngine's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+
+from .attention import PackedAttention
+from .modules import LatentAttention, NormedRowParallelLinear
+from .norm import RMSNorm
+from .transformer_engine import IMPL, engine_block_spec
+
+NORMS = ("input_layernorm", "pre_mlp_layernorm")
+HEAD_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
+
+
+def block_spec(config: TransformerConfig, *, chunk: int | None, output_norms: bool = False) -> Any:
+    """Layers of this pipeline rank, of its group ``chunk`` where it has several.
+
+    With ``output_norms`` those of dense layers normalise what attention and MLP give.
+    """
+    ours = config.transformer_impl != IMPL
+    spec = copy.deepcopy(_local_block_spec(config, chunk) if ours else engine_block_spec(config, chunk=chunk))
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        if output_norms:
+            attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        if ours:
+            _replace_parts(config, layer.submodules)
+    if ours:
+        spec.layer_norm = RMSNorm
+    return spec
+
+
+def _local_block_spec(config: TransformerConfig, chunk: int | None) -> Any:
+    return get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=chunk
+    )
+
+
+def _replace_parts(config: TransformerConfig, layer: Any) -> None:
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        layer.self_attention.module = LatentAttention
+    _replace_norms(layer, NORMS)
+    _replace_norms(attention, HEAD_NORMS)
+
+
+def _replace_norms(submodules: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(submodules, name, IdentityOp) is not IdentityOp:
+            setattr(submodules, name, RMSNorm)

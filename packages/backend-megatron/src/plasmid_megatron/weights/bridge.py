@@ -1,0 +1,169 @@
+"""From a model folder's ``config.json`` to Megatron's configuration, and from Megatron's names of weights to theirs."""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from mbridge.core.bridge import Bridge
+from mbridge.core.parallel_states import ParallelStates
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from plasmid.errors import ModelError, one_line
+from plasmid_models.building import BUILDING
+from plasmid_models.source import Source
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..model.transformer_engine import IMPL
+from ..settings import Megatron
+from . import families
+
+MAPPINGS = ("_DIRECT_MAPPING", "_ATTENTION_MAPPING", "_MLP_MAPPING", "_OTHER_MAPPING")
+NORMS: dict[str, dict[str, list[str]]] = {
+    "_OTHER_MAPPING": {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]},
+    "_MLP_MAPPING": {
+        "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+    },
+}
+"""Norms have modules of their own here; with TransformerEngine, whose names mbridge has, they are parts of others."""
+WITHOUT_FUSION = {
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+}
+"""What needs TransformerEngine or apex, or changes the order of sums against other trainers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Architecture:
+    """What a model folder says of its model, in Megatron's words."""
+
+    hf: PreTrainedConfig
+    bridge: Any
+    """mbridge's object: configuration, names and layouts of weights. Its own loading and saving is not used."""
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron's configuration of the model, this rank's."""
+        return self.bridge.config
+
+    @property
+    def tied(self) -> bool:
+        """True if the head's weight is that of the embedding."""
+        return bool(getattr(self.hf, "tie_word_embeddings", False))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model has, without padding."""
+        return int(self.hf.vocab_size)
+
+
+def read_architecture(source: Source, settings: Megatron, *, states: ParallelStates | None = None) -> Architecture:
+    """Read a model folder's config, for the groups of ranks that exist, or for ``states``. Raises `ModelError`."""
+    try:
+        with BUILDING:
+            hf = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
+    except (ValueError, KeyError, ImportError, OSError, StrictDataclassError) as error:
+        why = one_line(error)
+        raise ModelError(f"{source.where}.path: {source.path} has no config that transformers reads: {why}") from None
+    family = families.FAMILIES.get(hf.model_type)
+    if family is None:
+        raise ModelError(
+            f"{source.where}.path: {source.path} is of model type {hf.model_type!r}, which trainer 'megatron' does "
+            f"not train; it trains {', '.join(sorted(families.FAMILIES))}"
+        )
+    families.prepare(hf)
+    for setting in families.unsupported(hf):
+        raise ModelError(f"{source.where}.path: {source.path} has {setting}, which trainer 'megatron' cannot compute")
+    try:
+        bridge = _own(family, hf)(hf, dtype=getattr(torch, settings.dtype), parallel_states=states)
+        bridge.set_extra_args(**_overrides(hf, settings))
+    except (ValueError, AssertionError, NotImplementedError, ZeroDivisionError) as error:
+        first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"trainer: Megatron refuses this layout or configuration: {first}") from None
+    architecture = Architecture(hf=hf, bridge=bridge)
+    bridge.vocab_size = architecture.vocab_size
+    bridge.make_vocab_size_divisible_by = settings.tensor_parallel
+    bridge.padded_vocab_size = -(-architecture.vocab_size // settings.tensor_parallel) * settings.tensor_parallel
+    return architecture
+
+
+def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any) -> Tensor:
+    """[d / 2] of the rotary positions, computed by transformers: scaled as the family wants it. Raises `ModelError`."""
+    kind = (hf.rope_parameters or {}).get("rope_type", "default")
+    if kind == "default":
+        size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        size = int(size * (hf.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+        unscaled: Tensor = 1.0 / hf.rope_theta**exponents
+        return unscaled.to(device)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, "cpu")
+    if factor != 1.0:
+        raise ModelError(f"{source.where}.path: {source.path} has rotary positions {kind!r}, which are not supported")
+    result: Tensor = frequencies.to(device)
+    return result
+
+
+def to_upstream(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a recipe as the class of Megatron wants them: names of members and dtypes become those."""
+    hints = typing.get_type_hints(cls)
+    return {name: _converted(hints[name], value) for name, value in values.items()}
+
+
+def optimizer_config(**values: Any) -> OptimizerConfig:
+    """Megatron's, from values of a recipe."""
+    return OptimizerConfig(**to_upstream(OptimizerConfig, values))
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    for part in (hint, *typing.get_args(hint)):
+        if isinstance(value, str) and isinstance(part, type) and issubclass(part, enum.Enum):
+            return part[value]
+        if isinstance(value, str) and part is torch.dtype:
+            return getattr(torch, value)
+    return value
+
+
+def _own(family: type[Bridge], hf: PreTrainedConfig) -> type[Bridge]:
+    """A class with tables of its own: mbridge changes those of the family for a model with tied weights."""
+    tables: dict[str, Any] = {name: {**getattr(family, name), **NORMS.get(name, {})} for name in MAPPINGS}
+    if getattr(hf, "tie_word_embeddings", False):
+        tables["_DIRECT_MAPPING"]["output_layer.weight"] = tables["_DIRECT_MAPPING"]["embedding.word_embeddings.weight"]
+    # norms first: names are found by parts of them
+    tables["_MLP_MAPPING"] = {**NORMS["_MLP_MAPPING"], **tables["_MLP_MAPPING"]}
+    # families that predict further tokens look names up otherwise, which we do not train
+    names = {"_weight_name_mapping_mcore_to_hf": Bridge._weight_name_mapping_mcore_to_hf}
+    return type(family.__name__, (family,), tables | names)
+
+
+def _overrides(hf: PreTrainedConfig, settings: Megatron) -> dict[str, Any]:
+    """What differs from mbridge's configuration of the family; what the recipe says comes last."""
+    fields: dict[str, Any] = {
+        **WITHOUT_FUSION,
+        "sequence_parallel": settings.splits_sequences,
+        "expert_tensor_parallel_size": settings.expert_tensor_size,
+        "transformer_impl": IMPL if settings.transformer_engine else "local",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "calculate_per_token_loss": True,  # no scaling by numbers of microbatches and ranks
+        "variable_seq_lengths": True,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        **families.fields(hf),
+    }
+    if getattr(hf, "norm_topk_prob", True) is False:
+        fields["moe_router_pre_softmax"] = True
+    return fields | to_upstream(TransformerConfig, settings.transformer)

@@ -1,0 +1,142 @@
+"""What families of models need beyond mbridge's tables, or have otherwise than Megatron would assume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.llm_bridge import LLMBridge
+from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from transformers import PreTrainedConfig
+
+from ..shapes import MODEL_TYPES
+
+Table = dict[str, list[str]]
+LAYER = "model.layers.{layer_number}"
+
+
+class Glm4(LLMBridge):  # type: ignore[misc]
+    """GLM-4, dense: norms around attention and MLP, gate and up in one tensor, half of each head rotated in pairs."""
+
+    _ATTENTION_MAPPING: ClassVar[Table] = {
+        "self_attention.linear_qkv.layer_norm_weight": [f"{LAYER}.input_layernorm.weight"],  # with TransformerEngine
+        "self_attention.linear_qkv.weight": [f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkv"],
+        "self_attention.linear_qkv.bias": [f"{LAYER}.self_attn.{part}_proj.bias" for part in "qkv"],
+        "self_attention.linear_proj.weight": [f"{LAYER}.self_attn.o_proj.weight"],
+        "self_attention.linear_proj.norm.weight": [f"{LAYER}.post_self_attn_layernorm.weight"],
+    }
+    _MLP_MAPPING: ClassVar[Table] = {
+        "mlp.linear_fc1.layer_norm_weight": [f"{LAYER}.post_attention_layernorm.weight"],
+        "mlp.linear_fc1.weight": [f"{LAYER}.mlp.gate_up_proj.weight"],
+        "mlp.linear_fc2.weight": [f"{LAYER}.mlp.down_proj.weight"],
+        "mlp.linear_fc2.norm.weight": [f"{LAYER}.post_mlp_layernorm.weight"],
+    }
+
+    def _build_config(self) -> Any:
+        return self._build_base_config(add_qkv_bias=self.hf_config.attention_bias, rotary_interleaved=True)
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        percent = self.hf_config.partial_rotary_factor
+        return {**super()._get_gptmodel_args(), "rotary_percent": percent}
+
+
+class DeepseekV3(DeepseekV3Bridge):  # type: ignore[misc]
+    """DeepSeek-V3 and R1, without layers that predict further tokens."""
+
+    _ATTENTION_MAPPING: ClassVar[Table] = {
+        **DeepseekV3Bridge._ATTENTION_MAPPING,
+        # with TransformerEngine, whose names mbridge has, norms are parts of other modules
+        "self_attention.q_layernorm.weight": [f"{LAYER}.self_attn.q_a_layernorm.weight"],
+        "self_attention.kv_layernorm.weight": [f"{LAYER}.self_attn.kv_a_layernorm.weight"],
+    }
+
+    def _build_base_config(self, text_config_key: str | None = None, **values: Any) -> Any:
+        values.pop("max_position_embeddings", None)  # no field of Megatron-Core 0.16
+        return super()._build_base_config(text_config_key, **values)
+
+
+OWN = {"glm4": Glm4, "deepseek_v3": DeepseekV3}
+FAMILIES: dict[str, type[Bridge]] = {name: OWN.get(name) or _MODEL_REGISTRY[name] for name in MODEL_TYPES}
+"""By model type; mbridge has more, which are not compared with transformers here."""
+
+
+def prepare(hf: PreTrainedConfig) -> None:
+    """Put settings of rotary positions where mbridge looks for them; transformers 5 has moved them."""
+    rope = hf.rope_parameters or {}
+    if not hasattr(hf, "rope_theta"):
+        hf.rope_theta = rope.get("rope_theta", 10000.0)
+    if not hasattr(hf, "partial_rotary_factor"):
+        hf.partial_rotary_factor = rope.get("partial_rotary_factor", 1.0)
+
+
+def has_output_norms(hf: PreTrainedConfig) -> bool:
+    """True if what attention and MLP give is normalised before it is added to the hidden states."""
+    return bool(hf.model_type == "glm4")
+
+
+def prediction_layers(hf: PreTrainedConfig) -> tuple[str, ...]:
+    """Prefixes of weights of layers that predict further tokens (MTP), which are not trained."""
+    last, more = int(hf.num_hidden_layers), getattr(hf, "num_nextn_predict_layers", 0) or 0
+    return tuple(f"model.layers.{last + number}." for number in range(int(more)))
+
+
+def unsupported(hf: PreTrainedConfig) -> Iterator[str]:
+    """What of the model Megatron would compute otherwise, as ``setting = value``."""
+    if getattr(hf, "hidden_act", "silu") != "silu":
+        yield f"hidden_act = {hf.hidden_act!r}"
+    if "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
+        yield f"sliding_window = {hf.sliding_window}"
+    if _routes_by_sigmoid(hf):
+        if not hf.norm_topk_prob:
+            yield "norm_topk_prob = false"
+        if hf.n_group > 1 and hf.num_experts_per_tok // hf.topk_group != 2:
+            yield f"num_experts_per_tok = {hf.num_experts_per_tok} with topk_group = {hf.topk_group}"
+    if hf.model_type == "deepseek_v3":
+        if not hf.rope_interleave:
+            yield "rope_interleave = false"
+        if _rope_type(hf) not in ("default", "yarn"):
+            yield f"rope_type = {_rope_type(hf)!r}"
+
+
+def fields(hf: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of Megatron's configuration that mbridge leaves out, or takes from where transformers 5 has them not."""
+    found: dict[str, Any] = {}
+    if _routes_by_sigmoid(hf):
+        found |= {
+            "moe_router_bias_update_rate": 0.0,
+            "moe_shared_expert_overlap": False,
+            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+        }
+        if hf.n_group > 1:
+            found |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
+    if hf.model_type == "glm4_moe":
+        found["add_qkv_bias"] = hf.attention_bias
+    if hf.model_type == "deepseek_v3":
+        found |= {"attention_backend": "auto", "mtp_num_layers": None, **_latent_rope(hf)}
+    return found
+
+
+def _latent_rope(hf: PreTrainedConfig) -> dict[str, Any]:
+    rope = hf.rope_parameters or {}
+    if _rope_type(hf) == "default":
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "rotary_base": hf.rope_theta}
+    original = rope.get("original_max_position_embeddings") or hf.max_position_embeddings
+    return {
+        "rope_type": "yarn",
+        "rotary_base": hf.rope_theta,
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": original,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
+
+
+def _rope_type(hf: PreTrainedConfig) -> str:
+    return str((hf.rope_parameters or {}).get("rope_type", "default"))
+
+
+def _routes_by_sigmoid(hf: PreTrainedConfig) -> bool:
+    return hf.model_type in ("glm4_moe", "deepseek_v3")

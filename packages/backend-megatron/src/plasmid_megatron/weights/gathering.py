@@ -1,0 +1,122 @@
+"""The whole model as a stream of tensors with Hugging Face names, gathered from all ranks one after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor, nn
+
+from .bridge import Architecture
+from .shards import Weight, experts_per_rank, is_split, join, tensor_group, to_hf, weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What comes out of one weight of one pipeline rank."""
+
+    stage: int
+    is_cast: bool
+    """False for what keeps its dtype, whatever that of the other weights is."""
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+    """Name, shape, and the dtype that it is kept in."""
+
+    def dtype(self, kept: str, wanted: torch.dtype) -> torch.dtype:
+        """Of a tensor that comes out, which is kept as ``kept``, where others come out as ``wanted``."""
+        own: torch.dtype = getattr(torch, kept)
+        return wanted if self.is_cast else own
+
+
+class Gatherer:
+    """Gathers one model again and again. All ranks call every method together."""
+
+    def __init__(self, chunks: Sequence[nn.Module], architecture: Architecture) -> None:
+        self.architecture = architecture
+        last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        first = mpu.is_pipeline_first_stage(ignore_virtual=True)
+        # a tied head on another pipeline rank is the embedding once more
+        twice = architecture.tied and last and not first
+        self._weights = [w for w in weights(chunks) if not (twice and w.name == "output_layer.weight")]
+        self._stage = mpu.get_pipeline_model_parallel_rank()
+        own = [
+            Outline(stage=self._stage, is_cast=_is_cast(weight), tensors=tuple(self._outline(weight)))
+            for weight in self._weights
+        ]
+        stages: list[list[Outline]] = [[]] * mpu.get_pipeline_model_parallel_world_size()
+        dist.all_gather_object(stages, own, group=mpu.get_pipeline_model_parallel_group())
+        self._outlines = [outline for stage in stages for outline in stage]
+
+    def names(self) -> list[str]:
+        """Of all tensors, in the order of `tensors`."""
+        return [name for outline in self._outlines for name, _, _ in outline.tensors]
+
+    def sizes(self, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes of every tensor in the order of `tensors`, weights in ``dtype``."""
+        return {
+            name: math.prod(shape) * outline.dtype(kept, dtype).itemsize
+            for outline in self._outlines
+            for name, shape, kept in outline.tensors
+        }
+
+    @torch.no_grad()
+    def tensors(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor whole on every rank; weights are cast first, so that less is sent."""
+        own = iter(self._weights)
+        for outline in self._outlines:
+            if outline.stage == self._stage:
+                gathered = list(self._whole(next(own), dtype))
+            else:
+                gathered = [
+                    (name, torch.empty(shape, dtype=outline.dtype(kept, dtype)))
+                    for name, shape, kept in outline.tensors
+                ]
+            yield from self._from_stage(outline.stage, gathered, device)
+
+    def _from_stage(
+        self, stage: int, gathered: list[tuple[str, Tensor]], device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        group = mpu.get_pipeline_model_parallel_group()
+        for name, tensor in gathered:
+            if group.size() > 1:
+                tensor = tensor.to(torch.cuda.current_device())
+                dist.broadcast(tensor, src=dist.get_global_rank(group, stage), group=group)
+            yield name, tensor.to(device)
+
+    def _whole(self, weight: Weight, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        tensor = weight.tensor.detach()
+        tensor = (tensor.to(dtype) if _is_cast(weight) else tensor).contiguous()
+        parts = _gather(tensor, tensor_group(weight)) if is_split(weight) else [tensor]
+        whole = join(weight.name, parts, weight)
+        experts = [whole] if weight.expert is None else _gather(whole, mpu.get_expert_model_parallel_group())
+        per_rank = experts_per_rank(self.architecture)
+        for rank, one in enumerate(experts):
+            yield from to_hf(self.architecture, weight.named(rank, per_rank), one)
+
+    def _outline(self, weight: Weight) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        """Shapes without data and without other ranks."""
+        ranks = tensor_group(weight).size() if is_split(weight) else 1
+        empty = torch.empty_like(weight.tensor, device="meta")
+        whole = join(weight.name, [empty] * ranks, weight)
+        experts = 1 if weight.expert is None else mpu.get_expert_model_parallel_world_size()
+        for rank in range(experts):
+            for name, tensor in to_hf(
+                self.architecture, weight.named(rank, experts_per_rank(self.architecture)), whole
+            ):
+                yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def _is_cast(weight: Weight) -> bool:
+    """The experts' corrections stay in float32: models and engines have them so in folders of any dtype."""
+    return not weight.name.endswith("expert_bias")
