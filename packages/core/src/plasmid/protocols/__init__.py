@@ -1,6 +1,6 @@
 """What the running parts promise each other: called by the loop, implemented at the edges."""
 
-from .cluster import Actor, Bundle, Cluster, Node, Ref, Resources, Share, Store
+from .cluster import Actor, Bundle, Cluster, Node, Ref, Resources, Share, Store, call
 from .context import RunContext
 from .engine import EngineClient, PauseMode, RolloutEngine
 from .trainer import Bucket, Finish, ScoresRef, Sender, SyncPlan, Trainer, TrainReport, Wire
@@ -26,4 +26,5 @@ __all__ = [
     "TrainReport",
     "Trainer",
     "Wire",
+    "call",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Ref(Protocol[T_co]):
@@ -41,6 +42,27 @@ class Actor(Protocol):
     async def stop(self, *, grace_s: float = 10.0) -> None:
         """End the process; its object's ``close`` is called first where it has one."""
         ...
+
+
+@overload
+async def call(
+    actor: Actor,
+    timeout_s: float,
+    method: Callable[Concatenate[Any, P], Awaitable[T]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T: ...
+
+
+@overload
+async def call(
+    actor: Actor, timeout_s: float, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T: ...
+
+
+async def call(actor: Actor, timeout_s: float, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the object that an actor holds, with its types: ``call(actor, 5.0, RolloutWorker.mark)``."""
+    return await actor.call(method.__name__, *args, timeout_s=timeout_s, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

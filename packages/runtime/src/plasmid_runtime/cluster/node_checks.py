@@ -6,14 +6,13 @@ import shutil
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
-from plasmid.protocols import Node
+from plasmid.protocols import Actor, Node, call
 from plasmid.utils.waiting import together
 
-from .node_agent import PluginFile, local_versions
+from .node_agent import NodeAgent, PluginFile, local_versions
 
 ANSWER_S = 120.0
 """Longest time for a machine to answer a question about itself; it may have to import a recipe's plugins."""
@@ -32,14 +31,16 @@ async def prepare_nodes(config: RunConfig, nodes: Sequence[Node], run_dir: Path)
     await _same_versions(others)
     await _see(others, run_dir.absolute())
     config = await _with_plugins(config, others, run_dir.absolute() / CARRIED)
-    found = await _ask(others, "mistakes", config.model_dump(mode="json"))
+    dump = config.model_dump(mode="json")
+    found = await together(call(agent, ANSWER_S, NodeAgent.mistakes, dump) for agent in _agents(others))
     _raise([f"node {node.address}: {line}" for node, lines in zip(others, found, strict=True) for line in lines])
     return config
 
 
 async def _same_versions(nodes: Sequence[Node]) -> None:
     here, lines = local_versions(), []
-    for node, there in zip(nodes, await _ask(nodes, "versions"), strict=True):
+    answers = await together(call(agent, ANSWER_S, NodeAgent.versions) for agent in _agents(nodes))
+    for node, there in zip(nodes, answers, strict=True):
         for name in sorted(here.keys() | there.keys()):
             if here.get(name) != there.get(name):
                 lines.append(
@@ -58,7 +59,7 @@ async def _see(nodes: Sequence[Node], run_dir: Path) -> None:
     file = run_dir / f".seen-by-all-{token}"
     try:
         file.write_text(token)
-        seen = await _ask(nodes, "sees", file, token)
+        seen = await together(call(agent, ANSWER_S, NodeAgent.sees, file, token) for agent in _agents(nodes))
     finally:
         file.unlink(missing_ok=True)
     _raise(
@@ -73,7 +74,10 @@ async def _see(nodes: Sequence[Node], run_dir: Path) -> None:
 
 async def _with_plugins(config: RunConfig, nodes: Sequence[Node], folder: Path) -> RunConfig:
     files = [PluginFile.of(Path(name)) for name in config.plugins]
-    lacking = {path for paths in await _ask(nodes, "lacks", files) for path in paths} if files else set()
+    if not files:
+        return config
+    answers = await together(call(agent, ANSWER_S, NodeAgent.lacks, files) for agent in _agents(nodes))
+    lacking = {path for paths in answers for path in paths}
     paths = [file.path for file in files]
     for index, path in enumerate(paths):
         if path in lacking:
@@ -83,12 +87,8 @@ async def _with_plugins(config: RunConfig, nodes: Sequence[Node], folder: Path) 
     return config.model_copy(update={"plugins": tuple(map(str, paths))})
 
 
-async def _ask(nodes: Sequence[Node], method: str, *args: object) -> list[Any]:
-    async def ask(node: Node) -> Any:
-        assert node.agent is not None
-        return await node.agent.call(method, *args, timeout_s=ANSWER_S)
-
-    return await together(ask(node) for node in nodes)
+def _agents(nodes: Sequence[Node]) -> list[Actor]:
+    return [node.agent for node in nodes if node.agent is not None]
 
 
 def _raise(lines: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from plasmid.components import BuildContext
 from plasmid.config.run import RunConfig
-from plasmid.protocols import Actor, Bundle, Cluster, Resources, RolloutEngine, Trainer
+from plasmid.protocols import Actor, Bundle, Cluster, Resources, RolloutEngine, Trainer, call
 from plasmid.utils.waiting import together
 
 from ..checkpoint.run_folder import RunFolder
@@ -163,7 +163,7 @@ async def _start_workers(
             resources=Resources(bundles=(bundle,), env=env),
             timeout_s=limit,
         )
-        await actor.call("open", timeout_s=limit)
+        await call(actor, limit, RolloutWorker.open)
         return actor
 
     rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]

@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from plasmid.protocols import Actor
+from plasmid.protocols import Actor, call
 from plasmid.types.batch import GroupRef
 from plasmid.utils.waiting import together
 
-from .worker import Job
+from .worker import Job, RolloutWorker
 
 GRACE_S = 60.0
 """Added to the deadline of a group: rollouts and rewards keep theirs themselves, and their errors say more."""
@@ -39,31 +39,31 @@ class WorkerPool:
             job = replace(job, after=self.last.get(actor.name, ""))
             self.last[actor.name] = job.name
         limit_s = self.rollout_s + self.reward_s * len(job.sessions()) + GRACE_S
-        group: GroupRef = await actor.call("roll_out", job, timeout_s=limit_s)
-        return group
+        return await call(actor, limit_s, RolloutWorker.roll_out, job)
 
     async def write(self, path: Path, groups: tuple[GroupRef, ...], step: int) -> None:
         """Write whole groups into the sample store."""
         dropped = {group.id: group.dropped_by for group in groups if group.dropped_by}
         refs = [group.whole for group in groups]
-        await self.actors[0].call("write", path, refs, step, dropped, timeout_s=WRITE_S)
+        await call(self.actors[0], WRITE_S, RolloutWorker.write, path, refs, step, dropped)
 
     async def mark(self) -> None:
         """What components remember now is what the next `save` writes."""
-        await together(actor.call("mark", timeout_s=WRITE_S) for actor in self.actors)
+        await together(call(actor, WRITE_S, RolloutWorker.mark) for actor in self.actors)
 
     async def save(self, folder: Path) -> None:
         """Write what the components of each process remember, one file each."""
         folder.mkdir()
         files = [folder / f"{index}.json" for index in range(len(self.actors))]
-        await together(a.call("save", file, timeout_s=WRITE_S) for a, file in zip(self.actors, files, strict=True))
+        given = zip(self.actors, files, strict=True)
+        await together(call(actor, WRITE_S, RolloutWorker.save, file) for actor, file in given)
 
     async def restore(self, folder: Path) -> None:
         """Take it up. What process j of then remembered goes to process j modulo the number of processes now."""
         then = len(list(folder.glob("*.json")))
         shares = [[folder / f"{j}.json" for j in range(i, then, len(self.actors))] for i in range(len(self.actors))]
         given = [(actor, files) for actor, files in zip(self.actors, shares, strict=True) if files]
-        await together(actor.call("restore", files, timeout_s=WRITE_S) for actor, files in given)
+        await together(call(actor, WRITE_S, RolloutWorker.restore, files) for actor, files in given)
 
     async def close(self) -> None:
         """Stop the processes."""

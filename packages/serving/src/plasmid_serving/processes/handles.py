@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from plasmid.errors import PlasmidError
-from plasmid.protocols import Actor
+from plasmid.protocols import Actor, call
 
 from ..api import HttpApi
 from ..connection import Started
 from ..dialect import Dialect
 from ..weights.control import ControlServer
 from .actor import ServerActor
-from .machines import call
 
 STOP_S = 15.0
 

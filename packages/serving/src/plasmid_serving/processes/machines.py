@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from plasmid.errors import EngineError, PlasmidError
-from plasmid.protocols import Actor, Bundle
+from plasmid.protocols import Actor, Bundle, call
 from plasmid.utils.addresses import own_address
 
 from ..dialect import StartOptions
@@ -18,20 +18,6 @@ from .server import ServerOptions, ServerProcess, address_to_listen_on, free_por
 
 CALL_S = 30.0
 TRIES = 50
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-async def call(
-    actor: Actor,
-    timeout_s: float,
-    method: Callable[Concatenate[Any, P], Awaitable[T]],
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> T:
-    """Call a method of the object that an actor holds, with its types: ``call(actor, 5.0, ServerActor.kill)``."""
-    result: T = await actor.call(method.__name__, *args, timeout_s=timeout_s, **kwargs)
-    return result
 
 
 class NodeActor:
