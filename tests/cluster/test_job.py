@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs/clusters.md"
+SERVER_START_S = 120
+AGENT_START_S = 120
+JOB_S = 300
 
 
 def command(beginning):
@@ -61,40 +64,49 @@ def started(plain_environment):
 
 
 def wait_for_page(url):
-    """The job server comes up after the rest."""
+    """Wait until the job server answers, which starts after the rest."""
+    deadline = time.monotonic() + SERVER_START_S
     while True:
         try:
             with urllib.request.urlopen(f"{url}/api/version", timeout=10):
                 return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+            assert time.monotonic() < deadline, f"no job server at {url} after {SERVER_START_S} s: {error}"
             time.sleep(0.5)
 
 
-def submitted(line, folder, environment):
-    """Exit code and output of a job when it has ended."""
+def submit(line, folder, environment):
+    """Submit a job; return its exit code and output when it has ended."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    deadline = time.monotonic() + AGENT_START_S
     while True:
-        done = subprocess.run(shlex.split(line), cwd=folder, env=environment, **pipes)
+        done = subprocess.run(shlex.split(line), cwd=folder, env=environment, timeout=JOB_S, **pipes)
         if "No available agent to submit job" not in done.stdout:  # the agents come up last
             return done.returncode, done.stdout
+        message = f"no job agent after {AGENT_START_S} s; Ray's dashboard agent has probably ended: {done.stdout}"
+        assert time.monotonic() < deadline, message
+        time.sleep(0.5)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_submitted_job_trains_over_two_machines(started, job, plain_environment, tmp_path):
-    port, page = free_ports(2)
+    port, page, first_agent, second_agent = free_ports(4)
     url = f"http://127.0.0.1:{page}"
     first = command("ray start --head").replace("6379", str(port))
-    head = started(first, f"--dashboard-port={page}", "--include-dashboard=true")
+    # agents of other clusters on this machine take Ray's default port, and an agent without its port takes no jobs
+    ports = f"--dashboard-port={page}", f"--dashboard-agent-listen-port={first_agent}"
+    head = started(first, *ports, "--include-dashboard=true")
     other = command("ray start --address").replace("10.0.0.1:6379", f"{head}:{port}")
     own_folder = f"--temp-dir={plain_environment['RAY_TMPDIR']}/2"  # or both would unpack a job into one
-    assert started(other, "--node-ip-address=127.0.0.2", own_folder) == "127.0.0.2"
+    agent = f"--dashboard-agent-listen-port={second_agent}"
+    assert started(other, "--node-ip-address=127.0.0.2", own_folder, agent) == "127.0.0.2"
     wait_for_page(url)
     line = command("ray job submit").replace("http://10.0.0.1:8265", url)
-    code, out = submitted(line.replace(" run.dir=/shared/runs/job", ""), job.folder, plain_environment)
+    code, out = submit(line.replace(" run.dir=/shared/runs/job", ""), job.folder, plain_environment)
     assert code == 1 and "error: run.dir: " in out, out
     run = tmp_path / "runs/job"
-    code, out = submitted(line.replace("/shared/runs/job", str(run)), job.folder, plain_environment)
+    code, out = submit(line.replace("/shared/runs/job", str(run)), job.folder, plain_environment)
     assert code == 0 and "batch 2/2" in out, out
     found = job.machines()
     assert set(found) == {head, "127.0.0.2"}

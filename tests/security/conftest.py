@@ -1,7 +1,9 @@
 """Runs that the tests of several files attack."""
 
 import pytest
+from plasmid_models.tokenizer import Tokenizer
 
+from tests.security.agent_cases import cases
 from tests.security.live_runs import KNOWN, make_waiting_job, start_waiting
 
 
@@ -13,3 +15,9 @@ def running(tmp_path_factory, tiny_model):
     run = start_waiting(folder, RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN=KNOWN)
     yield run
     run.end()
+
+
+@pytest.fixture(scope="package")
+def tokenizer(tmp_path_factory):
+    """A tokenizer of characters with a chat template."""
+    return Tokenizer(cases.make_chat_tokenizer(tmp_path_factory.mktemp("models") / "tokenizer"))

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -44,7 +45,50 @@ SAYS_NOTHING_S = 2
 HELLO = 32
 """Bytes of the random number by which the control channel of weight syncs greets."""
 OPEN = ("/health", "/metrics", "/ready")
-"""Beginnings of the paths of SGLang's servers that say nothing but how the server is."""
+"""Prefixes of the paths of SGLang's servers that report only the server's health."""
+ROUTER_PATHS = """
+POST /generate
+POST /v1/chat/completions
+POST /v1/completions
+POST /v1/responses
+GET /v1/responses/x
+DELETE /v1/responses/x
+POST /v1/responses/x/cancel
+POST /v1/conversations
+GET /v1/conversations/x
+POST /v1/embeddings
+POST /v1/classify
+POST /v1/rerank
+POST /rerank
+POST /v1/tokenize
+POST /v1/detokenize
+GET /v1/tokenizers
+POST /v1/tokenizers
+DELETE /v1/tokenizers/x
+GET /workers
+POST /workers
+GET /workers/x
+PUT /workers/x
+DELETE /workers/x
+POST /flush_cache
+GET /get_loads
+GET /wasm
+POST /wasm
+DELETE /wasm/x
+POST /parse/reasoning
+POST /parse/function_call
+GET /ha/status
+GET /ha/workers
+POST /ha/config
+POST /ha/rate-limit
+POST /ha/shutdown
+"""
+"""Paths of SGLang's router, which publishes no list of them."""
+ROUTER_STATUS_PATHS = (
+    *("/health", "/health_generate", "/liveness", "/readiness", "/engine_metrics"),
+    *("/v1/models", "/get_model_info", "/get_server_info"),
+)
+"""Paths of the router that need no key."""
 
 
 def at_once(function, targets):
@@ -181,6 +225,19 @@ class Attacked:
                 paths = json.loads(answer[1])["paths"]
                 yield target[:2], [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
 
+    def router(self):
+        """(host, port) of the router's API and of its metrics."""
+        self.run.wait_for(lambda: len(self._router_ports()) == 2)  # a run samples without it until it is up
+        places = [reachable(place) for place in self._router_ports()]
+        metrics = [place for place in places if (status(*place, "GET", "/metrics") or (0,))[0] == 200]
+        assert len(places) == 2 and len(metrics) == 1, places
+        return next(place for place in places if place not in metrics), metrics[0]
+
+    def _router_ports(self):
+        commands = self.run.commands().items()
+        routers = [process for process, command in commands if re.search("::router|launch:route", command)]
+        return [place for process in routers for place in listening(process)]
+
 
 def variables(process):
     """Values of a process's variables whose names say that they are keys."""
@@ -266,6 +323,34 @@ def test_a_stranger_cannot_call_the_servers_of_a_run(attacked):
         assert {call: got for call, got in answers.items() if got is None or got[0] not in (401, 403)} == {}
         assert (status(*place, "GET", "/v1/realtime", upgrade) or (0,))[0] != 101
     attacked.run.train_more()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_stranger_cannot_call_the_router_of_a_run(attacked):
+    place, _ = attacked.router()
+    calls = [tuple(line.split()) for line in ROUTER_PATHS.split("\n") if line]
+    wrong = (("Authorization", f"Bearer {secrets.token_urlsafe(32)}"),)
+    disguised = (("Host", "localhost/health?"),)
+    answers = at_once(status, [(*place, *call, given) for call in calls for given in ((), wrong, disguised)])
+    assert {call: got for call, got in answers.items() if got is None or got[0] not in (401, 403, 404)} == {}
+    right = [(("Authorization", f"Bearer {key}"),) for key in attacked.keys]
+    listed = [status(*place, "GET", "/workers", given) for given in right]
+    assert any(got is not None and got[0] == 200 for got in listed), "no key of the run opens the router"
+    attacked.run.train_more()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_what_a_router_publishes_holds_no_key_and_no_text(attacked):
+    place, metrics = attacked.router()
+    answers = at_once(status, [(*place, "GET", path) for path in ROUTER_STATUS_PATHS])
+    answers |= at_once(status, [(*metrics, "GET", "/metrics"), (*metrics, "GET", "/")])
+    assert answers[*metrics, "GET", "/metrics"][0] == 200
+    for call, got in answers.items():
+        assert got is not None, call
+        assert not [key for key in attacked.keys if key.encode() in got[1]], call
+        assert str(attacked.run.folder).encode() not in got[1], call
 
 
 @pytest.mark.long

@@ -15,11 +15,14 @@ from plasmid.errors import one_line
 from plasmid.types import SamplingParams
 
 from .chat import ChatRequest, Problem, Refused, Reply
+from .connections import IDLE_S, MAX_CONNECTIONS, Connections
 from .session import Prepared, Session
 from .wire import anthropic_messages, openai_chat, openai_text
 
 MAX_BODY = 16 << 20
 """Largest body of a request in bytes, after decompression: a million tokens, and time enough to parse them."""
+BODY_S = 60.0
+"""Maximum time for the body of a request to arrive."""
 KEEP_ALIVE_S = 5.0
 """Time between two signs of life in a stream: proxies close silent connections, and clients that left are noticed."""
 ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/messages and /v1/messages/count_tokens"
@@ -56,15 +59,24 @@ class Wire(Protocol):
 class AgentServer:
     """Serves OpenAI's and Anthropic's APIs. A request names its session by the base URL or by its API key."""
 
-    def __init__(self, *, host: str, advertised: str, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(
+        self,
+        *,
+        host: str,
+        advertised: str,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        max_connections: int = MAX_CONNECTIONS,
+        idle_s: float = IDLE_S,
+    ) -> None:
         self._host, self._advertised, self._keep_alive_s = host, advertised, keep_alive_s
+        self._connections = Connections(max_connections=max_connections, idle_s=idle_s)
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
 
     async def start(self) -> None:
         """Listen on a free port. Raises `OSError` if the host cannot be listened on."""
-        app = web.Application(client_max_size=MAX_BODY)
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._connections.track_request])
         for prefix in ("", "/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._turns(openai_chat))
             app.router.add_post(f"{prefix}/v1/completions", self._turns(openai_text))
@@ -78,12 +90,12 @@ class AgentServer:
             app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        self._port = int(self._runner.addresses[0][1])
+        assert self._runner.server is not None, "setup makes it"
+        self._port = self._connections.listen(self._host, self._runner.server)
 
     async def close(self) -> None:
         """Stop listening; requests that still run are cancelled."""
+        await self._connections.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -184,7 +196,11 @@ async def _nowhere(request: web.Request) -> web.StreamResponse:
 
 
 async def _json(request: web.Request) -> object:
-    body = await request.read()
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await request.read()
+    except TimeoutError:
+        raise Refused(Problem.BAD_REQUEST, f"the body took longer than {BODY_S:g} s to arrive") from None
     try:
         data = json.loads(body.decode("utf-8"))
         if b"\\ud" in body.lower():

@@ -76,7 +76,8 @@ class Tree:
     def _open_text(self, text: str) -> Opened:
         known = max((known for known in self._by_text if text.startswith(known)), key=len, default=None)
         if known is None:
-            return Opened(transcript=Transcript(self._chat, self._chat.encode(text)), parent=None)
+            # an agent that asks for completions of text writes the whole prompt, special tokens included
+            return Opened(transcript=Transcript(self._chat, self._chat.encode(text), allow_special=True), parent=None)
         parent = self._by_text[known]
         transcript = parent.transcript.fork()
         if len(text) > len(known):

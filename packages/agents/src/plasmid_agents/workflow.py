@@ -55,6 +55,8 @@ class Agent(Workflow):
     environment: tuple[str, ...] = ()
     """Names of further environment variables of the run that agents get, such as keys for their tools. Without it they
     get ``PATH``, ``HOME``, the locale and the like, and those of the policy's server."""
+    max_file_bytes: int = Field(1 << 30, ge=4096)
+    """Maximum size of a file that an agent writes, in bytes. The output of a program is such a file."""
     host: str = "127.0.0.1"
     """Address to listen on; ``0.0.0.0`` for agents in containers or on other machines."""
     advertised_host: str = "auto"
@@ -91,7 +93,8 @@ class Agent(Workflow):
             raise PluginError(f"workflow.environment: {missing[0]} is not set where the run was started; set it")
         self._seed, self._environment = context.seed, child_environment(self.environment)
         if self.function:
-            self._functions = FunctionHost(FunctionName.parse(self.function), self._environment)
+            name = FunctionName.parse(self.function)
+            self._functions = FunctionHost(name, self._environment, max_file_bytes=self.max_file_bytes)
             await self._functions.start()
         loopback = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
         advertised = loopback if self.advertised_host == "auto" else self.advertised_host
@@ -135,7 +138,7 @@ class Agent(Workflow):
     async def _agent(self, task: Task) -> Result:
         if self._functions is not None:
             return await self._functions.run(task)
-        return await run_command(self.command, task, self._environment)
+        return await run_command(self.command, task, self._environment, max_file_bytes=self.max_file_bytes)
 
     def _rules(self) -> Rules:
         return Rules(

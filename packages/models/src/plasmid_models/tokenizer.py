@@ -11,14 +11,19 @@ from typing import Any, Self
 import numpy as np
 
 from plasmid.components import PromptEncoder
+from plasmid.components.rollouts import SEPARATOR, unescape
 from plasmid.config.run import ModelConfig
+from plasmid.components.rollouts import SEPARATOR, unescape
 from plasmid.errors import (DataError, ModelError)
 from .tokenizer_files import (FAST, FILES, has_tokenizer)
 from plasmid.types import Ints
+from .special_tokens import SpecialTokens
 from .templates import render_elsewhere
 
 OURS = ("continue_final_message", "add_generation_prompt")
 """Arguments that mean something also for a chat template that never reads them."""
+UNTRUSTED = ("tools", "documents")
+"""Arguments that may come from agents and rows of data."""
 
 
 class Tokenizer:
@@ -30,6 +35,7 @@ class Tokenizer:
         self._hf = _open(Path(path), trust_remote_code)
         if chat_template != "auto":
             self._hf.chat_template = _read_template(Path(chat_template))
+        self._special = SpecialTokens(self._hf)
 
     @classmethod
     def of(cls, model: ModelConfig) -> Self:
@@ -50,8 +56,16 @@ class Tokenizer:
         pad = self._hf.pad_token_id
         return int(pad) if pad is not None else self.eos_token_id or 0
 
-    def encode(self, text: str) -> Ints:
-        """Text to tokens, no special tokens added; those that the text spells out are recognised."""
+    def encode(self, text: str, *, allow_special: bool = True) -> Ints:
+        """Text to tokens, no special tokens added.
+
+        Special tokens that the text spells out are recognized, except in what `render` took from messages. With
+        ``allow_special`` false none is. Raises `DataError` if the tokenizer has no plain form of one.
+        """
+        if not allow_special:
+            return np.asarray(self._special.encode_plain(text), np.int32)
+        if SEPARATOR in text:
+            return np.asarray(self._special.encode(text), np.int32)
         # verbose would print a line about texts longer than the model takes; what is done about those is said elsewhere
         return np.asarray(self._hf.encode(text, add_special_tokens=False, verbose=False), np.int32)
 
@@ -65,22 +79,27 @@ class Tokenizer:
     ) -> tuple[Ints, str]:
         """Token ids and text of plain text as it is, or of messages through the chat template with its arguments.
 
-        There are no token ids without ``tokenize``. Raises `DataError` if there is no chat template, if it does not
-        read an argument, or if it refuses the messages.
+        Without ``tokenize`` there are no token ids, and the text is that of `render`, which can be cut and encoded in
+        pieces. Raises `DataError` if there is no chat template, if it does not read an argument, or if it refuses the
+        messages.
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, template)
-        return self.encode(text) if tokenize else np.zeros(0, np.int32), text
+        return (self.encode(text), unescape(text)) if tokenize else (np.zeros(0, np.int32), text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
         """Text of messages through the chat template; the generation prompt follows unless an argument says no.
+
+        Special tokens that messages spell out are marked, so that `encode` takes them as plain text.
 
         Raises `DataError` as `encode_prompt` does.
         """
         self._check_arguments(template)
         ends = not template.get("continue_final_message", False)
-        arguments = {"add_generation_prompt": ends, **template}
+        untrusted = {name: self._special.escape(template[name]) for name in UNTRUSTED if name in template}
+        arguments = {"add_generation_prompt": ends, **template, **untrusted}
+        conversation = [self._special.escape(message) for message in messages]
         try:
-            return str(self._hf.apply_chat_template([dict(m) for m in messages], tokenize=False, **arguments))
+            return str(self._hf.apply_chat_template(conversation, tokenize=False, **arguments))
         except Exception as error:  # boundary: chat templates are programs that come with models
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"the chat template refuses the messages: {what}") from error

@@ -19,6 +19,7 @@ from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError, EngineError
 from plasmid.protocols import PauseMode
 from plasmid.types import Completion, GenerateRequest
+from plasmid.utils.addresses import LOOPBACK
 from plasmid_models.folder import is_torch_dist
 from plasmid_serving.api import CONTROL_S, HttpApi
 from plasmid_serving.dialect import HttpRequest, Load, Program, ServerInfo, StartOptions
@@ -76,7 +77,8 @@ class SGLangDialect:
 
     def launch_router(self, host: str, port: int, metrics_port: int) -> Program:
         """Run SGLang's router."""
-        chosen = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": metrics_port}
+        # metrics name every server and path and need no key, so they are for this machine alone
+        chosen = {"host": host, "port": port, "prometheus_host": LOOPBACK, "prometheus_port": metrics_port}
         return Program("plasmid_sglang.launch:route", {**self.router_arguments, **chosen, "worker_urls": []})
 
     async def served_name(self, api: HttpApi) -> str:

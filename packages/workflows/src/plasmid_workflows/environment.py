@@ -81,7 +81,8 @@ class EnvironmentWorkflow(Conversation):
             return Transcript.of_prompt(rollout, prompt, keep_past=self.keep_past)
         message = self._message(first)
         if not prompt.messages:
-            ids = np.concatenate([prompt.token_ids, rollout.encode(str(message["content"]))]).astype(np.int32)
+            observed = rollout.encode(str(message["content"]), allow_special=False)
+            ids = np.concatenate([prompt.token_ids, observed]).astype(np.int32)
             return Transcript.of_prompt(rollout, replace(prompt, token_ids=ids), keep_past=self.keep_past)
         *before, last = prompt.messages
         if last.get("role") == "user":  # many templates want user and assistant in turn

@@ -36,8 +36,12 @@ ABORT_S = 10.0
 class Codec(Protocol):
     """The part of a tokenizer that workflows need."""
 
-    def encode(self, text: str) -> Ints:
-        """Text to tokens, no special tokens added."""
+    def encode(self, text: str, *, allow_special: bool = True) -> Ints:
+        """Text to tokens, no special tokens added.
+
+        Those that the text spells out are recognized, unless ``allow_special`` is false or `render` took them from a
+        message.
+        """
         ...
 
     def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
@@ -107,8 +111,8 @@ class Execution:
             raise RolloutFailed("the engine was asked for kept sets and gave none")
         return joined
 
-    def encode(self, text: str) -> Ints:
-        return self.codec.encode(text)
+    def encode(self, text: str, *, allow_special: bool = True) -> Ints:
+        return self.codec.encode(text, allow_special=allow_special)
 
     def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
         return self.codec.decode(token_ids, keep_special=keep_special)

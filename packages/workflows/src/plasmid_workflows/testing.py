@@ -59,7 +59,7 @@ def _check_sample(sample: Sample, rollout: Execution) -> None:
 class Digits:
     """Implements `execution.Codec`: token 7 is ``0``, token 16 is ``9``, the rest is ``?``."""
 
-    def encode(self, text: str) -> Ints:
+    def encode(self, text: str, *, allow_special: bool = True) -> Ints:
         """One token for each character."""
         return np.array([7 + int(c) if c.isdecimal() else 6 for c in text], np.int32)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 from plasmid.components import Rollout
+from plasmid.components.rollouts import unescape
 from plasmid.errors import DataError, TemplateError
 from plasmid.types import Completion, Ints, Message, Prompt, Sample, StopReason
 
@@ -20,7 +21,7 @@ Call = dict[str, Any]
 class Chat(Protocol):
     """What a transcript needs of a tokenizer. `Rollout` has it."""
 
-    def encode(self, text: str) -> Ints: ...
+    def encode(self, text: str, *, allow_special: bool = True) -> Ints: ...
 
     def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str: ...
 
@@ -43,16 +44,19 @@ class Transcript:
         *,
         template: Mapping[str, Any] | None = None,
         keep_past: bool = False,
+        allow_special: bool = False,
     ) -> None:
         """``opening`` are the tokens of ``messages`` with the generation prompt, or of plain text.
 
         ``keep_past`` goes on where the template would now leave out words of the policy, such as earlier reasoning.
+        ``allow_special`` recognizes special tokens in what is added to plain text; messages of a chat have none.
         """
         self.opening: Ints = np.asarray(opening, np.int32)
         """[P] the tokens before the first turn."""
         self.parts: list[Completion | Ints] = []
         """What follows: completions, which are trained on, and plain tokens, which are not."""
         self._chat, self._template, self._keep_past = chat, dict(template or {}), keep_past
+        self._allow_special = allow_special
         self._messages = tuple(messages)
         self._history: list[Message] = []
         self._turn: list[Completion] = []
@@ -120,7 +124,8 @@ class Transcript:
             ids = self._following(said, messages)
             self._history += [{"role": "assistant", "content": said}, *messages]
         else:
-            ids = self._chat.encode("".join(str(message.get("content", "")) for message in messages))
+            text = "".join(str(message.get("content", "")) for message in messages)
+            ids = self._chat.encode(text, allow_special=self._allow_special)
         self.parts.append(ids)
         self._turn = []
         return ids
@@ -244,4 +249,4 @@ def _joined(parts: Sequence[Ints]) -> Ints:
 
 
 def _squashed(text: str) -> str:
-    return "".join(text.split())
+    return "".join(unescape(text).split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -17,6 +18,8 @@ from .task import AgentFailed, Result, Task
 
 LONGEST = 1 << 20
 """Bytes of standard output that count as the answer: the last ones."""
+ULIMIT_BLOCK = 512
+"""Bytes of a block in the shell's `ulimit -f`."""
 
 
 def search_path() -> str:
@@ -30,11 +33,13 @@ def check_command(command: Sequence[str]) -> None:
         raise ValueError(f"no such program: {command[0]}")
 
 
-async def run_command(command: Sequence[str], task: Task, environment: Mapping[str, str]) -> Result:
+async def run_command(
+    command: Sequence[str], task: Task, environment: Mapping[str, str], *, max_file_bytes: int
+) -> Result:
     """Run the program once, in this environment and what the task adds; what it prints is its answer.
 
-    Raises `AgentFailed` if it does not end with code 0. If this is cancelled, the program is killed with all that it
-    started.
+    No file that it writes grows beyond ``max_file_bytes``, its output included. Raises `AgentFailed` if it does not
+    end with code 0. If this is cancelled, the program is killed with all that it started.
     """
     with tempfile.TemporaryDirectory(prefix="plasmid-agent-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -48,7 +53,7 @@ async def run_command(command: Sequence[str], task: Task, environment: Mapping[s
             tempfile.TemporaryFile() as errors,
         ):
             process = await asyncio.create_subprocess_exec(
-                *command,
+                *limited(command, max_file_bytes),
                 stdin=given,
                 stdout=output,
                 stderr=errors,
@@ -61,10 +66,19 @@ async def run_command(command: Sequence[str], task: Task, environment: Mapping[s
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             out, err = _tail(output), _tail(errors)
+    if code == -signal.SIGXFSZ:
+        raise AgentFailed(f"{command[0]} wrote a file of more than workflow.max_file_bytes = {max_file_bytes}")
     if code != 0:
         last = err.strip().splitlines()[-1:] or out.strip().splitlines()[-1:]
         raise AgentFailed(f"{command[0]} ended with code {code}: {' '.join(last)[-300:] or 'it printed nothing'}")
     return Result(answer=out.strip() or None)
+
+
+def limited(command: Sequence[str], max_file_bytes: int) -> list[str]:
+    """The command, started by a shell that lowers the limit on the size of files first."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    allowed = max_file_bytes if hard == resource.RLIM_INFINITY else min(max_file_bytes, hard)
+    return ["/bin/sh", "-c", 'ulimit -f "$0" && exec "$@"', str(allowed // ULIMIT_BLOCK), *command]
 
 
 def _tail(file: BinaryIO) -> str:

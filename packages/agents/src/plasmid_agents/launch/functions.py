@@ -32,8 +32,8 @@ main()
 class FunctionHost:
     """Runs one function, many times at once."""
 
-    def __init__(self, target: FunctionName, environment: Mapping[str, str]) -> None:
-        self._target, self._environment = target, dict(environment)
+    def __init__(self, target: FunctionName, environment: Mapping[str, str], *, max_file_bytes: int) -> None:
+        self._target, self._environment, self._max_file_bytes = target, dict(environment), max_file_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -76,7 +76,11 @@ class FunctionHost:
         pid: int | None = None
         try:
             pid = int((await self._read(reader))["pid"])
-            work = {"arguments": task.arguments(), "environment": task.environment()}
+            work = {
+                "arguments": task.arguments(),
+                "environment": task.environment(),
+                "max_file_bytes": self._max_file_bytes,
+            }
             writer.write(json.dumps(work, default=str).encode() + b"\n")
             outcome = await self._read(reader)
         finally:

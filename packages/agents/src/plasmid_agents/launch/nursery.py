@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -59,6 +60,7 @@ def _be_agent(channel: socket.socket, function: Callable[..., Any]) -> None:
         with channel.makefile("r", encoding="utf-8") as lines:
             task = json.loads(lines.readline())
         os.environ.update(task["environment"])
+        _limit_files(task["max_file_bytes"])
         _seed(task["arguments"]["seed"])
         channel.sendall(_line(_outcome(function, task["arguments"])))
         code = 0
@@ -66,6 +68,13 @@ def _be_agent(channel: socket.socket, function: Callable[..., Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # the nursery's own clean-up is not this process's
+
+
+def _limit_files(max_bytes: int) -> None:
+    """No file of this process, and of those that it starts, grows beyond this size."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    allowed = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, allowed))
 
 
 def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

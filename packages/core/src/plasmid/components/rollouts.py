@@ -9,6 +9,14 @@ from typing import Any, Protocol
 from ..types import Completion, Ints, Message, Prompt, Sample, SamplingParams
 from .base import Component
 
+SEPARATOR = "\ufdd0"
+"""Marks control tokens that a message spells out in what `Rollout.render` returns. Unicode reserves it for such use."""
+
+
+def unescape(text: str) -> str:
+    """The text without separators, as it was before `Rollout.render`."""
+    return text.replace(SEPARATOR, "")
+
 
 class Rollout(Protocol):
     """What one execution of a workflow may use."""
@@ -34,8 +42,12 @@ class Rollout(Protocol):
         """Tokens to text, special tokens left out unless they are asked for."""
         ...
 
-    def encode(self, text: str) -> Ints:
-        """Text to tokens, no special tokens added."""
+    def encode(self, text: str, *, allow_special: bool = True) -> Ints:
+        """Text to tokens, no special tokens added.
+
+        Those that the text spells out are recognized, unless ``allow_special`` is false or `render` took them from a
+        message.
+        """
         ...
 
     def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:

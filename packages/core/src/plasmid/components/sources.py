@@ -109,6 +109,7 @@ class PromptEncoder(Protocol):
     ) -> tuple[Ints, str]:
         """Token ids and text of a plain prompt, or of messages through the chat template with these arguments.
 
-        There are no token ids without ``tokenize``, which takes most of the time.
+        Without ``tokenize``, which takes most of the time, there are no token ids, and special tokens that messages
+        spell out are marked in the text: its pieces can then be encoded as plain prompts.
         """
         ...

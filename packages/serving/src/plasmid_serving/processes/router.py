@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plasmid.errors import EngineError
+from plasmid.utils.addresses import LOOPBACK
 
 from ..api import HttpApi
 from ..dialect import Dialect
@@ -66,7 +67,7 @@ class Router:
         if self._api is not None:
             await self._api.close()
         port = free_port(self._host)
-        program = self._dialect.launch_router(self._host, port, free_port(self._host))
+        program = self._dialect.launch_router(self._host, port, free_port(LOOPBACK))
         file = self._folder / "router.json"
         self._process = spawn(program, file, self._log_file, env={API_KEY_VARIABLE: self._key})
         self._api = HttpApi(f"http://{self._host}:{port}", self._key)

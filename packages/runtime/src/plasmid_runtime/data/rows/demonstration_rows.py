@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 from plasmid.components import PromptEncoder
+from plasmid.components.rollouts import unescape
 from plasmid.errors import DataError
 from plasmid.types import Ints, Message, Prompt
 
@@ -99,7 +100,7 @@ class DemonstrationRows:
         if trained[0]:
             raise DataError(f"{row.id}: nothing stands before what the assistant writes; give it a prompt")
         none: Ints = np.zeros(0, np.int32)
-        text = "".join(piece.text for piece in pieces)
+        text = unescape("".join(piece.text for piece in pieces))
         return replace(row, token_ids=np.concatenate([none, *tokens]), text=text, target=None, trained=trained)
 
     def _pieces(self, row: Prompt) -> list[Piece]:

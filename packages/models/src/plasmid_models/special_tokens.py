@@ -1,0 +1,94 @@
+"""Encode control tokens that untrusted text spells out as plain text.
+
+A chat template renders a conversation as one text. To tell the template's own control tokens from those that a message
+spells out, `SpecialTokens.escape` puts a separator into the latter before rendering, and `SpecialTokens.encode` encodes
+what has a separator as plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from plasmid.components.rollouts import SEPARATOR, unescape
+from plasmid.errors import DataError
+
+ROLE_MARK = re.compile(r"<[|\uff5c].+[|\uff5c]>")
+"""Tokens of roles that some tokenizers do not flag as special."""
+
+
+class SpecialTokens:
+    """The control tokens of a Hugging Face tokenizer: those flagged as special, and marks of roles like ``<|User|>``.
+
+    Other added tokens, such as ``<think>``, are vocabulary that any text may use.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        control = {t.content: (i, t) for i, t in added if t.content and (t.special or ROLE_MARK.fullmatch(t.content))}
+        self._ids = {content: token_id for content, (token_id, _) in control.items()}
+        # like the tokenizers library: the longest of several tokens, with the white space that a token takes along
+        longest_first = sorted(control, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        patterns = [_pattern(control[content][1]) for content in longest_first]
+        self._split = re.compile("|".join(patterns) or "(?!)")
+
+    def escape(self, value: Any) -> Any:
+        """A copy of a message or another JSON value in which no text spells out a control token."""
+        if isinstance(value, str):
+            return self._spelled.sub(lambda found: found[0][:1] + SEPARATOR + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self.escape(key): self.escape(item) for key, item in value.items()}
+        return [self.escape(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text; control tokens with a separator within are plain text."""
+        ids: list[int] = []
+        end = 0
+        for found in self._split.finditer(text):
+            ids += self.encode_plain(unescape(text[end : found.start()]), is_first=not end)
+            ids.append(self._ids[found[0]] if found[0] in self._ids else self._ids[found[0].strip()])
+            end = found.end()
+        return ids + self.encode_plain(unescape(text[end:]), is_first=not end)
+
+    def encode_plain(self, text: str, *, is_first: bool = True) -> list[int]:
+        """Tokens of a text without any control token. Raises `DataError` if the tokenizer has no other form of one.
+
+        ``is_first`` is false for a text behind a control token: some tokenizers put a space before the first text only.
+        """
+        if not text:
+            return []
+        if self._plain is None:
+            ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False, split_special_tokens=True)
+        else:
+            ids = self._plain[0 if is_first else 1].encode(text, add_special_tokens=False).ids
+        for content, token_id in self._ids.items():
+            if token_id in ids and token_id != self._tokenizer.unk_token_id:
+                raise DataError(f"the text spells out {content!r}, which the tokenizer cannot encode as text")
+        return list(ids)
+
+    @cached_property
+    def _plain(self) -> tuple[Any, Any] | None:
+        """Copies of a fast tokenizer that recognize no control token: for first and for other texts."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        data = json.loads(backend.to_str())
+        for token in data["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in self._ids
+        first = type(backend).from_str(json.dumps(data))
+        first.encode_special_tokens = True
+        if getattr(first.pre_tokenizer, "prepend_scheme", None) != "first":
+            return first, first
+        other = type(backend).from_str(json.dumps(data))
+        other.encode_special_tokens = True
+        other.pre_tokenizer.prepend_scheme = "never"
+        return first, other
+
+
+def _pattern(token: Any) -> str:
+    return (r"\s*" if token.lstrip else "") + re.escape(str(token.content)) + (r"\s*" if token.rstrip else "")
