@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plasmid.config.run import RunConfig
 from plasmid.plugins.registry import Classes, installed, load_plugins, origin
-from plasmid_cli.settings_help import rows, tables
+from plasmid_cli.display.settings_help import recipe_tables, setting_rows
 from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent
@@ -75,10 +75,10 @@ def _ours(classes: Classes) -> Classes:
 
 def _tables(slots: Mapping[str, Classes]) -> Iterator[str]:
     """One section for each table, in the order of `RunConfig`; the keys outside of tables come first."""
-    plain = tables()
+    plain = recipe_tables()
     yield "## Keys outside of tables\n"
     keys = [name for name in RunConfig.model_fields if name not in plain and name not in slots]
-    yield _table(row for row in rows(RunConfig) if row[0] in keys)
+    yield _table(row for row in setting_rows(RunConfig) if row[0] in keys)
     for name, field in RunConfig.model_fields.items():
         if name in keys:
             continue
@@ -112,8 +112,8 @@ def _components(slot: str, classes: Classes) -> Iterator[str]:
 
 
 def _settings(cls: type[BaseModel]) -> str:
-    told = [row for row in rows(cls) if not any(row[0].startswith(f"{key}.") for key in SHOWN_TWICE)]
-    return _table((key, *row, f"{meaning} {SHOWN_TWICE.get(key, '')}") for key, *row, meaning in told)
+    shown = [row for row in setting_rows(cls) if not any(row[0].startswith(f"{key}.") for key in SHOWN_TWICE)]
+    return _table((key, *row, f"{meaning} {SHOWN_TWICE.get(key, '')}") for key, *row, meaning in shown)
 
 
 def _table(lines: Iterator[tuple[str, str, str, str]]) -> str:

@@ -3,7 +3,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plasmid_cli.curves import BLOCKS, Series, chart, smooth, sparkline, ticks, write_png
+from plasmid_cli.display.curves import BLOCKS, Series, chart, smooth, sparkline, ticks, write_png
 
 FINITE = st.floats(-1e9, 1e9)
 

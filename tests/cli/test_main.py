@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from plasmid import load_config
-from plasmid_cli.dry_run import batch_algebra
+from plasmid_cli.display.dry_run import batch_algebra
 from plasmid_cli.main import app
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from plasmid.config.run import LoopConfig, RunConfig
-from plasmid_cli.progress import Heard, LiveProgress, PlainProgress, duration, make_progress, render
+from plasmid_cli.display.progress import LiveProgress, PlainProgress, RunState, duration, make_progress, render
 from plasmid_runtime.observe.dispatch import ObserverQueues
 from rich.console import Console
 
@@ -102,7 +102,7 @@ def test_log_lines_go_through_the_display_and_handlers_come_back(monkeypatch):
 
 
 def test_the_display_keeps_eight_batches_and_fits_narrow_terminals():
-    state = Heard(config(batches=1000))
+    state = RunState(config(batches=1000))
     state.begin_phase(1, "sample", 0)
     for step in range(1, 31):
         state.end_step(step, METRICS)
@@ -115,7 +115,7 @@ def test_the_display_keeps_eight_batches_and_fits_narrow_terminals():
 
 
 def test_the_bar_says_what_is_going_on_and_how_many_groups_are_there():
-    state = Heard(config())
+    state = RunState(config())
     state.begin_phase(3, "start", 0)
     state.begin_phase(4, "sample", 3)
     state.scored = 2
@@ -126,7 +126,7 @@ def test_the_bar_says_what_is_going_on_and_how_many_groups_are_there():
 
 
 def test_the_eta_follows_the_pace_of_the_last_batches():
-    state = Heard(config(batches=110))
+    state = RunState(config(batches=110))
     assert state.eta_s() is None
     for step in range(1, 11):
         state.last_end -= 2.0

@@ -4,9 +4,9 @@ import shutil
 import subprocess
 
 import pytest
-from plasmid_cli import report
-from plasmid_cli.report import embedded, report_data, thinned, write_report
-from plasmid_cli.run_data import load_run
+from plasmid_cli.reports import report
+from plasmid_cli.reports.report import embed_json, report_data, thin_out, write_report
+from plasmid_cli.reports.run_data import load_run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.S)
@@ -47,8 +47,8 @@ def test_nothing_that_a_model_wrote_can_end_the_script_element(run_dir, tmp_path
     assert page.count("</script>") == 2
     assert "onerror" in page, "the nasty sample is in the page"
     text = "</script><!-- <script> & \u2028"
-    assert json.loads(embedded({"a": text})) == {"a": text}
-    assert not set("<>&\u2028") & set(embedded({"a": text}))
+    assert json.loads(embed_json({"a": text})) == {"a": text}
+    assert not set("<>&\u2028") & set(embed_json({"a": text}))
 
 
 def test_large_runs_are_subsampled_and_the_page_says_so(run_dir, monkeypatch):
@@ -70,13 +70,13 @@ def test_large_runs_are_subsampled_and_the_page_says_so(run_dir, monkeypatch):
 def test_the_size_of_all_samples_is_bounded(run_dir, monkeypatch):
     monkeypatch.setattr(report, "NUM_BYTES", 150_000)
     data = report_data(load_run(run_dir))
-    assert sum(len(embedded(row)) for f in data["files"] for row in f["samples"]) < 1.1 * 150_000
+    assert sum(len(embed_json(row)) for f in data["files"] for row in f["samples"]) < 1.1 * 150_000
     assert all(f["samples"] for f in data["files"]), "of every file at least one"
 
 
 def test_thinning_keeps_both_ends():
-    assert thinned(range(5), 10) == [0, 1, 2, 3, 4]
-    assert thinned(range(101), 5) == [0, 25, 50, 75, 100]
+    assert thin_out(range(5), 10) == [0, 1, 2, 3, 4]
+    assert thin_out(range(101), 5) == [0, 25, 50, 75, 100]
 
 
 def browse(page, script="", *, wait_ms=4000):

@@ -7,8 +7,8 @@ import sys
 import pytest
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.types import PromptGroup, Score
+from plasmid_cli.display.scores import histogram
 from plasmid_cli.main import app
-from plasmid_cli.scores import histogram
 from plasmid_models.testing import make_tiny_tokenizer
 from plasmid_runtime.observe.sample_store import write_samples
 

@@ -1,8 +1,8 @@
 import io
 import json
 
-from plasmid_cli.run_data import load_run
-from plasmid_cli.summary import costs, figures, print_run, print_summary
+from plasmid_cli.reports.run_data import load_run
+from plasmid_cli.reports.summary import cost_rows, key_figures, print_run, print_summary
 from plasmid_runtime.observe.journal import Journal
 from rich.console import Console
 
@@ -47,13 +47,13 @@ def test_figures_are_those_of_the_files(tmp_path):
     for step, reward in ((0, 0.25), (2, 0.4), (4, 0.75), (4, 0.8)):
         evaluations.append(step, metrics={"eval/a/reward": reward, "eval/a/pass@4": 1.0}, name="a")
     run = load_run(tmp_path)
-    assert dict(costs(run)) == {
+    assert dict(cost_rows(run)) == {
         "batches trained": "4",
         "time in batches": "0:10",
         "tokens per second": "300",
         "peak memory, all processes": "4.00 GiB",
     }
-    rows = cells(figures(run))
+    rows = cells(key_figures(run))
     assert "held-out reward, a 0.2500 0.8000 +0.5500" in rows, "a repeated evaluation counts once, the last one"
     assert "held-out pass@4, a 1.0000 1.0000 +0.0000" in rows
     assert "train reward 0.1000 0.4000 +0.3000" in rows

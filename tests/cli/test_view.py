@@ -4,9 +4,9 @@ import pytest
 from plasmid.errors import ConfigError
 from plasmid.utils.printable import printable
 from plasmid_cli.main import app
-from plasmid_cli.run_data import load_run
-from plasmid_cli.tokens import TokenTexts
-from plasmid_cli.view import Shown, colored, read_shown, select, view_run, view_samples
+from plasmid_cli.reports.run_data import load_run
+from plasmid_cli.reports.tokens import TokenTexts
+from plasmid_cli.reports.view import ShownSample, color_tokens, read_samples_of, select_samples, view_run, view_samples
 from plasmid_runtime.observe.journal import Journal
 from plasmid_runtime.observe.sample_store import write_samples
 from rich.console import Console
@@ -69,9 +69,9 @@ def test_every_metric_is_in_the_table_and_a_named_one_is_a_chart(run_dir):
 
 def test_unlikely_tokens_and_other_versions_are_coloured(run_dir):
     run = load_run(run_dir)
-    shown = select(read_shown(run, "batch-000060"), order="worst", count=1)[0]
+    shown = select_samples(read_samples_of(run, "batch-000060"), order="worst", count=1)[0]
     texts = TokenTexts.of(run)
-    by_logprob, by_version = colored(shown, texts, "logprob"), colored(shown, texts, "version")
+    by_logprob, by_version = color_tokens(shown, texts, "logprob"), color_tokens(shown, texts, "version")
     assert by_logprob.plain == by_version.plain == shown.sample.text + "<eos>"
     assert {span.style for span in by_version.spans} == {"blue", "red"}, "versions 58 and 59"
     start = len(shown.prompt.token_ids)
@@ -83,20 +83,20 @@ def test_unlikely_tokens_and_other_versions_are_coloured(run_dir):
 
 
 def test_a_random_choice_is_the_same_every_time_and_samples_without_reward_come_last(run_dir):
-    found = read_shown(load_run(run_dir), "batch-000010")
-    names = [s.sample.id for s in select(found, order="random", count=5)]
-    assert names == [s.sample.id for s in select(found, order="random", count=5)]
+    found = read_samples_of(load_run(run_dir), "batch-000010")
+    names = [s.sample.id for s in select_samples(found, order="random", count=5)]
+    assert names == [s.sample.id for s in select_samples(found, order="random", count=5)]
     from dataclasses import replace
 
-    failed = Shown(file="x", prompt=found[0].prompt, sample=replace(found[0].sample, score=None))
-    assert select([failed, *found], order="worst", count=99)[-1] is failed
-    assert select([failed, *found], order="best", count=99)[-1] is failed
+    failed = ShownSample(file="x", prompt=found[0].prompt, sample=replace(found[0].sample, score=None))
+    assert select_samples([failed, *found], order="worst", count=99)[-1] is failed
+    assert select_samples([failed, *found], order="best", count=99)[-1] is failed
 
 
 def test_text_of_a_policy_is_neither_markup_nor_a_command_to_the_terminal(make_run):
     path = make_run(batches=2, with_tokenizer=False)
     run = load_run(path)
-    shown = read_shown(run, "batch-000001")[1]
+    shown = read_samples_of(run, "batch-000001")[1]
     from dataclasses import replace
 
     from plasmid.types import PromptGroup

@@ -9,7 +9,7 @@ from plasmid import load_config
 from plasmid.components import DataFacts
 from plasmid.errors import ConfigError
 from plasmid.protocols import Node, Resources
-from plasmid_cli.dry_run import machine_rows, print_plan
+from plasmid_cli.display.dry_run import machine_rows, print_plan
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.cluster.node_agent import NodeAgent, PluginFile
 from plasmid_runtime.cluster.node_checks import prepare_nodes

@@ -27,11 +27,11 @@ from pathlib import Path
 
 from plasmid.errors import PlasmidError
 from plasmid.types.runs import Mode
+from plasmid_cli.commands.arguments import load
+from plasmid_cli.display.progress import make_progress
 from plasmid_cli.main import app
 from plasmid_cli.output import print_error
-from plasmid_cli.progress import make_progress
-from plasmid_cli.recipe_arguments import load
-from plasmid_cli.summary import print_summary
+from plasmid_cli.reports.summary import print_summary
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
 from rich.console import Console

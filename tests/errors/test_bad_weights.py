@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from plasmid.errors import ModelError
-from plasmid_cli.progress import STARTING
+from plasmid_cli.display.progress import STARTING
 from plasmid_models.testing import make_tiny_model
 
 SMALL = [

@@ -67,10 +67,10 @@ def print_error(message: str) -> None:
     """One line on standard error for each problem."""
     console = error_console()
     for line in message.split("\n"):
-        console.print(Text.assemble(("error:", "bold red"), f" {_shortened(printable(line))}"), soft_wrap=True)
+        console.print(Text.assemble(("error:", "bold red"), f" {_shorten(printable(line))}"), soft_wrap=True)
 
 
-def _shortened(line: str) -> str:
+def _shorten(line: str) -> str:
     return line if len(line) <= MAX_ERROR else f"{line[: MAX_ERROR // 2]} ... {line[-MAX_ERROR // 2 :]}"
 
 

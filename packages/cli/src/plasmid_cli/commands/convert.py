@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..recipe_arguments import PluginFiles
+from .arguments import PluginFiles
 
 if TYPE_CHECKING:
     from plasmid import Converter

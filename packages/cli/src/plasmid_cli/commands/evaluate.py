@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..recipe_arguments import OptionalItems, PluginFiles, TrustRecipe, check_sampling_overrides
+from .arguments import OptionalItems, PluginFiles, TrustRecipe, check_sampling_overrides
 
 Model = Annotated[
     Path | None,
@@ -39,9 +39,9 @@ def evaluate(
     from plasmid.errors import ConfigError
     from plasmid_runtime.lifecycle.evaluate import evaluate as run
 
-    from ..evaluations import bars, evaluation_table, num_failed
+    from ..display.evaluations import evaluation_table, num_failed, progress_bars
     from ..output import print_line, print_warning, table_console
-    from ..targets import Target, find_target, load_target
+    from .eval_target import Target, find_target, load_target
 
     target = Target() if model is None else find_target(model)
     if url is not None and target.checkpoint is not None:
@@ -54,7 +54,7 @@ def evaluate(
     if not config.eval:
         raise ConfigError("eval: the recipe has no evaluation set; add an [[eval]] table")
     check_sampling_overrides(config, items or [])
-    with bars() as observers:
+    with progress_bars() as observers:
         found = run(config, checkpoint=target.checkpoint, observers=observers, make_cluster=context.obj)
     if as_json:
         print_line(json.dumps(found, indent=2))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..recipe_arguments import TrustRecipe
+from .arguments import TrustRecipe
 
 Source = Annotated[Path, typer.Argument(help="A checkpoint (RUN/checkpoints/batch-000010), or a run: its newest one.")]
 Target = Annotated[Path, typer.Argument(help="Folder to write.")]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..recipe_arguments import PluginFiles
+from .arguments import PluginFiles
 
 What = Annotated[
     str | None,
@@ -18,10 +18,10 @@ def options(what: What = None, plugin: PluginFiles = None) -> None:
     """Show every setting of a component or table: rl options fsdp, rl options rollout/hf, rl options run"""
     from plasmid.plugins.registry import installed, load_plugins
 
-    from ..settings_help import find, print_choices, print_settings
+    from ..display.settings_help import find_settings, print_choices, print_settings
 
     slots = installed(load_plugins(files=plugin or ()))
     if what is None:
         print_choices(slots)
     else:
-        print_settings(*find(what, slots))
+        print_settings(*find_settings(what, slots))

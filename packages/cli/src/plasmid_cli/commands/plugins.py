@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..recipe_arguments import PluginFiles
+from .arguments import PluginFiles
 
 
 def plugins(plugin: PluginFiles = None) -> None:

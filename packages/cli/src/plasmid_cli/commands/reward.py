@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..recipe_arguments import Items, PluginFiles, load
+from .arguments import Items, PluginFiles, load
 
 if TYPE_CHECKING:
     from plasmid import PromptGroup, RunConfig
     from plasmid_runtime.rollout.scored.rescoring import RescoredGroup
 
-    from ..scores import Row
+    from ..display.scores import Row
 
 Data = Annotated[
     str,
@@ -54,8 +54,8 @@ def reward(
     from plasmid_runtime.data.rows.given_texts import Keys
     from plasmid_runtime.rollout.scored.rescoring import rescore
 
+    from ..display.scores import render, summarize
     from ..output import print_line, table_console
-    from ..scores import render, summary
 
     config = load(items, plugin)
     if evaluation and evaluation not in [set_.name for set_ in config.eval]:
@@ -66,7 +66,7 @@ def reward(
     rows = [row for one in found for row in _rows(one)]
     if as_json:
         samples = [{name: getattr(row, name) for name in type(row).__slots__} for row in rows]
-        print_line(json.dumps({"summary": summary(rows), "samples": samples}, indent=1))
+        print_line(json.dumps({"summary": summarize(rows), "samples": samples}, indent=1))
     else:
         table_console().print(render(rows, count=count), highlight=False, soft_wrap=False)
     if any(one.error for one in found):
@@ -79,8 +79,8 @@ def _groups(data: str, keys: Any, config: RunConfig) -> Sequence[PromptGroup]:
 
     path = Path(data)
     if path.is_dir():
-        from ..run_data import load_run
-        from ..view import sample_file
+        from ..reports.run_data import load_run
+        from ..reports.view import sample_file
 
         run = load_run(path)
         path = run.sample_files()[sample_file(run, step=None, evaluation=None)]
@@ -116,7 +116,7 @@ def _encoder(config: RunConfig) -> Callable[[str], Any]:
 
 
 def _rows(one: RescoredGroup) -> list[Row]:
-    from ..scores import Row
+    from ..display.scores import Row
 
     rows = []
     for before, after in zip(one.group.samples, one.samples, strict=True):

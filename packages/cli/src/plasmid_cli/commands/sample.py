@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..recipe_arguments import Items, PluginFiles, check_sampling_overrides, load
+from .arguments import Items, PluginFiles, check_sampling_overrides, load
 
 if TYPE_CHECKING:
     from plasmid_runtime.lifecycle.sample import SampledGroup
@@ -46,7 +46,7 @@ def sample(
     from plasmid_runtime.lifecycle.sample import sample as run
 
     from ..output import output_console
-    from ..samples import print_prompts, print_samples
+    from ..reports.samples import print_prompts, print_samples
 
     served = [] if url is None else ["rollout.kind=server", f"rollout.url={json.dumps(url)}"]
     if out is not None and (dry or out.suffix not in (".parquet", ".jsonl")):

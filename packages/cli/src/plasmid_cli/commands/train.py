@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..recipe_arguments import Items, PluginFiles, load
+from .arguments import Items, PluginFiles, load
 
 if TYPE_CHECKING:
     from plasmid import RunConfig
@@ -64,7 +64,7 @@ def _explain(config: RunConfig, *, resume: bool, replay: Path | None, rollouts_o
     from plasmid.types.runs import Mode
     from plasmid_runtime.lifecycle.preparation import prepare_run
 
-    from ..dry_run import print_plan
+    from ..display.dry_run import print_plan
 
     with ExitStack() as held:
         mode = Mode(resume=resume, replay=replay, rollouts_only=rollouts_only)
@@ -80,7 +80,7 @@ def _explain_offline(config: RunConfig, recipes: Sequence[Path]) -> None:
     from plasmid_runtime.lifecycle.preparation import open_data, with_planned_batches
     from plasmid_runtime.lifecycle.validation import text_encoder
 
-    from ..dry_run import print_plan
+    from ..display.dry_run import print_plan
 
     models, encode = plan_models(config, recipes=recipes), text_encoder(config, offline=True)
     with ExitStack() as held:
@@ -100,9 +100,9 @@ def _run(
 ) -> None:
     from plasmid import train as run
 
+    from ..display.progress import make_progress
     from ..output import output_console
-    from ..progress import make_progress
-    from ..summary import print_summary
+    from ..reports.summary import print_summary
 
     console = output_console()
     with make_progress(config, console) as progress:

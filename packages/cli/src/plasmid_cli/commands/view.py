@@ -33,9 +33,9 @@ def view(
 ) -> None:
     """Show curves and samples of a run, and write a report for the browser: rl view runs/sums"""
     from ..output import output_console
-    from ..report import write_report
-    from ..run_data import load_run
-    from ..view import view_run, view_samples
+    from ..reports.report import write_report
+    from ..reports.run_data import load_run
+    from ..reports.view import view_run, view_samples
 
     console = output_console()
     data = load_run(run)

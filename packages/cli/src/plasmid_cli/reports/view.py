@@ -19,11 +19,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from .curves import Series, chart, sparkline
-from .evaluations import evaluation_table
+from ..display.curves import Series, chart, sparkline
+from ..display.evaluations import evaluation_table
 from .run_data import RunData
 from .summary import print_run
-from .tokens import TokenTexts, shortened
+from .tokens import TokenTexts, shorten
 
 Order = Literal["best", "worst", "random", "stored"]
 Coloring = Literal["logprob", "version", "none"]
@@ -33,7 +33,7 @@ LIKELY_TO_UNLIKELY = ((-0.1, ""), (-1.0, "green"), (-2.5, "yellow"), (-5.0, "dar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shown:
+class ShownSample:
     """One stored sample with what a viewer says of it."""
 
     file: str
@@ -98,23 +98,25 @@ def view_samples(
     in it. Raises `ConfigError` if there is no such file or sample.
     """
     file = sample_file(run, step=step, evaluation=evaluation)
-    shown = select(read_shown(run, file), prompt=prompt, order=order, count=count)
+    shown = select_samples(read_samples_of(run, file), prompt=prompt, order=order, count=count)
     if not shown:
         raise ConfigError(f"{run.path}: no sample of {file} has a prompt with {prompt!r} in its id or text")
     texts = TokenTexts.of(run)
     for index, one in enumerate(shown):
         console.print(Rule(Text(f"{file}, sample {one.sample.id}, {index + 1} of {len(shown)} ({order})")))
-        console.print(facts(one))
+        console.print(sample_facts(one))
         console.print(
             Panel(
-                Text(shortened(one.prompt.text) or "(tokens only)"),
+                Text(shorten(one.prompt.text) or "(tokens only)"),
                 title="prompt",
                 title_align="left",
                 border_style="dim",
             )
         )
         console.print(
-            Panel(colored(one, texts, coloring), title="completion", title_align="left", subtitle=_key(one, coloring))
+            Panel(
+                color_tokens(one, texts, coloring), title="completion", title_align="left", subtitle=_key(one, coloring)
+            )
         )
 
 
@@ -129,20 +131,20 @@ def sample_file(run: RunData, *, step: int | None, evaluation: str | None) -> st
     return found[max(found) if step is None else step]
 
 
-def read_shown(run: RunData, file: str) -> list[Shown]:
+def read_samples_of(run: RunData, file: str) -> list[ShownSample]:
     """All samples of one file."""
     path = run.sample_files()[file]
     dropped = read_dropped(path)
     return [
-        Shown(file=file, prompt=group.prompt, sample=sample, dropped_by=dropped.get(group.id, ""))
+        ShownSample(file=file, prompt=group.prompt, sample=sample, dropped_by=dropped.get(group.id, ""))
         for group in read_samples(path)
         for sample in group.samples
     ]
 
 
-def select(
-    samples: Sequence[Shown], *, prompt: str | None = None, order: Order = "best", count: int = 3
-) -> list[Shown]:
+def select_samples(
+    samples: Sequence[ShownSample], *, prompt: str | None = None, order: Order = "best", count: int = 3
+) -> list[ShownSample]:
     """The first ``count`` in this order; samples without a reward come last, a random choice is always the same."""
     kept = [s for s in samples if prompt is None or prompt in s.prompt.id or prompt in s.prompt.text]
     if order == "random":
@@ -153,7 +155,7 @@ def select(
     return kept[:count]
 
 
-def facts(shown: Shown) -> Text:
+def sample_facts(shown: ShownSample) -> Text:
     """One paragraph: reward and its components, length, versions, how it ended."""
     sample, score = shown.sample, shown.sample.score
     text = Text()
@@ -170,15 +172,15 @@ def facts(shown: Shown) -> Text:
     if shown.dropped_by:
         text.append(f"\ngroup dropped by filter {shown.dropped_by}", style="yellow")
     if shown.prompt.target is not None:
-        text.append(shortened(f"\ntarget {shown.prompt.target}"), style="dim")
+        text.append(shorten(f"\ntarget {shown.prompt.target}"), style="dim")
     return text
 
 
-def colored(shown: Shown, texts: TokenTexts, coloring: Coloring) -> Text:
+def color_tokens(shown: ShownSample, texts: TokenTexts, coloring: Coloring) -> Text:
     """The tokens after the prompt; what no policy drew (tool replies) is dim."""
     sample, start = shown.sample, min(len(shown.prompt.token_ids), len(shown.sample.token_ids))
     if not texts.known:
-        return Text(shortened(sample.text))
+        return Text(shorten(sample.text))
     versions = token_versions(sample)
 
     def style(position: int) -> str:
@@ -199,7 +201,7 @@ def token_versions(sample: Sample) -> np.ndarray:
     return versions
 
 
-def _key(shown: Shown, coloring: Coloring) -> Text:
+def _key(shown: ShownSample, coloring: Coloring) -> Text:
     key = Text()
     if coloring == "logprob":
         for bound, style in LIKELY_TO_UNLIKELY[:-1]:

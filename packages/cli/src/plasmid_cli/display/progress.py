@@ -45,14 +45,14 @@ class ProgressObserver(AbstractContextManager["ProgressObserver"], Protocol):
 
 def make_progress(config: RunConfig, console: Console) -> ProgressObserver:
     """What fits the console: a live display, or plain lines for pipes, files and dumb terminals."""
-    state = Heard(config)
+    state = RunState(config)
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveProgress(state, console) if live else PlainProgress(state, console)
 
 
 @dataclass(slots=True)
-class Heard:
-    """What has been heard of the run so far. Guarded by its lock: observers and the display are different threads."""
+class RunState:
+    """Progress of the run so far. Guarded by its lock: observers and the display are different threads."""
 
     config: RunConfig
     batches: int = 0
@@ -70,7 +70,7 @@ class Heard:
     held_out_at: dict[str, tuple[int, float]] = field(default_factory=dict)
     """First evaluation of each set: where the run started from."""
     last_end: float = field(default_factory=time.monotonic)
-    behind: set[int] = field(default_factory=set)
+    saved_asynchronously: set[int] = field(default_factory=set)
     """Batches whose checkpoints are or were written while the run goes on."""
 
     def __post_init__(self) -> None:
@@ -101,9 +101,9 @@ class Heard:
                 self.held_out_at.setdefault(name, (step, reward))
             return reward
 
-    def saved(self, step: int, path: Path, seconds: float) -> str:
-        """What is said of a complete checkpoint."""
-        return f"saved {path}" + (f" in {seconds:.1f} s" if step in self.behind else "")
+    def saved_message(self, step: int, path: Path, seconds: float) -> str:
+        """Message for a complete checkpoint."""
+        return f"saved {path}" + (f" in {seconds:.1f} s" if step in self.saved_asynchronously else "")
 
     def eta_s(self) -> float | None:
         """Seconds to the end, by the pace of the last batches; None before the first."""
@@ -116,7 +116,7 @@ class Heard:
 class PlainProgress:
     """One line per batch, evaluation and checkpoint."""
 
-    def __init__(self, state: Heard, console: Console) -> None:
+    def __init__(self, state: RunState, console: Console) -> None:
         self._state, self._console = state, console
 
     def __enter__(self) -> Self:
@@ -139,7 +139,7 @@ class PlainProgress:
     @hookimpl
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.end_step(step, metrics)
-        parts = [f"batch {step}/{self._state.batches}", *(f"{name} {value}" for name, value in _figures(metrics))]
+        parts = [f"batch {step}/{self._state.batches}", *(f"{name} {value}" for name, value in _columns(metrics))]
         eta = self._state.eta_s()
         self._print("  ".join([*parts, f"eta {duration(eta)}"] if eta is not None else parts))
 
@@ -150,12 +150,12 @@ class PlainProgress:
 
     @hookimpl
     def checkpoint_begun(self, step: int) -> None:
-        self._state.behind.add(step)
+        self._state.saved_asynchronously.add(step)
         self._print(f"batch {step}/{self._state.batches}  {SAVING}")
 
     @hookimpl
     def checkpoint_saved(self, step: int, path: Path, seconds: float) -> None:
-        self._print(f"batch {step}/{self._state.batches}  {self._state.saved(step, path, seconds)}")
+        self._print(f"batch {step}/{self._state.batches}  {self._state.saved_message(step, path, seconds)}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -164,7 +164,7 @@ class PlainProgress:
 class LiveProgress:
     """A display that redraws itself at the bottom of the terminal; log lines scroll by above it."""
 
-    def __init__(self, state: Heard, console: Console) -> None:
+    def __init__(self, state: RunState, console: Console) -> None:
         self._state, self._console = state, console
         self._live = Live(self, console=console, refresh_per_second=4, transient=False)
         self._replaced: list[logging.Handler] = []
@@ -214,12 +214,12 @@ class LiveProgress:
 
     @hookimpl
     def checkpoint_begun(self, step: int) -> None:
-        self._state.behind.add(step)
+        self._state.saved_asynchronously.add(step)
         self._console.print(Text(f"batch {step}: {SAVING}", style="dim"))
 
     @hookimpl
     def checkpoint_saved(self, step: int, path: Path, seconds: float) -> None:
-        self._console.print(Text(self._state.saved(step, path, seconds), style="dim"))
+        self._console.print(Text(self._state.saved_message(step, path, seconds), style="dim"))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._state.lock:
@@ -227,7 +227,7 @@ class LiveProgress:
         yield display  # past the lock: what draws it may wait for locks of the console
 
 
-def render(state: Heard, *, width: int) -> RenderableType:
+def render(state: RunState, *, width: int) -> RenderableType:
     """The whole display."""
     parts: list[RenderableType] = [_bar(state, width)]
     if state.recent:
@@ -251,7 +251,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _bar(state: Heard, width: int) -> RenderableType:
+def _bar(state: RunState, width: int) -> RenderableType:
     eta = state.eta_s()
     phase = PHASES.get(state.phase, state.phase)
     if state.phase == "sample":
@@ -266,18 +266,18 @@ def _bar(state: Heard, width: int) -> RenderableType:
     return grid
 
 
-def _table(state: Heard) -> Table:
-    names = list(dict.fromkeys(name for _, metrics in state.recent for name, _ in _figures(metrics)))
+def _table(state: RunState) -> Table:
+    names = list(dict.fromkeys(name for _, metrics in state.recent for name, _ in _columns(metrics)))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("batch", *names):
         table.add_column(name, justify="right", no_wrap=True)
     for step, metrics in state.recent:
-        values = dict(_figures(metrics))
+        values = dict(_columns(metrics))
         table.add_row(str(step), *(values.get(name, "") for name in names), style="bold" if step == state.step else "")
     return table
 
 
-def _figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def _columns(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     columns = (
         ("reward", "reward/mean", "{:.3f}"),
         ("loss", "train/loss", "{:.4f}"),

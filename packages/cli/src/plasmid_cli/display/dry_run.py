@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .output import table_console
+from ..output import table_console
 
 if TYPE_CHECKING:
     from plasmid import RunConfig
@@ -76,7 +76,7 @@ def batch_algebra(config: RunConfig) -> list[tuple[str, str, str]]:
         rows += [
             ("publishes of the weights", f"{run.batches // run.sync_every:,}", f"every {run.sync_every} batches"),
             ("staleness", f"at most {run.max_staleness}", "on-policy" if run.max_staleness == 0 else "asynchronous"),
-            ("tokens drawn per rollout", *_longest(config)),
+            ("tokens drawn per rollout", *_max_tokens(config)),
         ]
     if config.checkpoint.every:
         rows.append(
@@ -96,8 +96,8 @@ def machine_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     rows = []
     for node in range(place.nodes):
         ranks = {name: [i for i, its in enumerate(nodes) if its == node] for name, nodes in parts.items()}
-        told = [f"{name} {_numbers(found)}" for name, found in ranks.items() if found]
-        rows.append((f"ranks on machine {node}", f"{sum(map(len, ranks.values()))}", ", ".join(told)))
+        described = [f"{name} {_numbers(found)}" for name, found in ranks.items() if found]
+        rows.append((f"ranks on machine {node}", f"{sum(map(len, ranks.values()))}", ", ".join(described)))
     return rows
 
 
@@ -105,7 +105,7 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def _longest(config: RunConfig) -> tuple[str, str]:
+def _max_tokens(config: RunConfig) -> tuple[str, str]:
     """The most tokens of a rollout, and the setting that says so."""
     place, sampling = max(config.samplings().items(), key=lambda item: item[1].max_new_tokens)
     return f"at most {sampling.max_new_tokens:,}", f"{place}.max_new_tokens"

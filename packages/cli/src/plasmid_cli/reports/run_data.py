@@ -14,7 +14,7 @@ from plasmid_runtime.observe.journal import Entry, read_journal
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunData:
-    """One run as its folder tells it."""
+    """One run, read from its folder."""
 
     path: Path
     config: Mapping[str, Any]

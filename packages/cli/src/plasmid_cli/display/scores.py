@@ -37,7 +37,7 @@ class Row:
     """By reward; for group rewards and samples scored together those of the group."""
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Mean, spread and range of the reward and of each component; errors; time."""
     scored = [row for row in rows if row.reward is not None]
     names = list(dict.fromkeys(name for row in scored for name in row.components))
@@ -76,7 +76,7 @@ def histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:
 
 def render(rows: Sequence[Row], *, count: int) -> RenderableType:
     """The first ``count`` rows, the summary and the histogram."""
-    found = summary(rows)
+    found = summarize(rows)
     parts: list[RenderableType] = []
     if count:
         parts += [_rows(rows[:count], list(found["components"])), Text()]

@@ -15,9 +15,9 @@ from plasmid.utils.safe_files import write_text
 from plasmid_runtime.observe.journal import Entry
 
 from .run_data import RunData
-from .summary import costs
+from .summary import cost_rows
 from .tokens import TokenTexts
-from .view import Shown, read_shown, token_versions
+from .view import ShownSample, read_samples_of, token_versions
 
 NUM_POINTS = 1000
 """Longest curve; of more batches every k-th is shown."""
@@ -27,7 +27,7 @@ NUM_TOKENS = 1024
 """Longest sample."""
 NUM_BYTES = 12_000_000
 """All samples together."""
-PLACE = "__RUN_DATA__"
+PLACEHOLDER = "__RUN_DATA__"
 
 
 def write_report(run: RunData, path: Path | None = None) -> Path:
@@ -36,8 +36,8 @@ def write_report(run: RunData, path: Path | None = None) -> Path:
     Large runs are subsampled; the page says what is left out.
     """
     path = path or run.path / "report.html"
-    template = files("plasmid_cli").joinpath("report.html").read_text(encoding="utf-8")
-    page = template.replace(PLACE, embedded(report_data(run)))
+    template = files("plasmid_cli.reports").joinpath("report.html").read_text(encoding="utf-8")
+    page = template.replace(PLACEHOLDER, embed_json(report_data(run)))
     try:
         write_text(path, page)
     except OSError as error:
@@ -45,7 +45,7 @@ def write_report(run: RunData, path: Path | None = None) -> Path:
     return path
 
 
-def embedded(data: Mapping[str, Any]) -> str:
+def embed_json(data: Mapping[str, Any]) -> str:
     """JSON that no text inside it can break out of: a script element ends only at a literal ``<``."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -54,7 +54,7 @@ def embedded(data: Mapping[str, Any]) -> str:
 def report_data(run: RunData) -> dict[str, Any]:
     """Everything that the page shows."""
     shown, notes = _sample_files(run)
-    entries = thinned(run.metrics, NUM_POINTS)
+    entries = thin_out(run.metrics, NUM_POINTS)
     if len(entries) < len(run.metrics):
         notes.insert(0, f"curves show {len(entries)} of {len(run.metrics)} batches")
     names = sorted({name for entry in entries for name in entry.metrics})
@@ -64,7 +64,7 @@ def report_data(run: RunData) -> dict[str, Any]:
         "notes": notes,
         "info": _finite(run.info),
         "config": _finite(run.config),
-        "costs": costs(run),
+        "costs": cost_rows(run),
         "steps": [entry.step for entry in entries],
         "metrics": {name: [_finite(entry.metrics.get(name)) for entry in entries] for name in names},
         "evaluations": {name: _evaluation(found) for name, found in run.evaluations.items()},
@@ -72,7 +72,7 @@ def report_data(run: RunData) -> dict[str, Any]:
     }
 
 
-def thinned(items: Sequence[Any], count: int) -> list[Any]:
+def thin_out(items: Sequence[Any], count: int) -> list[Any]:
     """At most ``count`` of the items, evenly spaced, the first and the last among them."""
     if len(items) <= count:
         return list(items)
@@ -88,18 +88,18 @@ def _evaluation(entries: Sequence[Entry]) -> dict[str, Any]:
 def _sample_files(run: RunData) -> tuple[list[dict[str, Any]], list[str]]:
     texts = TokenTexts.of(run)
     every = run.sample_files()
-    names = _chosen(list(every))
+    names = _choose_files(list(every))
     notes = [f"samples of {len(names)} of {len(every)} files"] if len(names) < len(every) else []
     shown: list[dict[str, Any]] = []
     budget, cut, shortened = NUM_BYTES, 0, 0
     for index, name in enumerate(names):
-        found = read_shown(run, name)
+        found = read_samples_of(run, name)
         share = budget / (len(names) - index)  # what early files leave over goes to the later ones
         rows: list[dict[str, Any]] = []
         used = 0
         for one in found[:NUM_SAMPLES_PER_FILE]:
             row = _row(one, texts)
-            size = len(embedded(row))
+            size = len(embed_json(row))
             if rows and used + size > share:
                 break
             rows.append(row)
@@ -115,16 +115,16 @@ def _sample_files(run: RunData) -> tuple[list[dict[str, Any]], list[str]]:
     return shown, notes
 
 
-def _chosen(names: Sequence[str]) -> list[str]:
+def _choose_files(names: Sequence[str]) -> list[str]:
     """First, last and evenly spaced files of the training batches and of each evaluation set."""
     sets: dict[str, list[str]] = {}
     for name in names:
         sets.setdefault(name.rpartition("-")[0], []).append(name)
     each = max(2, NUM_FILES // max(1, len(sets)))
-    return [name for prefix in sorted(sets) for name in thinned(sets[prefix], each)]
+    return [name for prefix in sorted(sets) for name in thin_out(sets[prefix], each)]
 
 
-def _row(shown: Shown, texts: TokenTexts) -> dict[str, Any]:
+def _row(shown: ShownSample, texts: TokenTexts) -> dict[str, Any]:
     sample, score = shown.sample, shown.sample.score
     kept = slice(0, NUM_TOKENS)
     return {

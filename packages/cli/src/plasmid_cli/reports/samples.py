@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
-from .tokens import TokenTexts, shortened
-from .view import VERSION_COLORS, Shown, facts, token_versions
+from .tokens import TokenTexts, shorten
+from .view import VERSION_COLORS, ShownSample, sample_facts, token_versions
 
 if TYPE_CHECKING:
     from plasmid import Prompt, RunConfig, Sample
@@ -30,7 +30,7 @@ def print_prompts(config: RunConfig, prompts: Sequence[Prompt], console: Console
     for index, prompt in enumerate(prompts):
         console.print(Rule(Text(f"prompt {prompt.id}, {index + 1} of {len(prompts)}")))
         console.print(Panel(_boundaries(prompt, texts), title="as the policy sees it", title_align="left"))
-        console.print(_told(prompt), highlight=False)
+        console.print(_prompt_details(prompt), highlight=False)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     if lengths:
         console.print(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens", highlight=False)
@@ -41,11 +41,11 @@ def print_samples(config: RunConfig, found: Sequence[SampledGroup], console: Con
     texts = token_texts(config)
     for one in found:
         for sample in one.group.samples:
-            shown = Shown(file="", prompt=one.group.prompt, sample=sample, dropped_by=one.dropped_by)
+            shown = ShownSample(file="", prompt=one.group.prompt, sample=sample, dropped_by=one.dropped_by)
             console.print(Rule(Text(f"sample {sample.id}")))
-            console.print(facts(shown), highlight=False)
+            console.print(sample_facts(shown), highlight=False)
             title = _legend(sample)
-            console.print(Panel(masked(shown, texts), title=title, title_align="left"))
+            console.print(Panel(color_by_mask(shown, texts), title=title, title_align="left"))
     kinds = Counter(one.dropped_by for one in found if one.dropped_by)
     rewards = [sample.score.value for one in found for sample in one.group.samples if sample.score is not None]
     if rewards:
@@ -54,11 +54,11 @@ def print_samples(config: RunConfig, found: Sequence[SampledGroup], console: Con
         console.print(Text(f"{count} of {len(found)} groups would be dropped by filter {kind}", style="yellow"))
 
 
-def masked(shown: Shown, texts: TokenTexts) -> Text:
+def color_by_mask(shown: ShownSample, texts: TokenTexts) -> Text:
     """All tokens of a sample; how they are drawn says what the loss sees."""
     sample, versions = shown.sample, token_versions(shown.sample)
     if not texts.known:  # the parts are then told apart as well as texts can
-        return Text.assemble((shortened(shown.prompt.text), GIVEN), shortened(sample.text))
+        return Text.assemble((shorten(shown.prompt.text), GIVEN), shorten(sample.text))
 
     def style(position: int) -> str:
         if sample.loss_mask[position]:
@@ -94,11 +94,11 @@ def _legend(sample: Sample) -> Text:
 def _boundaries(prompt: Prompt, texts: TokenTexts) -> Text:
     """Tokens in two alternating shades, so that their boundaries are seen."""
     if not texts.known:
-        return Text(shortened(prompt.text))
+        return Text(shorten(prompt.text))
     return texts.draw(prompt.token_ids.tolist(), lambda position: "" if position % 2 else "cyan")
 
 
-def _told(prompt: Prompt) -> Text:
+def _prompt_details(prompt: Prompt) -> Text:
     lines = [f"{len(prompt.token_ids)} tokens", f"target {prompt.target!r}"]
     lines += [f"{name} {value!r}" for name, value in prompt.metadata.items()]
-    return Text("\n".join(map(shortened, lines)), style="dim")
+    return Text("\n".join(map(shorten, lines)), style="dim")

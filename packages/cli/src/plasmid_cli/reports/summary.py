@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .curves import chart, reward_series, write_png
-from .progress import duration
+from ..display.curves import Series, chart, write_png
+from ..display.progress import duration
 from .run_data import RunData, load_run
 
 if TYPE_CHECKING:
@@ -46,15 +46,23 @@ def print_run(run: RunData, console: Console, *, title: str | None = None) -> No
         write_png(run.path / "reward.png", series, title=f"{run.name}: mean reward")
     console.print()
     console.print(Text(title or f"{run.name}, {len(run.metrics)} batches", style="bold"))
-    console.print(figures(run))
+    console.print(key_figures(run))
     if series:
         console.print()
         console.print(chart(series, width=min(console.width, 100)), soft_wrap=True, highlight=False)
     console.print()
-    console.print(paths(run.path), soft_wrap=True, highlight=False)  # a path that is cut into lines cannot be copied
+    console.print(path_lines(run.path), soft_wrap=True, highlight=False)  # keep paths on one line to copy them
 
 
-def figures(run: RunData) -> Table:
+def reward_series(run: RunData) -> list[Series]:
+    """The training reward, then the held-out reward of each evaluation set."""
+    train = Series(name="train", x=run.curve("reward/mean")[0], y=run.curve("reward/mean")[1])
+    sets = [(name, run.evaluation_curve(name)) for name in run.evaluations]
+    held_out = [Series(name=f"held out: {name}", x=x, y=y, marked=True) for name, (x, y) in sets]
+    return [s for s in (train, *held_out) if s.points()]
+
+
+def key_figures(run: RunData) -> Table:
     """Held-out and training reward at start and end, and what the run took."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "start", "end", "change"):
@@ -74,12 +82,12 @@ def figures(run: RunData) -> Table:
     lengths = run.curve("rollout/length_mean")[1]
     if lengths:
         table.add_row("tokens per completion", *_change(lengths, pattern="{:.1f}"))
-    for label, value in costs(run):
+    for label, value in cost_rows(run):
         table.add_row(label, "", value, "")
     return table
 
 
-def costs(run: RunData) -> list[tuple[str, str]]:
+def cost_rows(run: RunData) -> list[tuple[str, str]]:
     """Batches, steps, time, speed and memory, as far as they were recorded."""
     rows = [("batches trained", str(run.metrics[-1].step))] if run.metrics else []
     if steps := run.curve("train/step")[1]:
@@ -99,7 +107,7 @@ def costs(run: RunData) -> list[tuple[str, str]]:
     return rows
 
 
-def paths(run_dir: Path) -> Text:
+def path_lines(run_dir: Path) -> Text:
     """What lies in the folder and what it is, one line each."""
     found = [(run_dir / name, what) for name, what in WRITTEN if (run_dir / name).exists()]
     shown = [(str(path), what) for path, what in found if not _is_empty(path)]

@@ -11,8 +11,6 @@ from pathlib import Path
 from plasmid.errors import CheckpointError
 from rich.text import Text
 
-from .run_data import RunData
-
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille character by column and row of its 2 x 4 dots."""
@@ -79,14 +77,6 @@ def ticks(low: float, high: float, *, count: int = 4) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
-
-
-def reward_series(run: RunData) -> list[Series]:
-    """The training reward, then the held-out reward of each evaluation set."""
-    train = Series(name="train", x=run.curve("reward/mean")[0], y=run.curve("reward/mean")[1])
-    sets = [(name, run.evaluation_curve(name)) for name in run.evaluations]
-    held_out = [Series(name=f"held out: {name}", x=x, y=y, marked=True) for name, (x, y) in sets]
-    return [s for s in (train, *held_out) if s.points()]
 
 
 def write_png(path: Path, series: Sequence[Series], *, title: str) -> None:

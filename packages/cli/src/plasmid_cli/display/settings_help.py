@@ -17,20 +17,20 @@ from pydantic.fields import FieldInfo
 from rich.table import Table
 from rich.text import Text
 
-from .output import table_console
+from ..output import table_console
 
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
-def tables() -> dict[str, type[BaseModel]]:
+def recipe_tables() -> dict[str, type[BaseModel]]:
     """Tables of a recipe that hold plain settings: name -> model. Those of components are found by their kind."""
     found = {name: _model_in(field.annotation) for name, field in RunConfig.model_fields.items()}
     return {name: model for name, model in found.items() if model is not None and not issubclass(model, Component)}
 
 
-def find(what: str, slots: Mapping[str, Classes]) -> tuple[str, type[BaseModel]]:
+def find_settings(what: str, slots: Mapping[str, Classes]) -> tuple[str, type[BaseModel]]:
     """The address and class of what the user named. Raises `ConfigError` if there is none, or more than one."""
-    known: dict[str, type[BaseModel]] = {**tables()}
+    known: dict[str, type[BaseModel]] = {**recipe_tables()}
     known |= {f"{slot}/{kind}": cls for slot, classes in slots.items() for kind, cls in classes.items()}
     if what in known:
         return what, known[what]
@@ -51,7 +51,7 @@ def find(what: str, slots: Mapping[str, Classes]) -> tuple[str, type[BaseModel]]
 def print_choices(slots: Mapping[str, Classes]) -> None:
     """Print what `rl options` can be asked about."""
     console = table_console()
-    console.print("tables:     " + ", ".join(tables()), highlight=False)
+    console.print("tables:     " + ", ".join(recipe_tables()), highlight=False)
     for slot, classes in slots.items():
         console.print(f"{slot + ':':<12}" + (", ".join(sorted(classes)) or "none"), highlight=False)
 
@@ -59,7 +59,7 @@ def print_choices(slots: Mapping[str, Classes]) -> None:
 def print_settings(address: str, cls: type[BaseModel]) -> None:
     """Print key, type, default and meaning of every setting."""
     table = Table("key", "type", "default", "meaning", box=None)
-    for row in rows(cls):
+    for row in setting_rows(cls):
         table.add_row(*row)
     console = table_console()
     first = (inspect.getdoc(cls) or "").split("\n")[0]
@@ -67,7 +67,7 @@ def print_settings(address: str, cls: type[BaseModel]) -> None:
     console.print(table, highlight=False)
 
 
-def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+def setting_rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """(key, type, default, meaning) of every setting; tables within are told key by key."""
     for key, field in sorted(cls.model_fields.items(), key=lambda item: item[0] != "kind"):
         inner = _model_in(field.annotation)
@@ -79,7 +79,7 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str
         else:
             optional = _default(field) if field.default is None else ""
             yield prefix + key, "table", optional, meaning
-            yield from rows(inner, f"{prefix}{key}.")
+            yield from setting_rows(inner, f"{prefix}{key}.")
 
 
 def readable_type(annotation: Any) -> str:

@@ -72,7 +72,7 @@ class TokenTexts:
         parts = [range(start, cut), range(cut + surplus, len(token_ids))] if surplus > 0 else [range(start, cut)]
         for part in parts:
             if part.start > cut:
-                text.append(left_out(surplus, "tokens"), style="dim")
+                text.append(omission_line(surplus, "tokens"), style="dim")
             before = max(0, part.start - LONGEST_CHARACTER)  # a character may begin there
             tokens = self.split(token_ids[before : part.stop])[part.start - before :]
             for position, token in zip(part, tokens, strict=True):
@@ -84,14 +84,14 @@ class TokenTexts:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else ""
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """A text as a terminal may show it; of a very long one the middle is left out."""
     surplus = len(text) - MAX_SHOWN
     if surplus > 0:
-        text = text[: MAX_SHOWN // 2] + left_out(surplus, "characters") + text[-MAX_SHOWN // 2 :]
+        text = text[: MAX_SHOWN // 2] + omission_line(surplus, "characters") + text[-MAX_SHOWN // 2 :]
     return printable(text)
 
 
-def left_out(number: int, what: str) -> str:
+def omission_line(number: int, what: str) -> str:
     """A line in place of what is not shown."""
     return f"\n... {number} {what} are not shown ...\n"

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from .output import error_console
+from ..output import error_console
 
 Z = 1.96
 """Standard errors to either side of a mean that hold the true one with 95 %."""
@@ -56,7 +56,7 @@ def _cell(row: Mapping[str, float], name: str) -> str:
     return f"{row[name]:.4g}" if spread is None else f"{row[name]:.4f} +- {Z * spread:.4f}"
 
 
-class Bars:
+class ProgressBars:
     """An observer that moves one bar for each set."""
 
     def __init__(self, progress: Progress) -> None:
@@ -71,12 +71,12 @@ class Bars:
 
 
 @contextmanager
-def bars() -> Iterator[list[object]]:
+def progress_bars() -> Iterator[list[object]]:
     """Observers that show progress on standard error; none where that is no terminal."""
     console = error_console()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield [Bars(progress)] if console.is_terminal else []
+        yield [ProgressBars(progress)] if console.is_terminal else []
 
 
 def num_failed(found: Mapping[str, Mapping[str, float]]) -> int:

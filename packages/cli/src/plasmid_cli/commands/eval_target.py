@@ -51,8 +51,8 @@ def load_target(
     """The recipe of the command line, or what is taken of that of the target's run if the command line names none."""
     from plasmid.config.stored_recipe import resolve_stored
 
-    from .output import print_warning
-    from .recipe_arguments import load
+    from ..output import print_warning
+    from .arguments import load
 
     model = [] if target.model is None else [f"model.path={json.dumps(str(target.model))}"]
     if target.config is None or any(item.endswith(".toml") and "=" not in item for item in items):
