@@ -10,7 +10,7 @@ from typing import Any
 
 from plasmid.components import Algorithm
 from plasmid_training.algorithms.parts.policy_gradient import PolicyGradient
-from plasmid_training.plugin import register_algorithms
+from plasmid_training.plugin import register_components
 
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
 SECTIONS = ("Formula", "Paper", "Use")
@@ -114,7 +114,7 @@ of its own. A template that renders earlier turns otherwise once there are later
 
 def page() -> str:
     """The text of the page."""
-    kinds = sorted(register_algorithms(), key=_kind)
+    kinds = sorted(register_components(), key=_kind)
     lines = [f"| {' | '.join(map(_cell, _row(cls)))} |\n" for cls in kinds]
     names = [name for name in PolicyGradient.model_fields if name not in Algorithm.model_fields]
     shared = [f"| `{name}` | {_cell(PolicyGradient.model_fields[name].description or '')} |\n" for name in names]

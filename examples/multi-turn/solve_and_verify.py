@@ -38,5 +38,5 @@ class SolvedOrJudged(Reward):
 
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [SolvedOrJudged]

@@ -24,7 +24,7 @@ class Digits(Reward):
         return sum(c.isdigit() for c in sample.text) / max(1, len(sample.text))
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Digits]
 '''
 AGENT = '''

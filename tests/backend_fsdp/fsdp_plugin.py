@@ -21,10 +21,5 @@ class NeverAsked(Reward):
 
 
 @hookimpl
-def register_rollout_engines():
-    return [NeverStarted]
-
-
-@hookimpl
-def register_rewards():
-    return [NeverAsked]
+def register_components():
+    return [NeverStarted, NeverAsked]

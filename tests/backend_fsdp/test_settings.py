@@ -98,7 +98,7 @@ def test_settings_that_contradict_are_errors(settings, message):
 
 
 def test_the_plugin_imports_no_torch():
-    code = "import sys, plasmid_fsdp.plugin as p; print(p.register_trainers(), 'torch' in sys.modules)"
+    code = "import sys, plasmid_fsdp.plugin as p; print(p.register_components(), 'torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[<class 'plasmid_fsdp.settings.FSDP'>] False"
 

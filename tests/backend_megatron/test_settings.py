@@ -121,7 +121,7 @@ def test_the_last_stage_can_have_fewer_layers():
 
 def test_neither_listing_nor_starting_imports_torch_or_megatron():
     code = (
-        "import sys, plasmid_megatron.plugin as p, plasmid_megatron.trainer; p.register_trainers();"
+        "import sys, plasmid_megatron.plugin as p, plasmid_megatron.trainer; p.register_components();"
         "print([m for m in ('torch', 'megatron', 'mbridge', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -26,7 +26,7 @@ class Shout(Reward):
         return float(sample.text.isupper())
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Shout]
 """
 

@@ -46,7 +46,7 @@ class Picky(Reward):
         return {"a": 1.0}[sample.text]
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Picky]
 '''
 ROWS = [

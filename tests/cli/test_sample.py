@@ -36,16 +36,8 @@ class Told(Workflow):
         return [rollout.sample(prompt, [first, reply, await rollout.generate(so_far)])]
 
 @hookimpl
-def register_rewards():
-    return [Digits]
-
-@hookimpl
-def register_filters():
-    return [Never]
-
-@hookimpl
-def register_workflows():
-    return [Told]
+def register_components():
+    return [Digits, Never, Told]
 '''
 
 

@@ -32,7 +32,7 @@ class Traced(Reward):
         return sum(c.isdigit() for c in sample.text) / max(1, sample.num_generated)
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Traced]
 '''
 RECIPE = """

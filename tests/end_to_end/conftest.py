@@ -28,7 +28,7 @@ class DigitShare(Reward):
         return sum(c.isdigit() for c in sample.text) / max(1, sample.num_generated)
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [DigitShare]
 '''
 

@@ -79,12 +79,8 @@ class EveryThird(Filter):
         self._seen = state["seen"]
 
 @hookimpl
-def register_rewards():
-    return [Unusual]
-
-@hookimpl
-def register_filters():
-    return [EveryThird]
+def register_components():
+    return [Unusual, EveryThird]
 '''
 
 

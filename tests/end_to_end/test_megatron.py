@@ -145,7 +145,7 @@ def hold(event, arguments):
 sys.addaudithook(hold)
 
 @hookimpl
-def register_filters():
+def register_components():
     return []
 """
 

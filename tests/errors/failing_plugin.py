@@ -75,15 +75,5 @@ class Growing(TrainerConfig):
 
 
 @hookimpl
-def register_trainers():
-    return [Growing]
-
-
-@hookimpl
-def register_rewards():
-    return [BadReward, ShortReward]
-
-
-@hookimpl
-def register_filters():
-    return [BadFilter]
+def register_components():
+    return [Growing, BadReward, ShortReward, BadFilter]

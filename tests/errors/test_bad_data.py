@@ -134,7 +134,7 @@ def test_a_data_source_that_hopes_to_be_opened_is_told_who_opens_it(rl, folder):
         "    def stream(self, encode, *, seed): ...\n"
         "    def prompts(self, encode): ...\n"
         "@hookimpl\n"
-        "def register_data_sources():\n"
+        "def register_components():\n"
         "    return [Mine]\n"
     )
     assert rl("train", "recipe.toml", "--plugin", "plugin.py") == [

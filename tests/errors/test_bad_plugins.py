@@ -10,11 +10,11 @@ REWARD = HEAD + "class A(Reward):\n    {kind}\n    async def {call}(self, prompt
 HOOK = "@hookimpl\ndef {name}({arguments}):\n    return {value}\n"
 
 
-def reward(*, kind='kind: Literal["a"] = "a"', call="__call__", hook="register_rewards") -> str:
+def reward(*, kind='kind: Literal["a"] = "a"', call="__call__", hook="register_components") -> str:
     return REWARD.format(kind=kind, call=call) + HOOK.format(name=hook, arguments="", value="[A]")
 
 
-def hook(*, name="register_rewards", arguments="", value="[]") -> str:
+def hook(*, name="register_components", arguments="", value="[]") -> str:
     return HEAD + HOOK.format(name=name, arguments=arguments, value=value)
 
 
@@ -27,37 +27,34 @@ BAD = [
     ("def x(:\n", "plugin file p.py cannot be loaded: SyntaxError: invalid syntax (p.py, line 1)"),
     ("raise SystemExit(1)\n", "plugin file p.py cannot be loaded: SystemExit: 1 (line 1)"),
     (
-        "def register_rewards():\n    return []\n",
-        "plugin 'p.py': has no hooks; decorate its functions, for example register_rewards, with @hookimpl",
+        "def register_components():\n    return []\n",
+        "plugin 'p.py': has no hooks; decorate its functions, for example register_components, with @hookimpl",
     ),
     (
         hook() + "def step_finished(step):\n    pass\n",
         "plugin 'p.py': step_finished has no @hookimpl, so it would never be called; decorate it",
     ),
     (
-        hook(name="register_reward"),
-        "plugin 'p.py': there is no hook 'register_reward'; did you mean 'register_rewards'?",
+        hook(name="register_component"),
+        "plugin 'p.py': there is no hook 'register_component'; did you mean 'register_components'?",
     ),
     (
         hook(arguments="foo"),
-        "plugin 'p.py': register_rewards(foo) Argument(s) {'foo'} are declared in the hookimpl "
+        "plugin 'p.py': register_components(foo) Argument(s) {'foo'} are declared in the hookimpl "
         "but can not be found in the hookspec",
     ),
     (
         hook(value="3"),
-        "plugin 'p.py': register_rewards must return a list of classes: TypeError: 'int' object is not iterable",
+        "plugin 'p.py': register_components must return a list of classes: TypeError: 'int' object is not iterable",
     ),
     (
         hook(value="[1 / 0]"),
-        "plugin 'p.py': register_rewards must return a list of classes: ZeroDivisionError: division by zero",
+        "plugin 'p.py': register_components must return a list of classes: ZeroDivisionError: division by zero",
     ),
     (
         hook(value="['number']"),
-        "plugin 'p.py': register_rewards must return subclasses of plasmid.Reward, got 'number'",
-    ),
-    (
-        reward(hook="register_filters"),
-        "plugin 'p.py': register_filters must return subclasses of plasmid.Filter, got <class 'plasmid_plugin_p.A'>",
+        "plugin 'p.py': register_components must return subclasses of Algorithm, BufferPolicy, Converter, DataSource, "
+        "Environment, Filter, Reward, RolloutEngineConfig, Tool, Tracker, TrainerConfig, Workflow; got 'number'",
     ),
     (
         reward(kind="size: int = 1"),

@@ -47,5 +47,5 @@ class Obedient(PooledReward):
 
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Obedient]

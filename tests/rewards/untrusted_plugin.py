@@ -85,5 +85,5 @@ class Rank(Reward):
 
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Untrusted, Rank]

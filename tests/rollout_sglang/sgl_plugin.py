@@ -21,10 +21,5 @@ class NoReward(Reward):
 
 
 @hookimpl
-def register_trainers():
-    return [NoTrainer]
-
-
-@hookimpl
-def register_rewards():
-    return [NoReward]
+def register_components():
+    return [NoTrainer, NoReward]

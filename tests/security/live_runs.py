@@ -30,7 +30,7 @@ class Waiting(Reward):
         return 0.0
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Waiting]
 '''
 WAITING_RECIPE = """

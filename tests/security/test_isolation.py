@@ -17,7 +17,7 @@ class Runs(Reward):
         return float(space.get("value", 1.0))
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Runs]
 '''
 REWARDS = 'rewards=[{kind="isolated", workers=1, failure_value=-1.0, call_timeout_s=20.0, reward={kind="runs"}}]'

@@ -51,7 +51,7 @@ class Trusting(Reward):
         return 1.0
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Trusting]
 '''
 LIMITS = ["huge", "float", "digits", "deep", "surrogate", "component", "names", "terminal", "sum"]

@@ -32,7 +32,7 @@ class DigitShare(Reward):
         return sum(c.isdigit() for c in sample.text) / max(1, len(sample.text))
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [DigitShare]
 '''
 

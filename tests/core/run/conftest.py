@@ -39,12 +39,8 @@ class Nothing(Filter):
         return False
 
 @hookimpl
-def register_rewards():
-    return [Digits]
-
-@hookimpl
-def register_filters():
-    return [EvenGroup, Nothing]
+def register_components():
+    return [Digits, EvenGroup, Nothing]
 '''
 
 

@@ -91,10 +91,5 @@ class Remembering(Tracker):
 
 
 @hookimpl
-def register_trainers():
-    return [HeldTrainerConfig]
-
-
-@hookimpl
-def register_trackers():
-    return [Remembering]
+def register_components():
+    return [HeldTrainerConfig, Remembering]

@@ -195,12 +195,8 @@ class Twice(Workflow):
         return [rollout.sample(prompt, [first, await rollout.generate(prompt.token_ids)])]
 
 @hookimpl
-def register_rewards():
-    return [Bad, Constant]
-
-@hookimpl
-def register_workflows():
-    return [Twice]
+def register_components():
+    return [Bad, Constant, Twice]
 '''
 
 

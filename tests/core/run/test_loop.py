@@ -130,7 +130,7 @@ class Bad(Reward):
         return None
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [Bad]
 '''
 
@@ -232,7 +232,7 @@ class Clumsy(Tracker):
         raise RuntimeError("tracker is stuck")
 
 @hookimpl
-def register_trackers():
+def register_components():
     return [Clumsy]
 '''
 

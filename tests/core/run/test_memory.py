@@ -56,12 +56,8 @@ class Unsaved(Reward):
         return {"seen": {1, 2}}
 
 @hookimpl
-def register_rewards():
-    return [AboveMean, Unsaved]
-
-@hookimpl
-def register_filters():
-    return [EveryThird]
+def register_components():
+    return [AboveMean, Unsaved, EveryThird]
 '''
 
 

@@ -35,12 +35,8 @@ class Twice(Workflow):
         return [rollout.sample(prompt, [first, second])]
 
 @hookimpl
-def register_rewards():
-    return [FirstDigit]
-
-@hookimpl
-def register_workflows():
-    return [Twice]
+def register_components():
+    return [FirstDigit, Twice]
 '''
 
 

@@ -30,7 +30,7 @@ class One(Reward):
         return 1.0
 
 @hookimpl
-def register_rewards():
+def register_components():
     return [One]
 '''
 

@@ -1,10 +1,10 @@
 """What this package registers."""
 
-from plasmid import Workflow, hookimpl
+from plasmid import Component, hookimpl
 
 from .workflow import Agent
 
 
 @hookimpl
-def register_workflows() -> list[type[Workflow]]:
+def register_components() -> list[type[Component]]:
     return [Agent]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from plasmid.components import TrainerConfig
+from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
 from .settings import FSDP
 
 
 @hookimpl
-def register_trainers() -> list[type[TrainerConfig]]:
+def register_components() -> list[type[Component]]:
     return [FSDP]

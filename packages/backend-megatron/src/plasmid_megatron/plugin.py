@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plasmid.components import Converter, TrainerConfig
+from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
 from .conversion import MegatronTorch, TorchDistFolder
@@ -10,10 +10,5 @@ from .settings import Megatron
 
 
 @hookimpl
-def register_trainers() -> list[type[TrainerConfig]]:
-    return [Megatron]
-
-
-@hookimpl
-def register_converters() -> list[type[Converter]]:
-    return [MegatronTorch, TorchDistFolder]
+def register_components() -> list[type[Component]]:
+    return [Megatron, MegatronTorch, TorchDistFolder]

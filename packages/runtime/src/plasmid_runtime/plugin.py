@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from plasmid.components import DataSource, Tracker
-from plasmid.components.buffer_policy import BufferPolicy
+from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
 from .data.curriculum import Curriculum
@@ -18,15 +17,17 @@ from .rollout.producers.buffer import FreshestFirst, OldestFirst, Priority
 
 
 @hookimpl
-def register_trackers() -> list[type[Tracker]]:
-    return [TensorBoard, WandB]
-
-
-@hookimpl
-def register_data_sources() -> list[type[DataSource]]:
-    return [Curriculum, Datasets, Demonstrations, Files, Function, Mixture]
-
-
-@hookimpl
-def register_buffer_policies() -> list[type[BufferPolicy]]:
-    return [FreshestFirst, OldestFirst, Priority]
+def register_components() -> list[type[Component]]:
+    return [
+        TensorBoard,
+        WandB,
+        Curriculum,
+        Datasets,
+        Demonstrations,
+        Files,
+        Function,
+        Mixture,
+        FreshestFirst,
+        OldestFirst,
+        Priority,
+    ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from plasmid.components import RolloutEngineConfig
+from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
 from .remote.settings import Server
 
 
 @hookimpl
-def register_rollout_engines() -> list[type[RolloutEngineConfig]]:
+def register_components() -> list[type[Component]]:
     return [Server]

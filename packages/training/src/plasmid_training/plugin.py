@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plasmid.components import Algorithm
+from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
 from .algorithms.cispo import CISPO
@@ -18,5 +18,5 @@ from .algorithms.sft import SFT
 
 
 @hookimpl
-def register_algorithms() -> list[type[Algorithm]]:
+def register_components() -> list[type[Component]]:
     return [CISPO, DAPO, DrGRPO, GRPO, GSPO, OPD, PPO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, RLOO, SFT]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from plasmid.components import Reward, Workflow
-from plasmid.components.interaction import Environment, Tool
+from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
 from . import EnvironmentReward, EnvironmentWorkflow, FunctionWorkflow, Tools
@@ -13,20 +12,18 @@ from .single_turn import SingleTurn
 
 
 @hookimpl
-def register_workflows() -> list[type[Workflow]]:
-    return [EnvironmentWorkflow, FunctionWorkflow, SingleTurn, Tools]
-
-
-@hookimpl
-def register_tools() -> list[type[Tool]]:
-    return [CalculatorTool, FunctionTool, PythonTool, SearchTool]
-
-
-@hookimpl
-def register_environments() -> list[type[Environment]]:
-    return [Calculator, Guess, Search]
-
-
-@hookimpl
-def register_rewards() -> list[type[Reward]]:
-    return [EnvironmentReward]
+def register_components() -> list[type[Component]]:
+    return [
+        EnvironmentWorkflow,
+        FunctionWorkflow,
+        SingleTurn,
+        Tools,
+        CalculatorTool,
+        FunctionTool,
+        PythonTool,
+        SearchTool,
+        Calculator,
+        Guess,
+        Search,
+        EnvironmentReward,
+    ]

@@ -6,22 +6,28 @@ settings whose ``build()`` imports and starts the real thing, so that listing pl
 """
 
 from .backends import BuildContext, CanaryPlan, PlanRow, RolloutEngineConfig, Tracker, TrainerConfig
-from .base import Component, Settings, components_in
+from .base import SLOTS, Component, Settings, Slot, components_in
+from .buffer_policy import BufferPolicy
 from .conversion import Converter
+from .interaction import Environment, Episode, Step, Tool, ToolError
 from .methods import ActorCritic, Algorithm, Needs, Reduction
 from .rollouts import Rollout, Workflow
 from .scoring import Filter, Reward
 from .sources import DataFacts, DataSource, PromptEncoder, PromptStream
 
 __all__ = [
+    "SLOTS",
     "ActorCritic",
     "Algorithm",
+    "BufferPolicy",
     "BuildContext",
     "CanaryPlan",
     "Component",
     "Converter",
     "DataFacts",
     "DataSource",
+    "Environment",
+    "Episode",
     "Filter",
     "Needs",
     "PlanRow",
@@ -32,6 +38,10 @@ __all__ = [
     "Rollout",
     "RolloutEngineConfig",
     "Settings",
+    "Slot",
+    "Step",
+    "Tool",
+    "ToolError",
     "Tracker",
     "TrainerConfig",
     "Workflow",

@@ -20,7 +20,7 @@ PlanRow = tuple[str, str, str]
 """A line of a dry run's plan: what, how many, how it is worked out."""
 
 
-class Tracker(Component):
+class Tracker(Component, slot="trackers"):
     """Takes metrics to where people look at them."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class BuildContext:
         return any(bundle.gpu is not None for bundle in self.bundles)
 
 
-class TrainerConfig(Component):
+class TrainerConfig(Component, slot="trainer"):
     """Selects and configures a training backend."""
 
     def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
@@ -89,7 +89,7 @@ class CanaryPlan:
     """Wait for the answer before other requests are let in: which of them run together must not depend on it."""
 
 
-class RolloutEngineConfig(Component):
+class RolloutEngineConfig(Component, slot="rollout"):
     """Selects and configures an inference engine."""
 
     owns_weights: ClassVar[bool] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Self
 
@@ -38,8 +39,33 @@ class Settings(BaseModel):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for components: a table of the recipe, a list of tables, or a field of another component."""
+
+    name: str
+    """Key of the recipe."""
+    base: type[Component]
+    """What its components subclass."""
+    default_kind: str | None
+    """The kind of a table that names none; None if it must name one."""
+
+
+SLOTS: dict[str, Slot] = {}
+"""Every slot by its name; filled as the base classes are defined."""
+
+
 class Component(Settings, ABC):
-    """Base of every pluggable part. Declare ``kind: Literal["name"] = "name"`` to give it its name."""
+    """Base of every pluggable part. Declare ``kind: Literal["name"] = "name"`` to give it its name.
+
+    A base class of a new sort of components names its slot: ``class Reward(Component, slot="rewards")``. Nothing else
+    registers a slot.
+    """
+
+    def __init_subclass__(cls, *, slot: str | None = None, default_kind: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if slot is not None:
+            SLOTS[slot] = Slot(name=slot, base=cls, default_kind=default_kind)
 
     def packages(self) -> Mapping[str, str]:
         """Packages that these settings take and that may be missing: module to import -> what pip installs."""

@@ -9,7 +9,7 @@ from ..types.batch import GroupRef
 from . import Component
 
 
-class BufferPolicy(Component):
+class BufferPolicy(Component, slot="buffer", default_kind="oldest-first"):
     """Says which of the groups that wait for training are taken first, chosen by ``[buffer] kind = ...``.
 
     It works in the driver and sees no tokens. Whatever it says, no group past `run.max_staleness` is trained on.

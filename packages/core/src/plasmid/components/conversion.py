@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     NamedTensor = tuple[str, Tensor]
 
 
-class Converter(Component):
+class Converter(Component, slot="converters"):
     """Reads and writes one checkpoint layout. Tensors carry Hugging Face names, so any two layouts convert."""
 
     @abstractmethod

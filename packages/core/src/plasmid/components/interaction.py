@@ -15,7 +15,7 @@ class ToolError(Exception):
     """What went wrong in a call, in words for the policy."""
 
 
-class Tool(Component):
+class Tool(Component, slot="tools", default_kind="function"):
     """Something that a policy may call, listed under ``[[workflow.tools]]``.
 
     Settings say how it works; `implementation` gives what is called. Its name, signature and docstring are what the
@@ -63,7 +63,7 @@ class Episode(Protocol):
         ...
 
 
-class Environment(Component):
+class Environment(Component, slot="environments"):
     """Where episodes take place, chosen by ``[workflow.environment] kind = ...``."""
 
     @abstractmethod

@@ -41,7 +41,7 @@ class Needs:
 Reduction = Literal["per-rollout", "per-token", "per-prompt", "constant"]
 
 
-class Algorithm(Component):
+class Algorithm(Component, slot="algorithm"):
     """Advantage and loss of one named method: pure functions of tensors that every trainer shares."""
 
     reduction: Reduction = "per-rollout"

@@ -62,7 +62,7 @@ class Rollout(Protocol):
         ...
 
 
-class Workflow(Component):
+class Workflow(Component, slot="workflow", default_kind="single-turn"):
     """How one prompt becomes samples: a single turn, several turns with tools, an environment, ..."""
 
     @abstractmethod

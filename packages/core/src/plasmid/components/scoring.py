@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..config.run import RunConfig
 
 
-class Reward(Component):
+class Reward(Component, slot="rewards"):
     """Scores one sample. Called many times at once; scores may depend on other calls only if `in_order` says so."""
 
     reads_target: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class Reward(Component):
         return [await self(prompt, sample) for sample in samples]
 
 
-class Filter(Component):
+class Filter(Component, slot="filters"):
     """Decides whether a scored group is trained on."""
 
     @property

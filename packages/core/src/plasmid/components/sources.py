@@ -70,7 +70,7 @@ class PromptStream(Protocol):
         return None
 
 
-class DataSource(Component):
+class DataSource(Component, slot="data", default_kind="files"):
     """Where prompts come from, chosen by ``[data] kind = ...``.
 
     `stream` and `prompts` open it, and `PromptStream.close` closes it; ``open`` and ``close`` are for components that

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from ..components import Component, Settings
+from ..components import SLOTS, Component, Settings
 from ..errors import ConfigError
-from ..plugins.registry import BASES, Classes, installed, load_plugins
+from ..plugins.registry import Classes, installed, load_plugins
 from ..settings.expected_types import element, model_in, takes
 from ..settings.validation import Checked, check, validate
 from .evaluation import EvalConfig
@@ -20,7 +20,6 @@ from .recipe_values import parse_override, read_toml
 from .run import RunConfig
 
 C = TypeVar("C", bound=Component)
-DEFAULT_KINDS = {"data": "files", "workflow": "single-turn", "tools": "function", "buffer": "oldest-first"}
 LISTS = ("rewards", "filters", "trackers")
 SINGLES = ("trainer", "rollout", "algorithm", "data", "workflow", "buffer")
 REQUIRED = ("model", "trainer", "algorithm", "data", "workflow", "buffer")
@@ -62,7 +61,7 @@ def resolve_with(plugins: pluggy.PluginManager, data: Mapping[str, Any]) -> RunC
     mistakes: dict[str, list[str]] = {}
     for slot in SINGLES:
         if picked.get(slot) is not None:
-            checked = _pick(slot, picked[slot], slots, slot, DEFAULT_KINDS.get(slot))
+            checked = _pick(slot, picked[slot], slots, slot)
             picked[slot] = checked.model
             mistakes[slot] = list(checked.mistakes)
     for slot in (*LISTS, "eval"):
@@ -149,10 +148,10 @@ def _items(slot: str, value: Any, slots: Mapping[str, Classes], where: str = "")
 def _eval(where: str, item: Any, slots: Mapping[str, Classes]) -> Checked[EvalConfig]:
     if not isinstance(item, Mapping):
         return Checked(None, (f"{where}: must be a table, got {item!r}",))
-    data = _pick(f"{where}.data", item.get("data", {}), slots, "data", DEFAULT_KINDS["data"])
+    data = _pick(f"{where}.data", item.get("data", {}), slots, "data")
     picked, mistakes = {**item, "data": data.model}, {"data": list(data.mistakes)}
     if item.get("workflow") is not None:
-        workflow = _pick(f"{where}.workflow", item["workflow"], slots, "workflow", DEFAULT_KINDS["workflow"])
+        workflow = _pick(f"{where}.workflow", item["workflow"], slots, "workflow")
         picked["workflow"], mistakes["workflow"] = workflow.model, list(workflow.mistakes)
     if "rewards" in item:
         picked["rewards"], mistakes["rewards"] = _items("rewards", item["rewards"], slots, f"{where}.rewards")
@@ -181,15 +180,13 @@ def _profiles(value: Any, slots: Mapping[str, Classes]) -> tuple[dict[str, Any],
     return found, lines
 
 
-def _pick(
-    where: str, item: Any, slots: Mapping[str, Classes], slot: str, default: str | None = None
-) -> Checked[Component]:
+def _pick(where: str, item: Any, slots: Mapping[str, Classes], slot: str) -> Checked[Component]:
     if isinstance(item, Component):
         return Checked(item)
     if not isinstance(item, Mapping):
         return Checked(None, (f"{where}: must be a table with a kind, got {item!r}",))
     classes = slots[slot]
-    kind = item.get("kind", default)
+    kind = item.get("kind", SLOTS[slot].default_kind)
     names = ", ".join(sorted(classes)) or "none"
     if kind is None:
         return Checked(None, (f"{where}.kind: is missing; installed are {names}",))
@@ -219,13 +216,13 @@ def _pick_within(
         if not takes(annotation, value):
             continue  # `check` will say so
         if single is not None and isinstance(value, Mapping):
-            checked = [_pick(path, value, slots, single, DEFAULT_KINDS.get(single))]
+            checked = [_pick(path, value, slots, single)]
             within[name] = checked[0].model
         elif many is not None and isinstance(value, list | tuple):
-            checked = [_pick(f"{path}.{i}", v, slots, many, DEFAULT_KINDS.get(many)) for i, v in enumerate(value)]
+            checked = [_pick(f"{path}.{i}", v, slots, many) for i, v in enumerate(value)]
             within[name] = [c.model for c in checked]
         elif many is not None and isinstance(value, Mapping):
-            named = {key: _pick(f"{path}.{key}", v, slots, many, DEFAULT_KINDS.get(many)) for key, v in value.items()}
+            named = {key: _pick(f"{path}.{key}", v, slots, many) for key, v in value.items()}
             checked = list(named.values())
             within[name] = {key: c.model for key, c in named.items()}
         lines = [line for c in checked for line in c.mistakes]
@@ -237,4 +234,4 @@ def _pick_within(
 def slot_of(annotation: Any) -> str | None:
     """The slot whose components a setting takes; None for settings of other types."""
     model = model_in(annotation)
-    return next((slot for slot, base in BASES.items() if base is model), None)
+    return next((name for name, slot in SLOTS.items() if slot.base is model), None)

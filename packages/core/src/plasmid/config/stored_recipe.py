@@ -12,11 +12,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ..components import SLOTS
 from ..errors import ConfigError, PlasmidError, some_of
 from ..plugins.registry import Classes, installed, load_plugins
 from ..settings.expected_types import element, marks, model_in, takes
 from ..settings.trust import Trust
-from .load import DEFAULT_KINDS, merge, parse_override, resolve, slot_of
+from .load import merge, parse_override, resolve, slot_of
 from .run import RunConfig
 
 WAY_OUT = "if you trust whoever wrote it, add --trust-recipe"
@@ -116,7 +117,7 @@ class _Walk:
         slot = slot_of(annotation)
         if slot is None:
             return self.table(model, value, place)
-        kind = value.get("kind", DEFAULT_KINDS.get(slot))
+        kind = value.get("kind", SLOTS[slot].default_kind)
         cls = self._slots[slot].get(str(kind))
         return {"kind": kind} if cls is None else self.table(cls, value, place)  # validation says what is not installed
 

@@ -1,6 +1,6 @@
 """Every extension point.
 
-The ``register_*`` hooks return component classes; core indexes them by ``kind``. The others observe a run and return
+`register_components` returns classes; core indexes them by slot and ``kind``. The others observe a run and return
 nothing. An implementation may leave out arguments it does not need, so adding an argument to a hook breaks no plugin.
 ``batch`` and ``step`` are the number of a batch, counted from 1; 0 stands for what comes before the first.
 """
@@ -12,19 +12,7 @@ from pathlib import Path
 
 import pluggy
 
-from ..components import (
-    Algorithm,
-    Converter,
-    DataSource,
-    Filter,
-    Reward,
-    RolloutEngineConfig,
-    Tracker,
-    TrainerConfig,
-    Workflow,
-)
-from ..components.buffer_policy import BufferPolicy
-from ..components.interaction import Environment, Tool
+from ..components import Component
 from ..types import Prompt, Sample
 from ..types.batch import GroupRef
 
@@ -33,63 +21,11 @@ hookimpl = pluggy.HookimplMarker("plasmid")
 
 
 @hookspec
-def register_trainers() -> list[type[TrainerConfig]]:
-    """Training backends, chosen by ``[trainer] kind = ...``."""
+def register_components() -> list[type[Component]]:
+    """Rewards, trainers, data sources, ...: every class that a recipe can choose by its ``kind``.
 
-
-@hookspec
-def register_rollout_engines() -> list[type[RolloutEngineConfig]]:
-    """Inference engines, chosen by ``[rollout] kind = ...``."""
-
-
-@hookspec
-def register_rewards() -> list[type[Reward]]:
-    """Rewards, listed under ``[[rewards]]``; a sample's reward is their weighted sum."""
-
-
-@hookspec
-def register_filters() -> list[type[Filter]]:
-    """Filters, listed under ``[[filters]]``; a group is trained on if all of them keep it."""
-
-
-@hookspec
-def register_converters() -> list[type[Converter]]:
-    """Checkpoint layouts, chosen by ``rl convert --from ... --to ...``."""
-
-
-@hookspec
-def register_algorithms() -> list[type[Algorithm]]:
-    """Methods (advantage and loss), chosen by ``[algorithm] kind = ...``."""
-
-
-@hookspec
-def register_workflows() -> list[type[Workflow]]:
-    """How one prompt becomes samples, chosen by ``[workflow] kind = ...``."""
-
-
-@hookspec
-def register_tools() -> list[type[Tool]]:
-    """What a policy may call, listed under ``[[workflow.tools]]`` with ``workflow.kind = "tools"``."""
-
-
-@hookspec
-def register_environments() -> list[type[Environment]]:
-    """Where a policy may act, chosen by ``[workflow.environment] kind = ...``."""
-
-
-@hookspec
-def register_data_sources() -> list[type[DataSource]]:
-    """Where prompts come from, chosen by ``[data] kind = ...``."""
-
-
-@hookspec
-def register_buffer_policies() -> list[type[BufferPolicy]]:
-    """Which of the groups that wait for training are taken first, chosen by ``[buffer] kind = ...``."""
-
-
-@hookspec
-def register_trackers() -> list[type[Tracker]]:
-    """Where metrics go besides JSONL, listed under ``[[trackers]]``."""
+    The base class says which slot of the recipe a component is for.
+    """
 
 
 @hookspec

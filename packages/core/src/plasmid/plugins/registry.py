@@ -15,56 +15,14 @@ from typing import Any
 
 import pluggy
 
-from ..components import (
-    Algorithm,
-    Component,
-    Converter,
-    DataSource,
-    Filter,
-    Reward,
-    RolloutEngineConfig,
-    Tracker,
-    TrainerConfig,
-    Workflow,
-)
-from ..components.buffer_policy import BufferPolicy
-from ..components.interaction import Environment, Tool
+from ..components import SLOTS, Component, Converter, DataSource, Slot
 from ..errors import PluginError, line_in, one_line
 from . import hookspecs
 from .module_file import import_file
 
 Classes = Mapping[str, type[Component]]
 
-SLOTS: Mapping[str, str] = {
-    "trainer": "register_trainers",
-    "rollout": "register_rollout_engines",
-    "algorithm": "register_algorithms",
-    "data": "register_data_sources",
-    "workflow": "register_workflows",
-    "tools": "register_tools",
-    "environments": "register_environments",
-    "rewards": "register_rewards",
-    "filters": "register_filters",
-    "buffer": "register_buffer_policies",
-    "trackers": "register_trackers",
-    "converters": "register_converters",
-}
-"""Slot of the recipe -> hook that fills it."""
-BASES: Mapping[str, type[Component]] = {
-    "trainer": TrainerConfig,
-    "rollout": RolloutEngineConfig,
-    "algorithm": Algorithm,
-    "data": DataSource,
-    "workflow": Workflow,
-    "tools": Tool,
-    "environments": Environment,
-    "rewards": Reward,
-    "filters": Filter,
-    "buffer": BufferPolicy,
-    "trackers": Tracker,
-    "converters": Converter,
-}
-"""Slot of the recipe -> what its components subclass."""
+HOOK = "register_components"
 
 
 def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = True) -> pluggy.PluginManager:
@@ -102,30 +60,27 @@ def load_file(path: Path) -> ModuleType:
 
 def installed(manager: pluggy.PluginManager) -> dict[str, Classes]:
     """Every installed component class, by slot of the run configuration and then by kind. Raises `PluginError`."""
-    return {slot: _by_kind(manager, slot) for slot in SLOTS}
+    classes: dict[str, dict[str, type[Component]]] = {slot: {} for slot in sorted(SLOTS)}
+    owners: dict[type[Component], str] = {}
+    for implementation in manager.hook.register_components.get_hookimpls():
+        owner = implementation.plugin_name
+        for cls in _returned(implementation.function, owner):
+            slot = _slot(cls, owner)
+            kind = _kind(cls, slot.base, owner)
+            found = classes.setdefault(slot.name, {})
+            if kind in found:
+                first = f"{_where(found[kind])} of plugin {owners[found[kind]]!r}"
+                raise PluginError(
+                    f"{slot.name}: two components are named {kind!r}: {first} and {_where(cls)} of plugin {owner!r}; "
+                    f"rename one{_way_out(owners[found[kind]], owner)}"
+                )
+            found[kind], owners[cls] = cls, owner
+    return dict(classes)
 
 
 def converters(manager: pluggy.PluginManager) -> Mapping[str, type[Converter]]:
     """Every installed converter class by its kind. Raises `PluginError`."""
-    return {kind: cls for kind, cls in _by_kind(manager, "converters").items() if issubclass(cls, Converter)}
-
-
-def _by_kind(manager: pluggy.PluginManager, slot: str) -> Classes:
-    """The classes of one slot by their ``kind``."""
-    classes: dict[str, type[Component]] = {}
-    owners: dict[str, str] = {}
-    for implementation in getattr(manager.hook, SLOTS[slot]).get_hookimpls():
-        owner = implementation.plugin_name
-        for cls in _returned(implementation.function, owner, SLOTS[slot]):
-            kind = _kind(cls, BASES[slot], owner, SLOTS[slot])
-            if kind in classes:
-                first = f"{_where(classes[kind])} of plugin {owners[kind]!r}"
-                raise PluginError(
-                    f"{slot}: two components are named {kind!r}: {first} and {_where(cls)} of plugin {owner!r}; "
-                    f"rename one{_way_out(owners[kind], owner)}"
-                )
-            classes[kind], owners[kind] = cls, owner
-    return classes
+    return {kind: cls for kind, cls in installed(manager)["converters"].items() if issubclass(cls, Converter)}
 
 
 def _way_out(*owners: str) -> str:
@@ -141,19 +96,24 @@ def _not_async(cls: type[Component], base: type[Component]) -> Iterator[str]:
             yield name
 
 
-def _returned(function: Callable[[], Any], owner: str, hook: str) -> list[Any]:
+def _returned(function: Callable[[], Any], owner: str) -> list[Any]:
     try:
         return list(function())
     except Exception as error:  # boundary: hooks are third-party code
-        raise PluginError(f"plugin {owner!r}: {hook} must return a list of classes: {one_line(error)}") from error
+        raise PluginError(f"plugin {owner!r}: {HOOK} must return a list of classes: {one_line(error)}") from error
 
 
-def _kind(cls: Any, base: type[Component], owner: str, hook: str) -> str:
+def _slot(cls: Any, owner: str) -> Slot:
+    """The slot that a class is for, by its base class."""
+    for slot in SLOTS.values():
+        if inspect.isclass(cls) and issubclass(cls, slot.base):
+            return slot
+    bases = ", ".join(sorted(slot.base.__name__ for slot in SLOTS.values()))
+    raise PluginError(f"plugin {owner!r}: {HOOK} must return subclasses of {bases}; got {cls!r:.100}")
+
+
+def _kind(cls: type[Component], base: type[Component], owner: str) -> str:
     """The kind of a component class, after checking that it is one that can be used."""
-    if not (inspect.isclass(cls) and issubclass(cls, base)):
-        raise PluginError(
-            f"plugin {owner!r}: {hook} must return subclasses of plasmid.{base.__name__}, got {cls!r:.100}"
-        )
     field = cls.model_fields.get("kind")
     if field is None or not isinstance(field.default, str):
         raise PluginError(f'plugin {owner!r}: {_where(cls)} has no kind; add `kind: Literal["name"] = "name"` to it')
@@ -219,7 +179,7 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
             raise PluginError(f"plugin {name!r}: there is no hook {caller.name!r}; {hint}")
     if not callers:
         raise PluginError(
-            f"plugin {name!r}: has no hooks; decorate its functions, for example register_rewards, with @hookimpl"
+            f"plugin {name!r}: has no hooks; decorate its functions, for example register_components, with @hookimpl"
         )
     for hook in _hook_names():
         function = getattr(plugin, hook, None)

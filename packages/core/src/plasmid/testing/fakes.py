@@ -20,6 +20,7 @@ from plasmid import (
     BatchRef,
     BuildContext,
     Completion,
+    Component,
     EngineClient,
     GenerateRequest,
     Needs,
@@ -237,15 +238,5 @@ class FakeEngine:
 
 
 @hookimpl
-def register_trainers() -> list[type[TrainerConfig]]:
-    return [FakeTrainerConfig]
-
-
-@hookimpl
-def register_rollout_engines() -> list[type[RolloutEngineConfig]]:
-    return [FakeEngineConfig]
-
-
-@hookimpl
-def register_algorithms() -> list[type[Algorithm]]:
-    return [FakeAlgorithm]
+def register_components() -> list[type[Component]]:
+    return [FakeTrainerConfig, FakeEngineConfig, FakeAlgorithm]
