@@ -14,7 +14,8 @@ from plasmid.protocols import Bundle
 from plasmid.types import GenerateRequest, SamplingParams
 from plasmid_models.sync import send_weights
 from plasmid_runtime.cluster.local import LocalCluster
-from plasmid_serving.start import make_engine, start_servers
+from plasmid_serving.engine import ServersEngine
+from plasmid_serving.start import start_servers
 from plasmid_serving.supervisor import Condition
 from plasmid_sglang.dialect import make_dialect
 from transformers import AutoModelForCausalLM
@@ -92,7 +93,7 @@ class Shared:
         context = replace(context, cluster=self._context.cluster)
         servers = [replace(server, condition=Condition.SERVING) for server in self._servers]
         settings = context.config.rollout
-        engine = make_engine(settings, context, make_dialect(settings, context), servers)
+        engine = ServersEngine(servers, settings, context, make_dialect(settings, context))
         try:
             weights = list(plain_model(self.model_path).named_parameters())
             await engine.pause("abort")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from plasmid.config.load import resolve
 from plasmid.errors import ConfigError
-from plasmid_serving.start import transport_of
+from plasmid_serving.planner import transport_of
 from plasmid_sglang.dialect import server_arguments
 from plasmid_sglang.schema import NEWEST, SHIPPED, extract, installed_version, mistakes, schema_of
 from plasmid_sglang.settings import FIXED, OWN

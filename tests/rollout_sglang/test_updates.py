@@ -202,17 +202,14 @@ def test_a_sleeping_server_keeps_the_weights_that_nobody_sends_again(shared, mon
     """SGLang has no copy of them: what it gives up is lost."""
     calls = []
 
-    async def note(self, api, path, parts):
-        calls.append((path, sorted(parts)))
+    async def note(self, api, parts, *, is_held):
+        calls.append(("resume" if is_held else "release", sorted(parts)))
 
-    for path in ("release_memory", "resume_memory"):
-        monkeypatch.setattr(
-            SGLangDialect, path, lambda self, api, parts, *, timeout_s, path=path: note(self, api, path, parts)
-        )
+    monkeypatch.setattr(SGLangDialect, "set_memory", note)
 
     async def test():
         async with shared.engine() as engine:
-            engine._options = replace(engine._options, can_sleep=True)
+            engine._can_sleep = True
             for keep in (True, False):
                 await engine.sleep(keep_weights=keep)
                 await engine.wake(kv_cache=False)
@@ -220,11 +217,11 @@ def test_a_sleeping_server_keeps_the_weights_that_nobody_sends_again(shared, mon
 
     shared.run(test())
     assert calls == [
-        ("release_memory", ["kv_cache"]),
-        ("resume_memory", ["kv_cache"]),
-        ("release_memory", ["kv_cache", "weights"]),
-        ("resume_memory", ["weights"]),
-        ("resume_memory", ["kv_cache"]),
+        ("release", ["kv_cache"]),
+        ("resume", ["kv_cache"]),
+        ("release", ["kv_cache", "weights"]),
+        ("resume", ["weights"]),
+        ("resume", ["kv_cache"]),
     ]
 
 

@@ -14,7 +14,7 @@ from plasmid_models.sync import checksum, make_buckets, send_weights, unpack
 from plasmid_serving.weights import sources
 from plasmid_serving.weights.bucket_server import BucketServer, as_memory, download
 from plasmid_serving.weights.command import UpdateCommand
-from plasmid_serving.weights.control import OVER, ControlChannel, ControlClient, ControlServer
+from plasmid_serving.weights.control import OVER, ControlChannel, ControlServer
 from plasmid_serving.weights.errors import SyncAbortedError, encode_error
 from plasmid_serving.weights.receiver import Receiver
 from plasmid_serving.weights.sender import ServersWire
@@ -63,7 +63,7 @@ def is_whole(taken):
 def servers():
     """The engine's ends of the control channels of two servers."""
     hosts = ControlServer(secrets.token_bytes(32)), ControlServer(secrets.token_bytes(32))
-    yield tuple(ControlClient(host.address) for host in hosts)
+    yield tuple(host.address for host in hosts)
     for host in hosts:
         host.close()
 
@@ -88,7 +88,7 @@ def wire_to(servers, transport, tmp_path, *, ranks=1, timeout_s=20.0):
     )
     if transport == "broadcast":
         command = replace(command, group=f"group-{ranks}", backend="gloo", size=1 + 2 * ranks)
-    addresses = {i: server.address for i, server in servers.items()}
+    addresses = {i: server for i, server in servers.items()}
     return ServersWire(command=command, addresses=addresses, first_ranks={0: 1, 1: 1 + ranks})
 
 
@@ -103,9 +103,7 @@ def send(wire, rank=0):
 def check_all_get_all(kind, servers, pool, tmp_path):
     wire = wire_to(dict(enumerate(servers)), kind, tmp_path, ranks=2)
     running = [
-        pool.submit(outcome, server.address, wire.command_to(i), rank)
-        for i, server in enumerate(servers)
-        for rank in range(2)
+        pool.submit(outcome, server, wire.command_to(i), rank) for i, server in enumerate(servers) for rank in range(2)
     ]
     sent = send(wire)
     assert len(sent.buckets) == 3
@@ -116,8 +114,8 @@ def check_all_get_all(kind, servers, pool, tmp_path):
 
 def check_one_fails(kind, servers, pool, tmp_path):
     wire = wire_to(dict(enumerate(servers)), kind, tmp_path)
-    bad = pool.submit(outcome, servers[0].address, wire.command_to(0), 0, 1)
-    good = pool.submit(outcome, servers[1].address, wire.command_to(1))
+    bad = pool.submit(outcome, servers[0], wire.command_to(0), 0, 1)
+    good = pool.submit(outcome, servers[1], wire.command_to(1))
     assert len(send(wire).buckets) == 3
     taken, error = bad.result()
     assert len(taken) == 2 and str(error) == "it does not fit"  # nothing after the bucket that did not fit
@@ -145,9 +143,7 @@ def test_a_server_that_fails_in_a_broadcast_stays_in_it(servers, processes, tmp_
 
 def test_sending_fails_when_no_server_is_left(servers, threads, tmp_path):
     wire = wire_to(dict(enumerate(servers)), "http", tmp_path)
-    running = [
-        threads.submit(Process(server.address, wire.command_to(i), fails_at=0).run) for i, server in enumerate(servers)
-    ]
+    running = [threads.submit(Process(server, wire.command_to(i), fails_at=0).run) for i, server in enumerate(servers)]
     with pytest.raises(SyncError, match="it does not fit"):
         send(wire)
     for run in running:
@@ -157,17 +153,17 @@ def test_sending_fails_when_no_server_is_left(servers, threads, tmp_path):
 
 def test_what_the_actor_says_of_a_server_ends_the_waiting_for_it(servers, threads, tmp_path):
     sending = threads.submit(send, wire_to({0: servers[0]}, "disk", tmp_path))
-    servers[0].end("token", 1, encode_error(EngineError("the server is not running")))
+    servers[0].end_update("token", 1, encode_error(EngineError("the server is not running")))
     with pytest.raises(EngineLostError, match="EngineError: the server is not running"):
         sending.result()
-    late = Process(servers[0].address, by_disk(tmp_path))
+    late = Process(servers[0], by_disk(tmp_path))
     with pytest.raises(SyncAbortedError):
         while True:
             late.run()  # some buckets were announced before
 
 
 def test_a_sender_that_fails_tells_the_servers(servers, threads, tmp_path):
-    running = threads.submit(Process(servers[0].address, by_disk(tmp_path)).run)
+    running = threads.submit(Process(servers[0], by_disk(tmp_path)).run)
     sender = wire_to({0: servers[0]}, "disk", tmp_path).open(rank=0, version=1)
     sender.send(next(make_buckets(WEIGHTS, bucket_bytes=BUCKET)))
     sender.close(ok=False)
@@ -177,13 +173,13 @@ def test_a_sender_that_fails_tells_the_servers(servers, threads, tmp_path):
 
 def test_whoever_says_nothing_is_not_waited_for_longer_than_agreed(servers, tmp_path):
     with pytest.raises(SyncAbortedError, match=r"the sender said nothing for 0\.2 s"):
-        Process(servers[0].address, by_disk(tmp_path), timeout_s=0.2).run()
+        Process(servers[0], by_disk(tmp_path), timeout_s=0.2).run()
     with pytest.raises(EngineLostError, match=r"no answer within 0\.2 s"):
         send(wire_to({0: servers[0]}, "disk", tmp_path, timeout_s=0.2))
 
 
 def test_a_process_that_waits_shows_that_it_lives(servers, threads, tmp_path):
-    waiting = threads.submit(Process(servers[0].address, by_disk(tmp_path), timeout_s=2.5).run)
+    waiting = threads.submit(Process(servers[0], by_disk(tmp_path), timeout_s=2.5).run)
     with pytest.raises(SyncAbortedError):
         waiting.result()
     assert servers[0].heartbeats("token") >= 3  # at the beginning, and once a second
@@ -194,19 +190,18 @@ def test_a_rank_whose_server_was_left_out_sends_nothing(servers, threads, tmp_pa
     """Ranks lie on the GPUs of their servers: that of a server that is gone must not send to another one."""
     wire = wire_to({1: servers[1]}, "ipc", tmp_path)
     assert len(send(wire, rank=0).buckets) == 3
-    servers[1].end("token", 1, {"index": 0})
+    servers[1].end_update("token", 1, {"index": 0})
     with pytest.raises(SyncAbortedError):
-        Process(servers[1].address, by_disk(tmp_path)).run()  # it was told of no bucket
+        Process(servers[1], by_disk(tmp_path)).run()  # it was told of no bucket
 
 
 def test_messages_of_long_ago_are_dropped(servers):
-    client, _ = servers
+    address, _ = servers
     for i in range(30):
-        client.open(f"token-{i}")
-        client.end(f"token-{i}", 2, OVER)
-    assert ControlChannel.of_sender(client.address, "token-29", 1).get(1) == OVER
-    assert client.address.get("token-0/0/buckets") is None
-    assert client.address.get("token-22/0/buckets") == OVER
+        address.end_update(f"token-{i}", 2, OVER)
+    assert ControlChannel.of_sender(address, "token-29", 1).get(1) == OVER
+    assert address.get("token-0/0/buckets") is None
+    assert address.get("token-22/0/buckets") == OVER
 
 
 @pytest.mark.parametrize(
@@ -219,10 +214,10 @@ def test_messages_of_long_ago_are_dropped(servers):
     ],
 )
 def test_a_bucket_by_another_way_than_planned_is_refused(servers, threads, tmp_path, source, error):
-    process = Process(servers[0].address, wire_to({}, "http", tmp_path).command)
+    process = Process(servers[0], wire_to({}, "http", tmp_path).command)
     running = threads.submit(process.run)
     header = {"index": 0, "names": [], "shapes": [], "dtypes": [], "checksum": 0, "num_bytes": 8, "is_last": True}
-    sender = ControlChannel.of_sender(servers[0].address, "token", 0)
+    sender = ControlChannel.of_sender(servers[0], "token", 0)
     sender.put({"bucket": header, "source": source})
     with pytest.raises(SyncError, match=error):
         running.result()

@@ -21,7 +21,7 @@ from plasmid.protocols import PauseMode
 from plasmid.types import Completion, GenerateRequest
 from plasmid.utils.addresses import LOOPBACK
 from plasmid_models.folder import is_torch_dist
-from plasmid_serving.api import CONTROL_S, HttpApi
+from plasmid_serving.api import HttpApi
 from plasmid_serving.dialect import HttpRequest, Load, Program, ServerInfo, StartOptions
 
 from . import completions
@@ -31,7 +31,6 @@ from .schema import installed_version
 from .settings import SGLang
 
 log = logging.getLogger(__name__)
-READY_S = 10.0
 ON_CPU: Mapping[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -57,8 +56,6 @@ class SGLangDialect:
     pause_mode: PauseMode
     recompute_kv: bool
     has_router: bool
-    rendezvous_ports: ClassVar[int] = 7
-    """SGLang may open the following ones for data-parallel attention."""
     environment: ClassVar[Mapping[str, str]] = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -83,7 +80,7 @@ class SGLangDialect:
 
     async def served_name(self, api: HttpApi) -> str:
         """Name of the served model."""
-        return str((await api.get("/get_server_info", timeout_s=READY_S)).get("served_model_name"))
+        return str((await api.get("/get_server_info")).get("served_model_name"))
 
     async def describe(self, api: HttpApi) -> ServerInfo:
         """Read release, sizes, and what update calls look like."""
@@ -119,26 +116,23 @@ class SGLangDialect:
         # a server may ask for another key here (admin_api_key)
         await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
-    async def loads(self, api: HttpApi, *, timeout_s: float) -> tuple[Load, ...]:
+    async def loads(self, api: HttpApi) -> tuple[Load, ...]:
         """Gauges of each scheduler."""
-        return tuple(map(read_load, (await api.get("/v1/loads", timeout_s=timeout_s))["loads"]))
+        return tuple(map(read_load, (await api.get("/v1/loads"))["loads"]))
 
-    async def pause(self, api: HttpApi, mode: PauseMode, *, timeout_s: float) -> None:
+    async def pause(self, api: HttpApi, mode: PauseMode) -> None:
         """Pause generation; ``retract`` holds requests without their KV cache."""
         held = "retract" if self.recompute_kv else "in_place"
-        await api.post("/pause_generation", {"mode": held if mode == "in_place" else "abort"}, timeout_s=timeout_s)
+        await api.post("/pause_generation", {"mode": held if mode == "in_place" else "abort"})
 
     async def resume(self, api: HttpApi) -> None:
         """Undo `pause`."""
         await api.post("/continue_generation")
 
-    async def release_memory(self, api: HttpApi, parts: AbstractSet[str], *, timeout_s: float) -> None:
-        """Free GPU memory."""
-        await api.post("/release_memory_occupation", {"tags": sorted(parts)}, timeout_s=timeout_s)
-
-    async def resume_memory(self, api: HttpApi, parts: AbstractSet[str], *, timeout_s: float) -> None:
-        """Undo `release_memory`."""
-        await api.post("/resume_memory_occupation", {"tags": sorted(parts)}, timeout_s=timeout_s)
+    async def set_memory(self, api: HttpApi, parts: AbstractSet[str], *, is_held: bool) -> None:
+        """Take or free GPU memory."""
+        path = "/resume_memory_occupation" if is_held else "/release_memory_occupation"
+        await api.post(path, {"tags": sorted(parts)})
 
     async def begin_update(self, api: HttpApi, info: ServerInfo) -> None:
         """Open an update. Closes an abandoned one first."""
@@ -156,14 +150,7 @@ class SGLangDialect:
             await api.post("/end_weight_update")
 
     async def update(
-        self,
-        api: HttpApi,
-        info: ServerInfo,
-        message: bytes,
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, api: HttpApi, info: ServerInfo, message: bytes, *, version: int | None, flush_cache: bool
     ) -> None:
         """Send the message as a tensor to the custom weight loader."""
         tensors = [(MESSAGE, torch.frombuffer(bytearray(message), dtype=torch.uint8))]
@@ -171,14 +158,12 @@ class SGLangDialect:
         body: dict[str, Any] = {"serialized_named_tensors": [payload] * info.ranks, "load_format": LOADER}
         body |= {"flush_cache": flush_cache} | ({} if version is None else {"weight_version": str(version)})
         body |= {"selector": "target"} if "selector" in info.features else {"disable_draft_model": True}
-        await api.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
+        await api.post("/update_weights_from_tensor", body)
 
-    async def load_folder(
-        self, api: HttpApi, folder: Path, *, version: int, flush_cache: bool, timeout_s: float
-    ) -> None:
+    async def load_folder(self, api: HttpApi, folder: Path, *, version: int, flush_cache: bool) -> None:
         """Load the weights of a folder."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush_cache}
-        await api.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+        await api.post("/update_weights_from_disk", body)
 
     def request(self, request: GenerateRequest, *, rid: str, max_new_tokens: int) -> HttpRequest:
         """Request for ``/generate``. A router finds the server that has the session's prefix by its header."""
@@ -192,7 +177,7 @@ class SGLangDialect:
     async def abort(self, api: HttpApi, prefixes: Sequence[str] | Literal["all"]) -> None:
         """End requests."""
         bodies = [{"abort_all": True}] if prefixes == "all" else [{"rid": prefix} for prefix in prefixes]
-        await asyncio.gather(*(api.post("/abort_request", body, timeout_s=CONTROL_S) for body in bodies))
+        await asyncio.gather(*(api.post("/abort_request", body) for body in bodies))
 
 
 def read_load(answer: Mapping[str, Any]) -> Load:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import aiohttp
@@ -30,9 +31,9 @@ async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 class HttpApi:
     """Calls to one server. Connections belong to the event loop of the first call."""
 
-    def __init__(self, url: str, key: str = "") -> None:
-        """``key`` is the server's API key, if it wants one."""
-        self.url, self.key = url.rstrip("/"), key
+    def __init__(self, url: str, key: str = "", *, timeout_s: float = CONTROL_S) -> None:
+        """``key`` is the server's API key, if it wants one; ``timeout_s`` limits each call."""
+        self.url, self.key, self._timeout_s = url.rstrip("/"), key, timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     def session(self) -> aiohttp.ClientSession:
@@ -47,26 +48,33 @@ class HttpApi:
             )
         return self._session
 
-    async def get(self, path: str, *, timeout_s: float = CONTROL_S) -> Any:
+    def limited(self, timeout_s: float) -> HttpApi:
+        """Return a view on the same connections with another time limit of each call."""
+        self.session()
+        view = copy(self)
+        view._timeout_s = timeout_s
+        return view
+
+    async def get(self, path: str) -> Any:
         """Return the JSON answer of a GET. Raises `EngineError`."""
-        return await self.call("GET", path, None, timeout_s=timeout_s)
+        return await self.call("GET", path)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = CONTROL_S) -> Any:
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON answer of a POST, None for an empty one. Raises `EngineError` with the server's text."""
-        return await self.call("POST", path, body or {}, timeout_s=timeout_s)
+        return await self.call("POST", path, body or {})
 
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON answer of a call. Raises `EngineError`."""
         try:
             call = self.session().request(method, self.url + path, json=body, allow_redirects=False)
-            async with asyncio.timeout(timeout_s), call as reply:
+            async with asyncio.timeout(self._timeout_s), call as reply:
                 data = await read_answer(reply, MAX_BYTES)
             if reply.status not in (200, 202):
                 text = " ".join(data.decode(errors="replace").split())[:500]
                 raise EngineError(f"{self.url}{path}: answered {reply.status}: {text}")
             return json.loads(data) if data.strip() else None
         except TimeoutError:
-            raise EngineError(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
+            raise EngineError(f"{self.url}{path}: no answer within {self._timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise EngineError(f"{self.url}{path}: {one_line(error)}") from None
         except (ValueError, RecursionError):

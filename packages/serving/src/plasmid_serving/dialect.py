@@ -77,17 +77,12 @@ class Dialect(Protocol):
     """How one server program is launched, paused, updated and asked.
 
     Picklable: the engine, the actors beside servers and the rollout workers each have a copy. Methods that call a
-    server raise `EngineError`.
+    server raise `EngineError`. The caller limits their time (`HttpApi.limited`).
     """
 
     @property
     def environment(self) -> Mapping[str, str]:
         """Environment variables of servers."""
-        ...
-
-    @property
-    def rendezvous_ports(self) -> int:
-        """Consecutive ports to keep free for a server over several machines, the one of the rendezvous included."""
         ...
 
     def launch(self, start: StartOptions) -> Program:
@@ -110,11 +105,11 @@ class Dialect(Protocol):
         """Raise `EngineError` if a server that others run serves another model or cannot be updated by us."""
         ...
 
-    async def loads(self, api: HttpApi, *, timeout_s: float) -> tuple[Load, ...]:
+    async def loads(self, api: HttpApi) -> tuple[Load, ...]:
         """Gauges of each scheduler. Must be answered by the processes that compute: health checks use it."""
         ...
 
-    async def pause(self, api: HttpApi, mode: PauseMode, *, timeout_s: float) -> None:
+    async def pause(self, api: HttpApi, mode: PauseMode) -> None:
         """Stop drawing tokens; running requests are held with ``in_place``, else end with the tokens so far."""
         ...
 
@@ -122,12 +117,8 @@ class Dialect(Protocol):
         """Undo `pause`."""
         ...
 
-    async def release_memory(self, api: HttpApi, parts: AbstractSet[str], *, timeout_s: float) -> None:
-        """Free the GPU memory of ``weights`` and ``kv_cache``, or one of them."""
-        ...
-
-    async def resume_memory(self, api: HttpApi, parts: AbstractSet[str], *, timeout_s: float) -> None:
-        """Undo `release_memory`."""
+    async def set_memory(self, api: HttpApi, parts: AbstractSet[str], *, is_held: bool) -> None:
+        """Take GPU memory for ``weights`` and ``kv_cache``, or one of them, or free it."""
         ...
 
     async def begin_update(self, api: HttpApi, info: ServerInfo) -> None:
@@ -139,21 +130,12 @@ class Dialect(Protocol):
         ...
 
     async def update(
-        self,
-        api: HttpApi,
-        info: ServerInfo,
-        message: bytes,
-        *,
-        version: int | None,
-        flush_cache: bool,
-        timeout_s: float,
+        self, api: HttpApi, info: ServerInfo, message: bytes, *, version: int | None, flush_cache: bool
     ) -> None:
         """Have every process call `loading.execute` with the message. Later tokens are of ``version``, if given."""
         ...
 
-    async def load_folder(
-        self, api: HttpApi, folder: Path, *, version: int, flush_cache: bool, timeout_s: float
-    ) -> None:
+    async def load_folder(self, api: HttpApi, folder: Path, *, version: int, flush_cache: bool) -> None:
         """Have a server that others run load safetensors files as ``version``."""
         ...
 

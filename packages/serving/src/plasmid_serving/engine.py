@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import PauseMode, SyncPlan
 from plasmid.types import SyncReceipt
 
+from .api import HttpApi
 from .client import ClientOptions, Endpoints, EndpointsFile, ServersClient
 from .dialect import Dialect, Load
 from .gauges import Speeds, gauges
@@ -23,61 +23,44 @@ from .weights.errors import SyncAbortedError, sync_failure
 from .weights.sender import ServersWire
 
 if TYPE_CHECKING:
+    from plasmid.components import BuildContext
+    from plasmid.config.run import RunConfig
+
     from .settings import ServersConfig
 
+ACTOR_S = 120.0
+"""Time limit of the start of an actor itself."""
 DRAIN_S = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What an engine is made of besides its servers."""
-
-    settings: ServersConfig
-    dialect: Dialect
-    dtype: str
-    sync_s: float
-    """Time limit of one weight sync."""
-    start_s: float
-    """Time limit of a restart of a server."""
-    can_sleep: bool
-    """Servers can release GPU memory."""
-    folder: Path
-    """For the engine's files in the run folder."""
-    router_log: Path
-    api_key: str = field(default="", repr=False)
-    """Of the servers and the router: random for those that the run starts."""
 
 
 class ServersEngine:
     """Implements `RolloutEngine` over servers that are supervised while they serve."""
 
-    def __init__(self, servers: list[ManagedServer], planner: Planner, options: EngineOptions) -> None:
-        self._options, self._planner = options, planner
-        settings, dialect = options.settings, options.dialect
-        self.endpoints = EndpointsFile(options.folder / "endpoints.json")
-        self.supervisor = Supervisor(servers, settings, start_s=options.start_s, changed=self._publish_endpoints)
+    def __init__(
+        self, servers: list[ManagedServer], settings: ServersConfig, context: BuildContext, dialect: Dialect
+    ) -> None:
+        """The servers run, and share one API key."""
+        config, folder, key = context.config, folder_of(context), servers[0].connection.api.key
+        self._settings, self._dialect = settings, dialect
+        self._dtype = "auto" if settings.urls else settings.number_type(on_gpu=context.on_gpu)
+        self._sync_s = config.run.sync_timeout_s
+        self._can_sleep = config.placement.offload_engine and context.on_gpu and not settings.urls
+        self._planner = Planner(settings, config, folder, on_gpu=context.on_gpu)
+        self.endpoints = EndpointsFile(folder / "endpoints.json")
+        self.supervisor = Supervisor(servers, settings, start_s=start_limit_s(config), changed=self._publish_endpoints)
         self._speeds = Speeds()
-        self._paused = False
-        self._draining = False
+        self._paused = self._draining = False
         self._asleep: set[str] = set()
         self._error = ""
-        self._client = ServersClient(
-            ClientOptions(
-                endpoints=self.endpoints,
-                dialect=dialect,
-                max_requests=settings.max_requests,
-                api_key=options.api_key,
-            )
+        options = ClientOptions(
+            endpoints=self.endpoints, dialect=dialect, max_requests=settings.max_requests, api_key=key
         )
+        self._client = ServersClient(options)
         self._router: Router | None = None
         if settings.router:
+            log_file = context.run_dir.absolute() / "logs" / f"{context.engine_name}-router.log"
             self._router = Router(
-                dialect,
-                host=settings.host,
-                api_key=options.api_key,
-                folder=options.folder,
-                log_file=options.router_log,
-                changed=self._publish_endpoints,
+                dialect, settings.host, key, folder=folder, log_file=log_file, changed=self._publish_endpoints
             )
         self._publish_endpoints()
         self.supervisor.begin()
@@ -90,7 +73,7 @@ class ServersEngine:
     @property
     def pause_mode(self) -> PauseMode:
         """Mode of `pause` before a weight sync."""
-        return self._options.settings.pause_mode
+        return self._settings.pause_mode
 
     def needs_weights(self) -> bool:
         """True if a restarted server only lacks the current weights. Raises `EngineError`."""
@@ -127,19 +110,18 @@ class ServersEngine:
             self._publish_endpoints()
             await self._drain()
         self._paused = True
-        dialect, limit_s = self._options.dialect, self._options.sync_s
-        await self.supervisor.each_running(lambda s: dialect.pause(s.connection.api, mode, timeout_s=limit_s))
+        await self.supervisor.each_running(lambda s: self._dialect.pause(self._api_of(s), mode))
 
     async def _drain(self) -> None:
         """Wait until no server has a request, twice in a row because one may have been on its way."""
         idle = 0
-        async with asyncio.timeout(self._options.sync_s):
+        async with asyncio.timeout(self._sync_s):
             while idle < 2:
                 await asyncio.sleep(DRAIN_S)
                 loads: list[Load] = []
 
                 async def look(server: ManagedServer, into: list[Load] = loads) -> None:
-                    into += await server.connection.loads(timeout_s=self._options.settings.health_timeout_s)
+                    into += await server.connection.loads(timeout_s=self._settings.health_timeout_s)
 
                 await self.supervisor.each_running(look)
                 idle = 0 if any(load.running or load.queued for load in loads) else idle + 1
@@ -150,8 +132,7 @@ class ServersEngine:
             self.supervisor.check()
             raise SyncError("the engine cannot resume: no server holds a complete version")
         self._paused = self._draining = False
-        dialect = self._options.dialect
-        failed = await for_each(self.supervisor.serving(), lambda s: dialect.resume(s.connection.api))
+        failed = await for_each(self.supervisor.serving(), lambda s: self._dialect.resume(s.connection.api))
         for server, error in failed.items():
             await self.supervisor.give_up(server, str(error))
         self._publish_endpoints()
@@ -160,17 +141,17 @@ class ServersEngine:
         """Plan a weight sync to every running server. Waits until there is one."""
         await self.supervisor.await_running()
         wire = await self._planner.plan(self.supervisor.running())
-        return SyncPlan(wire=wire, dtype=self._options.dtype, bucket_bytes=self._options.settings.bucket_bytes)
+        return SyncPlan(wire=wire, dtype=self._dtype, bucket_bytes=self._settings.bucket_bytes)
 
     async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
         """Update every server of the plan. Gives up those that fail; raises `SyncError` if too few are left."""
         wire = plan.wire
         if not isinstance(wire, ServersWire):
-            kind = type(self._options.settings).model_fields["kind"].default
+            kind = type(self._settings).model_fields["kind"].default
             raise SyncError(
                 f"weight sync of version {version}: engine {kind!r} cannot receive by {type(wire).__name__}"
             )
-        servers = [s for s in self.supervisor.all if wire.addresses.get(s.index) == s.connection.control.address]
+        servers = [s for s in self.supervisor.all if wire.addresses.get(s.index) == s.connection.control]
         self.supervisor.has_synced = True
         for server in self.supervisor.running():  # servers that the plan leaves out miss this version, too
             server.condition = Condition.WAITING
@@ -204,7 +185,7 @@ class ServersEngine:
         found: dict[str, Mapping[str, int]] = {}
 
         async def ask(server: ManagedServer) -> None:
-            found[server.name] = await server.connection.checksums(self._options.sync_s)
+            found[server.name] = await server.connection.checksums(self._sync_s)
 
         for error in (await for_each(self.supervisor.serving(), ask)).values():
             raise error
@@ -218,18 +199,23 @@ class ServersEngine:
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Release GPU memory: the KV cache and, without ``keep_weights``, the weights. Servers keep no copy of them."""
         parts = {"kv_cache"} if keep_weights else {"weights", "kv_cache"}
-        if (free := parts - self._asleep) and self._options.can_sleep:
-            release, limit_s = self._options.dialect.release_memory, self._options.sync_s
-            await self.supervisor.each_running(lambda s: release(s.connection.api, free, timeout_s=limit_s))
+        await self._set_memory(parts - self._asleep, is_held=False)
         self._asleep |= parts
 
     async def wake(self, *, kv_cache: bool = True) -> None:
         """Take GPU memory again, without ``kv_cache`` for the weights only."""
         parts = {"weights", "kv_cache"} if kv_cache else {"weights"}
-        if (taken := parts & self._asleep) and self._options.can_sleep:
-            resume, limit_s = self._options.dialect.resume_memory, self._options.sync_s
-            await self.supervisor.each_running(lambda s: resume(s.connection.api, taken, timeout_s=limit_s))
+        await self._set_memory(parts & self._asleep, is_held=True)
         self._asleep -= parts
+
+    async def _set_memory(self, parts: set[str], *, is_held: bool) -> None:
+        if parts and self._can_sleep:
+            set_memory = self._dialect.set_memory
+            await self.supervisor.each_running(lambda s: set_memory(self._api_of(s), parts, is_held=is_held))
+
+    def _api_of(self, server: ManagedServer) -> HttpApi:
+        """Calls to a server that may take as long as a weight sync."""
+        return server.connection.api.limited(self._sync_s)
 
     async def health(self) -> None:
         """Raises `EngineError` when too few servers are left."""
@@ -240,7 +226,7 @@ class ServersEngine:
         loads: dict[str, tuple[Load, ...]] = {}
 
         async def look(server: ManagedServer) -> None:
-            loads[server.name] = await server.connection.loads(timeout_s=self._options.settings.health_timeout_s)
+            loads[server.name] = await server.connection.loads(timeout_s=self._settings.health_timeout_s)
 
         await for_each(self.supervisor.running(), look)  # those that do not answer are left to the supervisor
         return {
@@ -256,3 +242,13 @@ class ServersEngine:
         if self._router is not None:
             await self._router.close()
         await self.supervisor.close()
+
+
+def folder_of(context: BuildContext) -> Path:
+    """Return the engine's folder in the run folder."""
+    return context.run_dir.absolute() / f"{context.engine_name}s"
+
+
+def start_limit_s(config: RunConfig) -> float:
+    """Return the time limit of the start of a server, its actor included."""
+    return config.placement.start_timeout_s + ACTOR_S

@@ -5,36 +5,39 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plasmid.errors import ConfigError
 
 from .supervisor import ManagedServer, for_each
 from .weights.command import Transport, UpdateCommand
 from .weights.errors import sync_failure
 from .weights.sender import ServersWire
 
+if TYPE_CHECKING:
+    from plasmid.config.run import RunConfig
+
+    from .settings import ServersConfig
+
 ANSWER_S = 20.0
 """Time for a server to answer before it is left out of a broadcast."""
 
 
-@dataclass(slots=True, kw_only=True)
 class Planner:
     """Makes the wire of each weight sync."""
 
-    transport: Transport
-    folder: Path
-    """Of the engine's files in the run folder."""
-    timeout_s: float
-    read_back_every: int
-    flush_cache: bool
-    backend: str
-    """Of broadcasts: nccl or gloo."""
-    count: int = 0
-    restarts: int = 0
-    """Restarts of all servers when weights were last read back; a restarted server is verified again."""
-    _group: str = field(default="", init=False)
-    _members: tuple[str, ...] = field(default=(), init=False)
-    _first_ranks: dict[int, int] = field(default_factory=dict, init=False)
+    def __init__(self, settings: ServersConfig, config: RunConfig, folder: Path, *, on_gpu: bool) -> None:
+        """``folder`` holds the engine's files. Raises `ConfigError` if weights cannot travel as the settings say."""
+        self.transport, self.timeout_s = transport_of(settings, config, on_gpu=on_gpu), config.run.sync_timeout_s
+        self._settings, self._folder = settings, folder
+        self._flush_cache = settings.pause_mode != "in_place" or settings.recompute_kv
+        self._backend = "nccl" if on_gpu else "gloo"
+        self._count = self._restarts = 0
+        """Syncs so far, and restarts of all servers when parameters were last read back."""
+        self._group, self._members = "", tuple[str, ...]()
+        self._first_ranks: dict[int, int] = {}
 
     async def plan(self, running: Sequence[ManagedServer]) -> ServersWire:
         """Plan a sync to the running servers. Raises `EngineLostError` if none can be reached."""
@@ -50,28 +53,30 @@ class Planner:
             token=token,
             ranks=ranks,
             verify=self._verifies(running),
-            flush_cache=self.flush_cache,
-            folder=str(self.folder / f"weights-{token}") if self.transport == "disk" else "",
+            flush_cache=self._flush_cache,
+            folder=str(self._folder / f"weights-{token}") if self.transport == "disk" else "",
             timeout_s=self.timeout_s,
         )
         if is_broadcast:
-            command = replace(command, group=self._group, backend=self.backend, size=1 + ranks * len(self._first_ranks))
+            command = replace(
+                command, group=self._group, backend=self._backend, size=1 + ranks * len(self._first_ranks)
+            )
         return ServersWire(
             command=command,
-            addresses={server.index: server.connection.control.address for server in reached},
+            addresses={server.index: server.connection.control for server in reached},
             first_ranks=dict(self._first_ranks),
             senders="all" if self.transport == "ipc" else "first",
         )
 
     def _verifies(self, running: Sequence[ManagedServer]) -> bool:
         """Whether this sync reads parameters back: the first, every k-th, and the one after a restart."""
-        self.count += 1
-        if not self.read_back_every:
+        self._count += 1
+        if not self._settings.read_back_every:
             return False
         restarts = sum(server.restarts for server in running)
-        is_due = (self.count - 1) % self.read_back_every == 0 or restarts != self.restarts
+        is_due = (self._count - 1) % self._settings.read_back_every == 0 or restarts != self._restarts
         if is_due:
-            self.restarts = restarts
+            self._restarts = restarts
         return is_due
 
     async def _form_group(self, running: Sequence[ManagedServer]) -> None:
@@ -84,3 +89,23 @@ class Planner:
         self._first_ranks = {s.index: 1 + place * s.connection.info.ranks for place, s in enumerate(answering)}
         self._members = () if failed else members
         self._group = uuid.uuid4().hex
+
+
+def transport_of(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> Transport:
+    """Return how weights travel. Raises `ConfigError` if they cannot."""
+    place = config.placement
+    transport: Transport
+    if settings.urls:
+        transport = "disk"
+    elif settings.wire != "auto":
+        transport = settings.wire
+    elif not on_gpu:
+        transport = "disk"
+    else:
+        transport = "ipc" if place.colocated else "broadcast"
+    if transport == "ipc" and (not on_gpu or place.trainer_ranks < place.engine_ranks):
+        raise ConfigError(
+            'rollout.wire: "ipc" needs a trainer rank on the GPU of every engine rank; '
+            f"there are {place.trainer_ranks} and {place.engine_ranks}, set another wire"
+        )
+    return transport

@@ -5,34 +5,27 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
 from plasmid.components import BuildContext
-from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.protocols import Actor, Bundle, Resources
 from plasmid.utils.waiting import together
 
-from .connection import ServerConnection, Started
+from .connection import ServerConnection
 from .dialect import Dialect
-from .engine import EngineOptions, ServersEngine
-from .planner import Planner
+from .engine import ACTOR_S, ServersEngine, folder_of, start_limit_s
 from .processes.actor import ServerActor
 from .processes.handles import AttachedServer, OwnServer, ServerHandle
 from .processes.machines import NodeActor, by_machine
 from .processes.server import ServerOptions
 from .settings import ServersConfig
 from .supervisor import ManagedServer
-from .weights.command import Transport
-
-ACTOR_S = 120.0
-"""Time limit of the start of an actor itself."""
 
 
 async def start_engine(settings: ServersConfig, context: BuildContext, dialect: Dialect) -> ServersEngine:
     """Start every server of the placement, or attach to those at `urls`. Raises `ConfigError`, `EngineError`."""
     servers = await (attach_servers if settings.urls else start_servers)(settings, context, dialect)
-    return make_engine(settings, context, dialect, servers)
+    return ServersEngine(servers, settings, context, dialect)
 
 
 async def start_servers(settings: ServersConfig, context: BuildContext, dialect: Dialect) -> list[ManagedServer]:
@@ -90,71 +83,9 @@ async def _connect(
     *,
     is_attached: bool,
 ) -> list[ManagedServer]:
-    start_s = start_limit_s(context.config)
-
-    def connect(started: Started) -> ServerConnection:
-        return ServerConnection(dialect, started, api_key, is_attached=is_attached)
-
     async def start(index: int, handle: ServerHandle) -> ManagedServer:
-        started = await handle.start(timeout_s=start_s)
-        return ManagedServer(index, f"{context.engine_name}-{index}", handle, connect, connect(started))
+        started = await handle.start(timeout_s=start_limit_s(context.config))
+        connection = ServerConnection(dialect, started, api_key, is_attached=is_attached)
+        return ManagedServer(index, f"{context.engine_name}-{index}", handle, connection)
 
     return await together(start(i, handle) for i, handle in enumerate(handles))
-
-
-def make_engine(
-    settings: ServersConfig, context: BuildContext, dialect: Dialect, servers: list[ManagedServer]
-) -> ServersEngine:
-    """Make the engine over servers that run."""
-    config, on_gpu, folder = context.config, context.on_gpu, folder_of(context)
-    limit_s = config.run.sync_timeout_s
-    planner = Planner(
-        transport=transport_of(settings, config, on_gpu=on_gpu),
-        folder=folder,
-        timeout_s=limit_s,
-        read_back_every=settings.read_back_every,
-        flush_cache=settings.pause_mode != "in_place" or settings.recompute_kv,
-        backend="nccl" if on_gpu else "gloo",
-    )
-    options = EngineOptions(
-        settings=settings,
-        dialect=dialect,
-        dtype="auto" if settings.urls else settings.number_type(on_gpu=on_gpu),
-        sync_s=limit_s,
-        start_s=start_limit_s(config),
-        can_sleep=config.placement.offload_engine and on_gpu and not settings.urls,
-        folder=folder,
-        router_log=context.run_dir.absolute() / "logs" / f"{context.engine_name}-router.log",
-        api_key=servers[0].connection.api.key,
-    )
-    return ServersEngine(servers, planner, options)
-
-
-def folder_of(context: BuildContext) -> Path:
-    """Return the engine's folder in the run folder."""
-    return context.run_dir.absolute() / f"{context.engine_name}s"
-
-
-def start_limit_s(config: RunConfig) -> float:
-    """Return the time limit of the start of a server, its actor included."""
-    return config.placement.start_timeout_s + ACTOR_S
-
-
-def transport_of(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> Transport:
-    """Return how weights travel. Raises `ConfigError` if they cannot."""
-    place = config.placement
-    transport: Transport
-    if settings.urls:
-        transport = "disk"
-    elif settings.wire != "auto":
-        transport = settings.wire
-    elif not on_gpu:
-        transport = "disk"
-    else:
-        transport = "ipc" if place.colocated else "broadcast"
-    if transport == "ipc" and (not on_gpu or place.trainer_ranks < place.engine_ranks):
-        raise ConfigError(
-            'rollout.wire: "ipc" needs a trainer rank on the GPU of every engine rank; '
-            f"there are {place.trainer_ranks} and {place.engine_ranks}, set another wire"
-        )
-    return transport

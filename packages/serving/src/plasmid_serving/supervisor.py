@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from plasmid.errors import EngineError, PlasmidError, SyncError, one_line
 
-from .connection import ServerConnection, Started
+from .connection import ServerConnection
 from .processes.handles import ServerHandle
 from .weights.command import UpdateCommand
 from .weights.update import Update
@@ -40,7 +40,6 @@ class ManagedServer:
     index: int
     name: str
     handle: ServerHandle
-    connect: Callable[[Started], ServerConnection]
     connection: ServerConnection
     condition: Condition = Condition.SERVING
     restarts: int = 0
@@ -60,7 +59,7 @@ class ManagedServer:
     async def restart(self, *, timeout_s: float) -> None:
         """Start the server again. Raises `PlasmidError`."""
         await self.connection.api.close()
-        self.connection = self.connect(await self.handle.start(timeout_s=timeout_s))
+        self.connection.open(await self.handle.start(timeout_s=timeout_s))
 
     def begin_update(self, command: UpdateCommand, version: int) -> Update:
         """Begin a weight update. Cancels an earlier one that has not completed."""

@@ -22,6 +22,8 @@ TRIES = 5
 """Ports to try: one may be taken between the choice and the server's start."""
 TAKEN = "address already in use"
 POLL_S = 0.5
+READY_S = 10.0
+"""Time limit of a call to a server that is starting."""
 
 
 class ServerActor:
@@ -31,7 +33,7 @@ class ServerActor:
         """``others`` hold a `NodeActor` on each of the other machines."""
         self._options = options
         self._process = ServerProcess(options)
-        self._others = OtherNodes(others, options.dialect.rendezvous_ports)
+        self._others = OtherNodes(others)
         self._control = ControlServer(options.control_key)
 
     async def start(self) -> Started:
@@ -44,7 +46,7 @@ class ServerActor:
                 await self._others.start(meeting)
                 nodes = self._others.nodes
                 self._process.spawn(StartOptions(host=host, port=port, name=name, nodes=nodes, rendezvous=meeting))
-                api = HttpApi(f"http://{host_and_port(host, port)}", self._options.api_key)
+                api = HttpApi(f"http://{host_and_port(host, port)}", self._options.api_key, timeout_s=READY_S)
                 try:
                     if await self._is_ready(api, name, deadline):
                         info = await self._options.dialect.describe(api)

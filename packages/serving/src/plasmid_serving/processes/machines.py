@@ -17,6 +17,8 @@ from ..dialect import StartOptions
 from .server import ServerOptions, ServerProcess, address_to_listen_on, free_port, host_and_port
 
 CALL_S = 30.0
+RENDEZVOUS_PORTS = 7
+"""Consecutive ports from the rendezvous on that a server over several machines may open."""
 TRIES = 50
 
 
@@ -53,9 +55,8 @@ class NodeActor:
 class OtherNodes:
     """The `NodeActor`s of a server, as its first machine sees them. There may be none."""
 
-    def __init__(self, actors: Sequence[Actor], ports: int) -> None:
-        """``ports``: see `Dialect.rendezvous_ports`."""
-        self._actors, self._ports = tuple(actors), ports
+    def __init__(self, actors: Sequence[Actor]) -> None:
+        self._actors = tuple(actors)
         self.nodes = 1 + len(self._actors)
 
     @contextlib.contextmanager
@@ -65,7 +66,7 @@ class OtherNodes:
             yield ""
             return
         host = own_address()
-        with reserved_ports(host, self._ports) as port:
+        with reserved_ports(host, RENDEZVOUS_PORTS) as port:
             yield host_and_port(host, port)
 
     async def start(self, rendezvous: str) -> None:

@@ -26,7 +26,7 @@ class Router:
     """Keeps a router running that has exactly the servers of `route_to`. Use it on one event loop."""
 
     def __init__(
-        self, dialect: Dialect, *, host: str, api_key: str, folder: Path, log_file: Path, changed: Callable[[], None]
+        self, dialect: Dialect, host: str, api_key: str, *, folder: Path, log_file: Path, changed: Callable[[], None]
     ) -> None:
         """The router and its servers share one API key. ``changed`` is called when it comes up or goes away."""
         self._dialect, self._folder, self._log_file = dialect, folder, log_file
@@ -70,12 +70,12 @@ class Router:
         program = self._dialect.launch_router(self._host, port, free_port(LOOPBACK))
         file = self._folder / "router.json"
         self._process = spawn(program, file, self._log_file, env={API_KEY_VARIABLE: self._key})
-        self._api = HttpApi(f"http://{self._host}:{port}", self._key)
+        self._api = HttpApi(f"http://{self._host}:{port}", self._key, timeout_s=ANSWER_S)
 
     async def _reconcile(self, api: HttpApi) -> bool:
         """Add and remove servers. True once the router has exactly those that are wanted."""
         try:
-            answer = await api.get("/workers", timeout_s=ANSWER_S)
+            answer = await api.get("/workers")
         except EngineError:
             if self.url:
                 raise
@@ -83,10 +83,10 @@ class Router:
         known = {worker["url"].rstrip("/"): worker for worker in answer["workers"]}
         for url in self._wanted - known.keys():
             with contextlib.suppress(EngineError):  # 202: it takes time, and we look again
-                await api.post("/workers", {"url": url, "api_key": self._key}, timeout_s=ANSWER_S)
+                await api.post("/workers", {"url": url, "api_key": self._key})
         for url in known.keys() - self._wanted:
             with contextlib.suppress(EngineError):
-                await api.call("DELETE", f"/workers/{known[url]['id']}", timeout_s=ANSWER_S)
+                await api.call("DELETE", f"/workers/{known[url]['id']}")
         healthy = {url for url, worker in known.items() if worker.get("is_healthy", True)}
         return bool(self._wanted) and healthy == self._wanted
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 Transport = Literal["ipc", "broadcast", "disk", "http"]
+HEADER = ("index", "names", "shapes", "dtypes", "checksum", "is_last")
+"""Fields of a `Bucket` that announce it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

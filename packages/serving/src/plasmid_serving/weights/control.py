@@ -31,8 +31,8 @@ CONNECT_S = 30.0
 HANDSHAKE_S = 10.0
 HEARTBEAT_S = 1.0
 KEEPALIVE_S = 60
-MAX_FINISHED_UPDATES = 8
-"""Updates whose queues are kept, so that a late process still learns that its update has ended."""
+MAX_TOKENS = 16
+"""Updates and commands whose queues are kept, so that a late process still learns that its update has ended."""
 MAX_HANDSHAKES = 32
 """Largest number of connections that are not authenticated yet."""
 MAX_FRAME = 256 << 20
@@ -71,6 +71,16 @@ class ControlAddress:
         """Return the next message of a queue, or None if none arrives in time. Raises `ControlError`."""
         body = self.request(operation="get", queue=queue, wait_s=wait_s, heartbeat=heartbeat)
         return json.loads(body) if body else None
+
+    def end_update(self, token: str, ranks: int, answer: Mapping[str, Any]) -> None:
+        """End an update on every channel: processes get `OVER`, trainer ranks get ``answer``. Raises `ControlError`."""
+        for rank in range(ranks):
+            self.put(_buckets(token, rank), OVER)
+            self.put(_answers(token, rank), answer)
+
+    def heartbeats(self, token: str) -> int:
+        """Heartbeats of an update so far; grows while its processes wait or make progress. Raises `ControlError`."""
+        return int(self.request(operation="heartbeats", token=token))
 
     def request(self, body: bytes = b"", **header: Any) -> bytes:
         """Run one operation on the server and return its answer. Raises `ControlError`."""
@@ -123,30 +133,6 @@ class ControlChannel:
         raise TimeoutError
 
 
-class ControlClient:
-    """The engine's side: opens and ends updates. Its methods raise `ControlError`."""
-
-    def __init__(self, address: ControlAddress) -> None:
-        self.address = address
-        self._known: deque[str] = deque()
-
-    def open(self, token: str) -> None:
-        """Begin an update. Drops the queues of old updates."""
-        self._known.append(token)
-        if len(self._known) > MAX_FINISHED_UPDATES:
-            self.address.request(operation="drop", token=self._known.popleft())
-
-    def end(self, token: str, ranks: int, answer: Mapping[str, Any]) -> None:
-        """End an update on every channel: processes get `OVER`, the trainer's ranks get ``answer``."""
-        for rank in range(ranks):
-            self.address.put(_buckets(token, rank), OVER)
-            self.address.put(_answers(token, rank), answer)
-
-    def heartbeats(self, token: str) -> int:
-        """Number of heartbeats of an update so far; grows while processes wait for their sender or make progress."""
-        return int(self.address.request(operation="heartbeats", token=token))
-
-
 def _buckets(token: str, rank: int) -> str:
     return f"{token}/{rank}/buckets"
 
@@ -177,9 +163,17 @@ class _Queues:
         self._changed = threading.Condition()
         self._queues: dict[str, deque[bytes]] = {}
         self._heartbeats: dict[str, int] = {}
+        self._tokens: dict[str, None] = {}
 
     def put(self, body: bytes, queue: str) -> bytes:
+        """Append a message. Drops the queues of old updates."""
         with self._changed:
+            self._tokens[queue.partition("/")[0]] = None
+            if len(self._tokens) > MAX_TOKENS:
+                token = next(iter(self._tokens))
+                del self._tokens[token]
+                self._heartbeats.pop(token, None)
+                self._queues = {name: held for name, held in self._queues.items() if not name.startswith(f"{token}/")}
             self._queues.setdefault(queue, deque()).append(body)
             self._changed.notify_all()
         return b""
@@ -201,19 +195,11 @@ class _Queues:
         with self._changed:
             return b"%d" % self._heartbeats.get(token, 0)
 
-    def drop(self, body: bytes, token: str) -> bytes:
-        with self._changed:
-            self._heartbeats.pop(token, None)
-            for queue in [queue for queue in self._queues if queue.startswith(f"{token}/")]:
-                del self._queues[queue]
-        return b""
-
 
 OPERATIONS: Mapping[str, Callable[..., bytes]] = {
     "put": _Queues.put,
     "get": _Queues.get,
     "heartbeats": _Queues.heartbeats,
-    "drop": _Queues.drop,
 }
 
 

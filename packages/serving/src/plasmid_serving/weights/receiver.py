@@ -12,7 +12,7 @@ from plasmid.errors import SyncError, one_line
 from plasmid.protocols import Bucket
 from plasmid_models.sync import checksum
 
-from .command import UpdateCommand
+from .command import HEADER, UpdateCommand
 from .control import OVER, ControlAddress, ControlChannel
 from .errors import SyncAbortedError, encode_error
 from .sources import fetch
@@ -79,17 +79,7 @@ class Receiver:
                 f"bucket {header['index']} was sent with checksum {header['checksum']:016x} "
                 f"and received with {found:016x}"
             )
-        self.load(
-            Bucket(
-                index=header["index"],
-                names=tuple(header["names"]),
-                shapes=tuple(map(tuple, header["shapes"])),
-                dtypes=tuple(header["dtypes"]),
-                data=data,
-                checksum=found,
-                is_last=header["is_last"],
-            )
-        )
+        self.load(Bucket(data=data, **{name: header[name] for name in HEADER}))
         if data.is_cuda:
             torch.cuda.synchronize()  # the sender may reuse the memory after the answer
         self._time("load", began)

@@ -15,7 +15,7 @@ from plasmid_models.sync import unpack
 
 from .broadcast import BroadcastHost
 from .bucket_server import BucketServer
-from .command import Transport, UpdateCommand
+from .command import HEADER, Transport, UpdateCommand
 from .control import CONNECTIONS, OVER, ControlAddress, ControlChannel
 from .errors import connection_lost_error, decode_error, sync_failure
 from .sources import ipc_source
@@ -84,15 +84,7 @@ class ServersSender:
         while len(self._sent) >= IN_FLIGHT[self._command.transport]:
             self._await_first()
         self._check_any_left()
-        header = {
-            "index": bucket.index,
-            "names": bucket.names,
-            "shapes": bucket.shapes,
-            "dtypes": bucket.dtypes,
-            "checksum": bucket.checksum,
-            "num_bytes": bucket.data.numel(),
-            "is_last": bucket.is_last,
-        }
+        header = {name: getattr(bucket, name) for name in HEADER} | {"num_bytes": bucket.data.numel()}
         message = {"bucket": header, "source": self._source(bucket)}
         self._sent.append(bucket)  # keeps its memory until it is loaded
         for index in self._channels:

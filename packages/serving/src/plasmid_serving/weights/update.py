@@ -63,11 +63,10 @@ class Update:
     def _end(self, error: Exception) -> None:
         """Let neither the trainer's ranks nor the server's processes wait any longer."""
         with contextlib.suppress(RuntimeError):
-            self._server.control.end(self._command.token, self._command.ranks, encode_error(error))
+            self._server.control.end_update(self._command.token, self._command.ranks, encode_error(error))
 
     async def _run(self) -> SyncReceipt:
         server, command = self._server, self._command
-        await asyncio.to_thread(server.control.open, command.token)
         await server.begin_update()
         began = time.perf_counter()
         receipts = await server.update(command, self._version)
