@@ -134,7 +134,7 @@ class Late(Algorithm):
         return TokenLoss(loss=-inputs.advantages * inputs.logprobs, metrics={})
 
 @hookimpl
-def register_algorithms():
+def register_components():
     return [Late]
 """
 

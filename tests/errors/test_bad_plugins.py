@@ -156,7 +156,7 @@ class Mine(Algorithm):
         return {loss}
 
 @hookimpl
-def register_algorithms():
+def register_components():
     return [Mine]
 """
 GOOD = {
