@@ -26,8 +26,8 @@ from plasmid_training.algorithms.sft import SFT
 from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
-from plasmid_training.critic import compute_returns, value_microbatch_loss
 from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.objective.critic import compute_returns, value_microbatch_loss
 from plasmid_training.objective.metrics import alone
 from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
 

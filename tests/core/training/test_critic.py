@@ -14,7 +14,7 @@ from plasmid_training.algorithms.ppo import PPO
 from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
-from plasmid_training.critic import compute_returns, explained_variance, value_microbatch_loss
+from plasmid_training.objective.critic import compute_returns, explained_variance, value_microbatch_loss
 from plasmid_training.objective.metrics import alone
 from plasmid_training.objective.objective import step_weights
 

@@ -10,11 +10,9 @@ from plasmid.types import Role
 from plasmid_models.source import source
 
 from .backend import RankBackend
-from .critic import Critic
 from .frozen import load_frozen
-from .learner import Learner
+from .learner import Critic, Learner, TrainedModel
 from .peers import PeerRanks
-from .trained_model import TrainedModel
 
 
 def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> Learner:

@@ -8,11 +8,11 @@ from plasmid.components.objective_inputs import ValueInputs
 from plasmid.types.batch import Rows
 from torch import Tensor
 
-from .algorithm_calls import call_returns, call_value_loss
-from .batches.collate import Microbatch
-from .batches.rank_batch import RankBatch
-from .objective.metrics import AllReduce
-from .objective.objective import MicrobatchLoss, RoleScores, advantage_inputs, on_all_tokens
+from ..algorithm_calls import call_returns, call_value_loss
+from ..batches.collate import Microbatch
+from ..batches.rank_batch import RankBatch
+from .metrics import AllReduce
+from .objective import MicrobatchLoss, RoleScores, advantage_inputs, on_all_tokens
 
 
 def compute_returns(
