@@ -22,6 +22,6 @@ def chat_model(tmp_path_factory) -> Path:
 def tokenizer(tmp_path_factory):
     """The tokenizer of that model."""
     from agent_cases import make_chat_tokenizer
-    from plasmid_models.tokenizer import Tokenizer
+    from plasmid_models.tokenization.tokenizer import Tokenizer
 
     return Tokenizer(make_chat_tokenizer(tmp_path_factory.mktemp("models") / "tokenizer"))

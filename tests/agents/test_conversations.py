@@ -8,7 +8,7 @@ import openai
 import pytest
 from agent_cases import CALL, FORGETS, WEATHER, ScriptedEngine, make_chat_tokenizer, make_rules, served, shown
 from plasmid.types import StopReason
-from plasmid_models.tokenizer import Tokenizer
+from plasmid_models.tokenization.tokenizer import Tokenizer
 
 TOOL = {"type": "function", "function": WEATHER}
 

@@ -129,7 +129,7 @@ def test_requests_that_make_no_sense_say_where(tokenizer, request_, message):
 
 
 def test_a_template_that_knows_no_tools_says_so(tiny_model):
-    from plasmid_models.tokenizer import Tokenizer
+    from plasmid_models.tokenization.tokenizer import Tokenizer
 
     error, _ = ask_openai(Tokenizer(tiny_model), tools=[{"type": "function", "function": WEATHER}])
     assert isinstance(error, openai.BadRequestError)

@@ -15,7 +15,7 @@ from plasmid.types import SamplingParams
 from plasmid_agents.server import AgentServer
 from plasmid_agents.session import Session
 from plasmid_models.sync import send_weights
-from plasmid_models.tokenizer import Tokenizer
+from plasmid_models.tokenization.tokenizer import Tokenizer
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_workflows.execution import Execution
 from transformers import AutoModelForCausalLM

@@ -95,7 +95,7 @@ def test_stops_end_a_completion_and_are_kept(shared):
 
 
 def test_a_text_that_stops_is_kept(shared):
-    from plasmid_models.tokenizer import Tokenizer
+    from plasmid_models.tokenization.tokenizer import Tokenizer
 
     async def test():
         async with shared.engine() as engine:

@@ -1,7 +1,7 @@
 """Runs that the tests of several files attack."""
 
 import pytest
-from plasmid_models.tokenizer import Tokenizer
+from plasmid_models.tokenization.tokenizer import Tokenizer
 
 from tests.security.agent_cases import cases
 from tests.security.live_runs import KNOWN, make_waiting_job, start_waiting

@@ -525,7 +525,7 @@ def agent_endpoint() -> Iterator[Check]:
     """The server that agents ask. The input is every byte of a connection; afterwards it must still answer."""
     from plasmid_agents.server import AgentServer
     from plasmid_agents.session import Session
-    from plasmid_models.tokenizer import Tokenizer
+    from plasmid_models.tokenization.tokenizer import Tokenizer
 
     sys.path.insert(0, str(TOP / "tests/agents"))
     cases = importlib.import_module("agent_cases")
@@ -725,7 +725,7 @@ TARGETS: dict[str, Target] = {
         examples=completion_answers,
         mutate=mutations.http_of,
         opened=engine_server("openai"),
-        modules=(*WEB, "plasmid_models.tokenizer", "tokenizers", "plasmid_serving.remote.client"),
+        modules=(*WEB, "plasmid_models.tokenization.tokenizer", "tokenizers", "plasmid_serving.remote.client"),
     ),
     "server-sglang": Target(
         share=2000,
@@ -743,7 +743,7 @@ TARGETS: dict[str, Target] = {
         modules=(
             "plasmid_agents.server",
             "plasmid_agents.session",
-            "plasmid_models.tokenizer",
+            "plasmid_models.tokenization.tokenizer",
             "plasmid_workflows.execution",
         ),
     ),

@@ -10,7 +10,7 @@ from plasmid.components import BuildContext
 from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
 from plasmid.types import GenerateRequest, SamplingParams
-from plasmid_models.tokenizer import Tokenizer
+from plasmid_models.tokenization.tokenizer import Tokenizer
 from plasmid_runtime.cluster.local import LocalCluster
 
 

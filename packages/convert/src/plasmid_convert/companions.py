@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import ModelError, one_line
-from plasmid.utils.json_files import read_json
+from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import copy_file
-from plasmid_models.tokenizer_files import has_tokenizer
+from plasmid_models.tokenization.tokenizer_files import has_tokenizer
 
 PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 OF_WEIGHTS = ("metadata.json", "latest_checkpointed_iteration.txt")

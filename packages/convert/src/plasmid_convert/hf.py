@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from plasmid.components import Converter
 from plasmid.errors import ModelError
-from plasmid.utils.json_files import read_json
+from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import in_folder
 from pydantic import Field
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plasmid.config.run import ModelConfig
 from plasmid.errors import ModelError
-from plasmid.utils.json_files import read_json
-from plasmid.utils.safe_files import (copy_file, in_folder)
+from plasmid.utils.json_text import read_json
+from plasmid.utils.safe_files import copy_file, in_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}
@@ -76,6 +77,14 @@ def tensor_names(where: str, path: Path) -> set[str]:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
     return names
+
+
+def longest_sample(model: ModelConfig) -> int | None:
+    """Tokens that the model takes, prompt included; None if its config does not say."""
+    config = read_json(Path(model.path) / "config.json")
+    longest = config.get("text_config", config).get("max_position_embeddings")
+    limits = [limit for limit in (longest, model.max_length) if isinstance(limit, int)]
+    return min(limits, default=None)
 
 
 def copy_companions(source: Path, target: Path) -> None:

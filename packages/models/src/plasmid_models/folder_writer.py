@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from plasmid.errors import CheckpointError, ModelError
+from plasmid.utils.safe_files import copy_file
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plasmid.errors import (CheckpointError, ModelError)
-from plasmid.utils.safe_files import copy_file
-from .folder import (INDEX, SINGLE, copy_companions)
+from .folder import INDEX, SINGLE, copy_companions
 
 FILE_BYTES = 4 << 30
 ChangeConfig = Callable[[dict[str, Any]], dict[str, Any]]

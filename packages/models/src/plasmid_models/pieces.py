@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plasmid.errors import (ModelError, one_line)
+from plasmid.errors import ModelError, one_line
+
 from .building import BUILDING
 
 if TYPE_CHECKING:
@@ -74,27 +75,27 @@ def pieces_of(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
     renamings = [transform for transform in back if not isinstance(transform, WeightConverter)]
     found: dict[str, tuple[Piece, ...]] = {}
     for name, tensor in model.state_dict().items():
-        pieces = _converted(name, tuple(tensor.shape), converters)
+        pieces = _split_by_converters(name, tuple(tensor.shape), converters)
         if pieces is None:
             continue
-        pieces = tuple(Piece(_renamed(piece.name, renamings), piece.index) for piece in pieces)
+        pieces = tuple(Piece(_rename(piece.name, renamings), piece.index) for piece in pieces)
         if pieces != (Piece(name),):
             found[name] = pieces
     return found
 
 
-def _converted(name: str, shape: tuple[int, ...], converters: list[Any]) -> tuple[Piece, ...] | None:
+def _split_by_converters(name: str, shape: tuple[int, ...], converters: list[Any]) -> tuple[Piece, ...] | None:
     """The first converter that knows the name; None if it does more than to take apart."""
     for converter in converters:
         new, matched = converter.rename_source_key(name)
         if matched is not None:
             first = converter.target_patterns[0]
             names = [new.replace(first, target, 1) for target in converter.target_patterns]
-            return _taken_apart(names, shape, converter.operations)
+            return _split_tensor(names, shape, converter.operations)
     return (Piece(name),)
 
 
-def _taken_apart(names: list[str], shape: tuple[int, ...], operations: list[Any]) -> tuple[Piece, ...] | None:
+def _split_tensor(names: list[str], shape: tuple[int, ...], operations: list[Any]) -> tuple[Piece, ...] | None:
     from transformers.core_model_loading import Chunk, SplitModulelist
 
     if any(not isinstance(operation, Chunk | SplitModulelist) for operation in operations):
@@ -105,7 +106,7 @@ def _taken_apart(names: list[str], shape: tuple[int, ...], operations: list[Any]
         if isinstance(operation, Chunk):
             parts = [part for whole in parts for part in _chunks(*whole, dim)]
         else:
-            parts = [part for whole in parts for part in _unstacked(*whole, dim)]
+            parts = [part for whole in parts for part in _unstack(*whole, dim)]
     if any(len(found) != 1 or "*" in found[0] for found, _ in parts):
         return None
     return tuple(Piece(found[0], index) for found, index in parts)
@@ -122,12 +123,12 @@ def _chunks(names: list[str], index: tuple[slice, ...], dim: int) -> list[Part]:
     return [([name], (*index[:dim], cut, *index[dim + 1 :])) for name, cut in zip(names, cuts, strict=True)]
 
 
-def _unstacked(names: list[str], index: tuple[slice, ...], dim: int) -> list[Part]:
+def _unstack(names: list[str], index: tuple[slice, ...], dim: int) -> list[Part]:
     numbers = range(index[dim].start, index[dim].stop)
     return [([name.replace("*", str(i), 1) for name in names], (*index[:dim], i, *index[dim + 1 :])) for i in numbers]
 
 
-def _renamed(name: str, renamings: list[Any]) -> str:
+def _rename(name: str, renamings: list[Any]) -> str:
     for renaming in renamings:
         name = renaming.rename_source_key(name)[0]
     return name
@@ -144,9 +145,9 @@ def pieces_of_folder(folder: Path, names: Collection[str]) -> dict[str, tuple[Pi
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise ModelError(f"{folder}: is no causal language model that loads: {one_line(error)}") from None
-    return held(pieces_of(model), names)
+    return present_pieces(pieces_of(model), names)
 
 
-def held(pieces: Pieces, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
+def present_pieces(pieces: Pieces, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
     """Those that a folder with these names has; it may have a tensor as the model has it, too."""
     return {own: parts for own, parts in pieces.items() if all(piece.name in names for piece in parts)}

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plasmid.config.run import RunConfig
+
 from .folder import check_folder
-from .vocabulary import check_vocabulary
+from .tokenization.vocabulary import check_vocabulary
 
 TOKEN_BY_TOKEN = ("reference", "teacher")
 """Models whose log-probabilities of single tokens are set against the policy's."""

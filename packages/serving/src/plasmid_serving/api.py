@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 from plasmid.errors import EngineError, one_line
-from plasmid.utils.urls import shown_url
+from plasmid.utils.addresses import shown_url
 
 CONTROL_S = 120.0
 """Time limit of a control call that moves no weights."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from plasmid.components import CanaryPlan, RolloutEngineConfig
 from plasmid.protocols import PauseMode
-from plasmid.utils.urls import web_address
+from plasmid.utils.addresses import web_address
 from pydantic import AfterValidator, Field
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from plasmid_models.folder import tensor_names
-from plasmid_models.pieces import Piece, Pieces, held, pieces_of
+from plasmid_models.pieces import Piece, Pieces, pieces_of, present_pieces
 from plasmid_models.source import Source
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ class FolderLayout:
     def of_folder(self, source: Source) -> FolderLayout:
         """That of another folder of the same model. Raises `ModelError` if it cannot be read."""
         names = tensor_names(source.where, source.path)
-        return FolderLayout(pieces=held(self.known, names), known=self.known, exact=self.exact)
+        return FolderLayout(pieces=present_pieces(self.known, names), known=self.known, exact=self.exact)
 
     def parts(self, name: str) -> tuple[Piece, ...]:
         """What the folder has of the model's tensor ``name``."""

@@ -72,7 +72,7 @@ def load_target(
 
 def _recorded(path: Path) -> Mapping[str, Any]:
     from plasmid.errors import ConfigError
-    from plasmid.utils.json_files import read_json
+    from plasmid.utils.json_text import read_json
 
     try:
         found = read_json(path)

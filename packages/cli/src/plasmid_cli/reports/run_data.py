@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import ConfigError
-from plasmid.utils.json_files import read_json
+from plasmid.utils.json_text import read_json
 from plasmid_runtime.observe.journal import Entry, read_journal
 
 

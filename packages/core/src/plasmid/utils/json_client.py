@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .urls import shown_url
+from .addresses import shown_url
 from .work_clock import queued
 
 AGAIN = {408, 425, 429, 500, 502, 503, 504, 529}

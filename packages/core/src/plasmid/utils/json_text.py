@@ -1,15 +1,29 @@
-"""JSON text of values that need not be JSON: metadata of samples, columns of datasets."""
+"""JSON out of files that somebody else may have written, and JSON text of values that need not be JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 DEEPEST = 50
 """Levels of nesting that are stored of a value that JSON cannot hold as it is."""
+
+
+def read_json(file: Path) -> Any:
+    """The value in a file of JSON. Raises `OSError`, and `ValueError` if it is not JSON or is nested too deeply."""
+    return parse_json(file.read_text(encoding="utf-8"))
+
+
+def parse_json(text: str) -> Any:
+    """The value that a text of JSON holds. Raises `ValueError` if it is not JSON or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def to_json(value: Any) -> str:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from plasmid.protocols import Bucket
 from torch import Tensor
 
-from plasmid.protocols import Bucket
 from .checksum import checksum
 
 Shape = tuple[int, ...]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
+from plasmid.protocols import Sender, SyncPlan
+from plasmid.types import BucketSum, SyncReceipt
 from torch import Tensor
 
-from plasmid.protocols import (Sender, SyncPlan)
-from plasmid.types import (BucketSum, SyncReceipt)
 from .buckets import make_buckets
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from plasmid import Reward, RunContext, Score
 from plasmid.errors import RewardError
+from plasmid.utils.addresses import web_address
 from plasmid.utils.json_client import ServerFailure
-from plasmid.utils.urls import web_address
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from .client import Client, ServerSettings, authorization

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from plasmid import Prompt, Sample, Score
+from plasmid.utils.addresses import shown_url
 from plasmid.utils.json_client import ServerFailure
-from plasmid.utils.urls import shown_url
 from plasmid.utils.work_clock import Clocks, current_clocks, set_clocks
 from pydantic import Field, PrivateAttr
 

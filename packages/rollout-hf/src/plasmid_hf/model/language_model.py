@@ -12,7 +12,7 @@ from plasmid.errors import ModelError, one_line
 from plasmid.types import Ints
 from plasmid_models.building import BUILDING
 from plasmid_models.folder import is_torch_dist, tensor_names
-from plasmid_models.pieces import Pieces, held, pieces_of
+from plasmid_models.pieces import Pieces, pieces_of, present_pieces
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -171,7 +171,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
 
 def _pieces(hf: PreTrainedModel, path: Path) -> Pieces:
     pieces = pieces_of(hf)
-    return held(pieces, tensor_names("model", path)) if pieces and not is_torch_dist(path) else pieces
+    return present_pieces(pieces, tensor_names("model", path)) if pieces and not is_torch_dist(path) else pieces
 
 
 def _without_weights(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

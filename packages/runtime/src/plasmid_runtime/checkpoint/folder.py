@@ -12,7 +12,7 @@ from typing import Any
 
 from plasmid.config.checkpoint import CheckpointConfig
 from plasmid.errors import CheckpointError
-from plasmid.utils.json_files import read_json
+from plasmid.utils.json_text import read_json
 
 PREFIX = "batch-"
 STATE = "state.json"

@@ -9,7 +9,7 @@ from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 from plasmid.utils.safe_files import check_link
 from plasmid_models.folder import companions, is_torch_dist
-from plasmid_models.tokenizer_files import FILES, has_tokenizer
+from plasmid_models.tokenization.tokenizer_files import FILES, has_tokenizer
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 

@@ -1,6 +1,6 @@
 """Prompt files, the tokenizer, and numbers of evaluation sets."""
 
-from plasmid_models.tokenizer import Tokenizer
+from plasmid_models.tokenization.tokenizer import Tokenizer
 
 from .evaluation import pass_at_k
 from .files import Files

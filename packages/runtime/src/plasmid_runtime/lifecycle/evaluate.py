@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plasmid.config.run import RunConfig
-from plasmid_models.tokenizer import prompt_encoder
+from plasmid_models.tokenization.tokenizer import prompt_encoder
 
 from ..checkpoint.folder import read_state
 from ..checkpoint.run_folder import RunFolder, unused_folder

@@ -13,7 +13,7 @@ from plasmid.config.run import RunConfig
 from plasmid.config.stored_recipe import resolve_stored
 from plasmid.errors import CheckpointError
 from plasmid.protocols import Trainer
-from plasmid.utils.json_files import read_json
+from plasmid.utils.json_text import read_json
 
 from ..checkpoint.folder import STATE, CheckpointFolder, read_state
 from ..checkpoint.run_folder import RunFolder

@@ -14,7 +14,7 @@ from plasmid.config.profiles import check_named
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
 from plasmid.types.runs import Mode
-from plasmid_models.tokenizer import prompt_encoder
+from plasmid_models.tokenization.tokenizer import prompt_encoder
 
 from ..checkpoint.resume import ResumePoint, open_resume_point, read_resume_point
 from ..checkpoint.run_folder import RunFolder, check_lockable, lock_folder, new_folder, newest_folder

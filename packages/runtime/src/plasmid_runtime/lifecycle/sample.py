@@ -17,7 +17,7 @@ from plasmid.errors import ConfigError
 from plasmid.types import Prompt, PromptGroup
 from plasmid.utils.seeds import seed_of
 from plasmid.utils.waiting import together
-from plasmid_models.tokenizer import prompt_encoder
+from plasmid_models.tokenization.tokenizer import prompt_encoder
 
 from ..checkpoint.run_folder import RunFolder
 from ..cluster.opening import cluster_address

@@ -12,9 +12,8 @@ from plasmid.config.profiles import reward_names
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.types import Ints, SamplingParams
-from plasmid_models.folder import is_torch_dist
-from plasmid_models.sample_length import longest_sample
-from plasmid_models.tokenizer import prompt_encoder
+from plasmid_models.folder import is_torch_dist, longest_sample
+from plasmid_models.tokenization.tokenizer import prompt_encoder
 from plasmid_training.algorithms import is_custom
 from plasmid_workflows.conversation import Conversation
 

@@ -13,7 +13,7 @@ from typing import Any
 from plasmid.components import Component, Reward
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError, one_line
-from plasmid.utils.json_files import read_json
+from plasmid.utils.json_text import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

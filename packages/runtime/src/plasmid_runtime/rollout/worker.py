@@ -17,8 +17,8 @@ from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, StopReaso
 from plasmid.types.batch import GroupRef
 from plasmid.types.shared_groups import share
 from plasmid.utils.seeds import seed_of
-from plasmid_models.sample_length import longest_sample
-from plasmid_models.tokenizer import Tokenizer
+from plasmid_models.folder import longest_sample
+from plasmid_models.tokenization.tokenizer import Tokenizer
 from plasmid_workflows.execution import Execution, execute
 
 from ..observe.sample_store import write_samples

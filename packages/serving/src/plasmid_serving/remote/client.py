@@ -14,7 +14,7 @@ from plasmid.errors import ConfigError, EngineError, one_line
 from plasmid.types import Completion, GenerateRequest, StopReason
 from plasmid.utils import json_client
 from plasmid.utils.json_client import Asking, JsonClient, ServerFailure
-from plasmid_models.tokenizer import Tokenizer
+from plasmid_models.tokenization.tokenizer import Tokenizer
 
 from .apis import Api, CompletionsApi, SGLangApi, failed
 from .settings import Server

@@ -9,7 +9,7 @@ from plasmid.config.run import ModelConfig
 from plasmid.errors import EngineError
 from plasmid.protocols import PauseMode, SyncPlan
 from plasmid.types import SyncReceipt
-from plasmid.utils.urls import shown_url
+from plasmid.utils.addresses import shown_url
 
 from .client import ServerClient, authorization, library
 from .settings import Server

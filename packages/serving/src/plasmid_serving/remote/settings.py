@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from plasmid.components import BuildContext, RolloutEngineConfig
 from plasmid.protocols import RolloutEngine
-from plasmid.utils.urls import web_address
+from plasmid.utils.addresses import web_address
 from pydantic import AfterValidator, Field
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from plasmid.errors import DataError
-from plasmid.utils.json_files import parse_json
+from plasmid.utils.json_text import parse_json
 
 WORD = re.compile(r"\w+")
 LONGEST_QUERY = 64

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import DataError, ModelError, one_line
-from plasmid.utils.json_files import read_json
+from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import in_folder
 
 from .file_slices import FileSlice

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.utils.child_environment import child_environment
-from plasmid.utils.messages import (Closed, Late, TooLong, receive, send)
+from plasmid.utils.messages import Closed, Late, TooLong, receive, send
 
 TIMEOUT_S = 20.0
 """Longest time for one conversation; usual ones take less than a millisecond."""
@@ -26,7 +26,7 @@ class RenderError(Exception):
 
 
 class Renderer:
-    """One process that renders what it is told to, one conversation at a time. It starts with the first one."""
+    """Renders in one process, one conversation at a time. It starts with the first one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class RemoteTemplate:
         return RENDERER.render(self._source, arguments)
 
 
-def render_elsewhere() -> None:
+def render_templates_in_subprocess() -> None:
     """Have transformers render no chat template in this process."""
     from transformers.utils import chat_template_utils
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import ModelError
-from plasmid.utils.json_files import read_json
-from .folder import read_config
+from plasmid.utils.json_text import read_json
+
+from ..folder import read_config
 
 
 def check_vocabulary(where: str, path: Path, *, policy: Path, tokenizer: Path) -> None:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-
 from plasmid.components import PromptEncoder
 from plasmid.components.rollouts import SEPARATOR, unescape
 from plasmid.config.run import ModelConfig
-from plasmid.components.rollouts import SEPARATOR, unescape
-from plasmid.errors import (DataError, ModelError)
-from .tokenizer_files import (FAST, FILES, has_tokenizer)
+from plasmid.errors import DataError, ModelError
 from plasmid.types import Ints
+
 from .special_tokens import SpecialTokens
-from .templates import render_elsewhere
+from .templates import render_templates_in_subprocess
+from .tokenizer_files import FAST, FILES, has_tokenizer
 
 OURS = ("continue_final_message", "add_generation_prompt")
 """Arguments that mean something also for a chat template that never reads them."""
@@ -137,7 +136,7 @@ def _reopen(path: str, chat_template: str, trust_remote_code: bool) -> Tokenizer
 
 
 def _open(path: Path, trust_remote_code: bool) -> Any:
-    render_elsewhere()
+    render_templates_in_subprocess()
     if not path.is_dir():
         raise ModelError(f"model.path: no such folder: {path}")
     fast = (path / FAST).is_file()
