@@ -10,9 +10,11 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = (
@@ -110,6 +112,52 @@ def test_there_is_a_wheel_of_every_distribution_with_its_files(wheels):
         assert files <= packed[distribution]
         assert f"{package.name}/py.typed" in files
     assert not [file for file in packed["plasmid"] if not file.startswith("plasmid-0.1.0.dist-info/")]
+
+
+LIGHT = ("plasmid_core", "plasmid_sandbox", "plasmid_rewards")
+CONTRACT = """
+import sys
+from plasmid.plugins.registry import installed, load_plugins
+from plasmid.testing.light_contracts import check_filter, check_reward
+from plasmid.testing.rewards import make_prompt
+
+classes = installed(load_plugins())
+check_reward(classes["rewards"]["number"](), make_prompt("1+1=", target=2))
+check_reward(classes["rewards"]["f1"](), make_prompt("who?", target="me"))
+check_filter(classes["filters"]["nonzero-spread"]())
+print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_a_reward_and_its_contract_need_neither_torch_nor_ray(wheels, tmp_path):
+    """In an environment that holds what the wheels ask for and nothing else."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv/bin/python"
+    ours = [wheel for wheel in wheels if wheel.name.split("-")[0] in LIGHT]
+    run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *ours, cwd=tmp_path)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    for name in needed(*LIGHT):
+        for file in distribution(name).files or ():
+            top = Path(file).parts[0]
+            if top != ".." and not (site / top).exists():
+                (site / top).symlink_to(distribution(name).locate_file(top))
+    assert run(python, "-c", CONTRACT, cwd=tmp_path).strip() == "[]"
+    done = subprocess.run([python, "-c", "import torch"], cwd=tmp_path, capture_output=True, text=True)
+    assert "No module named 'torch'" in done.stderr
+
+
+def needed(*names: str) -> set[str]:
+    """Third-party distributions that these ask for, without extras, those that they ask for included."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        for text in distribution(todo.pop()).requires or ():
+            requirement = Requirement(text)
+            name = requirement.name.replace("-", "_")
+            if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                found.add(name)
+                todo.append(name)
+    return {name for name in found if not name.startswith("plasmid")}
 
 
 def test_what_the_wheels_ask_for_fits_together(bin_):
