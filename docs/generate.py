@@ -1,19 +1,26 @@
-"""Writes docs/configuration.md out of the settings' docstrings: python docs/generate.py"""
+"""Writes docs/configuration.md and tables of docs/plugins/algorithms.md out of docstrings: python docs/generate.py"""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from plasmid import AdvantageInputs, BatchTable, LossInputs, Needs, TokenLoss, ValueInputs
 from plasmid.config.run import RunConfig
 from plasmid.plugins.registry import Classes, installed, load_plugins, origin
 from plasmid_cli.display.settings_help import recipe_tables, setting_rows
+from plasmid_training.head.kept_tokens import KeptTokens
 from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
+ALGORITHMS_PAGE = ROOT / "docs" / "plugins" / "algorithms.md"
+FIELDS_BEGIN = "<!-- The tables up to the next comment are written by `python docs/generate.py` out of docstrings. -->"
+FIELDS_END = "<!-- end of the tables -->"
+ALGORITHM_DATA = (AdvantageInputs, LossInputs, BatchTable, KeptTokens, TokenLoss, ValueInputs, Needs)
 HEAD = """\
 # Configuration
 
@@ -66,6 +73,35 @@ def page() -> str:
     slots = {slot: _ours(classes) for slot, classes in installed(load_plugins()).items()}
     parts = [HEAD, *_tables(slots), *_converters(slots)]
     return "\n".join(parts)
+
+
+def algorithms_page() -> str:
+    """The page about algorithms of one's own, with the fields of what they get and return."""
+    head, _, rest = ALGORITHMS_PAGE.read_text(encoding="utf-8").partition(FIELDS_BEGIN)
+    parts = [f"### {cls.__name__}\n\n{_doc(cls)}\n\n{_fields(cls)}" for cls in ALGORITHM_DATA]
+    return f"{head}{FIELDS_BEGIN}\n\n" + "\n".join(parts) + f"\n{FIELDS_END}{rest.partition(FIELDS_END)[2]}"
+
+
+def _fields(cls: type) -> str:
+    """A table of the fields, properties and methods of a dataclass, from its source."""
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(tree, ast.ClassDef)
+    lines = ["| name | type | meaning |", "|---|---|---|"]
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign):
+            text = ast.literal_eval(after.value) if isinstance(after, ast.Expr) else ""
+            name, type_ = ast.unparse(node.target), ast.unparse(node.annotation)
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.returns is not None:
+            if any(ast.unparse(one) == "staticmethod" for one in node.decorator_list):
+                continue
+            given = ", ".join(arg.arg for arg in node.args.args[1:])
+            name = node.name if node.decorator_list else f"{node.name}({given})"
+            text, type_ = ast.get_docstring(node) or "", ast.unparse(node.returns)
+        else:
+            continue
+        if not text.startswith("Gives `"):
+            lines.append(f"| `{name}` | {_code(type_)} | {_text(text).replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
 
 
 def _ours(classes: Classes) -> Classes:
@@ -139,3 +175,4 @@ def _text(docstring: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8", newline="\n")
+    ALGORITHMS_PAGE.write_text(algorithms_page(), encoding="utf-8", newline="\n")

@@ -22,7 +22,8 @@ HEAD = """\
 `[algorithm] kind = "..."` chooses the advantage and the loss. Both are pure functions of tensors, computed on the
 trainer's ranks from what each of them holds, and the same for every split over ranks and microbatches.
 `rl options grpo` prints every setting of one (`rl options algorithm/dapo` where another component has the same name);
-[configuration](configuration.md#algorithm) has those of all. A method of your own is [a plugin](plugins/hooks.md).
+[configuration](configuration.md#algorithm) has those of all. A method of your own is
+[one file](plugins/algorithms.md).
 
 | kind | formula | paper | when to use | options of its own, with their defaults |
 |---|---|---|---|---|

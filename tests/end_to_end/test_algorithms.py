@@ -117,8 +117,7 @@ def test_demonstrations_are_learned_and_then_written(job, seed):
 
 LATE = """
 from typing import Literal
-from plasmid import Algorithm, Needs, hookimpl
-from plasmid.components.objective_inputs import TokenLoss
+from plasmid import Algorithm, Needs, TokenLoss, hookimpl
 
 class Late(Algorithm):
     kind: Literal["late"] = "late"
@@ -145,7 +144,7 @@ def test_a_mistake_that_only_shows_in_the_run_is_one_line_and_the_log_has_its_tr
     changes = {"plugins": [*recipe["plugins"], str(job.folder / "late.py")], "algorithm": {"kind": "late"}, "eval": []}
     with pytest.raises(PlasmidError) as caught:
         job.run(changes)
-    assert str(caught.value) == "algorithm (late): loss raised RuntimeError: group 4 is not wanted (late.py:16)"
+    assert str(caught.value) == "algorithm (late): loss raised RuntimeError: group 4 is not wanted (late.py:15)"
     assert len(job.metrics()) == 1, "the batch before is kept"
     (record,) = [record for record in caplog.records if record.getMessage() == str(caught.value)]
     assert "late.py" in caplog.text and record.exc_info is not None

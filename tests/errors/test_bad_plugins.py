@@ -141,8 +141,7 @@ def test_two_installed_plugins_of_one_kind_are_named_and_either_can_be_disabled(
 
 ALGORITHM = """
 from typing import Literal
-from plasmid import Algorithm, Needs, hookimpl
-from plasmid.components.objective_inputs import TokenLoss
+from plasmid import Algorithm, Needs, TokenLoss, hookimpl
 
 class Mine(Algorithm):
     kind: Literal["mine"] = "mine"
@@ -169,28 +168,28 @@ BAD_ALGORITHMS = [
     (
         {"needs": "Needs(groop=True)"},
         "algorithm: needs or roles raised TypeError: Needs.__init__() got an unexpected keyword argument 'groop' "
-        "(p.py:9)",
+        "(p.py:8)",
     ),
     (
         {"advantages": "inputs.spread(inputs.rewards)"},
         "algorithm (mine): advantages raised AttributeError: 'AdvantageInputs' object has no attribute 'rewards' "
-        "(p.py:13)",
+        "(p.py:12)",
     ),
     (
         {"advantages": "inputs.table.components['nunber']"},
-        "algorithm (mine): advantages raised KeyError: 'nunber; reward components are number' (p.py:13)",
+        "algorithm (mine): advantages raised KeyError: 'nunber; reward components are number' (p.py:12)",
     ),
     (
         {"advantages": "inputs.spread(inputs.table.rewards) / 0"},
-        "algorithm (mine): advantages must be finite, got -inf for token 0 of 20 (p.py:12)",
+        "algorithm (mine): advantages must be finite, got -inf for token 0 of 20 (p.py:11)",
     ),
     (
         {"loss": "-inputs.advantages * inputs.logprobs"},
-        "algorithm (mine): loss must return a TokenLoss, got a Tensor (p.py:14)",
+        "algorithm (mine): loss must return a TokenLoss, got a Tensor (p.py:13)",
     ),
     (
         {"loss": "TokenLoss(loss=inputs.logprobs.mean(), metrics={})"},
-        "algorithm (mine): the loss must be one per token (20), got shape () (p.py:14)",
+        "algorithm (mine): the loss must be one per token (20), got shape () (p.py:13)",
     ),
 ]
 

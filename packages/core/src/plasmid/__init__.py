@@ -18,6 +18,7 @@ from .components import (
     Workflow,
 )
 from .components.buffer_policy import BufferPolicy
+from .components.objective_inputs import AdvantageInputs, LossInputs, TokenLoss, ValueInputs
 from .config.load import load_config
 from .config.run import RunConfig
 from .errors import PlasmidError
@@ -39,6 +40,7 @@ from .types.batch import BatchRef, BatchTable, GroupRef, Rows
 
 __all__ = [
     "ActorCritic",
+    "AdvantageInputs",
     "Algorithm",
     "BatchRef",
     "BatchTable",
@@ -52,6 +54,7 @@ __all__ = [
     "Filter",
     "GenerateRequest",
     "GroupRef",
+    "LossInputs",
     "Needs",
     "PlasmidError",
     "Prompt",
@@ -68,9 +71,11 @@ __all__ = [
     "SamplingParams",
     "Score",
     "StopReason",
+    "TokenLoss",
     "Tracker",
     "Trainer",
     "TrainerConfig",
+    "ValueInputs",
     "VersionSpan",
     "Workflow",
     "hookimpl",

@@ -13,7 +13,7 @@ from plasmid.components.objective_inputs import AdvantageInputs, LossInputs, Tok
 from plasmid.errors import AlgorithmError, one_line, place_in_class
 from torch import Tensor
 
-from .algorithms import is_custom
+from .plugin import is_custom
 
 
 def call_advantages(algorithm: Algorithm, inputs: AdvantageInputs) -> Tensor:

@@ -20,3 +20,8 @@ from .algorithms.sft import SFT
 @hookimpl
 def register_components() -> list[type[Component]]:
     return [CISPO, DAPO, DrGRPO, GRPO, GSPO, OPD, PPO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, RLOO, SFT]
+
+
+def is_custom(algorithm: Component) -> bool:
+    """True if the algorithm does not come with Plasmid: what it raises is its author's mistake."""
+    return type(algorithm) not in register_components()

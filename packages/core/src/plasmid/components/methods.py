@@ -24,10 +24,15 @@ class Needs:
     """What a run of one algorithm takes besides a policy. Checked against the recipe before anything starts."""
 
     rewards: bool = True
+    """Scores of samples."""
     engine: bool = True
+    """A rollout engine, which draws the samples."""
     reference: bool = False
+    """The frozen model of `[reference]`, which scores `Role.REFERENCE`."""
     teacher: bool = False
+    """The frozen model of `[teacher]`, which scores `Role.TEACHER`."""
     critic: bool = False
+    """A value model that is trained beside the policy; for subclasses of `ActorCritic`."""
     groups: bool = False
     """Several rollouts of each prompt, because a rollout is compared with the others."""
     greedy_baseline: bool = False

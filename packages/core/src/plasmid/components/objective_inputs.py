@@ -83,7 +83,7 @@ class LossInputs:
     """One microbatch of n whole samples; T may be 0."""
 
     num_samples: int
-    """n"""
+    """n; 1 for a microbatch without any sample."""
     sample_index: Tensor
     """[T] int64: 0..n-1, which sample of this microbatch a token belongs to."""
     table: BatchTable
@@ -107,7 +107,7 @@ class LossInputs:
     teacher_logprobs: Tensor | None
     """[T] if `Role.TEACHER` was scored."""
     advantages: Tensor
-    """[T]"""
+    """[T] what `Algorithm.advantages` gave."""
     kept: KeptTokens | None
     """[T] what top-p, top-k and min-p left to draw each token from; None if nothing was restricted."""
     read_metadata: Callable[[], Metadata]

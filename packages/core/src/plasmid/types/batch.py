@@ -167,27 +167,31 @@ class BatchTable:
     """
 
     sample_ids: tuple[str, ...]
+    """[N] unique in the run."""
     group_index: NDArray[np.int64]
-    """[N] 0..G-1 in order of first occurrence."""
+    """[N] which prompt group each sample is of: 0..G-1 in order of first occurrence."""
     rollout_index: NDArray[np.int64]
-    """[N] 0..R-1 in order of first occurrence."""
+    """[N] which rollout each sample is of: 0..R-1 in order of first occurrence."""
     loss_tokens: NDArray[np.int64]
-    """[N]"""
+    """[N] tokens of each sample that the loss sees."""
     lengths: NDArray[np.int64]
-    """[N]"""
+    """[N] tokens of each sample, prompt included."""
     rewards: NDArray[np.float64]
-    """[N]"""
+    """[N] reward of each sample: the weighted sum of all rewards."""
     baselines: NDArray[np.float64] | None = None
     """[N] reward of the greedy rollout of each sample's prompt; None unless every group has one."""
     components: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """[N] each: the parts of the rewards by name (`Score.components`); NaN where a sample has none of that name."""
+    policy_version: int = 0
+    """Version of the policy when training on the batch begins; tokens drawn by it are on-policy."""
 
     @property
     def num_samples(self) -> int:
+        """N."""
         return len(self.sample_ids)
 
     @staticmethod
-    def of(groups: Sequence[GroupRef]) -> BatchTable:
+    def of(groups: Sequence[GroupRef], *, policy_version: int = 0) -> BatchTable:
         """The table of all samples of the groups, group after group."""
         rollouts: dict[str, int] = {}
         index = [rollouts.setdefault(id_, len(rollouts)) for g in groups for id_ in g.rollout_ids]
@@ -202,6 +206,7 @@ class BatchTable:
             rewards=np.concatenate([g.rewards for g in groups]),
             baselines=np.repeat(np.array(baselines), counts) if groups and len(baselines) == len(groups) else None,
             components=_joined_components(groups),
+            policy_version=policy_version,
         )
 
 
@@ -221,7 +226,9 @@ class BatchRef:
     groups: tuple[GroupRef, ...]
     steps: int = 1
     """Optimizer steps to take on it; rollouts are dealt out to them in order."""
+    policy_version: int = 0
+    """Version of the policy when training on it begins: how often weights have been published since version 0."""
 
     def table(self) -> BatchTable:
         """What every rank is told of every sample."""
-        return BatchTable.of(self.groups)
+        return BatchTable.of(self.groups, policy_version=self.policy_version)

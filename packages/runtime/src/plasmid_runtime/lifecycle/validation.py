@@ -14,7 +14,7 @@ from plasmid.errors import ConfigError
 from plasmid.types import Ints, SamplingParams
 from plasmid_models.folder import is_torch_dist, longest_sample
 from plasmid_models.tokenization.tokenizer import prompt_encoder
-from plasmid_training.algorithms import is_custom
+from plasmid_training.plugin import is_custom
 from plasmid_workflows.conversation import Conversation
 
 from ..cluster.model_files import linked_files, missing_files
@@ -56,7 +56,7 @@ def _check_algorithm(config: RunConfig) -> None:
     """Run an algorithm that does not come with Plasmid on a small random batch. Raises `AlgorithmError`."""
     if not is_custom(config.algorithm):
         return
-    from plasmid_training.algorithm_check import MetadataReadError, check_algorithm  # imports torch
+    from plasmid_training.testing import MetadataReadError, check_algorithm  # imports torch
 
     names, restricted = reward_names(config.rewards), config.replays_kept_sets
     try:

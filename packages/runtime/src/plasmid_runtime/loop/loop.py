@@ -153,7 +153,10 @@ class Loop:
     async def _score_and_train(self, trainer: Trainer, taken: Taken) -> dict[str, float]:
         """Score and train one batch, with the engine out of the way if it shares the GPU."""
         steps = min(self.config.run.steps_per_batch, _num_rollouts(taken))
-        batch = BatchRef(index=self.progress.batch, groups=taken.groups, steps=steps)
+        version = self.progress.version
+        if self.sync is None:  # a replay: what it was in the run itself
+            version = self.progress.batch // self.config.run.sync_every
+        batch = BatchRef(index=self.progress.batch, groups=taken.groups, steps=steps, policy_version=version)
         will_publish = self.sync is not None and self.sync.is_due(self.progress.batch + 1)
         proof = {} if self.sync is None else await self.sync.enter_training(will_publish=will_publish)
         roles = self.config.algorithm.roles(steps=steps)

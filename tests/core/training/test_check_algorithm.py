@@ -9,9 +9,9 @@ from plasmid import Algorithm, Needs, Role
 from plasmid.components.objective_inputs import TokenLoss
 from plasmid.errors import AlgorithmError
 from plasmid.plugins.registry import installed, load_plugins
-from plasmid_training.algorithm_check import MetadataReadError, check_algorithm
 from plasmid_training.algorithms.grpo import GRPO
 from plasmid_training.algorithms.ppo import PPO
+from plasmid_training.testing import MetadataReadError, check_algorithm
 
 KINDS = {
     kind: cls
@@ -260,9 +260,9 @@ def test_a_mistake_is_one_line_with_the_method_and_its_place(cls, method, proble
     for mark, text in OPEN.items():
         start += text if mark in problem else ""
     assert said.startswith(f"algorithm (custom): {start}")
-    assert said.endswith(f" (test_algorithm_check.py:{line})")
+    assert said.endswith(f" (test_check_algorithm.py:{line})")
     assert "\n" not in said and (
-        "{" in problem or said == f"algorithm (custom): {problem} (test_algorithm_check.py:{line})"
+        "{" in problem or said == f"algorithm (custom): {problem} (test_check_algorithm.py:{line})"
     )
 
 
@@ -286,7 +286,7 @@ def test_what_it_raises_is_told_with_the_line_that_raised(cls, method, error):
     said = str(caught.value)
     source, first = inspect.getsourcelines(getattr(cls, method))
     assert said.startswith(f"algorithm (custom): {method} raised {error}")
-    assert said.endswith(f" (test_algorithm_check.py:{first + len(source) - 1})") and "\n" not in said
+    assert said.endswith(f" (test_check_algorithm.py:{first + len(source) - 1})") and "\n" not in said
     assert caught.value.__cause__ is not None, "--traceback shows it"
 
 

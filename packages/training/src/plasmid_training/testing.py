@@ -252,6 +252,7 @@ class _Batch:
             lengths=np.array(LOSS_TOKENS, np.int64) + 5,
             rewards=random.normal(size=len(GROUPS)),
             baselines=random.normal(size=3)[list(GROUPS)] if needs.greedy_baseline else None,
+            policy_version=4,
             components=_Components({name: random.normal(size=len(GROUPS)) for name in components}),
         )
 
