@@ -8,7 +8,7 @@ from plasmid import load_config
 from plasmid.config.load import validate
 from plasmid.config.run import RunConfig
 from plasmid.plugins.registry import installed, load_plugins
-from plasmid_runtime.checkpoint.folder import CHANGEABLE
+from plasmid.settings.resume import changeable_settings
 from plasmid_runtime.observe.journal import read_journal
 from plasmid_runtime.observe.sample_columns import SCHEMA
 
@@ -158,7 +158,9 @@ def test_every_metric_of_a_run_is_explained(checkout):
 
 def test_the_page_about_checkpoints_lists_what_may_change():
     text = (ROOT / "docs/checkpoints.md").read_text().partition("<!-- changeable -->")[2].partition("Any other")[0]
-    assert sorted(re.findall(r"`([\w.]+)`", text)) == sorted(CHANGEABLE)
+    trainers = installed(load_plugins())["trainer"].values()
+    keys = {*changeable_settings(RunConfig), *(key for cls in trainers for key in changeable_settings(cls, "trainer."))}
+    assert sorted(re.findall(r"`([\w.]+)`", text)) == sorted(keys)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from plasmid import RunConfig
 from plasmid.components import Algorithm, BuildContext, PlanRow, TrainerConfig
 from plasmid.protocols import Trainer
+from plasmid.settings.resume import MAY_CHANGE
 from plasmid_training.learning_settings import CriticLearning, LearningSettings
 from pydantic import Field, field_validator
 
@@ -59,19 +60,19 @@ class Megatron(LearningSettings, TrainerConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What weights are kept in and computed with; with bfloat16 the optimizer keeps fp32 copies, gradients are fp32.
     ``auto`` is what the engine computes in, as far as it is one of these."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
     """Ranks that every weight matrix is split over."""
-    pipeline_parallel: int = Field(1, ge=1)
+    pipeline_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
     """Ranks that the layers are split over."""
-    virtual_pipeline: int = Field(1, ge=1)
+    virtual_pipeline: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
     """Groups of layers on each pipeline rank; more than 1 interleaves them, so that ranks wait less for each other."""
-    context_parallel: int = Field(1, ge=1)
+    context_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
     """Ranks that the tokens of every sequence are split over; attention splits the heads instead."""
-    expert_parallel: int = Field(1, ge=1)
+    expert_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
     """Ranks that the experts of a mixture-of-experts layer are split over."""
-    expert_tensor_parallel: Literal["auto"] | int = "auto"
+    expert_tensor_parallel: Annotated[Literal["auto"] | int, MAY_CHANGE] = "auto"
     """Ranks that every expert's matrices are split over; ``auto`` is tensor_parallel."""
-    sequence_parallel: Literal["auto"] | bool = "auto"
+    sequence_parallel: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
     """Split what lies between the matrices over the ranks of tensor_parallel, too; ``auto`` where there are several."""
     distributed_optimizer: bool = True
     """Split the optimizer's state over the data-parallel ranks."""
@@ -83,7 +84,7 @@ class Megatron(LearningSettings, TrainerConfig):
     """Tokens whose logits exist at one time; ``auto`` lets them take 1.25 GiB on a GPU and 128 MiB on a CPU."""
     transformer_engine: bool = False
     """Make layers of TransformerEngine's modules, which must be installed: written against its API, and never run."""
-    async_save: bool = False
+    async_save: Annotated[bool, MAY_CHANGE] = False
     """Write checkpoints while training goes on, from a copy in host memory."""
     transformer: Fields = Field(default_factory=dict)
     """Fields of Megatron's `TransformerConfig`, by their names there: recompute_granularity, moe_aux_loss_coeff, ..."""

@@ -20,6 +20,7 @@ from ..components import (
     Workflow,
 )
 from ..components.buffer_policy import BufferPolicy
+from ..settings.resume import MAY_CHANGE
 from ..settings.trust import ACTIVE, INERT
 from ..types import Prompt, SamplingParams
 from .checkpoint import CheckpointConfig
@@ -76,11 +77,11 @@ class RoleConfig(Settings):
 class LoopConfig(Settings):
     """``[run]``: how much is sampled, how often it is trained on, and how far sampling may run ahead."""
 
-    dir: str = "auto"
+    dir: Annotated[str, MAY_CHANGE] = "auto"
     """Folder of everything that the run writes; ``auto`` is ``runs/<name of the recipe>``, numbered if taken."""
     seed: int = Field(0, ge=0)
     """Every random number of the run follows from it."""
-    batches: int = Field(100, ge=1)
+    batches: Annotated[int, MAY_CHANGE] = Field(100, ge=1)
     """Batches to train on; fewer if the data end before."""
     prompts_per_batch: int = Field(32, ge=1)
     """Prompt groups in one batch."""
@@ -94,18 +95,18 @@ class LoopConfig(Settings):
     """Policy versions a token may lag behind the trainer; 0 is on-policy, 1 and more sample while training."""
     over_sampling: float = Field(1.0, ge=1.0, le=16.0)
     """With max_staleness of 1 and more: factor on the groups in flight, to make up for filtered ones."""
-    max_dropped: int = Field(1000, ge=1)
+    max_dropped: Annotated[int, MAY_CHANGE] = Field(1000, ge=1)
     """Groups in a row that filters may drop before the run ends with an error."""
-    rollout_timeout_s: float = Field(600.0, gt=0)
+    rollout_timeout_s: Annotated[float, MAY_CHANGE] = Field(600.0, gt=0)
     """Longest time for one rollout; past it the rollout becomes a sample with an error."""
-    train_timeout_s: float = Field(1800.0, gt=0)
+    train_timeout_s: Annotated[float, MAY_CHANGE] = Field(1800.0, gt=0)
     """Longest time for one operation of the trainer."""
-    sync_timeout_s: float = Field(600.0, gt=0)
+    sync_timeout_s: Annotated[float, MAY_CHANGE] = Field(600.0, gt=0)
     """Longest time for one weight sync."""
-    max_failed: float = Field(0.5, ge=0.0, le=1.0)
+    max_failed: Annotated[float, MAY_CHANGE] = Field(0.5, ge=0.0, le=1.0)
     """Fraction of a batch's samples that may be failed rollouts before the run ends with an error."""
 
-    warn_mismatch: float = Field(0.1, ge=0.0)
+    warn_mismatch: Annotated[float, MAY_CHANGE] = Field(0.1, ge=0.0)
     """Warn where the trainer's probabilities of the sampled tokens are this far (``train/mismatch_kl``, nats a token)
     from those that the engine drew them with; 0 never warns."""
 
@@ -126,11 +127,11 @@ class RunConfig(Settings):
     """What the policy is distilled from, if the algorithm does that."""
     critic: RoleConfig = RoleConfig()
     """Where the value model starts from, if the algorithm has one."""
-    placement: PlacementConfig = PlacementConfig()
+    placement: Annotated[PlacementConfig, MAY_CHANGE] = PlacementConfig()
     """Which part runs where."""
     run: LoopConfig = LoopConfig()
     """Batches, versions and staleness."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = CheckpointConfig()
     """What is saved, and where the run starts from."""
     sampling: SamplingParams = SamplingParams()
     """How rollouts are sampled."""
@@ -154,13 +155,13 @@ class RunConfig(Settings):
     """A group is trained on if all of them keep it."""
     profiles: Mapping[str, Profile] = Field(default_factory=dict)
     """Ways to sample and judge prompts, by name. A row, or a source of a mixture, names one."""
-    eval: tuple[EvalConfig, ...] = ()
+    eval: Annotated[tuple[EvalConfig, ...], MAY_CHANGE] = ()
     """Evaluation sets."""
-    trackers: tuple[SerializeAsAny[Tracker], ...] = ()
+    trackers: Annotated[tuple[SerializeAsAny[Tracker], ...], MAY_CHANGE] = ()
     """Where metrics go besides JSONL."""
     plugins: tuple[str, ...] = ()
     """Plugin files (*.py) to load besides the installed plugins."""
-    recipe: Annotated[str, INERT] = Field("run", pattern=r"^[^/]+$")
+    recipe: Annotated[str, INERT, MAY_CHANGE] = Field("run", pattern=r"^[^/]+$")
     """Name of the run's folder; by default the file name of the first recipe."""
 
     def misfits(self) -> Iterator[str]:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.config.checkpoint import CheckpointConfig
+from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
+from plasmid.settings.resume import changeable_settings
 from plasmid.utils.json_text import read_json
 
 PREFIX = "batch-"
@@ -133,37 +135,12 @@ def read_state(path: Path) -> RunState:
     return state
 
 
-CHANGEABLE = (
-    "run.batches",
-    "run.dir",
-    "run.max_dropped",
-    "run.max_failed",
-    "run.warn_mismatch",
-    "run.rollout_timeout_s",
-    "run.train_timeout_s",
-    "run.sync_timeout_s",
-    "checkpoint",
-    "eval",
-    "trackers",
-    "placement",
-    "trainer.async_save",
-    "trainer.tensor_parallel",
-    "trainer.pipeline_parallel",
-    "trainer.virtual_pipeline",
-    "trainer.context_parallel",
-    "trainer.expert_parallel",
-    "trainer.expert_tensor_parallel",
-    "trainer.sequence_parallel",
-    "recipe",
-)
-"""Settings that may differ when a run is resumed."""
-
-
-def check_same_config(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     """Raise `CheckpointError` naming the first setting that may not change on resume but did."""
-    before, after = _flat(saved), _flat(now)
+    changeable = list(changeable_settings(config))
+    before, after = _flat(saved), _flat(config.model_dump(mode="json"))
     for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key) and not any(key == c or key.startswith(f"{c}.") for c in CHANGEABLE):
+        if before.get(key) != after.get(key) and not any(key == c or key.startswith(f"{c}.") for c in changeable):
             raise CheckpointError(
                 f"{key}: was {before.get(key)!r} when the checkpoint was written, is {after.get(key)!r} now; change it "
                 "back, or start a new run with checkpoint.start_from=<the checkpoint>"

@@ -37,7 +37,7 @@ def read_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
     """The newest checkpoint of the folder, after checking that the recipe is still the same."""
     path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
     state = read_state(path)
-    check_same_config(state.config, config.model_dump(mode="json"))
+    check_same_config(state.config, config)
     return ResumePoint(path=path, state=state)
 
 

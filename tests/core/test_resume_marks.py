@@ -1,0 +1,34 @@
+"""What may change on resume is said at the setting, in plugins, too."""
+
+from typing import Annotated, Literal
+
+import pytest
+from plasmid.components import Settings
+from plasmid.errors import CheckpointError
+from plasmid.settings.resume import MAY_CHANGE, changeable_settings
+from plasmid_runtime.checkpoint.folder import check_same_config
+
+
+class Inner(Settings):
+    speed: Annotated[int, MAY_CHANGE] = 1
+    seed: int = 1
+
+
+class Outer(Settings):
+    kind: Literal["outer"] = "outer"
+    inner: Inner = Inner()
+    places: Annotated[tuple[Inner, ...], MAY_CHANGE] = ()
+    maybe: Inner | None = None
+
+
+def test_marked_settings_and_tables_are_found_at_any_depth():
+    assert list(changeable_settings(Outer())) == ["inner.speed", "places"]
+    assert list(changeable_settings(Outer)) == ["inner.speed", "places"]
+    assert list(changeable_settings(Outer(maybe=Inner()))) == ["inner.speed", "places", "maybe.speed"]
+
+
+def test_a_change_of_a_setting_without_the_mark_is_refused():
+    saved = Outer().model_dump(mode="json")
+    check_same_config(saved, Outer(inner=Inner(speed=9), places=(Inner(seed=4),)))
+    with pytest.raises(CheckpointError, match=r"inner\.seed: was 1 when the checkpoint was written, is 2 now"):
+        check_same_config(saved, Outer(inner=Inner(seed=2)))
