@@ -462,7 +462,7 @@ def reward_server(kind: str, **settings) -> Callable:
     return server_of(make)
 
 
-def engine_server(api: str) -> Callable:
+def engine_server(api: str, name: str) -> Callable:
     def make(url: str):
         import numpy as np
         from plasmid.config.load import validate
@@ -473,7 +473,7 @@ def engine_server(api: str) -> Callable:
         from plasmid_serving.remote.settings import Server
 
         settings = validate(Server, {"kind": "server", "url": url, "attempts": 1, "api": api})
-        client = ServerClient(settings, ModelConfig(path=str(make_tiny_tokenizer(Path("model")))), served="m", api=api)
+        client = ServerClient(settings, ModelConfig(path=str(make_tiny_tokenizer(Path("model")))), served="m", api=name)
         request = GenerateRequest(
             id="1",
             session_id="1",
@@ -724,14 +724,14 @@ TARGETS: dict[str, Target] = {
         share=2000,
         examples=completion_answers,
         mutate=mutations.http_of,
-        opened=engine_server("openai"),
+        opened=engine_server("openai", "completions"),
         modules=(*WEB, "plasmid_models.tokenization.tokenizer", "tokenizers", "plasmid_serving.remote.client"),
     ),
     "server-sglang": Target(
         share=2000,
         examples=sglang_answers,
         mutate=mutations.http_of,
-        opened=engine_server("sglang"),
+        opened=engine_server("sglang", "generate"),
         modules=(*WEB, "tokenizers", "plasmid_serving.remote.client"),
     ),
     "agent": Target(

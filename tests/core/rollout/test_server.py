@@ -202,7 +202,7 @@ def test_an_address_that_is_none_is_found_at_validation(plain):
 
 def test_a_client_travels_to_other_processes(plain, server):
     config = resolve(merge(plain, served(server)))
-    client = ServerClient(config.rollout, config.model, served="tiny", api="openai")
+    client = ServerClient(config.rollout, config.model, served="tiny", api="completions")
     again = pickle.loads(pickle.dumps(client))
     assert again._api.payload  # opened from the tokenizer's files on the other side
 

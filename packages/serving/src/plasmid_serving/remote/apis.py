@@ -1,4 +1,4 @@
-"""What requests to servers and their answers look like: SGLang's own API, and OpenAI's completions."""
+"""Requests to servers of others and their answers: ``/generate`` on token ids, and OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Api(Protocol):
         ...
 
 
-class SGLangApi:
+class GenerateApi:
     """``/generate``: token ids in and out, log-probabilities at the sampling temperature."""
 
     path = "/generate"

@@ -7,17 +7,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any, Literal
 
 from plasmid.config.run import ModelConfig
-from plasmid.errors import ConfigError, EngineError, one_line
+from plasmid.errors import ConfigError, one_line
 from plasmid.types import Completion, GenerateRequest, StopReason
 from plasmid.utils import json_client
 from plasmid.utils.json_client import Asking, JsonClient, ServerFailure
 from plasmid_models.tokenization.tokenizer import Tokenizer
 
-from .apis import Api, CompletionsApi, SGLangApi, failed
-from .settings import Server
+from .apis import Api, CompletionsApi, GenerateApi, failed
+from .settings import Server, ServerApi
 
 LONGEST_PAUSE_S = 20.0
 LEAST_BYTES = 1 << 20
@@ -29,19 +30,19 @@ BYTES_PER_TOKEN = 1024
 class ServerClient:
     """Implements `EngineClient`. Picklable: connections are opened where it is used."""
 
-    def __init__(self, settings: Server, model: ModelConfig, *, served: str, api: Literal["sglang", "openai"]) -> None:
+    def __init__(self, settings: Server, model: ModelConfig, *, served: str, api: ServerApi) -> None:
         """``served`` is the model's name in requests."""
-        self._settings, self._model, self._served, self._kind = settings, model, served, api
+        self._settings, self._model, self._served, self._api_name = settings, model, served, api
         self.json = EngineServer(settings)
         self._running: dict[str, asyncio.Task[Completion]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._settings, self._model, self._served, self._kind)
+        return partial(ServerClient, served=self._served, api=self._api_name), (self._settings, self._model)
 
     @cached_property
     def _api(self) -> Api:
-        if self._kind == "sglang":
-            return SGLangApi()
+        if self._api_name == "generate":
+            return GenerateApi()
         tokenizer = Tokenizer.of(self._model)
         spell = None
         if self._settings.prompt == "text":
@@ -100,7 +101,12 @@ class EngineServer(JsonClient):
             connect_timeout_s=settings.connect_timeout_s,
             max_bytes=LEAST_BYTES,
         )
-        super().__init__(settings.url, asking, headers=lambda: authorization(settings.api_key_env), library=library)
+        super().__init__(
+            settings.url,
+            asking,
+            headers=lambda: authorization(settings.api_key_env),
+            library=partial(import_module, "httpx"),
+        )
 
     def described(self, path: str, reason: str) -> str:
         return f"{self.shown}{path}: {reason.removeprefix('answered ')}"
@@ -113,16 +119,3 @@ def authorization(variable: str) -> dict[str, str]:
     if not os.environ.get(variable):
         raise ConfigError(f"rollout.api_key_env: {variable} is not set in the environment")
     return json_client.authorization(os.environ[variable])
-
-
-def library() -> Any:
-    """The package httpx. Raises `EngineError` that says how to install it."""
-    try:
-        import httpx
-    except ModuleNotFoundError:
-        raise EngineError("rollout: kind = 'server' needs the package httpx; pip install 'plasmid-serving'") from None
-    return httpx
-
-
-def _reopen(settings: Server, model: ModelConfig, served: str, api: Literal["sglang", "openai"]) -> ServerClient:
-    return ServerClient(settings, model, served=served, api=api)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from plasmid.config.run import ModelConfig
 from plasmid.errors import EngineError
@@ -11,8 +11,8 @@ from plasmid.protocols import PauseMode, SyncPlan
 from plasmid.types import SyncReceipt
 from plasmid.utils.addresses import shown_url
 
-from .client import ServerClient, authorization, library
-from .settings import Server
+from .client import ServerClient, authorization
+from .settings import NATIVE, Server, ServerApi
 
 ANSWER_S = 30.0
 """Longest time for an answer about the server itself."""
@@ -77,16 +77,13 @@ class ServerEngine:
 async def connect(settings: Server, model: ModelConfig) -> ServerEngine:
     """Find out what the server speaks and serves. Raises `EngineError` if it cannot be reached."""
     authorization(settings.api_key_env)
-    library()
-    api: Literal["sglang", "openai"]
-    probe = ServerClient(settings, model, served="", api="openai")
+    probe = ServerClient(settings, model, served="", api="completions")
     try:
-        if settings.api == "auto":
-            api = "sglang" if await _get(probe, "/get_model_info", needed=False) else "openai"
-        else:
-            api = settings.api
+        api: ServerApi = "completions"
+        if settings.api == NATIVE or (settings.api == "auto" and await _get(probe, "/get_model_info", needed=False)):
+            api = "generate"
         served = settings.model
-        if api == "openai" and served == "auto":
+        if api == "completions" and served == "auto":
             listed = await _get(probe, "/v1/models")
             try:
                 served = str(listed["data"][0]["id"])[:MAX_NAME]

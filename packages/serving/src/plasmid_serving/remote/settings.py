@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from plasmid.components import BuildContext, RolloutEngineConfig
 from plasmid.protocols import RolloutEngine
 from plasmid.utils.addresses import web_address
 from pydantic import AfterValidator, Field
+
+ServerApi = Literal["generate", "completions"]
+"""The two APIs by their paths."""
+NATIVE = "sglang"
+"""Value of `Server.api` for ``/generate``."""
 
 
 def base_url(url: str) -> str:
@@ -43,9 +48,6 @@ class Server(RolloutEngineConfig):
     """Pause before the second attempt, doubled for each one more; the real pause is drawn between 0 and that."""
     connect_timeout_s: float = Field(10.0, gt=0)
     """Longest time to reach the server. Answers may take as long as `run.rollout_timeout_s`."""
-
-    def packages(self) -> Mapping[str, str]:
-        return {"httpx": "plasmid-serving"}
 
     def lacks(self) -> Iterator[str]:
         yield from super().lacks()
