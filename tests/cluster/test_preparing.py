@@ -25,11 +25,11 @@ class Elsewhere(NodeAgent):
     def versions(self):
         return super().versions() | self._versions
 
-    async def sees(self, path, text):
-        return not path.is_relative_to(self._here) and await super().sees(path, text)
+    async def sees_file(self, path, text):
+        return not path.is_relative_to(self._here) and await super().sees_file(path, text)
 
-    def lacks(self, files):
-        return [file.path for file in files if file.path.is_relative_to(self._here)] or super().lacks(files)
+    def differing_plugins(self, files):
+        return [file.path for file in files if file.path.is_relative_to(self._here)] or super().differing_plugins(files)
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_plugin_files_travel_in_the_folder_of_the_run(config, job, tmp_path):
 
 def test_a_plugin_file_with_other_text_is_another_one(job):
     file = PluginFile.of(job.folder / "traced.py")
-    assert NodeAgent().lacks([file]) == []
+    assert NodeAgent().differing_plugins([file]) == []
     (job.folder / "traced.py").write_text("# other\n")
-    assert NodeAgent().lacks([file]) == [job.folder / "traced.py"]
+    assert NodeAgent().differing_plugins([file]) == [job.folder / "traced.py"]
 
 
 def test_a_folder_that_is_not_shared_is_refused(config, tmp_path):

@@ -19,8 +19,8 @@ from plasmid.errors import PlasmidError, one_line
 
 from .environment import DEFAULT_TOKEN_PATH, MODE
 
-KNOCK_S = 10.0
-ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+CONNECT_TIMEOUT_S = 10.0
+CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """A request that every version of Ray answers, and that changes nothing."""
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def start_ray() -> None:
     folder = _private_folder()
     try:
-        with _own_sigterm():
+        with _keep_sigterm_handler():
             ray.init(
                 address="local",  # else Ray would join what `ray start` has started on this machine
                 num_cpus=1,  # actors ask for none: on a laptop parts take turns on the cores
@@ -48,9 +48,9 @@ def start_ray() -> None:
 
 def join_ray(address: str) -> None:
     try:
-        with _own_sigterm():
+        with _keep_sigterm_handler():
             if address != "auto":
-                _knock(address)
+                _check_reachable(address)
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except PlasmidError:
         raise
@@ -61,11 +61,11 @@ def join_ray(address: str) -> None:
         ) from error
 
 
-def _knock(address: str) -> None:
-    """Raises OSError where nobody listens, PlasmidError without a token: Ray itself would try for many minutes."""
+def _check_reachable(address: str) -> None:
+    """Raises `OSError` if nothing listens there, `PlasmidError` without a token: Ray would retry for minutes."""
     host, port = address.rsplit(":", 1)
-    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
-    if os.environ.get(MODE) != "token" and not _answers_strangers(address):
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    if os.environ.get(MODE) != "token" and not _accepts_without_token(address):
         raise PlasmidError(
             f"it wants a token, and neither RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH nor ~/{DEFAULT_TOKEN_PATH} gives one"
         )
@@ -74,7 +74,7 @@ def _knock(address: str) -> None:
 def warn_if_open() -> None:
     """Log a warning if the cluster that this process is connected to takes requests without a token."""
     address = ray.get_runtime_context().gcs_address
-    if _answers_strangers(address):
+    if _accepts_without_token(address):
         log.warning(
             "the Ray cluster at %s runs without authentication: whoever reaches its ports can run code as the users "
             "that started it, with their files, on all of its machines; keep it in a network of its own, or start it "
@@ -83,15 +83,15 @@ def warn_if_open() -> None:
         )
 
 
-def _answers_strangers(address: str) -> bool:
-    """Ask as a stranger would, without a token."""
+def _accepts_without_token(address: str) -> bool:
+    """True if the cluster answers a request without a token."""
     try:
         grpc: Any = importlib.import_module("grpc")
     except ImportError:  # a Ray without its extras: then only what this process itself used is known
         return os.environ.get(MODE, "") != "token"
     with grpc.insecure_channel(address) as channel:
         try:
-            channel.unary_unary(ALIVE)(b"", timeout=KNOCK_S)
+            channel.unary_unary(CHECK_ALIVE)(b"", timeout=CONNECT_TIMEOUT_S)
         except grpc.RpcError as error:
             return bool(error.code() != grpc.StatusCode.UNAUTHENTICATED)
     return True
@@ -119,8 +119,8 @@ def _private_folder() -> Path:
 
 
 @contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Ray installs a handler that leaves at once."""
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Restore the SIGTERM handler: Ray installs one that exits at once."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -22,7 +22,7 @@ class Layout:
     workers: tuple[Bundle, ...]
     """Of the rollout workers."""
     num_nodes: int
-    take_turns: bool
+    is_on_policy: bool
     """On-policy, trainer and engine never compute at the same time."""
 
     @staticmethod
@@ -48,7 +48,7 @@ class Layout:
             evaluation=tuple(bundles[len(bundles) - len(slots.evaluation) :]),
             workers=tuple(Bundle(node) for node in spread(place.rollout_workers, num_nodes)) if with_engine else (),
             num_nodes=num_nodes,
-            take_turns=config.run.max_staleness == 0,
+            is_on_policy=config.run.max_staleness == 0,
         )
 
     def shares(self, threads: int) -> tuple[Share, ...]:
@@ -69,15 +69,15 @@ class Layout:
     def _busy(self, node: int) -> int:
         """Ranks that compute at the same time on one machine."""
         trainers, engines = _on(node, self.trainer), _on(node, self.engine)
-        return _on(node, self.evaluation) + (max(trainers, engines) if self.take_turns else trainers + engines)
+        return _on(node, self.evaluation) + (max(trainers, engines) if self.is_on_policy else trainers + engines)
 
 
-def check_gpus(shares: Sequence[Share], there: int) -> None:
+def check_gpus(shares: Sequence[Share], available: int) -> None:
     """Raises `ConfigError` if one machine with so many GPUs is not enough."""
     needed = sum(share.gpus for share in shares)
-    if needed > there:
+    if needed > available:
         raise ConfigError(
-            f"placement: the ranks need {needed} GPUs, this machine has {there}; set fewer trainer_ranks and "
+            f"placement: the ranks need {needed} GPUs, this machine has {available}; set fewer trainer_ranks and "
             'engine_ranks, colocated = true, or device = "cpu"'
         )
 

@@ -1,4 +1,4 @@
-"""What answers for one machine of a run: its versions, and which of the driver's files are there."""
+"""Reports about one machine of a run: its versions, and which of the driver's files it sees."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from plasmid.config.load import resolve
 from plasmid.errors import PlasmidError
 from plasmid.plugins.registry import versions
 
-from .model_files import missing_files
+from . import model_files
 
 SHARED_S = 15.0
 """Longest time for a new file to be seen on another machine: network file systems keep what they know for a while."""
-LOOK_S = 0.25
+POLL_S = 0.25
 
 
 LIBRARIES = ("torch", "transformers", "ray", "numpy", "pyarrow")
@@ -50,23 +50,23 @@ class NodeAgent:
         """Of Python, the libraries and everything that registers plugins."""
         return local_versions()
 
-    async def sees(self, path: Path, text: str) -> bool:
+    async def sees_file(self, path: Path, text: str) -> bool:
         """Whether a file that the driver has just written is here, too."""
         deadline = time.monotonic() + self._shared_s
         while _read(path) != text:
             if time.monotonic() > deadline:
                 return False
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return True
 
-    def lacks(self, files: Sequence[PluginFile]) -> list[Path]:
+    def differing_plugins(self, files: Sequence[PluginFile]) -> list[Path]:
         """Plugin files that are not here, or are others."""
         return [file.path for file in files if not file.path.is_file() or PluginFile.of(file.path) != file]
 
-    def mistakes(self, config: Mapping[str, Any]) -> list[str]:
+    def missing_files(self, config: Mapping[str, Any]) -> list[str]:
         """What the recipe names and this machine lacks; ``config`` is a dumped `RunConfig`."""
         try:
-            return missing_files(resolve(config))
+            return model_files.missing_files(resolve(config))
         except PlasmidError as error:
             return str(error).splitlines()
 

@@ -1,4 +1,4 @@
-"""What must hold on every machine of a run before it starts, and plugin files for those that lack them."""
+"""Checks every machine of a run before it starts, and copies plugin files to those that lack them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plasmid.utils.waiting import together
 
 from .node_agent import NodeAgent, PluginFile, local_versions
 
-ANSWER_S = 120.0
+TIMEOUT_S = 120.0
 """Longest time for a machine to answer a question about itself; it may have to import a recipe's plugins."""
-CARRIED = "plugins"
+COPIED_PLUGINS = "plugins"
 """Folder of the run with copies of plugin files that some machine lacks."""
 
 
@@ -28,18 +28,18 @@ async def prepare_nodes(config: RunConfig, nodes: Sequence[Node], run_dir: Path)
     others = [node for node in nodes if node.agent is not None]
     if not others:
         return config
-    await _same_versions(others)
-    await _see(others, run_dir.absolute())
-    config = await _with_plugins(config, others, run_dir.absolute() / CARRIED)
+    await _check_versions(others)
+    await _check_shared_folder(others, run_dir.absolute())
+    config = await _with_plugins(config, others, run_dir.absolute() / COPIED_PLUGINS)
     dump = config.model_dump(mode="json")
-    found = await together(call(agent, ANSWER_S, NodeAgent.mistakes, dump) for agent in _agents(others))
+    found = await together(call(agent, TIMEOUT_S, NodeAgent.missing_files, dump) for agent in _agents(others))
     _raise([f"node {node.address}: {line}" for node, lines in zip(others, found, strict=True) for line in lines])
     return config
 
 
-async def _same_versions(nodes: Sequence[Node]) -> None:
+async def _check_versions(nodes: Sequence[Node]) -> None:
     here, lines = local_versions(), []
-    answers = await together(call(agent, ANSWER_S, NodeAgent.versions) for agent in _agents(nodes))
+    answers = await together(call(agent, TIMEOUT_S, NodeAgent.versions) for agent in _agents(nodes))
     for node, there in zip(nodes, answers, strict=True):
         for name in sorted(here.keys() | there.keys()):
             if here.get(name) != there.get(name):
@@ -54,12 +54,12 @@ def _version(version: str | None) -> str:
     return "missing" if version is None else version
 
 
-async def _see(nodes: Sequence[Node], run_dir: Path) -> None:
+async def _check_shared_folder(nodes: Sequence[Node], run_dir: Path) -> None:
     token = uuid.uuid4().hex
     file = run_dir / f".seen-by-all-{token}"
     try:
         file.write_text(token)
-        seen = await together(call(agent, ANSWER_S, NodeAgent.sees, file, token) for agent in _agents(nodes))
+        seen = await together(call(agent, TIMEOUT_S, NodeAgent.sees_file, file, token) for agent in _agents(nodes))
     finally:
         file.unlink(missing_ok=True)
     _raise(
@@ -76,7 +76,7 @@ async def _with_plugins(config: RunConfig, nodes: Sequence[Node], folder: Path) 
     files = [PluginFile.of(Path(name)) for name in config.plugins]
     if not files:
         return config
-    answers = await together(call(agent, ANSWER_S, NodeAgent.lacks, files) for agent in _agents(nodes))
+    answers = await together(call(agent, TIMEOUT_S, NodeAgent.differing_plugins, files) for agent in _agents(nodes))
     lacking = {path for paths in answers for path in paths}
     paths = [file.path for file in files]
     for index, path in enumerate(paths):

@@ -13,8 +13,8 @@ from plasmid.protocols import Share
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 log = logging.getLogger(__name__)
-LOOK_S = 1.0
-TELL_S = 30.0
+POLL_S = 1.0
+LOG_INTERVAL_S = 30.0
 """Seconds between two messages."""
 
 
@@ -23,9 +23,9 @@ async def wait_for_placement_group(shares: Sequence[Share], *, within_s: float) 
     bundles = [{"CPU": share.cpus, **({"GPU": share.gpus} if share.gpus else {})} for share in shares]
     group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
     begun = time.monotonic()
-    told = begun - TELL_S
+    logged = begun - LOG_INTERVAL_S
     try:
-        while not await asyncio.to_thread(group.wait, LOOK_S):
+        while not await asyncio.to_thread(group.wait, POLL_S):
             now = time.monotonic()
             if now - begun > within_s:
                 raise DeadlineError(
@@ -33,8 +33,8 @@ async def wait_for_placement_group(shares: Sequence[Share], *, within_s: float) 
                     f"(placement.wait_timeout_s): {describe_request(shares)}; it has {describe_cluster()}; "
                     "add machines, wait until others have ended, or set fewer nodes or ranks"
                 )
-            if now - told > TELL_S:
-                told = now
+            if now - logged > LOG_INTERVAL_S:
+                logged = now
                 log.warning(
                     "waiting for the Ray cluster to have %s; it has %s", describe_request(shares), describe_cluster()
                 )

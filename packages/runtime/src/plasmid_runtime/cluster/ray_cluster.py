@@ -34,13 +34,13 @@ ENVIRONMENT: Mapping[str, str] = {
     "NCCL_CUMEM_ENABLE": "0",  # a broadcast to SGLang fails unless all members agree, and SGLang sets this
 }
 """Of every process."""
-TRAVEL = ("PLASMID_", "HF_", "TOKENIZERS_", "NCCL_", "GLOO_", "TORCH_")
-"""Beginnings of names of variables that the driver hands to processes on machines of a cluster that it joins."""
+FORWARDED_PREFIXES = ("PLASMID_", "HF_", "TOKENIZERS_", "NCCL_", "GLOO_", "TORCH_")
+"""Prefixes of environment variables forwarded to processes on a joined cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """How processes get to one machine of the run."""
+class _Location:
+    """Scheduling options and environment for processes on one machine of the run."""
 
     node: Node
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class RayCluster:
         self._log_dir, self._folder = log_dir.absolute(), str(Path.cwd())
         self._wait_s = wait_s
         self._actors: list[RayActor] = []
-        self._places: tuple[_Place, ...] = ()
+        self._locations: tuple[_Location, ...] = ()
         self._group: PlacementGroup | None = None
         self._connected = not ray.is_initialized()
         self._is_own = self._connected and address is None
@@ -83,23 +83,23 @@ class RayCluster:
             gpus = visible_gpus(self.num_gpus)
             check_gpus(shares, len(gpus))
             cores = len(os.sched_getaffinity(0))
-            place = _Place(node=Node(address=LOOPBACK, cores=cores, gpus=gpus), env=_on_loopback())
-            self._places = (place,) * len(shares)
+            location = _Location(node=Node(address=LOOPBACK, cores=cores, gpus=gpus), env=_on_loopback())
+            self._locations = (location,) * len(shares)
         else:
             os.environ[ADDRESS] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             self._group = await wait_for_placement_group(shares, within_s=self._wait_s)
             addresses = bundle_addresses(self._group)
-            self._places = tuple(await together(self._open(i, addresses[i], s) for i, s in enumerate(shares)))
-        return tuple(place.node for place in self._places)
+            self._locations = tuple(await together(self._open(i, addresses[i], s) for i, s in enumerate(shares)))
+        return tuple(location.node for location in self._locations)
 
-    async def _open(self, index: int, address: str, share: Share) -> _Place:
+    async def _open(self, index: int, address: str, share: Share) -> _Location:
         """Start the process that holds the run's GPUs on one machine and answers for it."""
         assert self._group is not None
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        place = _Place(
-            node=Node(address=address, cores=1), options={"scheduling_strategy": strategy}, env=_travelling()
+        location = _Location(
+            node=Node(address=address, cores=1), options={"scheduling_strategy": strategy}, env=_forwarded_environment()
         )
-        actor = self._spawn(f"node-{index}", place, {}, num_gpus=share.gpus)
+        actor = self._spawn(f"node-{index}", location, {}, num_gpus=share.gpus)
         try:
             machine: Machine = await asyncio.wait_for(await_ref(actor.handle.machine.remote(address)), OPEN_S)
         except (RayError, TimeoutError) as error:
@@ -110,22 +110,22 @@ class RayCluster:
         await actor.answer(actor.handle.make.remote(NodeAgent, (), {}), "start", OPEN_S)
         env = {ADDRESS: address, **({"GLOO_SOCKET_IFNAME": machine.interface} if machine.interface else {})}
         node = Node(address=address, cores=machine.cores, gpus=machine.gpus, agent=actor)
-        return _Place(node=node, options={"scheduling_strategy": strategy}, env=env | _travelling())
+        return _Location(node=node, options={"scheduling_strategy": strategy}, env=env | _forwarded_environment())
 
     async def start(
         self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
     ) -> Actor:
-        place = self._places[resources.bundles[0].node]
-        gpus = [place.node.gpus[bundle.gpu] for bundle in resources.bundles if bundle.gpu is not None]
-        actor = self._spawn(name, place, {**resources.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+        location = self._locations[resources.bundles[0].node]
+        gpus = [location.node.gpus[bundle.gpu] for bundle in resources.bundles if bundle.gpu is not None]
+        actor = self._spawn(name, location, {**resources.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         await actor.answer(actor.handle.make.remote(factory, args, kwargs), "start", timeout_s)
         return actor
 
-    def _spawn(self, name: str, place: _Place, env: Mapping[str, str], *, num_gpus: int = 0) -> RayActor:
+    def _spawn(self, name: str, location: _Location, env: Mapping[str, str], *, num_gpus: int = 0) -> RayActor:
         """Ask for a process; it comes up by itself."""
         log_file = str(self._log_dir / f"{name}.log")
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": 4096, **place.options}
-        runtime = {"env_vars": {**ENVIRONMENT, **place.env, **env}}
+        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": 4096, **location.options}
+        runtime = {"env_vars": {**ENVIRONMENT, **location.env, **env}}
         process: Any = ray.remote(ActorProcess)
         handle = process.options(**options, runtime_env=runtime).remote(name, log_file, self._folder)
         actor = RayActor(name=name, handle=handle, log_file=log_file)
@@ -135,7 +135,7 @@ class RayCluster:
     async def close(self) -> None:
         try:
             await asyncio.gather(*(actor.stop() for actor in reversed(self._actors)))
-        finally:  # also when somebody is in a hurry: a second Ctrl-C ends the waiting, not the cleaning up
+        finally:  # a second Ctrl-C ends the waiting, not the cleanup
             self._actors.clear()
             if self._group is not None:
                 remove_placement_group(self._group)
@@ -152,6 +152,8 @@ def _on_loopback() -> dict[str, str]:
     return {name: os.environ.get(name, LOOPBACK_INTERFACE) for name in names}
 
 
-def _travelling() -> dict[str, str]:
-    """Variables of the driver that processes on other machines are to have, too."""
-    return {name: value for name, value in os.environ.items() if name.startswith(TRAVEL) and name != ADDRESS}
+def _forwarded_environment() -> dict[str, str]:
+    """The driver's variables for processes on other machines."""
+    return {
+        name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES) and name != ADDRESS
+    }

@@ -1,4 +1,4 @@
-"""Evaluation sets: when they are due, and who samples them: the engine of training, or one of their own."""
+"""Evaluates sets on the engine of training, or on one of their own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Sampler:
 
 
 class Evaluator:
-    """Evaluates sets when they are due. What does not block the loop runs in tasks whose errors the loop is told."""
+    """Evaluates sets when they are due. Those that do not block the loop run in tasks."""
 
     def __init__(
         self,

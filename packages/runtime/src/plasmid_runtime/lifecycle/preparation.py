@@ -1,4 +1,4 @@
-"""Everything that is checked before a run starts its first process. `rl train` and its dry run both go through it."""
+"""Checks everything before a run starts its first process, for `rl train` and its dry run."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class PreparedRun:
 
 
 def prepare_run(
-    config: RunConfig, mode: Mode, held: ExitStack, *, observers: Sequence[object] = (), dry_run: bool = False
+    config: RunConfig, mode: Mode, stack: ExitStack, *, observers: Sequence[object] = (), dry_run: bool = False
 ) -> PreparedRun:
-    """Find every mistake that can be found without starting anything, and hold the run's folder.
+    """Validate everything possible before starting processes, and lock the run folder.
 
     A dry run writes nothing, and opens the tokenizer only where prompts are chats or are limited in tokens. Raises
     `PlasmidError`.
@@ -58,13 +58,13 @@ def prepare_run(
         check_replay(config, mode.replay)
     folder = newest_folder(config) if mode.resume else new_folder(config)
     encode = text_encoder(config) if dry_run else prompt_encoder(config.model)
-    stream = open_data(config, encode, held)
+    stream = open_data(config, encode, stack)
     sets = open_sets(config, encode) if mode.replay is None and config.rollout is not None else ()
     config = with_planned_batches(config, stream.facts(), mode.replay)
     if dry_run:
         check_lockable(folder.path)
     else:
-        held.enter_context(lock_folder(folder.path))
+        stack.enter_context(lock_folder(folder.path))
     state = None
     if mode.resume:
         state = (read_resume_point if dry_run else open_resume_point)(folder, config)
@@ -73,10 +73,10 @@ def prepare_run(
     return PreparedRun(config=config, folder=folder, stream=stream, sets=sets, state=state, models=models)
 
 
-def open_data(config: RunConfig, encode: PromptEncoder, held: ExitStack) -> PromptStream:
-    """The training prompts, closed with ``held``. Raises `DataError`, also for profiles that there are not."""
+def open_data(config: RunConfig, encode: PromptEncoder, stack: ExitStack) -> PromptStream:
+    """The training prompts, closed with ``stack``. Raises `DataError`, also for profiles that there are not."""
     stream = config.data.stream(encode, seed=config.run.seed)
-    held.callback(stream.close)
+    stack.callback(stream.close)
     check_named(stream.facts(), config.profiles)
     return stream
 

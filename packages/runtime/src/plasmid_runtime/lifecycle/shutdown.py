@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, from the first moment of a run to the last."""
+"""Ctrl-C and SIGTERM, and closing what a run has opened."""
 
 from __future__ import annotations
 

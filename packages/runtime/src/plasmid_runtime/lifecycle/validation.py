@@ -42,7 +42,7 @@ def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = (
             f"model.path: {config.model.path} is of Megatron's distributed format, which engines do not read; make a "
             f"Hugging Face folder of it: rl convert {config.model.path} FOLDER"
         )
-    problems = [*missing_files(config), *_cluster(config), *_vanishing(config)]
+    problems = [*missing_files(config), *_cluster_problems(config), *_run_dir_problems(config)]
     problems += linked_files(config) if training else []
     problems += component_mistakes(config, unused=unused)
     if problems:
@@ -65,7 +65,7 @@ def _check_algorithm(config: RunConfig) -> None:
         return  # nothing is known of what workflows leave there
 
 
-def _cluster(config: RunConfig) -> list[str]:
+def _cluster_problems(config: RunConfig) -> list[str]:
     """What is wrong with where the run is to compute."""
     place = config.placement
     try:
@@ -82,7 +82,7 @@ def _cluster(config: RunConfig) -> list[str]:
     return []
 
 
-def _vanishing(config: RunConfig) -> list[str]:
+def _run_dir_problems(config: RunConfig) -> list[str]:
     """Ray unpacks the working folder of a job under a name of its own, and makes room there when it needs some."""
     path = Path("runs" if config.run.dir == "auto" else config.run.dir).absolute()
     if not any(part.startswith("_ray_pkg_") for part in path.parts):
@@ -129,13 +129,15 @@ def component_mistakes(config: RunConfig, *, unused: Sequence[str] = ()) -> Iter
 
 def _missing_targets(config: RunConfig, unused: Sequence[str]) -> Iterator[str]:
     if "data" not in unused:
-        yield from _untold(config, "data", config.data, "rewards", config.rewards)
+        yield from _missing_targets_of(config, "data", config.data, "rewards", config.rewards)
     for index, set_ in enumerate(config.eval if "eval" not in unused else ()):
         own = f"eval.{index}.rewards" if set_.rewards else "rewards"
-        yield from _untold(config, f"eval.{index}.data", set_.data, own, set_.rewards or config.rewards)
+        yield from _missing_targets_of(config, f"eval.{index}.data", set_.data, own, set_.rewards or config.rewards)
 
 
-def _untold(config: RunConfig, at: str, data: DataSource, where: str, rewards: Sequence[Reward]) -> Iterator[str]:
+def _missing_targets_of(
+    config: RunConfig, at: str, data: DataSource, where: str, rewards: Sequence[Reward]
+) -> Iterator[str]:
     """Rewards that compare with targets, for prompts that have none."""
     names = reward_names(rewards)
     for setting, profile in data.without_targets(at):

@@ -1,4 +1,4 @@
-"""A prompt that trainer and engine must agree on before anything that a new version has sampled is trained on."""
+"""Compares log-probabilities of trainer and engine on one prompt before a new version is trained on."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Canary:
         return {"sync/canary_difference": difference}
 
     async def close(self) -> None:
-        """Forget what was asked."""
+        """Cancel the open request."""
         if self._asked is not None:
             self._asked[1].cancel()
             await asyncio.gather(self._asked[1], return_exceptions=True)

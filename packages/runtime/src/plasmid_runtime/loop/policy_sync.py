@@ -127,7 +127,7 @@ class PolicySync:
         return self.devices.take_seconds()
 
     async def close(self) -> None:
-        """Forget what the canary was asked."""
+        """Cancel the canary's open request."""
         if self.canary is not None:
             await self.canary.close()
 

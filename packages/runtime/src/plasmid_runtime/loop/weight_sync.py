@@ -1,4 +1,4 @@
-"""Moving a policy version from the trainer to the engine, and not going on before both agree on what was moved."""
+"""Sends one policy version from the trainer to the engine and compares both receipts."""
 
 from __future__ import annotations
 

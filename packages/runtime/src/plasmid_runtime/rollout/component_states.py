@@ -1,4 +1,4 @@
-"""What rewards, filters and workflows remember, in checkpoints: each worker process saves and takes up its own part."""
+"""States of rewards, filters and workflows in checkpoints: each worker process saves and restores its own."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ComponentStates:
         await asyncio.to_thread(path.write_text, self._marked, encoding="utf-8")
 
     async def restore(self, paths: Sequence[Path]) -> None:
-        """Take up what one or several processes had saved. Raises `CheckpointError`."""
+        """Restore what one or several processes saved. Raises `CheckpointError`."""
         try:
             saved: list[Mapping[str, Any]] = [read_json(path) for path in paths]
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Judging in the order of the draws, however long the rollouts take."""
+"""A lock that is acquired in the order of the draws, however long the rollouts take."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from contextlib import asynccontextmanager
 
 
 class OrderedLock:
-    """Lets jobs in one by one, each after the one that was dealt out before it. Jobs without one come as they come."""
+    """Admits one job at a time, each after its predecessor; jobs without a predecessor in any order."""
 
     def __init__(self) -> None:
         self._ended: set[str] = set()
-        """Jobs that have ended and whose successor has not come yet."""
+        """Jobs that have released the lock and whose successor has not asked for it yet."""
         self._waiting: dict[str, asyncio.Event] = {}
         self._one = asyncio.Lock()
 
     @asynccontextmanager
     async def hold(self, name: str, *, after: str) -> AsyncIterator[None]:
-        """The turn of the job ``name``, which comes when the job ``after`` has ended; at once if that is empty."""
+        """Hold the lock for the job ``name`` once the job ``after`` has released it; at once if that is empty."""
         if after and after not in self._ended:
             await self._waiting.setdefault(after, asyncio.Event()).wait()
         self._ended.discard(after)

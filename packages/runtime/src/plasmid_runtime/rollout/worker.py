@@ -133,7 +133,7 @@ class RolloutWorker:
         await self._states.save(path)
 
     async def restore(self, paths: Sequence[Path]) -> None:
-        """Take up what these files hold."""
+        """Restore what these files hold."""
         await self._states.restore(paths)
 
     async def roll_out(self, job: Job) -> GroupRef:

@@ -48,18 +48,18 @@ class WorkerPool:
         await call(self.actors[0], WRITE_S, RolloutWorker.write, path, refs, step, dropped)
 
     async def mark(self) -> None:
-        """What components remember now is what the next `save` writes."""
+        """Mark the present states of components as those that the next `save` writes."""
         await together(call(actor, WRITE_S, RolloutWorker.mark) for actor in self.actors)
 
     async def save(self, folder: Path) -> None:
-        """Write what the components of each process remember, one file each."""
+        """Write the marked states of each process's components, one file each."""
         folder.mkdir()
         files = [folder / f"{index}.json" for index in range(len(self.actors))]
         given = zip(self.actors, files, strict=True)
         await together(call(actor, WRITE_S, RolloutWorker.save, file) for actor, file in given)
 
     async def restore(self, folder: Path) -> None:
-        """Take it up. What process j of then remembered goes to process j modulo the number of processes now."""
+        """Restore the states. Those of process j then go to process j modulo the number of processes now."""
         then = len(list(folder.glob("*.json")))
         shares = [[folder / f"{j}.json" for j in range(i, then, len(self.actors))] for i in range(len(self.actors))]
         given = [(actor, files) for actor, files in zip(self.actors, shares, strict=True) if files]
