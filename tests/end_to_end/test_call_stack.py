@@ -13,7 +13,7 @@ from plasmid_cli.main import cli
 from plasmid_runtime.cluster.local import LocalActor, LocalCluster
 
 PACKAGES = Path(__file__).parents[2] / "packages"
-MOST_FILES = 15
+MOST_FILES = 14
 
 
 def awaited(coroutine):
