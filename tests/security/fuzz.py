@@ -230,12 +230,12 @@ class Host:
             import_module(module)
         self.examples = target.examples()
 
-    def run(self, count: int, until: float, told) -> dict:
+    def run(self, count: int, until: float, report) -> dict:
         """Check inputs 0 to ``count``, or fewer when the time is over; the examples in any case."""
         began, at, cpu = time.monotonic(), 0, resource.getrusage(resource.RUSAGE_CHILDREN)
         while at < count and (at < len(self.examples) or time.monotonic() < until):
             end = min(count, at + BATCH)
-            at = self._fork(map(self._numbered, range(at, end)), at, end, until, told)
+            at = self._fork(map(self._numbered, range(at, end)), at, end, until, report)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = {"inputs": at, "accepted": int(self._shared[ACCEPTED]), "refused": int(self._shared[REFUSED])}
         return done | {
@@ -256,7 +256,7 @@ class Host:
         self._fork(iter([(0, data, False)]), 0, 1, float("inf"), lambda at: None)
         return self.findings
 
-    def _fork(self, inputs, at: int, end: int, until: float, told) -> int:
+    def _fork(self, inputs, at: int, end: int, until: float, report) -> int:
         """Check inputs in one process; gives the number of the first that was not checked."""
         self._shared[INDEX] = -2
         pid = os.fork()
@@ -271,7 +271,7 @@ class Host:
         forked, why = time.monotonic(), ""
         while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
             index, now = int(self._shared[INDEX]), time.monotonic()
-            told(max(at, index))
+            report(max(at, index))
             if index < 0:
                 why = "the target does not get ready" if now - forked > SETUP_S else ""
             elif cpu_of(pid) - self._shared[CPU] > 2 * self.target.cpu_s or now - self._shared[WALL] > WALL_S:
@@ -348,26 +348,26 @@ def fuzz_target(name: str, target: Target, count: int, seed: int, failures: Path
             os._exit(code)
     os.close(theirs)
     with os.fdopen(ours) as file:
-        told = file.read()
+        result = file.read()
     os.waitpid(pid, 0)
-    if not told:
+    if not result:
         finding = {"kind": "cannot be fuzzed", "text": "", "count": 1, "saved": []}
         return {**dict.fromkeys((*COLUMNS, "cpu_seconds"), 0), "failures": 1, "findings": [finding]}
-    return json.loads(told)
+    return json.loads(result)
 
 
 def progress(name: str, count: int, host: Host):
     """Shows how far a target is, on a terminal."""
     last = 0.0
 
-    def told(at: int) -> None:
+    def report(at: int) -> None:
         nonlocal last
         if sys.stderr.isatty() and time.monotonic() - last > 0.3:
             last = time.monotonic()
             sys.stderr.write(f"\r{name:20} {at:>7,} of {count:,}, {len(host.findings)} failures \x1b[K")
             sys.stderr.flush()
 
-    return told
+    return report
 
 
 COLUMNS = ("inputs", "accepted", "refused", "failures", "seconds", "slowest_cpu_s", "peak_mib")
@@ -404,6 +404,8 @@ def main(argv: list[str] | None = None, targets: dict[str, Target] = TARGETS) ->
     given = parser.parse_args(argv)
     if given.replay:
         return replay(given.target[0], given.replay.absolute())
+    if given.out:
+        given.out.open("a").close()  # a path that cannot be written fails now, not after the run
     seed = int.from_bytes(os.urandom(4)) if given.seed is None else given.seed
     chosen = {name: target for name, target in targets.items() if not given.target or name in given.target}
     shares = sum(target.share for target in chosen.values())

@@ -1,4 +1,4 @@
-"""Attacks on what a run listens to, by processes that know nothing of it but its ports."""
+"""Attacks on what a run listens to, by processes that know only its ports."""
 
 import http.client
 import json
@@ -39,11 +39,11 @@ bucket_bytes = 4096
 router = true
 server_args = {{ max_total_tokens = 4096 }}
 """
-"""Small buckets, so that a weight sync takes long enough to be attacked."""
+"""Small buckets make a weight sync take long enough to be attacked."""
 CONNECT_S = 5
-SAYS_NOTHING_S = 2
+SILENCE_S = 2
 HELLO = 32
-"""Bytes of the random number by which the control channel of weight syncs greets."""
+"""Bytes of the random number by which the control channel of weight syncs sends_greeting."""
 OPEN = ("/health", "/metrics", "/ready")
 """Prefixes of the paths of SGLang's servers that report only the server's health."""
 ROUTER_PATHS = """
@@ -91,7 +91,7 @@ ROUTER_STATUS_PATHS = (
 """Paths of the router that need no key."""
 
 
-def at_once(function, targets):
+def run_parallel(function, targets):
     """Results, by target."""
     targets = list(targets)
     with ThreadPoolExecutor(32) as pool:
@@ -106,7 +106,7 @@ def is_store(host, port):
     validate, ping, nonce = struct.pack("=BI", 0, 0x3C85F7CE), b"\x0d", secrets.token_bytes(4)
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
-            sock.settimeout(SAYS_NOTHING_S)
+            sock.settimeout(SILENCE_S)
             sock.sendall(validate + ping + nonce)
             return sock.recv(4, socket.MSG_WAITALL) == nonce
     except OSError:
@@ -120,7 +120,7 @@ def outer_addresses():
 
 def stores(run):
     ports = {port for _, port in run.ports()}
-    found = at_once(is_store, [(host, port) for port in ports for host in outer_addresses()])
+    found = run_parallel(is_store, [(host, port) for port in ports for host in outer_addresses()])
     return sorted(target for target, is_one in found.items() if is_one)
 
 
@@ -159,18 +159,18 @@ def status(host, port, method, path, headers=()):
         connection.close()
 
 
-def greets(host, port):
-    """True if who listens there says the first words of the control channel."""
+def sends_greeting(host, port):
+    """True if the listener sends the greeting of the control channel."""
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
-            sock.settimeout(SAYS_NOTHING_S)
+            sock.settimeout(SILENCE_S)
             return len(sock.recv(2 * HELLO)) == HELLO
     except OSError:
         return False
 
 
-def comes_of(host, port, said):
-    """What the control channel says after its greeting to one who says this."""
+def reply_to(host, port, said):
+    """First byte that the control channel sends after its greeting to a client that sends this; empty if it closes."""
     with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
         assert len(sock.recv(HELLO, socket.MSG_WAITALL)) == HELLO
         sock.settimeout(20)
@@ -182,7 +182,7 @@ def comes_of(host, port, said):
 
 
 class Recorder(threading.Thread):
-    """What clients say on the loopback: the first bytes of each TCP connection. Only root can listen so."""
+    """Records the first bytes of each TCP connection on the loopback. Needs root."""
 
     LIMIT = 1 << 20
 
@@ -206,7 +206,7 @@ class Recorder(threading.Thread):
 
 
 class Attacked:
-    """A run with SGLang's servers, and what a stranger and the user of the run can find out about it."""
+    """A run with SGLang servers: its ports, and the keys that its user can read."""
 
     def __init__(self, run, recorder):
         self.run, self.recorder = run, recorder
@@ -219,7 +219,9 @@ class Attacked:
     def servers(self):
         """[(host, port), list of "METHOD path"] of SGLang's servers, which list their paths to who has the key."""
         headers = [(("Authorization", f"Bearer {key}"),) for key in ["", *self.keys]]
-        listed = at_once(status, [(*place, "GET", "/openapi.json", one) for place in self.places for one in headers])
+        listed = run_parallel(
+            status, [(*place, "GET", "/openapi.json", one) for place in self.places for one in headers]
+        )
         for target, answer in listed.items():
             if answer is not None and answer[0] == 200 and answer[1].startswith(b"{"):
                 paths = json.loads(answer[1])["paths"]
@@ -282,12 +284,12 @@ def test_no_port_of_a_run_with_sglang_is_a_store_that_strangers_can_read(attacke
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_stranger_cannot_forge_messages_of_weight_syncs(attacked):
-    channels = [place for place, found in at_once(greets, attacked.places).items() if found]
+    channels = [place for place, found in run_parallel(sends_greeting, attacked.places).items() if found]
     assert channels, "no channel asks who connects"
     message = b'{"operation": "put", "queue": "x"}\n{}'
     frame = len(message).to_bytes(4, "big") + secrets.token_bytes(HELLO) + message
     for said in (secrets.token_bytes(2 * HELLO) + frame, frame * 3, bytes(2 * HELLO) + frame):
-        assert {comes_of(*place, said) for place in channels} == {b""}
+        assert {reply_to(*place, said) for place in channels} == {b""}
     attacked.run.train_more()
 
 
@@ -296,13 +298,13 @@ def test_a_stranger_cannot_forge_messages_of_weight_syncs(attacked):
 def test_a_peer_cannot_replay_recorded_messages_of_weight_syncs(attacked):
     if attacked.recorder is None:
         pytest.skip("only root can record what others say")
-    channels = [place for place, found in at_once(greets, attacked.places).items() if found]
+    channels = [place for place, found in run_parallel(sends_greeting, attacked.places).items() if found]
     assert channels, "no channel asks who connects"
     recorded = dict(attacked.recorder.said)
     for host, port in channels:
         conversations = [said for (_, to), said in recorded.items() if to == port and len(said) > 4 * HELLO]
         assert len(conversations) >= 2
-        assert {comes_of(host, port, said) for said in conversations} == {b""}
+        assert {reply_to(host, port, said) for said in conversations} == {b""}
     attacked.run.train_more()
 
 
@@ -319,7 +321,7 @@ def test_a_stranger_cannot_call_the_servers_of_a_run(attacked):
         calls = [tuple(path.replace("{", "").replace("}", "").split(" ")) for path in paths]
         calls = [(method, path) for method, path in calls if not path.startswith(OPEN)]
         assert len(calls) > 30 and ("POST", "/update_weights_from_tensor") in calls
-        answers = at_once(status, [(*place, *call, given) for call in calls for given in ((), wrong, disguised)])
+        answers = run_parallel(status, [(*place, *call, given) for call in calls for given in ((), wrong, disguised)])
         assert {call: got for call, got in answers.items() if got is None or got[0] not in (401, 403)} == {}
         assert (status(*place, "GET", "/v1/realtime", upgrade) or (0,))[0] != 101
     attacked.run.train_more()
@@ -332,7 +334,7 @@ def test_a_stranger_cannot_call_the_router_of_a_run(attacked):
     calls = [tuple(line.split()) for line in ROUTER_PATHS.split("\n") if line]
     wrong = (("Authorization", f"Bearer {secrets.token_urlsafe(32)}"),)
     disguised = (("Host", "localhost/health?"),)
-    answers = at_once(status, [(*place, *call, given) for call in calls for given in ((), wrong, disguised)])
+    answers = run_parallel(status, [(*place, *call, given) for call in calls for given in ((), wrong, disguised)])
     assert {call: got for call, got in answers.items() if got is None or got[0] not in (401, 403, 404)} == {}
     right = [(("Authorization", f"Bearer {key}"),) for key in attacked.keys]
     listed = [status(*place, "GET", "/workers", given) for given in right]
@@ -344,8 +346,8 @@ def test_a_stranger_cannot_call_the_router_of_a_run(attacked):
 @pytest.mark.timeout(1200)
 def test_what_a_router_publishes_holds_no_key_and_no_text(attacked):
     place, metrics = attacked.router()
-    answers = at_once(status, [(*place, "GET", path) for path in ROUTER_STATUS_PATHS])
-    answers |= at_once(status, [(*metrics, "GET", "/metrics"), (*metrics, "GET", "/")])
+    answers = run_parallel(status, [(*place, "GET", path) for path in ROUTER_STATUS_PATHS])
+    answers |= run_parallel(status, [(*metrics, "GET", "/metrics"), (*metrics, "GET", "/")])
     assert answers[*metrics, "GET", "/metrics"][0] == 200
     for call, got in answers.items():
         assert got is not None, call

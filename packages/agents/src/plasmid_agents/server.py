@@ -154,7 +154,7 @@ class AgentServer:
         try:
             while not (await asyncio.wait([turn], timeout=self._keep_alive_s))[0]:
                 await response.write(b": waiting for the policy\n\n")
-            for event in _told(wire, session, prepared, turn):
+            for event in _stream_events(wire, session, prepared, turn):
                 await response.write(event)
             await response.write_eof()
         finally:
@@ -179,7 +179,7 @@ class AgentServer:
         return web.json_response(_card(request.match_info["name"]))
 
 
-def _told(wire: Wire, session: Session, prepared: Prepared, turn: asyncio.Future[Reply]) -> Iterator[bytes]:
+def _stream_events(wire: Wire, session: Session, prepared: Prepared, turn: asyncio.Future[Reply]) -> Iterator[bytes]:
     try:
         yield from wire.events(prepared.request, turn.result())
     except Refused as error:

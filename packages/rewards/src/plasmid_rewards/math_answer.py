@@ -14,6 +14,7 @@ from pydantic import Field
 
 from .boxed_text import last_boxed, unboxed
 from .extras import needed
+from .fast_math import speed_up
 from .pooled import PooledReward
 from .quantity import compare_words, read_quantity, read_rational, tight, without_letter_unit
 from .targets import accepted
@@ -61,6 +62,7 @@ class Math(PooledReward):
         needed("math_verify", extra="math", kind=str(self.kind))
         # it says in every call that its own deadline is off; ours replaces it
         logging.getLogger("math_verify").setLevel(logging.ERROR)
+        speed_up()
         for text in SEEN_BEFORE:
             self._same(text, f"{text}+0")
         _parse.cache_clear()

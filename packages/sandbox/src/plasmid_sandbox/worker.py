@@ -123,7 +123,7 @@ def _prepared(work: Work, call: bytes) -> Any:
     try:
         work.prepare(given)
     except Exception as error:  # noqa: BLE001  boundary: users' code
-        return _Raised(_told(error))
+        return _Raised(_reason(error))
     return given
 
 
@@ -132,7 +132,7 @@ def _answers(work: Work, calls: list[Any], setup: dict[str, Any]) -> Iterator[by
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _leave(reading, setup["answers"])
+        _close_inherited(reading, setup["answers"])
         _answer(work, calls, writing, setup)
     os.close(writing)
     try:
@@ -167,7 +167,7 @@ def _receive(reading: int, child: int, setup: dict[str, Any]) -> tuple[bytes, bo
     return _encoded({"failed": failed}), False
 
 
-def _leave(*descriptors: int) -> None:
+def _close_inherited(*descriptors: int) -> None:
     """Close what the fork has of the worker: its input, its answers, and the other end of the pipe.
 
     The descriptors that remain are the fork's own pipe, and what the work has opened for itself.
@@ -205,7 +205,7 @@ def _result(work: Work, given: Any) -> bytes:
         return OUT_OF_MEMORY
     except Exception as error:  # noqa: BLE001  boundary: users' code
         fault = sample_fault(error)
-        return _encoded({"raised": _told(error)} if fault is None else {"failed": fault})
+        return _encoded({"raised": _reason(error)} if fault is None else {"failed": fault})
 
 
 def _encoded(result: dict[str, Any]) -> bytes:
@@ -215,7 +215,7 @@ def _encoded(result: dict[str, Any]) -> bytes:
         return json.dumps({"failed": f"the answer is no JSON: {one_line(error)}"}).encode()
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, PlasmidError) else f"raised {one_line(error)}"
 
 

@@ -52,13 +52,13 @@ def check(cls: type[M], data: Mapping[str, Any], where: str = "", *, without: It
             # a check of a whole table that lacks some of its keys would speak of what is not the user's mistake
             hidden = at[0] in ignored if at else bool(ignored)
             whole = in_union or e["type"] == "value_error"
-            if not hidden and not any(_told(place, at, whole) for place, _ in found):
+            if not hidden and not any(_explains(place, at, whole) for place, _ in found):
                 found.append((at, _mistyped(cls, at, known) if in_union else _explain(cls, e, at)))
     lines = tuple(dict.fromkeys(line for place, text in found for line in _lines(where, place, text)))
     return Checked(None if found else model, lines)
 
 
-def _told(place: Place, at: Place, whole: bool) -> bool:
+def _explains(place: Place, at: Place, whole: bool) -> bool:
     """True if what was found at ``place`` explains an error at ``at``, or if that is about all that stands there."""
     return at[: len(place)] == place or (whole and place[: len(at)] == at)
 

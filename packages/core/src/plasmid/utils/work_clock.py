@@ -82,11 +82,11 @@ def queued() -> Iterator[None]:
     try:
         yield
     finally:
-        place.leave()
+        place.release()
 
 
 class _Place:
-    """A place in a queue, from its making until `leave`."""
+    """A place in a queue, from its making until `release`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class _Place:
         for clock in self._clocks:
             clock.enter_queue()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         with self._lock:
             clocks, self._clocks = self._clocks, ()
         for clock in clocks:
@@ -108,15 +108,15 @@ class QueueingExecutor(ThreadPoolExecutor):
         place = _Place()
 
         def work() -> T:
-            place.leave()
+            place.release()
             return fn(*args, **kwargs)
 
         try:
             future = super().submit(work)
         except BaseException:
-            place.leave()
+            place.release()
             raise
-        future.add_done_callback(lambda _: place.leave())  # it was cancelled in the queue
+        future.add_done_callback(lambda _: place.release())  # it was cancelled in the queue
         return future
 
 
