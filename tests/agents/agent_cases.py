@@ -17,7 +17,7 @@ from plasmid_agents.server import AgentServer
 from plasmid_agents.session import Rules, Session
 from plasmid_models.testing import SPECIAL, make_tiny_model, make_tiny_tokenizer
 from plasmid_workflows.execution import Execution
-from plasmid_workflows.tool_calls import PARSERS
+from plasmid_workflows.tools.tool_calls import PARSERS
 
 END = 2
 """The token that ends a turn."""

@@ -21,7 +21,7 @@ from plasmid_agents import Agent
 from plasmid_agents.workflow import Format
 from plasmid_workflows.execution import execute
 from plasmid_workflows.testing import check_workflow
-from plasmid_workflows.tool_calls import PARSERS
+from plasmid_workflows.tools.tool_calls import PARSERS
 
 AGENTS = """
 import os, random, subprocess, sys, time, json, urllib.request

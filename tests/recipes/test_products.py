@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plasmid_workflows.kit.arithmetic import evaluate
-from plasmid_workflows.tool_calls import PARSERS
+from plasmid_workflows.tools.builtin.arithmetic import evaluate
+from plasmid_workflows.tools.tool_calls import PARSERS
 
 DATA = Path(__file__).parents[2] / "recipes" / "data"
 NAMES = ("products-train.jsonl", "products-test.jsonl")

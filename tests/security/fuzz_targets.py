@@ -317,7 +317,7 @@ def states() -> list[bytes]:
 
 
 def check_tool_calls(data: bytes) -> None:
-    from plasmid_workflows.tool_calls import PARSERS
+    from plasmid_workflows.tools.tool_calls import PARSERS
 
     text = mutations.decoded(data)
     for parse in PARSERS.values():
@@ -327,7 +327,7 @@ def check_tool_calls(data: bytes) -> None:
 
 
 def tool_calls() -> list[bytes]:
-    from plasmid_workflows.tool_calls import EXAMPLES
+    from plasmid_workflows.tools.tool_calls import EXAMPLES
 
     filled = [text.replace("VALUE", '{"a": [1, "x"]}') for text in EXAMPLES.values()]
     more = ("```tool_code\nf(x=-1, y=[1, {'a': 2}])\ng()\n```", '[TOOL_CALLS]f[CALL_ID]1[ARGS]{"x": 1}</s>')
@@ -690,7 +690,7 @@ TARGETS: dict[str, Target] = {
         examples=tool_calls,
         mutate=TEXT,
         opened=lambda: plain(check_tool_calls),
-        modules=("plasmid_workflows.tool_calls",),
+        modules=("plasmid_workflows.tools.tool_calls",),
     ),
     "boxes": Target(
         share=4000, examples=answers, mutate=TEXT, opened=lambda: plain(check_boxes), modules=("plasmid_rewards",)

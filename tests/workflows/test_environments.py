@@ -19,7 +19,7 @@ from plasmid.types.shared_groups import LocalStore, share
 from plasmid_workflows import EnvironmentReward, EnvironmentWorkflow
 from plasmid_workflows.environments import Calculator, Guess, Search
 from plasmid_workflows.execution import execute
-from plasmid_workflows.kit.arithmetic import evaluate
+from plasmid_workflows.tools.builtin.arithmetic import evaluate
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
 

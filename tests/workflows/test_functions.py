@@ -7,8 +7,8 @@ from plasmid.config.load import _pick
 from plasmid.plugins.registry import installed, load_plugins
 from plasmid_workflows import EnvironmentWorkflow, FunctionWorkflow, Tools
 from plasmid_workflows.execution import execute
-from plasmid_workflows.kit import CalculatorTool
 from plasmid_workflows.testing import check_workflow
+from plasmid_workflows.tools.builtin import CalculatorTool
 
 from tests.workflows.scripted import chat, coloured, rollout
 

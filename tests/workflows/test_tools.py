@@ -12,9 +12,9 @@ from plasmid.types import StopReason
 from plasmid_sandbox import Limits
 from plasmid_workflows import Tools
 from plasmid_workflows.execution import execute
-from plasmid_workflows.kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
-from plasmid_workflows.tool_calls import ToolCall
-from plasmid_workflows.toolset import Result, Toolset
+from plasmid_workflows.tools.builtin import CalculatorTool, FunctionTool, PythonTool, SearchTool
+from plasmid_workflows.tools.tool_calls import ToolCall
+from plasmid_workflows.tools.toolset import Result, Toolset
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
 

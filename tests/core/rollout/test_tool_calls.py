@@ -4,7 +4,7 @@ import random
 import string
 
 import pytest
-from plasmid_workflows.tool_calls import EXAMPLES, PARSERS
+from plasmid_workflows.tools.tool_calls import EXAMPLES, PARSERS
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}
 WRITTEN = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from plasmid.components import Rollout
 from plasmid.types import Completion, Ints, StopReason
-from plasmid_workflows.tool_calls import Parsed, Parser
+from plasmid_workflows.tools.tool_calls import Parsed, Parser
 
 from .chat import Call, ChatRequest, Finish, Reply
 

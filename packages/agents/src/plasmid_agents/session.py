@@ -10,7 +10,7 @@ from typing import Any, Literal
 from plasmid.components import Rollout
 from plasmid.types import Completion, Ints, Prompt, Sample, SamplingParams, StopReason
 from plasmid_workflows.execution import RolloutFailed
-from plasmid_workflows.tool_calls import Parser
+from plasmid_workflows.tools.tool_calls import Parser
 
 from .chat import ChatRequest, Problem, Refused, Reply
 from .replies import make_reply

@@ -15,7 +15,7 @@ from plasmid.types import Prompt, Sample
 from plasmid.utils.child_environment import child_environment
 from plasmid.utils.seeds import seed_of
 from plasmid_workflows.execution import RolloutFailed
-from plasmid_workflows.tool_calls import PARSERS
+from plasmid_workflows.tools.tool_calls import PARSERS
 from pydantic import Field, PrivateAttr
 
 from .launch import AgentFailed, FunctionHost, Result, Task, check_command, check_function, run_command

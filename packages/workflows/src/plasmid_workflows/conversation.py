@@ -16,7 +16,7 @@ from .transcript import Transcript
 
 
 class Conversation(Workflow):
-    """Base of workflows in which the policy speaks several times."""
+    """Base of workflows with several turns of the policy."""
 
     max_turns: int = Field(8, ge=1)
     """Turns of the policy in one sample; ``sampling.max_new_tokens`` is for each of them."""
@@ -27,7 +27,7 @@ class Conversation(Workflow):
     keep_past: bool = False
     """Go on where the chat template would drop words of earlier turns, such as reasoning; else the rollout fails."""
 
-    def begin(self, rollout: Rollout, transcript: Transcript) -> Talk:
+    def begin(self, rollout: Rollout, transcript: Transcript) -> ConversationState:
         """A conversation under these limits. Raises `ConfigError` or `DataError` if there is no room for a turn."""
         limit = rollout.max_length
         if isinstance(self.max_tokens, int):
@@ -42,11 +42,11 @@ class Conversation(Workflow):
                 f"the prompt has {transcript.num_tokens} tokens, which leaves no room for a turn in {limit}"
             )
         seconds = None if self.timeout_s == "run" else self.timeout_s
-        return Talk(rollout, transcript, max_turns=self.max_turns, max_tokens=limit, max_seconds=seconds)
+        return ConversationState(rollout, transcript, max_turns=self.max_turns, max_tokens=limit, max_seconds=seconds)
 
 
 @dataclass(slots=True, eq=False)
-class Talk:
+class ConversationState:
     """A conversation in progress, and what it has used up."""
 
     rollout: Rollout
@@ -58,20 +58,20 @@ class Talk:
     cut_by: str = ""
     """The limit that ended the conversation; empty if none did."""
     messages: list[Message] = field(default_factory=list)
-    """What was said after the prompt."""
+    """Messages after the prompt."""
     started: float = field(default_factory=time.monotonic)
 
-    async def turn(self) -> str | None:
-        """What the policy says next; None if a limit is reached."""
+    async def next_turn(self) -> str | None:
+        """Generate the next turn and return its text; None if a limit is reached."""
         if self.is_over():
             return None
         left = None if self.max_tokens is None else self.max_tokens - self.transcript.num_tokens
         completion = await self.rollout.generate(self.transcript.token_ids, max_new_tokens=left)
         self.turns += 1
         self.transcript.append(completion)
-        said = self.transcript.said()
-        self.messages.append({"role": "assistant", "content": said})
-        return said
+        text = self.transcript.turn_text()
+        self.messages.append({"role": "assistant", "content": text})
+        return text
 
     @property
     def was_cut(self) -> bool:
@@ -79,7 +79,7 @@ class Talk:
         last = self.transcript.parts[-1] if self.transcript.parts else None
         return getattr(last, "stop_reason", None) is StopReason.LENGTH
 
-    def tell(self, messages: Sequence[Message]) -> None:
+    def add_messages(self, messages: Sequence[Message]) -> None:
         """Put messages behind the policy's turn."""
         self.transcript.add(messages)
         self.messages += messages

@@ -60,20 +60,20 @@ class EnvironmentWorkflow(Conversation):
         try:
             return [await self._play(rollout, prompt, episode)]
         finally:
-            await self._ask("close", episode.close)
+            await self._call_environment("close", episode.close)
 
     async def _play(self, rollout: Rollout, prompt: Prompt, episode: Episode) -> Sample:
-        first = await self._ask("reset", episode.reset, rollout.group_seed, prompt)
-        talk = self.begin(rollout, self._opening(rollout, prompt, first))
-        said: list[str] = []
-        gained = Gained()
-        while not gained.done and (action := await talk.turn()) is not None:
-            said.append(action)
-            step = await self._ask("step", episode.step, action)
-            gained.add(step)
-            if not step.done and not talk.is_over():
-                talk.tell([self._message(step.observation)])
-        return talk.sample(prompt, "\n".join(said), **{KEY: gained.metadata()})
+        first = await self._call_environment("reset", episode.reset, rollout.group_seed, prompt)
+        state = self.begin(rollout, self._opening(rollout, prompt, first))
+        actions: list[str] = []
+        rewards = EpisodeRewards()
+        while not rewards.done and (action := await state.next_turn()) is not None:
+            actions.append(action)
+            step = await self._call_environment("step", episode.step, action)
+            rewards.add(step)
+            if not step.done and not state.is_over():
+                state.add_messages([self._message(step.observation)])
+        return state.sample(prompt, "\n".join(actions), **{KEY: rewards.metadata()})
 
     def _opening(self, rollout: Rollout, prompt: Prompt, first: str) -> Transcript:
         """The prompt, and the first observation behind it if there is one."""
@@ -97,11 +97,11 @@ class EnvironmentWorkflow(Conversation):
             "content": self.observation_format.replace("{observation}", observation),
         }
 
-    async def _ask(self, what: str, method: Callable[..., Any], *given: Any) -> Any:
+    async def _call_environment(self, what: str, method: Callable[..., Any], *given: Any) -> Any:
         """Call the environment, away from the event loop if it is not async. Raises `RolloutFailed`."""
         where = f"environment {type(self.environment).model_fields['kind'].default!r}: {what}"
         try:
-            call = method(*given) if inspect.iscoroutinefunction(method) else in_thread(method, *given)
+            call = method(*given) if inspect.iscoroutinefunction(method) else run_in_thread(method, *given)
             return await asyncio.wait_for(call, self.step_timeout_s)
         except TimeoutError:
             raise RolloutFailed(f"{where} did not end within step_timeout_s = {self.step_timeout_s:g}") from None
@@ -110,7 +110,7 @@ class EnvironmentWorkflow(Conversation):
 
 
 @dataclass(slots=True)
-class Gained:
+class EpisodeRewards:
     """Rewards so far."""
 
     rewards: list[float] = field(default_factory=list)
@@ -125,16 +125,16 @@ class Gained:
         self.done, self.info = step.done, {**self.info, **step.info}
 
     def metadata(self) -> dict[str, Any]:
-        """What the sample remembers."""
+        """For the metadata of the sample."""
         return {"reward": sum(self.rewards), "rewards": self.rewards, "done": self.done, **self.info}
 
 
-def in_thread(function: Callable[..., T], *given: Any) -> asyncio.Future[T]:
+def run_in_thread(function: Callable[..., T], *given: Any) -> asyncio.Future[T]:
     """Call a function in a thread of its own: one that hangs holds up no other, and not the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def set_outcome(result: T | None, error: BaseException | None) -> None:
         if future.done():
             return
         if error is not None:
@@ -146,10 +146,10 @@ def in_thread(function: Callable[..., T], *given: Any) -> asyncio.Future[T]:
         result, failed = None, None
         try:
             result = function(*given)
-        except Exception as error:  # noqa: BLE001  boundary: handed over to whom awaits
+        except Exception as error:  # noqa: BLE001  boundary: raised where it is awaited
             failed = error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failed)
+            loop.call_soon_threadsafe(set_outcome, result, failed)
 
     threading.Thread(target=work, name="environment", daemon=True).start()
     return future

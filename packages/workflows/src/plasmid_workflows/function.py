@@ -11,7 +11,7 @@ from plasmid.types import Prompt, Sample
 from pydantic import Field
 
 from .execution import RolloutFailed
-from .signatures import named
+from .tools.signatures import import_function
 
 
 class FunctionWorkflow(Workflow):
@@ -29,7 +29,7 @@ class FunctionWorkflow(Workflow):
 
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
-        function = named(self.function)
+        function = import_function(self.function)
         if not inspect.iscoroutinefunction(function):
             yield f"function: {self.function} must be async: `async def {function.__name__}(rollout, prompt)`"
         try:
@@ -38,7 +38,7 @@ class FunctionWorkflow(Workflow):
             yield f"settings: {self.function} is called with (rollout, prompt) and {sorted(self.settings)}: {error}"
 
     async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
-        made = await named(self.function)(rollout, prompt, **self.settings)
+        made = await import_function(self.function)(rollout, prompt, **self.settings)
         samples = [made] if isinstance(made, Sample) else made
         if not isinstance(samples, list | tuple) or not all(isinstance(sample, Sample) for sample in samples):
             raise RolloutFailed(f"{self.function} must return a Sample or a list of them, got {made!r:.200}")

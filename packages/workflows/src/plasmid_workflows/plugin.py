@@ -7,8 +7,8 @@ from plasmid.plugins.hookspecs import hookimpl
 
 from . import EnvironmentReward, EnvironmentWorkflow, FunctionWorkflow, Tools
 from .environments import Calculator, Guess, Search
-from .kit import CalculatorTool, FunctionTool, PythonTool, SearchTool
 from .single_turn import SingleTurn
+from .tools.builtin import CalculatorTool, FunctionTool, PythonTool, SearchTool
 
 
 @hookimpl

@@ -94,7 +94,7 @@ class Transcript:
     def token_ids(self) -> Ints:
         """[L] everything so far: what the policy is to continue."""
         parts = [part.token_ids if isinstance(part, Completion) else part for part in self.parts]
-        return _joined([self.opening, *parts])
+        return _concatenate([self.opening, *parts])
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +107,7 @@ class Transcript:
         self.parts.append(completion)
         self._turn.append(completion)
 
-    def said(self, *, keep_special: bool = False) -> str:
+    def turn_text(self, *, keep_special: bool = False) -> str:
         """Text of the policy's turn that is not followed by anything yet."""
         return self._chat.decode(self._turn_ids(), keep_special=keep_special)
 
@@ -120,9 +120,9 @@ class Transcript:
         if not self._turn:
             raise ValueError("messages follow a turn of the policy: append a completion first")
         if self._messages:
-            said = self.said()
-            ids = self._following(said, messages)
-            self._history += [{"role": "assistant", "content": said}, *messages]
+            text_of_turn = self.turn_text()
+            ids = self._tokens_after(text_of_turn, messages)
+            self._history += [{"role": "assistant", "content": text_of_turn}, *messages]
         else:
             text = "".join(str(message.get("content", "")) for message in messages)
             ids = self._chat.encode(text, allow_special=self._allow_special)
@@ -139,27 +139,27 @@ class Transcript:
         return rollout.sample(replace(prompt, token_ids=self.opening), parts, **fields)
 
     def _turn_ids(self) -> Ints:
-        return _joined([part.token_ids for part in self._turn])
+        return _concatenate([part.token_ids for part in self._turn])
 
-    def _following(self, said: str, messages: Sequence[Message]) -> Ints:
+    def _tokens_after(self, text_of_turn: str, messages: Sequence[Message]) -> Ints:
         """What the template puts behind the last turn, new messages and generation prompt included."""
-        past, last = self._past(said)
+        past, last = self._past(text_of_turn)
         try:
             whole = self._render([*past, {**last, "content": last["content"] + MARK}, *messages])
         except DataError:
             if messages[0].get("role") != "tool":
                 raise
-            return self._following_call(messages)
+            return self._tokens_after_call(messages)
         before, mark, after = whole.partition(MARK)
         if not mark or MARK in after:
             raise TemplateError(
                 "the chat template does not show an assistant's message once, so that what follows it cannot be found; "
                 "set model.chat_template to one that does"
             )
-        self._check_past(before, said, messages)
+        self._check_past(before, text_of_turn, messages)
         if self._shows(past, last, messages):
-            return self._closed(self._chat.encode(after))
-        return self._following_call(messages)
+            return self._without_own_end(self._chat.encode(after))
+        return self._tokens_after_call(messages)
 
     def _shows(self, past: Sequence[Message], last: Message, messages: Sequence[Message]) -> bool:
         """True if the template renders the new messages; some leave out results of calls that they have not seen."""
@@ -167,16 +167,16 @@ class Transcript:
         shown = self._render([*past, last, *marked])
         return all(str(m["content"]) in shown for m in marked)
 
-    def _past(self, said: str) -> tuple[list[Message], dict[str, Any]]:
+    def _past(self, text_of_turn: str) -> tuple[list[Message], dict[str, Any]]:
         """All messages before the last turn, and the last turn."""
         conversation = [*self._messages, *self._history]
         if not self._history and self._template.get("continue_final_message"):
             first = dict(conversation.pop())
-            return conversation, {**first, "content": str(first.get("content", "")) + said}
-        return conversation, {"role": "assistant", "content": said}
+            return conversation, {**first, "content": str(first.get("content", "")) + text_of_turn}
+        return conversation, {"role": "assistant", "content": text_of_turn}
 
-    def _following_call(self, messages: Sequence[Message]) -> Ints:
-        """As `_following`, for templates that take a tool's message only behind a call: what a call is followed by."""
+    def _tokens_after_call(self, messages: Sequence[Message]) -> Ints:
+        """As `_tokens_after`, for templates that take a tool's message only behind a call: what follows a call."""
         call = _call(messages[0])
         with_call = self._render([*self._messages, call], ends=False)
         followed = self._render([*self._messages, call, *messages])
@@ -188,9 +188,9 @@ class Transcript:
         space = with_call[len(with_call.rstrip()) :]
         rest = self._chat.encode(space + followed[len(with_call) :])
         was_ended = self._turn[-1].stop_reason is StopReason.STOP and self._is_special(self._turn_ids()[-1:])
-        return rest if was_ended else _joined([self._end(), rest])
+        return rest if was_ended else _concatenate([self._end(), rest])
 
-    def _check_past(self, before: str, said: str, messages: Sequence[Message]) -> None:
+    def _check_past(self, before: str, text_of_turn: str, messages: Sequence[Message]) -> None:
         """Compare the past as rendered now with what the policy has seen and drawn."""
         if self._keep_past:
             return
@@ -203,8 +203,8 @@ class Transcript:
                 f"the chat template renders the first messages in another way once one of {who} follows; {way_out}"
             )
         drawn = [str(m["content"]) for m in self._history if m.get("role") == "assistant"]
-        rest = _squashed(before)
-        for text in map(_squashed, [*drawn, said]):
+        rest = _without_spaces(before)
+        for text in map(_without_spaces, [*drawn, text_of_turn]):
             _, found, rest = rest.partition(text) if text else ("", "-", rest)
             if not found:
                 raise TemplateError(
@@ -212,7 +212,7 @@ class Transcript:
                     f"of {who} follows; {way_out}"
                 )
 
-    def _closed(self, ids: Ints) -> Ints:
+    def _without_own_end(self, ids: Ints) -> Ints:
         """Leave out the end of turn that the policy drew itself; templates' ends are for turns that were cut off."""
         drawn = self._turn_ids()
         if not len(drawn) or not len(ids) or self._turn[-1].stop_reason is not StopReason.STOP:
@@ -243,10 +243,10 @@ def _call(result: Message) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _joined(parts: Sequence[Ints]) -> Ints:
+def _concatenate(parts: Sequence[Ints]) -> Ints:
     tokens: Ints = np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
     return tokens
 
 
-def _squashed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(unescape(text).split())

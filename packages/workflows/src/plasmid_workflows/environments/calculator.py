@@ -7,7 +7,7 @@ from typing import Literal
 from plasmid.components.interaction import Environment, Episode, Step
 from plasmid.types import Prompt
 
-from ..kit.arithmetic import evaluate
+from ..tools.builtin.arithmetic import evaluate
 from .answers import command, is_right
 
 
@@ -17,10 +17,10 @@ class Calculator(Environment):
     kind: Literal["calculator"] = "calculator"
 
     def episode(self) -> Episode:
-        return Desk()
+        return CalculatorEpisode()
 
 
-class Desk:
+class CalculatorEpisode:
     """One question."""
 
     def reset(self, seed: int, prompt: Prompt) -> str:

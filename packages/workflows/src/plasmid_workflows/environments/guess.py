@@ -26,10 +26,10 @@ class Guess(Environment):
     """Begin by saying where the numbers end; otherwise the prompt says what there is to say."""
 
     def episode(self) -> Episode:
-        return Game(self)
+        return GuessEpisode(self)
 
 
-class Game:
+class GuessEpisode:
     """One number."""
 
     def __init__(self, rules: Guess) -> None:

@@ -9,8 +9,8 @@ from plasmid.settings.trust import INERT
 from plasmid.types import Prompt
 from pydantic import Field, field_validator
 
-from ..kit.corpus import opened
-from ..kit.search import is_file, listed
+from ..tools.builtin.corpus import open_corpus
+from ..tools.builtin.search import format_hits, is_file
 from .answers import command, is_right
 
 
@@ -26,13 +26,13 @@ class Search(Environment):
     _is_file = field_validator("corpus")(is_file)
 
     async def open(self, context: Any) -> None:
-        opened(self.corpus)
+        open_corpus(self.corpus)
 
     def episode(self) -> Episode:
-        return Inquiry(self)
+        return SearchEpisode(self)
 
 
-class Inquiry:
+class SearchEpisode:
     """One question."""
 
     def __init__(self, settings: Search) -> None:
@@ -50,7 +50,9 @@ class Inquiry:
             return Step(reward=right, done=True, info={"answer": rest[:200], "searches": self._searches})
         if word == "search":
             self._searches += 1
-            return Step(observation=listed(opened(self._settings.corpus).search(rest, limit=self._settings.limit)))
+            return Step(
+                observation=format_hits(open_corpus(self._settings.corpus).search(rest, limit=self._settings.limit))
+            )
         return Step(observation="write search: or answer:")
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ SECTION = re.compile(r"^\s*(?:Args|Arguments|Parameters):\s*$(.*?)(?=^\s*\w+:\s*
 ARGUMENT = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
 
-def named(text: str) -> Callable[..., Any]:
+def import_function(text: str) -> Callable[..., Any]:
     """The function of a name. Raises `ValueError` if there is none."""
     try:
         return FunctionName.parse(text).load()
@@ -42,7 +42,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
     """A model of the function's arguments. Raises `ValueError` if they cannot be given by name."""
-    hints, told = get_type_hints(function, include_extras=True), _told(inspect.getdoc(function) or "")
+    hints, descriptions = (
+        get_type_hints(function, include_extras=True),
+        _argument_descriptions(inspect.getdoc(function) or ""),
+    )
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -50,11 +53,11 @@ def arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
         if name not in hints:
             raise ValueError(f"{name_of(function)}: argument {name!r} has no type; a policy has to know it")
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[name] = (hints[name], Field(default, description=told.get(name)))
+        fields[name] = (hints[name], Field(default, description=descriptions.get(name)))
     return create_model(name_of(function), __config__=ConfigDict(extra="forbid"), **fields)
 
 
-def checked(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def validate_arguments(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with the types that the function wants. Raises `ToolError` for those that it cannot take."""
     try:
         valid = model.model_validate(dict(arguments))
@@ -64,7 +67,7 @@ def checked(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, A
     return {name: getattr(valid, name) for name in model.model_fields}
 
 
-def _told(described: str) -> dict[str, str]:
+def _argument_descriptions(described: str) -> dict[str, str]:
     """What the docstring says of each argument."""
     section = SECTION.search(described)
     found = [ARGUMENT.match(line) for line in (section[1] if section else "").splitlines()]

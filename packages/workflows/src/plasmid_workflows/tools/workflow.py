@@ -17,11 +17,11 @@ from plasmid.types import Message, Prompt, Sample
 from plasmid_sandbox import Limits
 from pydantic import Field, PrivateAttr, SerializeAsAny, field_validator
 
+from ..conversation import Conversation, ConversationState
+from ..transcript import Transcript
 from . import signatures
-from .conversation import Conversation, Talk
 from .tool_calls import EXAMPLES, PARSERS
 from .toolset import Result, Toolset
-from .transcript import Transcript
 
 Format = Literal["hermes", "llama3", "mistral", "python", "qwen-xml"]
 
@@ -99,20 +99,20 @@ class Tools(Conversation):
         if self._toolset is None:
             raise ValueError("open the workflow first")
         transcript = self._transcript(rollout, prompt, self._toolset.schemas())
-        talk = self.begin(rollout, transcript)
+        state = self.begin(rollout, transcript)
         calls = failed = 0
         answer = ""
-        while (said := await talk.turn()) is not None:
-            answer = said
-            parsed = PARSERS[self.format](transcript.said(keep_special=True))
-            if talk.was_cut:
-                talk.cut_by = "max_new_tokens"
-            if talk.was_cut or not parsed.calls or talk.is_over():
+        while (text := await state.next_turn()) is not None:
+            answer = text
+            parsed = PARSERS[self.format](transcript.turn_text(keep_special=True))
+            if state.was_cut:
+                state.cut_by = "max_new_tokens"
+            if state.was_cut or not parsed.calls or state.is_over():
                 break
             results = await asyncio.gather(*(self._toolset.call(call) for call in parsed.calls))
-            talk.tell(self._told([call.name for call in parsed.calls], results, calls))
+            state.add_messages(self._result_messages([call.name for call in parsed.calls], results, calls))
             calls, failed = calls + len(results), failed + sum(result.is_error for result in results)
-        return [talk.sample(prompt, answer, calls=calls, failed_calls=failed)]
+        return [state.sample(prompt, answer, calls=calls, failed_calls=failed)]
 
     def _transcript(self, rollout: Rollout, prompt: Prompt, schemas: list[dict[str, Any]]) -> Transcript:
         if not prompt.messages:
@@ -123,7 +123,7 @@ class Tools(Conversation):
         messages = with_system(prompt.messages, description(schemas, self.format))
         return Transcript.of_messages(rollout, messages, template=prompt.template, keep_past=self.keep_past)
 
-    def _told(self, names: Sequence[str], results: Sequence[Result], calls: int) -> list[Message]:
+    def _result_messages(self, names: Sequence[str], results: Sequence[Result], calls: int) -> list[Message]:
         if self.result_role == "user":
             return [{"role": "user", "content": "\n".join(result.text for result in results)}]
         return [
@@ -146,4 +146,4 @@ def with_system(messages: Sequence[Message], text: str) -> list[Message]:
     return [{"role": "system", "content": text}, *messages]
 
 
-__all__ = ["Talk", "Tools", "description", "with_system"]
+__all__ = ["ConversationState", "Tools", "description", "with_system"]

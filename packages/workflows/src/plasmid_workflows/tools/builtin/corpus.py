@@ -50,7 +50,7 @@ class Corpus:
 
 
 @lru_cache(maxsize=8)
-def opened(path: str) -> Corpus:
+def open_corpus(path: str) -> Corpus:
     """The corpus of a file, read once in each process. Raises `DataError`."""
     return Corpus(Path(path))
 

@@ -32,7 +32,7 @@ class Toolset:
         self._tools = {signatures.name_of(tool.implementation()): tool for tool in tools}
         self._limits, self._max_chars = limits, max_chars
         isolated = tuple(tool for tool in tools if tool.isolated)
-        self._pool = WorkerPool(Calling(isolated), limits, workers=workers) if isolated else None
+        self._pool = WorkerPool(ToolWork(isolated), limits, workers=workers) if isolated else None
 
     def schemas(self) -> list[dict[str, Any]]:
         """What the policy is told of each tool."""
@@ -52,19 +52,19 @@ class Toolset:
             return Result(text=f"error: {call.error}", is_error=True)
         if call.name not in self._tools:
             return Result(text=f"error: there is no tool {call.name!r:.80}; there are {self._names()}", is_error=True)
-        answer = await self._ask(self._tools[call.name], call)
+        answer = await self._run(self._tools[call.name], call)
         if answer.failed is not None or not isinstance(answer.value, list) or len(answer.value) != 2:
             return Result(text=f"error: {answer.failed or 'the answer cannot be read'}", is_error=True)
         went_well, text = answer.value
-        return Result(text=self._shortened(str(text)), is_error=went_well is not True)
+        return Result(text=self._shorten(str(text)), is_error=went_well is not True)
 
-    async def _ask(self, tool: Tool, call: ToolCall) -> Answer:
+    async def _run(self, tool: Tool, call: ToolCall) -> Answer:
         if tool.isolated and self._pool is not None:
             try:
                 return await self._pool.call((call.name, dict(call.arguments)))
             except IsolationError as error:
                 return Answer(failed=str(error))
-        work = asyncio.to_thread(made, tool, call.arguments)
+        work = asyncio.to_thread(run_tool, tool, call.arguments)
         try:
             return Answer(value=await asyncio.wait_for(work, self._limits.timeout_s))
         except TimeoutError:
@@ -78,13 +78,13 @@ class Toolset:
     def _names(self) -> str:
         return ", ".join(self._tools)
 
-    def _shortened(self, text: str) -> str:
+    def _shorten(self, text: str) -> str:
         left = len(text) - self._max_chars
         return text if left <= 0 else f"{text[: self._max_chars]} ... ({left} characters left out)"
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
+class ToolWork:
     """What a worker process holds."""
 
     tools: tuple[Tool, ...]
@@ -100,16 +100,18 @@ class Calling:
     def answer(self, given: tuple[str, dict[str, Any]]) -> list[Any]:
         """Make one call."""
         name, arguments = given
-        return made(next(tool for tool in self.tools if signatures.name_of(tool.implementation()) == name), arguments)
+        return run_tool(
+            next(tool for tool in self.tools if signatures.name_of(tool.implementation()) == name), arguments
+        )
 
 
-def made(tool: Tool, arguments: Mapping[str, Any]) -> list[Any]:
-    """Whether the call went well, and its result or what it raised as text."""
+def run_tool(tool: Tool, arguments: Mapping[str, Any]) -> list[Any]:
+    """Run a tool; whether the call went well, and its result or what it raised as text."""
     function = tool.implementation()
     try:
-        result = function(**signatures.checked(signatures.arguments_of(function), arguments))
+        result = function(**signatures.validate_arguments(signatures.arguments_of(function), arguments))
         if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
+            result = asyncio.run(_await_result(result))
         return [True, result if isinstance(result, str) else json.dumps(result, default=str)]
     except ToolError as error:
         return [False, f"error: {error}"]
@@ -119,5 +121,5 @@ def made(tool: Tool, arguments: Mapping[str, Any]) -> list[Any]:
         return [False, f"error: {one_line(error)}"]
 
 
-async def _awaited(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     return await result

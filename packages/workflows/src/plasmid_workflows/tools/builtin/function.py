@@ -8,7 +8,7 @@ from typing import Any, Literal
 from plasmid.components.interaction import Tool
 from pydantic import field_validator
 
-from ..signatures import named, schema
+from ..signatures import import_function, schema
 
 
 class FunctionTool(Tool):
@@ -21,8 +21,8 @@ class FunctionTool(Tool):
     @field_validator("function")
     @classmethod
     def _can_be_called(cls, value: str) -> str:
-        schema(named(value))
+        schema(import_function(value))
         return value
 
     def implementation(self) -> Callable[..., Any]:
-        return named(self.function)
+        return import_function(self.function)

@@ -10,7 +10,7 @@ from plasmid.components.interaction import Tool
 from plasmid.settings.trust import INERT
 from pydantic import Field, field_validator
 
-from .corpus import Hit, opened
+from .corpus import Hit, open_corpus
 
 
 def is_file(path: str) -> str:
@@ -20,7 +20,7 @@ def is_file(path: str) -> str:
     return path
 
 
-def listed(hits: list[Hit]) -> str:
+def format_hits(hits: list[Hit]) -> str:
     """Documents as a policy reads them."""
     found = [
         f"{number}. {hit.title}: {hit.text}" if hit.title else f"{number}. {hit.text}"
@@ -41,7 +41,7 @@ class SearchTool(Tool):
     _is_file = field_validator("corpus")(is_file)
 
     def warm(self) -> None:
-        opened(self.corpus)
+        open_corpus(self.corpus)
 
     def implementation(self) -> Callable[..., Any]:
         return self.search
@@ -52,4 +52,4 @@ class SearchTool(Tool):
         Args:
             query: words that they should have
         """
-        return listed(opened(self.corpus).search(query, limit=self.limit))
+        return format_hits(open_corpus(self.corpus).search(query, limit=self.limit))

@@ -1,0 +1,5 @@
+"""The workflow with tools, what reads calls and schemas, and the tools that come with Plasmid."""
+
+from .workflow import Tools
+
+__all__ = ["Tools"]
