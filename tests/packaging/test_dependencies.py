@@ -1,0 +1,61 @@
+"""Every package asks for the packages of ours that it imports, and for no others."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECTS = {
+    next(p.name for p in (file.parent / "src").iterdir() if p.name.startswith("plasmid")): file
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+
+
+def distribution(module: str) -> str:
+    return "plasmid-core" if module == "plasmid" else module.replace("_", "-")
+
+
+def asked_for(package: str) -> set[str]:
+    project = tomllib.loads(PROJECTS[package].read_text())["project"]
+    names = {text.partition("==")[0].partition("[")[0] for text in project["dependencies"]}
+    return {name for name in names if name.startswith("plasmid-")}
+
+
+def imported(package: str) -> set[str]:
+    """Packages of ours that are imported when the code runs: what only type checkers read does not count."""
+    found = set()
+    for file in (PROJECTS[package].parent / "src").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                node.body.clear()
+        for node in ast.walk(tree):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module or ""]
+            found |= {module.partition(".")[0] for module in modules}
+    return {distribution(module) for module in found & set(PROJECTS) - {package}}
+
+
+def with_all_below(names: set[str]) -> set[str]:
+    found, todo = set(names), list(names)
+    while todo:
+        name = todo.pop()
+        (package,) = (p for p in PROJECTS if distribution(p) == name)
+        more = asked_for(package) - found
+        found |= more
+        todo += more
+    return found
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_a_package_asks_for_what_it_imports(package):
+    missing = imported(package) - with_all_below(asked_for(package))
+    assert not missing
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_a_package_asks_for_nothing_that_it_does_not_import(package):
+    assert asked_for(package) <= imported(package)
