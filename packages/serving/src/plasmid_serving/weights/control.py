@@ -228,7 +228,7 @@ class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         """Serve one connection until it ends."""
         try:
-            connection = _Connection.accept(self.request, self.server.key)
+            connection = _Connection(self.request, self.server.key, is_server=True)
         finally:
             self.server.handshakes.release()
         while True:
@@ -241,36 +241,27 @@ class _Handler(socketserver.BaseRequestHandler):
 class _Connection:
     """Authenticated frames: length in 4 bytes, HMAC-SHA256 in 32, body."""
 
-    def __init__(self, sock: socket.socket, key: bytes, *, sends: bytes, receives: bytes) -> None:
-        self._socket, self._key = sock, key
-        self._sends, self._receives = sends, receives
+    def __init__(self, sock: socket.socket, key: bytes, *, is_server: bool) -> None:
+        """Authenticate. The server speaks first, the client proves first that it knows the key.
+
+        Raises `ValueError` if the other end does not know the key, `OSError`, `EOFError`.
+        """
+        deadline, own = time.monotonic() + HANDSHAKE_S, secrets.token_bytes(BYTES)
+        _set_options(sock)
+        if is_server:
+            sock.sendall(own)
+            answer = _read(sock, 2 * BYTES, deadline)
+            session = _mac(key, own, answer[:BYTES])
+            _check(answer[BYTES:], _mac(session, b"client"))
+            sock.sendall(_mac(session, b"server"))
+        else:
+            session = _mac(key, _read(sock, BYTES, deadline), own)
+            sock.sendall(own + _mac(session, b"client"))
+            _check(_read(sock, BYTES, deadline), _mac(session, b"server"))
+        sock.settimeout(None if is_server else CONNECT_S)
+        self._socket, self._key = sock, session
+        self._sends, self._receives = (b"answer", b"request") if is_server else (b"request", b"answer")
         self._sent = self._received = 0
-
-    @classmethod
-    def accept(cls, sock: socket.socket, key: bytes) -> _Connection:
-        """The server's end. Raises `ValueError` if the client does not know the key, `OSError`, `EOFError`."""
-        deadline = time.monotonic() + HANDSHAKE_S
-        _set_options(sock)
-        nonce = secrets.token_bytes(BYTES)
-        sock.sendall(nonce)
-        answer = _read(sock, 2 * BYTES, deadline)
-        session = _mac(key, nonce, answer[:BYTES])
-        _check(answer[BYTES:], _mac(session, b"client"))
-        sock.sendall(_mac(session, b"server"))
-        sock.settimeout(None)
-        return cls(sock, session, sends=b"answer", receives=b"request")
-
-    @classmethod
-    def open(cls, sock: socket.socket, key: bytes) -> _Connection:
-        """The client's end. Raises `ValueError` if the server does not know the key, `OSError`, `EOFError`."""
-        deadline = time.monotonic() + HANDSHAKE_S
-        _set_options(sock)
-        own = secrets.token_bytes(BYTES)
-        session = _mac(key, _read(sock, BYTES, deadline), own)
-        sock.sendall(own + _mac(session, b"client"))
-        _check(_read(sock, BYTES, deadline), _mac(session, b"server"))
-        sock.settimeout(CONNECT_S)
-        return cls(sock, session, sends=b"request", receives=b"answer")
 
     def send(self, body: bytes) -> None:
         """Send one frame. Raises `OSError`."""
@@ -288,17 +279,13 @@ class _Connection:
         self._received += 1
         return body
 
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-
 
 def _connect(address: ControlAddress) -> _Connection:
     deadline = time.monotonic() + CONNECT_S
     while True:
         sock = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
         try:
-            return _Connection.open(sock, address.key)
+            return _Connection(sock, address.key, is_server=False)
         except (OSError, EOFError):  # too many handshakes at a time
             sock.close()
             if time.monotonic() > deadline:
