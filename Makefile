@@ -79,7 +79,7 @@ $(VENV)/.dev: $(VENV)/.runtime
 		>$(VENV)/dev.txt
 	@$(PIP) --requirement $(VENV)/dev.txt
 	@$(if $(GPU),,$(PIP) --no-deps --requirement requirements/sglang-cpu.txt)
-	@$(PIP) --no-deps --no-build-isolation -e packages/serving -e packages/rollout-sglang ./tests/environment/sglang_cpu
+	@$(PIP) --no-deps --no-build-isolation -e packages/rollout-sglang ./tests/environment/sglang_cpu
 	@$(PIP) --no-build-isolation $(DEV_PACKAGES:%=-e %)
 	@touch $@
 
