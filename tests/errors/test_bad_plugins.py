@@ -67,7 +67,7 @@ BAD = [
     ),
     (
         reward(kind='kind: Literal["number"] = "number"'),
-        "rewards: two components are named 'number': plasmid_rewards.number.Number of plugin 'rewards' and "
+        "rewards: two components are named 'number': plasmid_rewards.mathematics.number.Number of plugin 'rewards' and "
         "plasmid_plugin_p.A of plugin 'p.py'; rename one or set PLASMID_DISABLE_PLUGINS=rewards",
     ),
 ]
@@ -130,7 +130,7 @@ def test_an_installed_plugin_that_fails_to_import_is_named_and_can_be_disabled(r
 def test_two_installed_plugins_of_one_kind_are_named_and_either_can_be_disabled(rl, install, monkeypatch):
     install("testnumber", reward(kind='kind: Literal["number"] = "number"'))
     assert rl("train", "recipe.toml") == [
-        "rewards: two components are named 'number': plasmid_rewards.number.Number of plugin 'rewards' and "
+        "rewards: two components are named 'number': plasmid_rewards.mathematics.number.Number of plugin 'rewards' and "
         "plasmid_testnumber.A of plugin 'testnumber'; rename one or set PLASMID_DISABLE_PLUGINS=rewards "
         "or set PLASMID_DISABLE_PLUGINS=testnumber"
     ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plasmid.errors import RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import F1, GPQA, Dapo, DeepScaler, Distinct, Math
-from plasmid_rewards.boxed_text import last_boxed, unboxed
+from plasmid_rewards.mathematics.boxed_text import last_boxed, unboxed
 
 
 @pytest.mark.parametrize(

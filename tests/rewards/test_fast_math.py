@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from plasmid_rewards.fast_math import reduce_difference, speed_up
-from plasmid_rewards.math_answer import SEEN_BEFORE, _parse
+from plasmid_rewards.mathematics.fast_math import reduce_difference, speed_up
+from plasmid_rewards.mathematics.math_answer import SEEN_BEFORE, _parse
 
 VERDICTS = [
     pair
@@ -18,9 +18,9 @@ VERDICTS = [
 TREES = """
 import json, sys
 from sympy import srepr
-from plasmid_rewards.math_answer import _parse
+from plasmid_rewards.mathematics.math_answer import _parse
 if sys.argv[1] == "fast":
-    from plasmid_rewards.fast_math import speed_up
+    from plasmid_rewards.mathematics.fast_math import speed_up
     speed_up()
     speed_up()
 for text in json.load(sys.stdin):
@@ -86,5 +86,5 @@ def test_it_replaces_what_math_verify_calls():
     from math_verify import grader
 
     for replaced in (_Latex2Sympy.create_parser, _Latex2Sympy.parse_number, grader.simplify):
-        assert replaced.__module__ == "plasmid_rewards.fast_math"
+        assert replaced.__module__ == "plasmid_rewards.mathematics.fast_math"
     assert str(_parse("(x+1)^2")[0]) == "(x + 1)**2"

@@ -178,9 +178,9 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path):
             return 0.0
 
         def warm(self):
-            from plasmid_rewards.extras import needed
+            from plasmid_rewards.extras import import_extra
 
-            needed("no_such_package.inner", extra="more", kind="needs-more")
+            import_extra("no_such_package.inner", extra="more", kind="needs-more")
 
     with pytest.raises(RewardError) as error:
         NeedsMore().warm()

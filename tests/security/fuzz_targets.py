@@ -385,7 +385,7 @@ def answers() -> list[bytes]:
 
 
 def check_boxes(data: bytes) -> None:
-    from plasmid_rewards.boxed_text import after_thinking, last_boxed, unboxed
+    from plasmid_rewards.mathematics.boxed_text import after_thinking, last_boxed, unboxed
 
     text = mutations.decoded(data)
     for read in (last_boxed, unboxed, after_thinking):

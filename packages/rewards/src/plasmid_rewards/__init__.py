@@ -2,11 +2,6 @@
 
 from .code import Code
 from .combine import Boxed, Gate, Isolated, Part, Product, Sum
-from .dapo import Dapo
-from .deepscaler import DeepScaler
-from .distinct import Distinct
-from .exact_match import ExactMatch
-from .f1 import F1
 from .filters import (
     FunctionFilter,
     LengthRange,
@@ -16,16 +11,21 @@ from .filters import (
     RewardRange,
     Staleness,
 )
-from .format import Format
-from .gpqa import GPQA
 from .gym import ReasoningGym, ReasoningGymSource
-from .instructions import IFBench, IFEval
-from .length import Length
-from .math_answer import Math
-from .number import Number, find_number
-from .pattern import Regex
+from .mathematics.dapo import Dapo
+from .mathematics.deepscaler import DeepScaler
+from .mathematics.math_answer import Math
+from .mathematics.number import Number, find_number
 from .pooled import PooledReward
-from .random_value import Random
+from .text.distinct import Distinct
+from .text.exact_match import ExactMatch
+from .text.f1 import F1
+from .text.format import Format
+from .text.gpqa import GPQA
+from .text.instructions import IFBench, IFEval
+from .text.length import Length
+from .text.pattern import Regex
+from .text.random_value import Random
 from .web import Judge, Remote
 
 __all__ = [

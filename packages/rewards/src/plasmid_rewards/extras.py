@@ -8,7 +8,7 @@ from typing import Any
 from plasmid.errors import RewardError
 
 
-def needed(module: str, *, extra: str, kind: str) -> Any:
+def import_extra(module: str, *, extra: str, kind: str) -> Any:
     """Import an optional package. Raises `RewardError` that names the extra if it is not installed."""
     try:
         return importlib.import_module(module)

@@ -62,7 +62,7 @@ class InWorkers(Reward):
 
     async def open(self, context: RunContext) -> None:
         try:
-            await self._opened().start()
+            await self._worker_pool().start()
         except IsolationError as error:
             raise RewardError(str(error)) from None
 
@@ -72,11 +72,11 @@ class InWorkers(Reward):
             self._pool = None
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        return (await self._ask(prompt, [sample]))[0]
+        return (await self._score_in_worker(prompt, [sample]))[0]
 
-    async def _ask(self, prompt: Prompt, samples: list[Sample]) -> list[Score]:
+    async def _score_in_worker(self, prompt: Prompt, samples: list[Sample]) -> list[Score]:
         try:
-            answer = await self._opened().call((prompt, samples))
+            answer = await self._worker_pool().call((prompt, samples))
         except IsolationError as error:
             raise RewardError(str(error)) from None
         scores = answer.failed if answer.failed is not None else unpack_scores(answer.value, len(samples))
@@ -84,7 +84,7 @@ class InWorkers(Reward):
             return [Score(value=self.failure(), error=scores) for _ in samples]
         return scores
 
-    def _opened(self) -> WorkerPool:
+    def _worker_pool(self) -> WorkerPool:
         if self._pool is None:
             workers = min(os.cpu_count() or 1, 8) if self.workers == "auto" else self.workers
             pool = BatchPool if self.batched else WorkerPool
@@ -110,7 +110,7 @@ class PooledReward(InWorkers):
         return Judging(type(self).model_construct(**dict(self)))
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        return (await self._ask(light(prompt), [light_sample(sample)]))[0]
+        return (await self._score_in_worker(light(prompt), [light_sample(sample)]))[0]
 
 
 @dataclass(frozen=True, slots=True)

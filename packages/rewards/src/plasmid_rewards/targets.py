@@ -6,7 +6,7 @@ from plasmid.errors import RewardError
 from plasmid.types import Prompt
 
 
-def accepted(prompt: Prompt, kind: str) -> list[object]:
+def accepted_targets(prompt: Prompt, kind: str) -> list[object]:
     """The prompt's targets: one, or each item of a list. Raises `RewardError` if there is none."""
     targets = list(prompt.target) if isinstance(prompt.target, list | tuple) else [prompt.target]
     if not targets or any(target is None for target in targets):

@@ -15,7 +15,7 @@ from plasmid.utils.work_clock import QueueingExecutor
 from plasmid_sandbox import Outcome, Program, Sandbox, SandboxSettings
 from pydantic import Field, PrivateAttr
 
-from ..boxed_text import after_thinking
+from ..mathematics.boxed_text import after_thinking
 from . import calls
 from .cases import CallCase, Case, TextCase, cases_of, same_text, same_value
 

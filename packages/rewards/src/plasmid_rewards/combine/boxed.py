@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import AfterValidator, Field, SerializeAsAny
 
-from ..boxed_text import last_boxed
-from .asking import Combined, alone, ask
+from ..mathematics.boxed_text import last_boxed
+from .combined import Combined, alone, ask
 
 
 class Boxed(Combined):

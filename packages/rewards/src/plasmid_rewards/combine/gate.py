@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import AfterValidator, Field, SerializeAsAny
 
-from .asking import Combined, ask, components, names, unweighted
+from .combined import Combined, ask, components, names, unweighted
 
 
 class Gate(Combined):

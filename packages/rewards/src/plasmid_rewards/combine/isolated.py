@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny
 
 from ..pooled import InWorkers
 from ..scores import pack_scores
-from .asking import alone, ask
+from .combined import alone, ask
 
 
 class Isolated(InWorkers):
@@ -53,7 +53,7 @@ class Isolated(InWorkers):
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Score]:
         if is_for_groups(self.reward):
-            return await self._ask(prompt, list(samples))
+            return await self._score_in_worker(prompt, list(samples))
         return await asyncio.gather(*(self(prompt, sample) for sample in samples))
 
 

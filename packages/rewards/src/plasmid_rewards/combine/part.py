@@ -10,7 +10,7 @@ from plasmid.errors import RewardError
 from plasmid.settings.trust import INERT
 from pydantic import AfterValidator, Field, SerializeAsAny
 
-from .asking import Combined, alone, ask, kind_of
+from .combined import Combined, alone, ask, kind_of
 
 
 class Part(Combined):

@@ -10,7 +10,7 @@ from typing import Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import Field, SerializeAsAny
 
-from .asking import Combined, ask, components, errors, finite, idle_weight, names
+from .combined import Combined, ask, components, errors, finite, idle_weight, names
 
 
 class Product(Combined):

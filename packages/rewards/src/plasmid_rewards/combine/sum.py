@@ -9,7 +9,7 @@ from typing import Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import Field, SerializeAsAny
 
-from .asking import Combined, ask, components, errors, finite, names
+from .combined import Combined, ask, components, errors, finite, names
 
 
 class Sum(Combined):

@@ -12,7 +12,7 @@ from typing import Any
 
 from plasmid.errors import RewardError, one_line
 
-from ..extras import needed
+from ..extras import import_extra
 from .verifiers import OURS
 
 KEY = "reasoning_gym"
@@ -30,7 +30,7 @@ class Entry:
 
 def families() -> list[str]:
     """Names of all families."""
-    gym = needed("reasoning_gym.factory", extra="reasoning-gym", kind="reasoning-gym")
+    gym = import_extra("reasoning_gym.factory", extra="reasoning-gym", kind="reasoning-gym")
     return sorted(set(gym.DATASETS) - {"composite"})
 
 
@@ -58,7 +58,7 @@ def score(family: str, seed: int, options: Mapping[str, Any], answer: str) -> fl
 @lru_cache(maxsize=256)
 def _made(family: str, seed: int, options: str) -> tuple[Any, Any]:
     """Dataset and entry. The options are JSON."""
-    gym = needed("reasoning_gym", extra="reasoning-gym", kind="reasoning-gym")
+    gym = import_extra("reasoning_gym", extra="reasoning-gym", kind="reasoning-gym")
     if family not in families():
         close = difflib.get_close_matches(family, families(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

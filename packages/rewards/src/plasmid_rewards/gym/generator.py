@@ -24,7 +24,7 @@ ANSWER_S = 120.0
 
 
 class Generator:
-    """The asking side. Starts the process at once; importing reasoning-gym takes some seconds."""
+    """The client side. Starts the process at once; importing reasoning-gym takes some seconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,14 +39,14 @@ class Generator:
 
     def families(self) -> list[str]:
         """Names of all families that can be used."""
-        return [str(name) for name in self._ask({})["families"]]
+        return [str(name) for name in self._request({})["families"]]
 
     def make(self, family: str, seed: int, options: Mapping[str, Any]) -> entries.Entry:
         """The entry of a seed. Raises `DataError`."""
-        answer = self._ask({"family": family, "seed": seed, "options": dict(options)})
+        answer = self._request({"family": family, "seed": seed, "options": dict(options)})
         return entries.Entry(question=answer["question"], answer=answer["answer"])
 
-    def _ask(self, request: Mapping[str, Any]) -> Any:
+    def _request(self, request: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             try:

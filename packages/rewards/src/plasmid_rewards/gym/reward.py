@@ -9,7 +9,7 @@ from typing import Any, Literal
 from plasmid import Prompt, Score
 from plasmid.errors import RewardError
 
-from ..boxed_text import after_thinking, last_boxed
+from ..mathematics.boxed_text import after_thinking, last_boxed
 from ..pooled import PooledReward
 from . import entries
 

@@ -14,7 +14,7 @@ from plasmid.utils.json_client import Asking as AskingServer
 from plasmid.utils.json_client import JsonClient, ServerFailure
 from pydantic import Field
 
-from ..extras import needed
+from ..extras import import_extra
 
 
 class ServerSettings(Settings):
@@ -59,7 +59,7 @@ class Client(JsonClient):
             url,
             asking,
             headers=lambda: {**settings.headers, **authorization(settings.api_key_env, kind)},
-            library=partial(needed, "httpx", extra="http", kind=kind),
+            library=partial(import_extra, "httpx", extra="http", kind=kind),
         )
         self._settings = settings
         self._failures = 0

@@ -18,8 +18,8 @@ from plasmid.utils.json_client import ServerFailure
 from plasmid.utils.work_clock import queued
 from pydantic import Field, PrivateAttr
 
-from ..boxed_text import after_thinking
-from .asking_servers import WebReward
+from ..mathematics.boxed_text import after_thinking
+from .web_reward import WebReward
 
 VERDICT = re.compile(r"score\W{0,10}?(-?\d{1,9}(?:\.\d{1,9})?)(?:\s*(?:/|out of)\s*\d{1,9})?\W{0,10}$", re.IGNORECASE)
 """What the last line of a reply ends with."""
@@ -72,7 +72,7 @@ class Judge(WebReward):
     cache_file: str = ""
     """File that grades are also kept in over runs, one a line; empty for none."""
     _cache: OrderedDict[str, float] = PrivateAttr(default_factory=OrderedDict)
-    _asking: dict[str, asyncio.Task[float]] = PrivateAttr(default_factory=dict)
+    _pending: dict[str, asyncio.Task[float]] = PrivateAttr(default_factory=dict)
 
     def misfits(self) -> Iterator[str]:
         yield from super().misfits()
@@ -90,8 +90,8 @@ class Judge(WebReward):
             self._cache.update(_read(Path(self.cache_file)))
 
     async def close(self) -> None:
-        for asking in list(self._asking.values()):
-            asking.cancel()
+        for request in list(self._pending.values()):
+            request.cancel()
         await super().close()
 
     def state(self) -> Mapping[str, Any]:
@@ -113,19 +113,19 @@ class Judge(WebReward):
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._graded(self._cache[key], cached=True)
-        first = key not in self._asking
+        first = key not in self._pending
         if first:
-            self._asking[key] = asyncio.create_task(self._ask(key, question))
-            self._asking[key].add_done_callback(lambda _: self._asking.pop(key, None))
+            self._pending[key] = asyncio.create_task(self._request_grade(key, question))
+            self._pending[key].add_done_callback(lambda _: self._pending.pop(key, None))
         try:
             with nullcontext() if first else queued():  # whoever asked first has the deadline
                 # shielded, because others may wait for the same grade
-                grade = await asyncio.shield(self._asking[key])
+                grade = await asyncio.shield(self._pending[key])
             return self._graded(grade, cached=not first)
         except ServerFailure as failure:
             return self.failed(failure)
 
-    async def _ask(self, key: str, question: str) -> float:
+    async def _request_grade(self, key: str, question: str) -> float:
         """The server's grade, remembered. Raises `ServerFailure`."""
         body = {
             "model": self.model,

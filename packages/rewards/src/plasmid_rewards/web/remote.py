@@ -13,7 +13,7 @@ from plasmid.utils.json_client import ServerFailure
 from plasmid.utils.work_clock import Clocks, current_clocks, set_clocks
 from pydantic import Field, PrivateAttr
 
-from .asking_servers import WebReward
+from .web_reward import WebReward
 
 Waiting = tuple[dict[str, Any], "asyncio.Future[Any]", Clocks]
 MAX_COMPONENTS = 100

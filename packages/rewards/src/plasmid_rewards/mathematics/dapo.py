@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import Field
 
+from ..targets import accepted_targets
 from .boxed_text import last_boxed
 from .quantity import APART, WRAPPER, Quantity, read_quantity
-from .targets import accepted
 
 LINE = re.compile(r"answer\s*:\s*([^\n]*)", re.IGNORECASE)
 END_TOKEN = re.compile(r"(?:<\|[a-z_]{1,20}\|>|</s>)\s*$")
@@ -40,7 +40,7 @@ class Dapo(Reward):
     """Characters at the end of the text that are looked at."""
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        targets = [read_answer(str(target)) for target in accepted(prompt, self.kind)]
+        targets = [read_answer(str(target)) for target in accepted_targets(prompt, self.kind)]
         lines = LINE.findall(sample.text[-self.window :])
         if not lines:
             return Score(value=-1.0, components={"accuracy": 0.0, "found": 0.0}, error="no line with 'Answer:'")

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from plasmid import Prompt, Reward, Sample, Score
 from plasmid.settings.trust import INERT
 
-from .targets import accepted
+from ..targets import accepted_targets
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -30,18 +30,18 @@ class F1(Reward):
     """Look only behind the last occurrence of this text, for example ``</think>``; a text without it gets 0.0."""
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        targets = [normalised(str(target)) for target in accepted(prompt, self.kind)]
+        targets = [normalize(str(target)) for target in accepted_targets(prompt, self.kind)]
         text = sample.text
         if self.after:
             _, found, text = text.rpartition(self.after)
             if not found:
                 return Score(value=0.0, error=f"no {self.after!r} in the text")
-        words = normalised(text)
+        words = normalize(text)
         best = max((_f1(words, target) for target in targets), key=lambda parts: parts[0])
         return Score(value=best[0], components={"precision": best[1], "recall": best[2]})
 
 
-def normalised(text: str) -> str:
+def normalize(text: str) -> str:
     """Lower case words without punctuation and articles, one space apart."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 

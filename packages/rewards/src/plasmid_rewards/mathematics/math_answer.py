@@ -12,12 +12,12 @@ from plasmid import Prompt, Score
 from plasmid.errors import RewardError
 from pydantic import Field
 
+from ..extras import import_extra
+from ..pooled import PooledReward
+from ..targets import accepted_targets
 from .boxed_text import last_boxed, unboxed
-from .extras import needed
 from .fast_math import speed_up
-from .pooled import PooledReward
 from .quantity import compare_words, read_quantity, read_rational, tight, without_letter_unit
-from .targets import accepted
 
 LONGEST = 1000
 """Characters of an answer. Longer ones are no answer, and parsers would take long to say so."""
@@ -59,7 +59,7 @@ class Math(PooledReward):
         return {"math_verify": "plasmid-rewards[math]"}
 
     def warm(self) -> None:
-        needed("math_verify", extra="math", kind=str(self.kind))
+        import_extra("math_verify", extra="math", kind=str(self.kind))
         # it says in every call that its own deadline is off; ours replaces it
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         speed_up()
@@ -77,7 +77,7 @@ class Math(PooledReward):
         return Score(value=float(any(self.equal(t, answer) for t in targets)), components={"found": 1.0})
 
     def _targets(self, prompt: Prompt) -> list[str]:
-        targets = [unboxed(str(target)) for target in accepted(prompt, str(self.kind))]
+        targets = [unboxed(str(target)) for target in accepted_targets(prompt, str(self.kind))]
         if not all(targets):
             raise RewardError(f"{self.kind}: prompt {prompt.id} has an empty target; leave the row out")
         return targets
@@ -109,7 +109,7 @@ class Math(PooledReward):
         if len(numbers) == 2:  # as most answers are; the parser takes milliseconds
             (a, a_is_exact), (b, b_is_exact) = numbers
             return a == b if a_is_exact and b_is_exact else round(a, self.decimals) == round(b, self.decimals)
-        verify = needed("math_verify", extra="math", kind=str(self.kind))
+        verify = import_extra("math_verify", extra="math", kind=str(self.kind))
         try:
             gold, given = _parse(target), _parse(answer)
             same = verify.verify(gold, given, float_rounding=self.decimals, timeout_seconds=None)

@@ -11,7 +11,7 @@ from plasmid import Prompt, Reward, Sample, Score
 from plasmid.errors import RewardError
 from plasmid.settings.trust import INERT
 
-from .boxed_text import after_thinking, last_boxed
+from ..mathematics.boxed_text import after_thinking, last_boxed
 
 QUOTES = "\"'\u2018\u2019\u201c\u201d"
 LETTER = rf"[*_$(\[{{`{QUOTES}]*(?:\\(?:text|mathrm|textbf)\{{\(?)?([A-Za-z])(?![A-Za-z]|['\u2019][A-Za-z])"

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from plasmid import Prompt, Reward, Sample
 
-from .targets import accepted
+from ..targets import accepted_targets
 
 
 class ExactMatch(Reward):
@@ -23,7 +23,9 @@ class ExactMatch(Reward):
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
         text = self._plain(sample.text)
-        return float(any(self._matches(text, self._plain(str(target))) for target in accepted(prompt, self.kind)))
+        return float(
+            any(self._matches(text, self._plain(str(target))) for target in accepted_targets(prompt, self.kind))
+        )
 
     def _plain(self, text: str) -> str:
         text = text.strip() if self.strip else text

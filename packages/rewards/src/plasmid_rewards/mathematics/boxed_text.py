@@ -14,7 +14,7 @@ THOUGHT = "</think>"
 
 def last_boxed(text: str) -> str | None:
     r"""What the last complete ``\boxed{...}`` (or ``\fbox{...}``, ``\boxed x``) holds; None if there is none."""
-    end, closings = len(text), _closings(text)
+    end, closings = len(text), _matching_braces(text)
     for box in reversed(list(BOX.finditer(text))):
         content = _content(text, box.end(), closings)
         if content is not None:
@@ -25,7 +25,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _closings(text: str) -> dict[int, int]:
+def _matching_braces(text: str) -> dict[int, int]:
     """Opening braces and what closes them, once for all boxes: searched for each, 3,000 open ones took 9 s."""
     found: dict[int, int] = {}
     opened: list[int] = []
@@ -50,7 +50,7 @@ def _content(text: str, start: int, closings: Mapping[int, int]) -> str | None:
 
 def unboxed(text: str) -> str:
     """A target without the boxes that its parts may stand in; several parts are joined by commas."""
-    closings = _closings(text)
+    closings = _matching_braces(text)
     contents = [_content(text, box.end(), closings) for box in BOX.finditer(text)]
     return ", ".join(content for content in contents if content) or text.strip()
 

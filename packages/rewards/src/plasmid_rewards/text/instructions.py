@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 from plasmid import Prompt, Score
 from plasmid.errors import RewardError, one_line
 
-from .extras import needed
-from .pooled import PooledReward
+from ..extras import import_extra
+from ..pooled import PooledReward
 
 ORDINARY = "This is a plain text. It has some words.\n\nIt has two paragraphs, too."
 """A text on which no checker raises that has what it needs."""
@@ -38,11 +38,13 @@ class Instructions(PooledReward):
         return dict.fromkeys(("langdetect", "if_verifiable"), "plasmid-rewards[ifeval]")
 
     def warm(self) -> None:
-        needed("langdetect", extra="ifeval", kind=self._name).DetectorFactory.seed = 0  # it guesses at random otherwise
+        import_extra(
+            "langdetect", extra="ifeval", kind=self._name
+        ).DetectorFactory.seed = 0  # it guesses at random otherwise
         self._checkers()
 
     def judge(self, prompt: Prompt, text: str) -> Score:
-        common = needed("if_verifiable.common", extra="ifeval", kind=self._name)
+        common = import_extra("if_verifiable.common", extra="ifeval", kind=self._name)
         checks = self._checks(prompt)
         text = common.strip_thinking(text)
         if not text.strip():
@@ -96,7 +98,7 @@ class Instructions(PooledReward):
         )
 
     def _checkers(self) -> Mapping[str, Any]:
-        checkers: Mapping[str, Any] = needed(self.package, extra="ifeval", kind=self._name).INSTRUCTION_DICT
+        checkers: Mapping[str, Any] = import_extra(self.package, extra="ifeval", kind=self._name).INSTRUCTION_DICT
         return checkers
 
     def _instructions(self, prompt: Prompt) -> tuple[list[str], list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ from plasmid.errors import RewardError
 from plasmid.settings.trust import INERT
 from pydantic import Field
 
-from .targets import accepted
+from ..targets import accepted_targets
 
 NUMBER = re.compile(
     r"(?:(?<![\w).])[-+\u2212])?"  # a sign, unless it stands between two operands as in 3-5
@@ -42,7 +42,7 @@ class Number(Reward):
     """Largest difference to the target that still counts as right."""
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        targets = [self._target(prompt, target) for target in accepted(prompt, self.kind)]
+        targets = [self._target(prompt, target) for target in accepted_targets(prompt, self.kind)]
         answer = find_number(sample.text, pick=self.pick, after=self.after)
         if answer is None:
             return Score(value=0.0, components={"found": 0.0}, error="no number in the text")

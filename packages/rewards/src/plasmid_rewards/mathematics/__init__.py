@@ -1,0 +1,1 @@
+"""Rewards that compare numbers and mathematical expressions."""

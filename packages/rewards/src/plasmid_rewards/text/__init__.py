@@ -1,0 +1,1 @@
+"""Rewards of a text's words and form."""
