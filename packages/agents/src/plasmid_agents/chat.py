@@ -86,7 +86,7 @@ class Reply:
     completion_tokens: int
 
 
-def assistant(text: str, calls: Sequence[Call]) -> Message:
+def assistant_message(text: str, calls: Sequence[Call]) -> Message:
     """A turn of the policy as chat templates read it."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
@@ -96,7 +96,7 @@ def assistant(text: str, calls: Sequence[Call]) -> Message:
     return message
 
 
-def named(messages: Sequence[Message]) -> tuple[Message, ...]:
+def with_tool_names(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages, with the tool's name in every tool result: some chat templates need it, and no API sends it."""
     names: dict[str, str] = {}
     result: list[Message] = []

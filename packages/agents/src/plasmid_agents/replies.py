@@ -23,7 +23,7 @@ def make_reply(
     thinks: bool,
 ) -> Reply:
     """The reply to a request; ``number`` counts the turns of the rollout, ``thinks`` keeps reasoning apart."""
-    written, stopped_by = cut(rollout.decode(completion.token_ids), request.stop)
+    written, stopped_by = cut_at_stop(rollout.decode(completion.token_ids), request.stop)
     reasoning, text = split_reasoning(written) if thinks else ("", written)
     calls: tuple[Call, ...] = ()
     if request.tools and stopped_by is None:
@@ -49,7 +49,7 @@ def make_reply(
     )
 
 
-def cut(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     """The text before the first of the stop texts, and which one that was."""
     found = [(at, word) for word in stop if (at := text.find(word)) >= 0]
     if not found:

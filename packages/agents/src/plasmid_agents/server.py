@@ -78,13 +78,13 @@ class AgentServer:
         """Listen on a free port. Raises `OSError` if the host cannot be listened on."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._connections.track_request])
         for prefix in ("", "/{session}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._turns(openai_chat))
-            app.router.add_post(f"{prefix}/v1/completions", self._turns(openai_text))
-            app.router.add_post(f"{prefix}/v1/messages", self._turns(anthropic_messages))
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._turn_handler(openai_chat))
+            app.router.add_post(f"{prefix}/v1/completions", self._turn_handler(openai_text))
+            app.router.add_post(f"{prefix}/v1/messages", self._turn_handler(anthropic_messages))
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{name}}", self._model)
-        app.router.add_route("*", "/{path:.*}", _nowhere)
+        app.router.add_route("*", "/{path:.*}", _not_found)
         # a handler ends with its client: what nobody waits for must not be drawn, nor trained on
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0
@@ -119,7 +119,7 @@ class AgentServer:
             )
         return self._sessions[key]
 
-    def _turns(self, wire: Wire) -> Handler:
+    def _turn_handler(self, wire: Wire) -> Handler:
         """Handles requests for turns in one format."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -135,7 +135,7 @@ class AgentServer:
             except (ConnectionError, web.HTTPException):
                 raise
             except RecursionError:
-                return _refuse(wire, _nested())
+                return _refuse(wire, _nested_too_deeply())
             except Exception as error:  # boundary: the agent gets an answer, and the rollout an error
                 log.exception("a request failed")
                 if session is not None:
@@ -170,7 +170,7 @@ class AgentServer:
         except Refused as error:
             return _refuse(anthropic_messages, error)
         except RecursionError:
-            return _refuse(anthropic_messages, _nested())
+            return _refuse(anthropic_messages, _nested_too_deeply())
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [_card("policy")], "has_more": False})
@@ -190,7 +190,7 @@ def _stream_events(wire: Wire, session: Session, prepared: Prepared, turn: async
         yield wire.refusal_event(Refused(Problem.ENGINE, one_line(error)))
 
 
-async def _nowhere(request: web.Request) -> web.StreamResponse:
+async def _not_found(request: web.Request) -> web.StreamResponse:
     wire = anthropic_messages if "anthropic-version" in request.headers else openai_chat
     return _refuse(wire, Refused(Problem.NOT_FOUND, f"{request.path.rpartition('/v1')[2]}: served are {ENDPOINTS}"))
 
@@ -212,7 +212,7 @@ async def _json(request: web.Request) -> object:
     return data
 
 
-def _nested() -> Refused:
+def _nested_too_deeply() -> Refused:
     return Refused(Problem.BAD_REQUEST, "the body is nested too deeply")
 
 

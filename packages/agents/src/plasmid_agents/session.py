@@ -13,8 +13,8 @@ from plasmid_workflows.execution import RolloutFailed
 from plasmid_workflows.tools.tool_calls import Parser
 
 from .chat import ChatRequest, Problem, Refused, Reply
+from .conversation_tree import ConversationTree, PendingTurn
 from .replies import make_reply
-from .tree import Opened, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Prepared:
     """A checked request, with the tokens that it comes to."""
 
     request: ChatRequest
-    opened: Opened
+    opened: PendingTurn
     prompt_tokens: int
     max_new_tokens: int
 
@@ -47,7 +47,7 @@ class Session:
 
     def __init__(self, rollout: Rollout, rules: Rules) -> None:
         self._rollout, self._rules = rollout, rules
-        self._tree = Tree(rollout, keep_past=rules.keep_past)
+        self._tree = ConversationTree(rollout, keep_past=rules.keep_past)
         self._asked = 0
         self._drawn = 0
         self._last = ""

@@ -1,4 +1,4 @@
-"""Functions as agents, each rollout in a process that is forked from one that has imported them (`nursery`)."""
+"""Functions as agents, each rollout in a process that is forked from one that has imported them (`fork_server`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST = 64 << 20
 """Bytes of one result."""
 BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
-from plasmid_agents.launch.nursery import main
+from plasmid_agents.launch.fork_server import main
 main()
 """
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from plasmid.types import Message, SamplingParams
 from pydantic import Field
 
-from ..chat import Call, ChatRequest, Problem, Refused, Reply, assistant, named
+from ..chat import Call, ChatRequest, Problem, Refused, Reply, assistant_message, with_tool_names
 from .fields import Body, Content, TextPart, content_text, read, unfollowed
 from .pieces import pieces
 
@@ -119,7 +119,7 @@ def _request(body: CountBody, sampling: SamplingParams, **fields: Any) -> ChatRe
     system: list[Message] = [{"role": "system", "content": content_text(body.system)}] if body.system else []
     return ChatRequest(
         model=body.model,
-        messages=named([*system, *(m for message in body.messages for m in _messages(message))]),
+        messages=with_tool_names([*system, *(m for message in body.messages for m in _messages(message))]),
         tools=() if choice.type == "none" else tuple(_function(tool) for tool in body.tools or ()),
         one_call=choice.disable_parallel_tool_use,
         unfollowed=tuple(lacking),
@@ -135,7 +135,7 @@ def _messages(message: InMessage) -> Iterator[Message]:
     text = "\n".join(block.text for block in blocks if isinstance(block, TextPart))
     if message.role == "assistant":
         calls = [block for block in blocks if isinstance(block, ToolUse)]
-        yield assistant(text, [Call(id=c.id, name=c.name, arguments=json.dumps(c.input)) for c in calls])
+        yield assistant_message(text, [Call(id=c.id, name=c.name, arguments=json.dumps(c.input)) for c in calls])
         return
     results = [block for block in blocks if isinstance(block, ToolResult)]
     for result in results:

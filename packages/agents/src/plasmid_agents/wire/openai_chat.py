@@ -10,7 +10,7 @@ from typing import Any, Literal
 from plasmid.types import Message, SamplingParams
 from pydantic import Field
 
-from ..chat import Call, ChatRequest, Problem, Refused, Reply, assistant, named
+from ..chat import Call, ChatRequest, Problem, Refused, Reply, assistant_message, with_tool_names
 from .fields import Body, Content, content_text, read, unfollowed
 from .pieces import pieces
 
@@ -117,7 +117,7 @@ def parse(data: object, sampling: SamplingParams) -> ChatRequest:
         lacking.append(f"response_format = {body.response_format!s:.80}")
     return ChatRequest(
         **body.shared(),
-        messages=named([_message(message) for message in body.messages]),
+        messages=with_tool_names([_message(message) for message in body.messages]),
         tools=tools,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         one_call=body.parallel_tool_calls is False,
@@ -129,7 +129,7 @@ def _message(message: ChatMessage) -> Message:
     text = content_text(message.content)
     if message.role == "assistant":
         calls = [(call.id, call.function) for call in message.tool_calls or ()]
-        return assistant(text, [Call(id=id_, name=f.name, arguments=f.arguments) for id_, f in calls])
+        return assistant_message(text, [Call(id=id_, name=f.name, arguments=f.arguments) for id_, f in calls])
     if message.role == "tool":
         return {"role": "tool", "content": text, "tool_call_id": message.tool_call_id or ""}
     return {"role": "system" if message.role == "developer" else message.role, "content": text}

@@ -1,6 +1,6 @@
 """The process that functions run in: it imports the agent once, and forks for every rollout.
 
-A rollout costs milliseconds that way, and yet can be killed alone, leak, or crash. What is said here goes through
+A rollout costs milliseconds that way, and yet can be killed alone, leak, or crash. It communicates through
 sockets: one to hand over a socket for each rollout, and on that a line of JSON in each direction.
 """
 
@@ -34,9 +34,9 @@ def main() -> None:
             sys.path.insert(0, os.path.dirname(os.path.abspath(name.module)))
         function = name.load()
     except BaseException as error:  # noqa: BLE001  boundary: a module may raise anything; the other side tells the user
-        control.sendall(_line({"error": f"{type(error).__name__}: {error}"}))
+        control.sendall(_encode_line({"error": f"{type(error).__name__}: {error}"}))
         return
-    control.sendall(_line({"ready": True}))
+    control.sendall(_encode_line({"ready": True}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child is waited for: its socket tells its end
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -45,29 +45,29 @@ def main() -> None:
         (descriptor,) = descriptors
         if os.fork() == 0:
             control.close()
-            _be_agent(socket.socket(fileno=descriptor), function)
+            _run_agent(socket.socket(fileno=descriptor), function)
         os.close(descriptor)
 
 
-def _be_agent(channel: socket.socket, function: Callable[..., Any]) -> None:
-    """The forked process: tell the number of the process, run the function, tell the result, end."""
+def _run_agent(channel: socket.socket, function: Callable[..., Any]) -> None:
+    """The forked process: send the process id, run the function, send the result, end."""
     code = 1
     try:
         os.setsid()  # what it starts is killed with it
         _die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        channel.sendall(_line({"pid": os.getpid()}))
+        channel.sendall(_encode_line({"pid": os.getpid()}))
         with channel.makefile("r", encoding="utf-8") as lines:
             task = json.loads(lines.readline())
         os.environ.update(task["environment"])
         _limit_files(task["max_file_bytes"])
         _seed(task["arguments"]["seed"])
-        channel.sendall(_line(_outcome(function, task["arguments"])))
+        channel.sendall(_encode_line(_call_function(function, task["arguments"])))
         code = 0
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # the nursery's own clean-up is not this process's
+        os._exit(code)  # the clean-up of the fork server is not this process's
 
 
 def _limit_files(max_bytes: int) -> None:
@@ -77,11 +77,11 @@ def _limit_files(max_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, allowed))
 
 
-def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        result = function(**accepted(function, arguments))
+        result = function(**accepted_arguments(function, arguments))
         if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
+            result = asyncio.run(_await_result(result))
         if not (result is None or isinstance(result, str | Mapping)):
             raise TypeError(f"an agent returns a text, a dict with an 'answer', or None, got {type(result).__name__}")
         value = {"answer": result} if isinstance(result, str) else dict(result or {})
@@ -93,11 +93,11 @@ def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-async def _awaited(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     return await result
 
 
-def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those arguments that the function takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -118,7 +118,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _line(data: Mapping[str, Any]) -> bytes:
+def _encode_line(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data).encode() + b"\n"
 
 

@@ -10,7 +10,7 @@ from plasmid.errors import DataError, TemplateError
 from plasmid.types import Completion, Ints, Message
 from plasmid_workflows.transcript import Chat, Transcript
 
-from .chat import ChatRequest, Problem, Refused, Reply, assistant, fingerprint
+from .chat import ChatRequest, Problem, Refused, Reply, assistant_message, fingerprint
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,14 +23,14 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Opened:
+class PendingTurn:
     """A turn that is about to be drawn."""
 
     transcript: Transcript
     parent: Turn | None
 
 
-class Tree:
+class ConversationTree:
     """Turns by the conversation that they end.
 
     A request goes on from the longest conversation that it repeats from the beginning; only what it adds is tokenised.
@@ -49,14 +49,14 @@ class Tree:
         """Turns that the policy has taken."""
         return len(self._turns)
 
-    def open(self, request: ChatRequest) -> Opened:
+    def open(self, request: ChatRequest) -> PendingTurn:
         """Where the request's turn begins. Raises `Refused` if the chat template refuses the messages."""
         try:
             return self._open_text(request.text) if request.text is not None else self._open_chat(request)
         except DataError as error:
             raise Refused(Problem.BAD_REQUEST, str(error)) from None
 
-    def _open_chat(self, request: ChatRequest) -> Opened:
+    def _open_chat(self, request: ChatRequest) -> PendingTurn:
         if request.messages[-1]["role"] == "assistant":
             raise Refused(Problem.BAD_REQUEST, "messages: the last one is the assistant's, there is nothing to answer")
         keys = conversation_keys(request)
@@ -66,25 +66,27 @@ class Tree:
             transcript = parent.transcript.fork()
             try:
                 transcript.add(request.messages[known:])
-                return Opened(transcript=transcript, parent=parent)
+                return PendingTurn(transcript=transcript, parent=parent)
             except (TemplateError, DataError):
                 pass  # the template shows this conversation in another way: what it shows begins a branch
         template = {"tools": list(request.tools)} if request.tools else {}
         fresh = Transcript.of_messages(self._chat, request.messages, template=template, keep_past=self._keep_past)
-        return Opened(transcript=fresh, parent=None)
+        return PendingTurn(transcript=fresh, parent=None)
 
-    def _open_text(self, text: str) -> Opened:
+    def _open_text(self, text: str) -> PendingTurn:
         known = max((known for known in self._by_text if text.startswith(known)), key=len, default=None)
         if known is None:
             # an agent that asks for completions of text writes the whole prompt, special tokens included
-            return Opened(transcript=Transcript(self._chat, self._chat.encode(text), allow_special=True), parent=None)
+            return PendingTurn(
+                transcript=Transcript(self._chat, self._chat.encode(text), allow_special=True), parent=None
+            )
         parent = self._by_text[known]
         transcript = parent.transcript.fork()
         if len(text) > len(known):
             transcript.add([{"content": text[len(known) :]}])
-        return Opened(transcript=transcript, parent=parent)
+        return PendingTurn(transcript=transcript, parent=parent)
 
-    def close(self, opened: Opened, request: ChatRequest, completion: Completion, reply: Reply) -> None:
+    def close(self, opened: PendingTurn, request: ChatRequest, completion: Completion, reply: Reply) -> None:
         """Remember a turn as it was drawn, under what an agent will send back of it."""
         opened.transcript.append(completion)
         turn = Turn(transcript=opened.transcript)
@@ -94,7 +96,9 @@ class Tree:
         if request.text is not None:
             self._by_text[request.text + self._chat.decode(completion.token_ids)] = turn
         else:
-            self._by_messages[_next_key(conversation_keys(request)[-1], assistant(reply.text, reply.calls))] = turn
+            self._by_messages[_next_key(conversation_keys(request)[-1], assistant_message(reply.text, reply.calls))] = (
+                turn
+            )
 
     def branches(self) -> list[tuple[Ints, list[Completion | Ints]]]:
         """Opening and parts of every branch, in the order in which they ended.
