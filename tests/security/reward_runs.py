@@ -14,15 +14,10 @@ from pathlib import Path
 import pytest
 from plasmid_models.testing import make_tiny_tokenizer
 
+from tests.security.rl_command import RECIPE
+
 HOSTS = ("as this user", "as nobody", "without Landlock", "as nobody without Landlock")
 NOBODY = 65534
-RECIPE = """
-model.path = "model"
-data.path = "nowhere.jsonl"
-trainer.kind = "fsdp"
-rollout.kind = "hf"
-algorithm.kind = "grpo"
-"""
 START = """
 import ctypes, os, struct, sys
 REFUSE

@@ -2,25 +2,13 @@
 
 import json
 import subprocess
-import sys
 import time
 
 import pytest
 from plasmid_models.testing import make_tiny_tokenizer
 
-RL = [sys.executable, "-c", "from plasmid_cli.main import app; app()"]
-RECIPE = """
-[model]
-path = "model"
-[data]
-path = "rows.jsonl"
-[trainer]
-kind = "fsdp"
-[rollout]
-kind = "hf"
-[algorithm]
-kind = "grpo"
-"""
+from tests.security.rl_command import RECIPE, RL
+
 PLUGIN = '''
 import asyncio, json, time
 from typing import Literal

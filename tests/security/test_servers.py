@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -26,19 +25,12 @@ from tests.security.hostile_servers import (
     trickling,
     trickling_head,
 )
+from tests.security.rl_command import RECIPE as PREAMBLE
+from tests.security.rl_command import RL
 
-RL = [sys.executable, "-c", "from plasmid_cli.main import app; app()"]
-RECIPE = """
-[model]
-path = "model"
-[data]
-path = "rows.jsonl"
-[trainer]
-kind = "fsdp"
-[rollout]
-kind = "hf"
-[algorithm]
-kind = "grpo"
+RECIPE = (
+    PREAMBLE
+    + """
 [sampling]
 max_new_tokens = 8
 [[rewards]]
@@ -49,6 +41,7 @@ slope_tokens = 4
 name = "test"
 data = { path = "rows.jsonl" }
 """
+)
 MEMORY_KB = 600_000
 """Most that scoring a few texts may take; 400 MB of spaces would be beyond it."""
 
