@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,11 @@ def test_a_file_is_one_concept_and_a_function_fits_the_screen(path):
         assert all(isinstance(node, kinds) for node in tree.body), "an __init__.py only re-exports"
     elif tree.body:
         assert ast.get_docstring(tree), "say in one or two sentences what the file is for"
+
+
+def test_no_folder_of_source_has_more_than_a_dozen_modules():
+    modules = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert not {name(folder): count for folder, count in modules.items() if count > 12}, "group them by subject"
 
 
 @pytest.mark.parametrize("cls", SETTINGS, ids=lambda cls: cls.__name__)

@@ -42,7 +42,7 @@ def convert(
         raise ModelError(f"{source}: no such file or folder")
     with staged(target) as stage:
         reader.write_companions(source, stage)  # first: some layouts need the config to know what tensors mean
-        writer.write(stage, _told(reader.read(source), progress))
+        writer.write(stage, _report_progress(reader.read(source), progress))
 
 
 def compare(left: Path, right: Path, *, left_reader: Converter, right_reader: Converter) -> Comparison:
@@ -74,7 +74,7 @@ def verify_sha256(path: Path, expected: str) -> None:
         raise ModelError(f"{path}: has sha256 {found}, expected {expected}; the file is damaged or another one")
 
 
-def _told(tensors: Iterable[tuple[str, Tensor]], progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+def _report_progress(tensors: Iterable[tuple[str, Tensor]], progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         yield name, tensor
         if progress:

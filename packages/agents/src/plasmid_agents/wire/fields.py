@@ -47,12 +47,12 @@ def read(cls: type[B], data: object) -> B:
     except ValidationError as error:
         # where a field may be one of several things, the deepest mistake is in the one that was meant
         deepest = max(error.errors(), key=lambda e: len(e["loc"]))
-        place = ".".join(_place(deepest["loc"], data))
+        place = ".".join(_location(deepest["loc"], data))
         message = deepest["msg"][0].lower() + deepest["msg"][1:]
         raise Refused(Problem.BAD_REQUEST, f"{place}: {message}" if place else message) from None
 
 
-def _place(path: Sequence[int | str], data: Any) -> Iterator[str]:
+def _location(path: Sequence[int | str], data: Any) -> Iterator[str]:
     """A path in the body, without the names of types that pydantic puts in between."""
     for index, part in enumerate(path):
         known = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int)

@@ -70,7 +70,7 @@ def mistral(text: str) -> Parsed:
     calls: list[ToolCall] = []
     for body in bodies:
         name, args, arguments = body.removesuffix("</s>").strip().partition("[ARGS]")
-        calls += [_named(name.partition("[CALL_ID]")[0].strip(), arguments)] if args else _from_list(name)
+        calls += [_parse_named_call(name.partition("[CALL_ID]")[0].strip(), arguments)] if args else _from_list(name)
     return Parsed(text=before, calls=tuple(calls))
 
 
@@ -127,7 +127,7 @@ def _from_list(body: str) -> list[ToolCall]:
     return [_call_of(item) for item in (value if isinstance(value, list) else [value])]
 
 
-def _named(name: str, body: str) -> ToolCall:
+def _parse_named_call(name: str, body: str) -> ToolCall:
     value, error = _json(body)
     return ToolCall(name=name, error=error) if error is not None else _call_of({"name": name, "arguments": value})
 
