@@ -30,7 +30,11 @@ RECIPE = {
     "eval": [{"name": "test", "data": {"kind": "files", "path": "prompts.jsonl"}}],
     "placement": {"device": "cpu"},
 }
-EVIL_FILE = "from pathlib import Path\nPath('TRICKED').write_text('')\n"
+
+
+def evil_file():
+    """A Python file that leaves a mark in the current folder of this test, wherever it is run."""
+    return f"from pathlib import Path\nPath({str(Path('TRICKED').absolute())!r}).write_text('')\n"
 
 
 class Evil:
@@ -45,8 +49,8 @@ def folder(tmp_path, tiny_model, monkeypatch):
     """A current folder with a model, prompts, and a checkpoint whose state is not of a run of ours."""
     (tmp_path / "model").symlink_to(tiny_model)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "target": 1}\n{"prompt": "2", "target": 2}\n')
-    (tmp_path / "evil.py").write_text(EVIL_FILE)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text(evil_file())
     return tmp_path
 
 
@@ -135,7 +139,7 @@ def test_a_stored_recipe_does_not_trust_the_code_of_its_model(folder, rl):
     (folder / "C/theirs/tokenizer_config.json").write_text(
         json.dumps(settings | {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", None]}})
     )
-    (folder / "C/theirs/code.py").write_text(EVIL_FILE)
+    (folder / "C/theirs/code.py").write_text(evil_file())
     make_checkpoint(folder / "C", model={"path": "C/theirs", "trust_remote_code": True}, eval=[])
     assert "not taken: model.trust_remote_code; if you trust" in rl("eval", "--model", "C")
 
@@ -262,7 +266,7 @@ def test_a_conversion_neither_runs_nor_offers_to_run_the_code_of_a_model(folder,
     file = folder / "theirs/config.json"
     map_ = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "theirs", "auto_map": map_}))
-    (folder / "theirs/code.py").write_text(EVIL_FILE)
+    (folder / "theirs/code.py").write_text(evil_file())
     make_checkpoint(folder / "C", model={"path": "theirs"})
     save({"weights.a": torch.zeros(2)}, storage_writer=FileSystemWriter(folder / "C/trainer"), no_dist=True)
     asked = []
