@@ -67,12 +67,14 @@ def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, window: int | None = None
 ) -> Tensor:
     """[B, h, W, e] of query [B, h, W, d], key [B, g, W, d], value [B, g, W, e]: causal, whatever the padding holds."""
-    width, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    width = query.shape[2]
+    # by a branch: torch.compile takes the sizes for symbols, and a symbolic argument would break the graph
+    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if window is None or window >= width:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, **options)
     distance = torch.arange(width, device=query.device)[:, None] - torch.arange(width, device=query.device)
     mask = (distance >= 0) & (distance < window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, **options)
 
 
 def _unpack(x: Tensor, block: Block) -> Tensor:
