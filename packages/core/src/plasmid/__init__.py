@@ -1,6 +1,6 @@
-"""Types, interfaces and the training loop. Importing this imports neither torch nor ray."""
+"""Plasmid's public types, base classes and functions. Importing this imports neither torch nor ray."""
 
-from .api import train
+from .api import open, train
 from .components import (
     ActorCritic,
     Algorithm,
@@ -10,6 +10,7 @@ from .components import (
     DataSource,
     Filter,
     Needs,
+    RecipeView,
     Reward,
     Rollout,
     RolloutEngineConfig,
@@ -59,6 +60,7 @@ __all__ = [
     "PlasmidError",
     "Prompt",
     "PromptGroup",
+    "RecipeView",
     "Reward",
     "Role",
     "Rollout",
@@ -80,5 +82,6 @@ __all__ = [
     "Workflow",
     "hookimpl",
     "load_config",
+    "open",
     "train",
 ]

@@ -1,6 +1,6 @@
-"""Errors a user can cause. The CLI prints these without a traceback; anything else is our bug.
+"""Errors that a user can cause. The CLI prints them without a traceback; any other exception is a bug in Plasmid.
 
-All of them can be pickled: they cross process boundaries.
+All of them can be pickled, since they cross process boundaries.
 """
 
 import sys
@@ -9,22 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SHOWN = 3
+EXIT_MISTAKE = 2
+"""Exit code of `rl` after an error that repeats: a wrong setting, bad data, code of a user that raises."""
+EXIT_RETRY = 75
+"""Exit code after a process died or did not answer: trying again may help. It is `EX_TEMPFAIL` of sysexits.h."""
 
 
 def one_line(error: BaseException, *, longest: int = 300) -> str:
-    """Kind and text of an error that others raised, on one line."""
+    """Format type and message of an exception on one line."""
     try:
-        said = str(error)
-    except Exception:  # noqa: BLE001, of an error that holds a value which cannot be shown, such as one nested too deeply
-        said = ""
-    text = " ".join(f"{type(error).__name__}: {said}".split()).removesuffix(":")
+        text = str(error)
+    except Exception:  # noqa: BLE001, `str` of an error may fail, for example for a value nested too deeply
+        text = ""
+    text = " ".join(f"{type(error).__name__}: {text}".split()).removesuffix(":")
     return text if len(text) <= longest else f"{text[:longest]} ..."
 
 
 SAMPLE_FAULTS: dict[type[BaseException], str] = {
     OverflowError: "a number is too large",
     RecursionError: "too deeply nested",
-    MemoryError: "more memory than there is",
+    MemoryError: "out of memory",
     UnicodeError: "a character that cannot be encoded",
 }
 TOO_MANY_DIGITS = "integer string conversion"
@@ -32,9 +36,9 @@ TOO_MANY_DIGITS = "integer string conversion"
 
 
 def sample_fault(error: BaseException) -> str | None:
-    """What in a text made correct code raise: a number, a nesting or a character beyond what Python takes.
+    """Describe the part of a text that exceeds Python's limits: a number, a nesting or a character.
 
-    None for all other errors: they are mistakes of the code that read the text.
+    Returns None for all other errors, which are bugs of the code that reads the text.
     """
     if isinstance(error, ValueError) and TOO_MANY_DIGITS in str(error):
         return "a number has too many digits"
@@ -42,27 +46,30 @@ def sample_fault(error: BaseException) -> str | None:
 
 
 def line_in(file: str | Path, error: BaseException) -> int | None:
-    """The line of ``file`` that an error came from, the deepest one; None if it came from elsewhere."""
+    """Return the innermost line of ``file`` in an error's traceback; None if the file is not in it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file).absolute()]
     return lines[-1] if lines else None
 
 
-def place_in_class(cls: type, error: BaseException) -> str:
-    """`` (file.py:12)``: the line of the class's file that an error came from; empty if it came from elsewhere."""
+def locate_in_class(cls: type, error: BaseException) -> str:
+    """Return `` (file.py:12)``, the innermost line of the class's file in an error's traceback; empty if not in it."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     line = line_in(file, error) if file else None
     return f" ({Path(file).name}:{line})" if file and line else ""
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first names of a list that may be long, and how many more there are: ``a, b, c and 7 more``."""
+    """Abbreviate a list of names: ``a, b, c and 7 more``."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
 class PlasmidError(Exception):
     """Base class for every error with a message meant for the user."""
+
+    exit_code = EXIT_MISTAKE
+    """What `rl` ends with."""
 
 
 class ConfigError(PlasmidError, ValueError):
@@ -84,17 +91,23 @@ class ModelError(PlasmidError):
 class EngineError(PlasmidError):
     """A rollout engine cannot serve."""
 
+    exit_code = EXIT_RETRY
+
 
 class EngineLostError(EngineError):
-    """Every part of an engine went away that was to take weights. Others may come up; the sync can be tried again."""
+    """All servers of an engine that should receive weights have died. The sync can be retried once others start."""
 
 
 class TemplateError(PlasmidError):
-    """A chat template cannot continue a conversation without rendering its past anew."""
+    """A chat template cannot extend a conversation without changing its rendered prefix."""
 
 
 class IsolationError(PlasmidError):
-    """Work in a worker process raised, or a process or sandbox for it cannot be made."""
+    """Work in a worker process raised, or its process or sandbox cannot be created."""
+
+
+class RaisedError(IsolationError):
+    """A single call in a worker process raised."""
 
 
 class RewardError(PlasmidError):
@@ -102,11 +115,13 @@ class RewardError(PlasmidError):
 
 
 class AlgorithmError(PlasmidError, ValueError):
-    """An algorithm raised, or returned what no trainer can use. Names the method, and file and line of the code."""
+    """An algorithm raised, or returned an invalid result. Names the method, and file and line of the code."""
 
 
 class SyncError(PlasmidError):
     """Trainer and engine do not hold the same weights after a sync."""
+
+    exit_code = EXIT_RETRY
 
 
 class CheckpointError(PlasmidError):
@@ -114,8 +129,22 @@ class CheckpointError(PlasmidError):
 
 
 class DeadlineError(PlasmidError):
-    """A remote operation did not answer in time. Names the operation and the party."""
+    """A remote operation exceeded its deadline. Names the operation and the process."""
+
+    exit_code = EXIT_RETRY
 
 
-class ActorDiedError(PlasmidError):
-    """A process of the run ended by itself. Names it and its last words."""
+class RewardDeadlineError(RewardError, DeadlineError):
+    """A reward ran out of time. Names the reward and the sample."""
+
+    exit_code = EXIT_MISTAKE
+
+
+class ClusterError(PlasmidError):
+    """A cluster could not start a process, or lost what a process had. Names the process or machine."""
+
+    exit_code = EXIT_RETRY
+
+
+class ActorDiedError(ClusterError):
+    """A process of the run ended unexpectedly. Names it and quotes the end of its log."""

@@ -1,15 +1,15 @@
-"""What a plugin subclasses.
+"""Base classes of plugin components.
 
-A component is a pydantic model: its fields are its settings, the docstring under a field is that setting's help.
-Light components (rewards, filters, algorithms, ...) do their work themselves. Heavy ones (trainers, engines) are
-settings whose ``build()`` imports and starts the real thing, so that listing plugins never imports torch.
+A component is a pydantic model: its fields are settings, and the docstring under a field is the help text of that
+setting. Light components (rewards, filters, algorithms, ...) implement their behavior directly. Heavy ones (trainers,
+engines) only hold settings; their ``build()`` imports and starts the backend, so listing plugins never imports torch.
 """
 
-from .backends import BuildContext, CanaryPlan, PlanRow, RolloutEngineConfig, Tracker, TrainerConfig
-from .base import SLOTS, Component, Settings, Slot, components_in
+from .backends import AdapterSpec, BuildContext, CanaryPlan, PlanRow, RolloutEngineConfig, Tracker, TrainerConfig
+from .base import SLOTS, Component, RecipeView, Settings, Slot, components_in, kind_of
 from .buffer_policy import BufferPolicy
 from .conversion import Converter
-from .interaction import Environment, Episode, Step, Tool, ToolError
+from .interaction import Environment, Episode, Step, Tool, ToolError, ToolServer
 from .methods import ActorCritic, Algorithm, Needs, Reduction
 from .rollouts import Rollout, Workflow
 from .scoring import Filter, Reward
@@ -18,6 +18,7 @@ from .sources import DataFacts, DataSource, PromptEncoder, PromptStream
 __all__ = [
     "SLOTS",
     "ActorCritic",
+    "AdapterSpec",
     "Algorithm",
     "BufferPolicy",
     "BuildContext",
@@ -33,6 +34,7 @@ __all__ = [
     "PlanRow",
     "PromptEncoder",
     "PromptStream",
+    "RecipeView",
     "Reduction",
     "Reward",
     "Rollout",
@@ -42,8 +44,10 @@ __all__ = [
     "Step",
     "Tool",
     "ToolError",
+    "ToolServer",
     "Tracker",
     "TrainerConfig",
     "Workflow",
     "components_in",
+    "kind_of",
 ]

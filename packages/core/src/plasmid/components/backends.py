@@ -1,46 +1,46 @@
-"""What a plugin subclasses to bring a trainer, an engine or a tracker."""
+"""Base classes of trainers, rollout engines and trackers."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..protocols import Bundle, Cluster, RolloutEngine, Trainer
+from ..types.estimates import EstimateContext, PhaseEstimate
 from .base import Component
-from .methods import Algorithm
 
 if TYPE_CHECKING:
     from ..config.run import RunConfig
 
 
 PlanRow = tuple[str, str, str]
-"""A line of a dry run's plan: what, how many, how it is worked out."""
+"""A row of a dry run's plan: name, value, and how the value is computed."""
 
 
 class Tracker(Component, slot="trackers"):
-    """Takes metrics to where people look at them."""
+    """Sends metrics to an experiment tracker."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one batch. Called from a thread of its own, in order."""
+        """Record the metrics of one batch. Called in order, from a dedicated thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildContext:
-    """What trainers and engines are started with."""
+    """Inputs for starting a trainer or an engine."""
 
     cluster: Cluster
     config: RunConfig
     run_dir: Path
     bundles: tuple[Bundle, ...]
-    """Machine and GPU of each rank of this part, in rank order."""
+    """Machine and GPU of each rank of this trainer or engine, in rank order."""
     threads: int = 1
     """CPU threads that each rank may use."""
     engine_name: str = "engine"
-    """What the processes of an engine are called, before their number: a run may have two engines."""
+    """Prefix of the names of an engine's processes; distinguishes the engines of a run that has two."""
 
     @property
     def on_gpu(self) -> bool:
@@ -48,29 +48,66 @@ class BuildContext:
         return any(bundle.gpu is not None for bundle in self.bundles)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """A low-rank adapter of the policy (LoRA, Hu et al. 2021): ``W + alpha / rank * B A`` in place of W."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Regular expressions for names of linear layers; empty for all of the decoder."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product of the two matrices, ``alpha / rank``."""
+        return self.alpha / self.rank
+
+
 class TrainerConfig(Component, slot="trainer"):
     """Selects and configures a training backend."""
 
-    def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
-        """What these settings say that has no effect with the algorithm, one ``trainer.<key>: ...`` each."""
-        yield from ()
+    def adapter(self) -> AdapterSpec | None:
+        """Return the adapter that is trained instead of the full weights; None for full training."""
+        return None
+
+    def replays_routing(self) -> bool:
+        """Return True if tokens are routed to the experts that the engine chose (`Sample.experts`)."""
+        return False
 
     def check(self, config: RunConfig) -> None:
-        """Raise `ConfigError` or `ModelError` for models and machines that it cannot train on.
+        """Raise `ConfigError` or `ModelError` for models and machines that this trainer does not support.
 
-        Called before any process is started: by the folders alone, without importing torch.
+        Called before any process starts. Reads only the model folders and does not import torch.
         """
 
-    def num_parts(self, ranks: int) -> int:
-        """Parts that this many processes deal a batch out to: as many, unless several hold one model together.
+    def unread_settings(self) -> Iterator[str]:
+        """Yield errors ``<setting>: <problem>`` for settings that alter the policy and only take effect in training."""
+        yield from ()
 
-        Raises ValueError if so many cannot be laid out.
+    def num_parts(self, ranks: int) -> int:
+        """Return the number of parts a batch is split into: ``ranks``, or fewer if ranks share one model replica.
+
+        Raises ValueError if the model cannot be laid out on this number of ranks.
         """
         return ranks
 
+    def saved_bytes_per_weight(self) -> int:
+        """Return the minimum number of bytes that a checkpoint takes per weight of the model; 0 if unknown.
+
+        The first checkpoint is written only if the disk has room for it.
+        """
+        return 0
+
     def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
-        """How a model with this ``config.json`` lies on so many ranks. Raises `ConfigError` if it cannot."""
+        """Yield how a model with this ``config.json`` is split over ranks. Raises `ConfigError` if it cannot be."""
         yield from ()
+
+    def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
+        """Estimate memory and time of the phases ``idle``, ``score``, ``train`` and ``sync``, for `rl plan`.
+
+        Returns nothing if there is no estimate. Must not import torch.
+        """
+        return ()
 
     @abstractmethod
     async def build(self, context: BuildContext) -> Trainer:
@@ -79,44 +116,67 @@ class TrainerConfig(Component, slot="trainer"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryPlan:
-    """When the engine is compared with the trainer on a fixed prompt, and what difference is allowed."""
+    """When to compare the engine with the trainer on a fixed prompt, and the tolerated difference."""
 
     tolerance: float
     """Maximum mean difference of log-probabilities, in nats."""
     every: int = 1
-    """The versions that are compared: those that this divides, the first included."""
+    """Interval between comparisons, in policy versions, starting with the first."""
     alone: bool = False
-    """Wait for the answer before other requests are let in: which of them run together must not depend on it."""
+    """Complete the comparison before admitting other requests, so that it cannot change how they are batched."""
 
 
 class RolloutEngineConfig(Component, slot="rollout"):
     """Selects and configures an inference engine."""
 
     owns_weights: ClassVar[bool] = True
-    """False if somebody else serves the model: `model.path` needs no weights, and nothing can be trained with it."""
+    """False if an external service runs the model: `model.path` needs no weights, and the model cannot be trained."""
+
+    memory_share: ClassVar[str] = ""
+    """Entry of its `server_args` with the fraction of GPU memory for weights and KV cache; empty if there is none."""
 
     def takes_ranks(self) -> bool:
-        """True if it computes on ``placement.engine_ranks``; False if machines of somebody else do it."""
+        """Return True if the engine computes on ``placement.engine_ranks``, False if it runs on external machines."""
         return self.owns_weights
 
     def gives_kept_sets(self) -> bool:
-        """True if completions say what top-p, top-k and min-p left to draw from (`GenerateRequest.wants_kept_set`)."""
+        """Return True if completions report the tokens left by top-p, top-k and min-p.
+
+        See `GenerateRequest.wants_kept_set`.
+        """
         return False
 
-    def mistakes(self, config: RunConfig) -> Iterator[str]:
-        """What these settings say that does not fit the rest of the recipe, one ``<table>.<key>: ...`` each."""
-        yield from ()
+    def gives_experts(self) -> bool:
+        """Return True if completions report the chosen experts. See `GenerateRequest.routing`."""
+        return False
+
+    def sampling_settings(self) -> frozenset[str]:
+        """Return the settings of `SamplingParams.OPTIONAL` that the engine supports."""
+        return frozenset()
 
     def canary(self) -> CanaryPlan | None:
-        """How the engine is compared with the trainer on a fixed prompt (`run/loop/canary.py`); None for never.
+        """Return how to compare the engine with the trainer on a fixed prompt (`loop/canary.py`); None for never.
 
-        An engine needs it whose decoding is not the trainer's code.
+        Engines that do not decode with the trainer's code need this comparison.
         """
         return None
 
+    def check(self, config: RunConfig) -> None:
+        """Raise `ConfigError` or `ModelError` for models that this engine does not support.
+
+        Called before any process starts, if the run's models are there. Must not import torch.
+        """
+
     def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
-        """How a model with this ``config.json`` lies on so many ranks. Raises `ConfigError` if it cannot."""
+        """Yield how a model with this ``config.json`` is split over ranks. Raises `ConfigError` if it cannot be."""
         yield from ()
+
+    def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
+        """Estimate memory and time of the phases ``idle``, ``sample`` and ``sync``, for `rl plan`.
+
+        Returns nothing if there is no estimate. Must not import torch.
+        """
+        return ()
 
     @abstractmethod
     async def build(self, context: BuildContext) -> RolloutEngine:

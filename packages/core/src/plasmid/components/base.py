@@ -1,4 +1,4 @@
-"""What every pluggable part is made of."""
+"""Base classes of settings and components, and the registry of slots."""
 
 from __future__ import annotations
 
@@ -6,36 +6,66 @@ from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from ..errors import PluginError
 from ..protocols import RunContext
+from ..types import SamplingParams
+
+if TYPE_CHECKING:
+    from ..config.placement import PlacementConfig
+    from .methods import Needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeView:
+    """The part of the recipe that a component can read during its validation."""
+
+    key: str
+    """Key of the component itself: ``rollout``, ``filters.0``."""
+    needs: Needs
+    """Requirements of the algorithm."""
+    trainer_kind: str
+    trainer_dtype: str
+    """`trainer.dtype`; ``auto`` if the trainer has no such setting."""
+    batches: int
+    """`run.batches`."""
+    max_staleness: int
+    """`run.max_staleness`."""
+    placement: PlacementConfig
+    samplings: Mapping[str, SamplingParams]
+    """All sampling settings of training by recipe key: ``sampling``, ``profiles.<name>.sampling``."""
+
+    @property
+    def place(self) -> str:
+        raise PluginError("find_errors: RecipeView.place is now RecipeView.key; rename it")
 
 
 class Settings(BaseModel):
-    """Base of everything that a recipe can set: unknown keys are errors, nothing changes after validation."""
+    """Base class of all recipe tables. Rejects unknown keys and is immutable after validation."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    def misfits(self) -> Iterator[str]:
-        """What is wrong between settings that are right each by itself, one line each; all are told at once.
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        """Yield one line for each conflict between settings that are valid individually.
 
-        Begin with ``yield from super().misfits()``, so that what base classes find is told, too.
+        Called with None when the settings are created; lines then refer to settings of this table by their bare names.
+        For components of a recipe it is called again with a view of the recipe; lines then start with a full key:
+        ``f"{recipe.key}.max_versions: ..."``. Overrides start with ``yield from super().find_errors(recipe)``.
         """
         yield from ()
 
     @model_validator(mode="after")
-    def _has_no_misfits(self) -> Self:
-        lines = list(self.misfits())
+    def _raise_errors(self) -> Self:
+        lines = list(self.find_errors(None))
         if lines:
             raise ValueError("\n".join(lines))
         return self
 
     def _is_set(self, name: str) -> bool:
-        """True if a setting is not what it would be by default."""
+        """Return True if a setting differs from its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
@@ -46,9 +76,9 @@ class Slot:
     name: str
     """Key of the recipe."""
     base: type[Component]
-    """What its components subclass."""
+    """Base class of its components."""
     default_kind: str | None
-    """The kind of a table that names none; None if it must name one."""
+    """Kind of a table without ``kind``; None if ``kind`` is required."""
 
 
 SLOTS: dict[str, Slot] = {}
@@ -56,10 +86,10 @@ SLOTS: dict[str, Slot] = {}
 
 
 class Component(Settings, ABC):
-    """Base of every pluggable part. Declare ``kind: Literal["name"] = "name"`` to give it its name.
+    """Base class of all components. Declare ``kind: Literal["name"] = "name"`` to name a component in recipes.
 
-    A base class of a new sort of components names its slot: ``class Reward(Component, slot="rewards")``. Nothing else
-    registers a slot.
+    The base class of a new type of component declares its slot: ``class Reward(Component, slot="rewards")``. Slots are
+    not registered in any other way.
     """
 
     def __init_subclass__(cls, *, slot: str | None = None, default_kind: str | None = None, **kwargs: Any) -> None:
@@ -68,62 +98,66 @@ class Component(Settings, ABC):
             SLOTS[slot] = Slot(name=slot, base=cls, default_kind=default_kind)
 
     def packages(self) -> Mapping[str, str]:
-        """Packages that these settings take and that may be missing: module to import -> what pip installs."""
+        """Return the optional packages that these settings require: module name -> requirement for pip."""
         return {}
 
     def lacks(self) -> Iterator[str]:
-        """What this machine lacks for these settings, one ``<key>: ...`` each. Asked before a run starts."""
-        kind = type(self).model_fields["kind"].default
+        """Yield a line ``<key>: ...`` for each requirement that this machine lacks. Called before a run starts."""
         for name, install in self.packages().items():
             if not _is_installed(name):
-                yield f"kind: {kind!r} needs the package {name}; pip install '{install}'"
+                yield f"kind: {kind_of(self)!r} needs the package {name}; pip install '{install}'"
 
     async def open(self, context: RunContext) -> None:
-        """Called once before first use in each process that uses it. Keep what you open in a private attribute."""
+        """Acquire resources, and keep them in private attributes. Called once before first use in each process."""
 
     async def close(self) -> None:
-        """Called once after last use."""
+        """Release resources. Called once after last use."""
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep so that `restore` continues exactly; JSON types only.
+        """Return the state that a checkpoint stores for `restore`, as JSON types.
 
-        Asked of trackers and buffer policies, which live in the driver, and of rewards, filters and workflows in each
-        worker process. What algorithms remember is lost: they live on every rank. Data keep theirs in a `PromptStream`.
+        Called on trackers and buffer policies in the driver, and on rewards, filters and workflows in each worker
+        process. Algorithms run on every rank and have no saved state. Data sources save theirs in a `PromptStream`.
         """
         return {}
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """One state out of several: a run that goes on with fewer worker processes has more states than processes.
+        """Merge states of several worker processes, for a run that resumes with fewer of them.
 
-        By default the first: override it to add up counts, or to unite caches.
+        Returns the first by default; override it to add up counts or to merge caches.
         """
         return states[0]
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state. Called after `open`."""
+        """Restore a saved state. Called after `open`."""
 
 
-def components_in(settings: BaseModel, place: str = "") -> Iterator[tuple[str, Component]]:
-    """Every component among the settings, itself included, with its place in the recipe: ``rewards.0.reward``."""
+def kind_of(component: Component) -> str:
+    """Return the name of a component in recipes."""
+    return str(type(component).model_fields["kind"].default)
+
+
+def components_in(settings: BaseModel, key: str = "") -> Iterator[tuple[str, Component]]:
+    """Yield every component within the settings, including the root, with its recipe key: ``rewards.0.reward``."""
     if isinstance(settings, Component):
-        yield place, settings
+        yield key, settings
     for name in type(settings).model_fields:
-        yield from _within(getattr(settings, name), f"{place}.{name}" if place else name)
+        yield from _within(getattr(settings, name), f"{key}.{name}" if key else name)
 
 
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):  # of a parent package; of a module that was made without a spec
+    except (ModuleNotFoundError, ValueError):  # the parent package is missing; the module has no spec
         return False
 
 
-def _within(value: Any, place: str) -> Iterator[tuple[str, Component]]:
+def _within(value: Any, key: str) -> Iterator[tuple[str, Component]]:
     if isinstance(value, BaseModel):
-        yield from components_in(value, place)
+        yield from components_in(value, key)
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _within(item, f"{place}.{key}")
+        for name, item in value.items():
+            yield from _within(item, f"{key}.{name}")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _within(item, f"{place}.{index}")
+            yield from _within(item, f"{key}.{index}")

@@ -1,4 +1,4 @@
-"""What a plugin subclasses to read and write a checkpoint layout."""
+"""Base class of converters, which read and write a checkpoint layout."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 
 class Converter(Component, slot="converters"):
-    """Reads and writes one checkpoint layout. Tensors carry Hugging Face names, so any two layouts convert."""
+    """Reads and writes one checkpoint layout. Tensors have Hugging Face names, so any two layouts can be converted."""
 
     @abstractmethod
     def read(self, path: Path) -> Iterator[NamedTensor]:
-        """Yield the tensors one by one; a checkpoint may be larger than memory. Raises `ModelError`."""
+        """Yield the tensors one by one, since a checkpoint may be larger than memory. Raises `ModelError`."""
 
     @abstractmethod
     def write(self, path: Path, tensors: Iterable[NamedTensor]) -> None:
-        """Write into the folder ``path``, which has the Hugging Face files of the model already.
+        """Write into the folder ``path``, which already contains the model's Hugging Face files.
 
-        The folder gets its name once this returns, and vanishes if it raises: `ModelError`, or `OSError` of the disk.
+        ``path`` is temporary: it is renamed when this returns and deleted when it raises `ModelError` or `OSError`.
         """
 
     def recognises(self, path: Path) -> bool:
-        """True if ``path`` is surely a checkpoint of this layout; lets `rl convert` do without ``--from``."""
+        """Return True if ``path`` certainly has this layout, so that `rl convert` does not need ``--from``."""
         return False
 
     def num_tensors(self, path: Path) -> int | None:
-        """How many tensors `read` will yield, for progress bars; None if that is not known beforehand."""
+        """Return the number of tensors that `read` yields, for progress bars; None if unknown."""
         return None
 
     def write_companions(self, source: Path, target: Path) -> None:
-        """Write what travels beside the weights of ``source`` (config, tokenizer), as Hugging Face files."""
+        """Write the files that accompany the weights of ``source`` (config, tokenizer) in Hugging Face format."""

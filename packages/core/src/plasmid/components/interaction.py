@@ -1,9 +1,9 @@
-"""What a policy may meet in a rollout: tools that it calls, and environments that it acts in."""
+"""Base classes of tools, which the policy calls in a rollout, and environments, in which it acts."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -12,60 +12,86 @@ from . import Component
 
 
 class ToolError(Exception):
-    """What went wrong in a call, in words for the policy."""
+    """Error of a tool call. The policy receives its message."""
 
 
 class Tool(Component, slot="tools", default_kind="function"):
-    """Something that a policy may call, listed under ``[[workflow.tools]]``.
+    """A function that the policy can call, listed under ``[[workflow.tools]]``.
 
-    Settings say how it works; `implementation` gives what is called. Its name, signature and docstring are what the
-    policy is told: every argument needs a type, and an ``Args:`` section may describe them.
+    Fields are its settings, and `implementation` returns the function. The policy sees the function's name, signature
+    and docstring: every argument needs a type annotation, and an ``Args:`` section can describe the arguments.
     """
 
     isolated: ClassVar[bool] = True
-    """True to make every call in a process that is thrown away; False for tools that keep their calls apart alone."""
+    """True to run each call in a disposable process; False for tools that isolate calls themselves."""
 
     @abstractmethod
     def implementation(self) -> Callable[..., Any]:
-        """The function, async or not. What it raises is told to the policy; it returns text, or what JSON can hold."""
+        """Return the function, sync or async. It returns text or JSON types; the policy sees the errors it raises."""
 
     def warm(self) -> None:
-        """Import and read what calls need, once in each process."""
+        """Load the modules and files that calls need, once per process."""
+
+
+class ToolServer(Tool):
+    """A program that provides tools and describes them. One entry of ``[[workflow.tools]]`` adds all of its tools."""
+
+    isolated: ClassVar[bool] = False
+
+    def implementation(self) -> Callable[..., Any]:
+        raise TypeError("a server's tools have no Python functions")
+
+    @abstractmethod
+    async def connect(self) -> Sequence[Mapping[str, Any]]:
+        """Connect and return the tools in chat-template format (`type`, `function`). Raises `ConfigError`."""
+
+    @abstractmethod
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool. Raises `ToolError`, whose message the policy receives."""
+
+    @abstractmethod
+    async def disconnect(self) -> None:
+        """Close the connection, and stop the program if `connect` started it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What came of an action."""
+    """Result of an action."""
 
     observation: str = ""
-    """What the policy reads next; of the last step nobody reads it."""
+    """Text for the policy; unused after the last step."""
     reward: float = 0.0
-    """Of this step; their sum is the episode's."""
+    """Reward of this step; the episode's reward is the sum over its steps."""
     done: bool = False
     """True if the episode has ended."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Kept with the sample; that of the last step wins. JSON types."""
+    """Metadata stored with the sample, as JSON types; later steps override earlier ones."""
 
 
 class Episode(Protocol):
-    """One run through an environment. Methods may be async; others are called in threads."""
+    """One episode in an environment. Methods may be async; if none is, each episode runs in its own process."""
 
     def reset(self, seed: int, prompt: Prompt) -> str | Awaitable[str]:
-        """Begin; the first observation, which follows the prompt. All rollouts of a prompt get one seed."""
-        ...
+        """Start the episode and return the first observation, which follows the prompt.
+
+        All rollouts of a prompt get the same seed.
+        """
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """Take the policy's words for an action."""
-        ...
+        """Apply an action, given as the policy's text."""
 
     def close(self) -> Awaitable[None] | None:
-        """Called once, however the episode ends."""
-        ...
+        """Release resources. Called once, also if the episode fails; does nothing by default."""
+        return None
 
 
 class Environment(Component, slot="environments"):
-    """Where episodes take place, chosen by ``[workflow.environment] kind = ...``."""
+    """An environment for multi-turn rollouts, selected by ``[workflow.environment] kind = ...``."""
+
+    isolated: ClassVar[bool] = True
+    """True to run the environment in a process that forks for each episode, so that a hanging step can be killed.
+    False for environments that need the engine or keep state across episodes."""
 
     @abstractmethod
     def episode(self) -> Episode:
-        """A new episode. Many run at once."""
+        """Create an episode. Many episodes run concurrently."""

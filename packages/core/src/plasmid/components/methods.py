@@ -1,4 +1,4 @@
-"""What a plugin subclasses to train by another method: advantage, loss, and what a run of it takes."""
+"""Base classes of algorithms: advantage, loss, and what they require of a run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ..errors import one_line, place_in_class
+from ..errors import locate_in_class, one_line
 from ..types import Role
-from .base import Component
+from .base import Component, RecipeView
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run of one algorithm takes besides a policy. Checked against the recipe before anything starts."""
+    """What an algorithm requires besides a policy. Checked against the recipe before anything starts."""
 
     rewards: bool = True
-    """Scores of samples."""
+    """Rewards, which score the samples."""
     engine: bool = True
-    """A rollout engine, which draws the samples."""
+    """A rollout engine, which samples completions."""
     reference: bool = False
     """The frozen model of `[reference]`, which scores `Role.REFERENCE`."""
     teacher: bool = False
@@ -34,11 +34,11 @@ class Needs:
     critic: bool = False
     """A value model that is trained beside the policy; for subclasses of `ActorCritic`."""
     groups: bool = False
-    """Several rollouts of each prompt, because a rollout is compared with the others."""
+    """Several rollouts per prompt, which are compared with each other."""
     greedy_baseline: bool = False
-    """One more rollout of each prompt at temperature 0, whose reward is the baseline; it is not trained on."""
+    """An extra rollout of each prompt at temperature 0. Its reward is the baseline; it is not trained on."""
     demonstrations: bool = False
-    """Prompts that come with what the policy should have written (`Prompt.trained`), in place of rollouts."""
+    """Demonstrations instead of rollouts: prompts that include the text to learn (`Prompt.trained`)."""
     metadata: bool = False
     """`Sample.metadata` of all samples on every rank, for `AdvantageInputs.metadata` and `LossInputs.metadata`."""
 
@@ -47,24 +47,25 @@ Reduction = Literal["per-rollout", "per-token", "per-prompt", "constant"]
 
 
 class Algorithm(Component, slot="algorithm"):
-    """Advantage and loss of one named method: pure functions of tensors that every trainer shares."""
+    """Advantage and loss of one algorithm, as pure functions of tensors that all trainers share."""
 
     reduction: Reduction = "per-rollout"
-    """How token losses of a step are averaged: tokens of each rollout, then rollouts; all tokens alike; tokens of each
-    prompt group, then groups; or divided by constant_length times the number of rollouts (Dr. GRPO)."""
+    """Reduction of the token losses of a step. ``per-rollout``: mean over the tokens of each rollout, then over
+    rollouts. ``per-token``: mean over all tokens. ``per-prompt``: mean over the tokens of each prompt group, then over
+    groups. ``constant``: sum divided by constant_length times the number of rollouts (Dr. GRPO)."""
     constant_length: int | None = Field(None, ge=1)
-    """Tokens that reduction = "constant" divides by, for example the longest completion."""
+    """Divisor for reduction = "constant", in tokens, for example the maximum completion length."""
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         if self.reduction == "constant" and self.constant_length is None:
             yield 'reduction = "constant" divides by constant_length; set it, for example to 1024'
         if self.reduction != "constant" and self.constant_length is not None:
             yield f'constant_length = {self.constant_length} is never read; remove it or set reduction = "constant"'
-        yield from self._broken_methods()
+        yield from self._find_method_errors()
 
-    def _broken_methods(self) -> Iterator[str]:
-        """One line for each of `needs` and `roles` that raises or returns something else: every recipe asks them."""
+    def _find_method_errors(self) -> Iterator[str]:
+        """Yield errors if `needs` or `roles`, which every run calls, raises or returns a wrong type."""
         try:
             needs: object = self.needs()
             if not isinstance(needs, Needs):
@@ -73,47 +74,63 @@ class Algorithm(Component, slot="algorithm"):
             if not isinstance(roles, tuple) or not all(isinstance(role, Role) for role in roles):
                 yield f"roles must return a tuple of Role, got {roles!r:.100}"
         except Exception as error:  # noqa: BLE001 - boundary: algorithms are users' code
-            yield f"needs or roles raised {one_line(error)}{place_in_class(type(self), error)}"
+            yield f"needs or roles raised {one_line(error)}{locate_in_class(type(self), error)}"
 
     @abstractmethod
     def needs(self) -> Needs:
-        """What a run with these settings takes."""
+        """Return what a run with these settings requires."""
 
     @abstractmethod
     def roles(self, *, steps: int) -> tuple[Role, ...]:
-        """Whose per-token scores must be taken before a batch is trained in this many optimizer steps."""
+        """Return the roles to score per token before training on a batch with this number of optimizer steps."""
 
     @abstractmethod
     def advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """[T] advantage of each of this rank's loss tokens."""
+        """Compute the advantages of this rank's loss tokens, as [T]."""
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> TokenLoss:
-        """Loss per token of one microbatch, not yet reduced. Must work without any token (T = 0)."""
+        """Compute the unreduced per-token loss of one microbatch. Must support empty inputs (T = 0)."""
+
+    def is_tokenwise(self) -> bool:
+        """Return True if the loss of a token depends only on the inputs of that token, except ``kept``.
+
+        False if the loss reads sums over samples, or log-probabilities of other tokens. If True, `loss` is also called
+        with parts of samples: a trainer that fuses loss and gradient with the logits only has a part at a time.
+        """
+        return False
 
     def weights_need_entropy(self) -> bool:
-        """True if the loss has an entropy term, so that its gradient must be kept."""
+        """Return True if the loss has an entropy term, so that the entropy needs a gradient."""
         return False
 
     def reads_rollout_logprobs(self) -> bool:
-        """True if the engine's log-probabilities count as those of what drew the tokens.
+        """Return True if the algorithm uses the engine's log-probabilities as those of the behavior policy.
 
-        They are taken before top-p, top-k and min-p. An engine that cannot tell what these left to draw from must then
-        not be restricted by them.
+        The engine computes them before top-p, top-k and min-p. Recipes that use these settings then need an engine that
+        reports the tokens left by them.
         """
         return False
 
 
 class ActorCritic(Algorithm):
-    """An algorithm with a critic. The trainer trains it beside the policy, on the same microbatches and weights."""
+    """An algorithm with a critic, which is trained together with the policy, on the same microbatches and weights."""
 
     critic_warmup: int = Field(0, ge=0)
-    """Batches at the start of the run in which the critic alone is trained."""
+    """Number of batches at the start of the run that train only the critic."""
+
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        if recipe is not None and self.critic_warmup >= recipe.batches:
+            yield (
+                f"algorithm.critic_warmup: must be less than run.batches = {recipe.batches}, got {self.critic_warmup}: "
+                "no batch would train the policy"
+            )
 
     @abstractmethod
     def returns(self, inputs: AdvantageInputs) -> Tensor:
-        """[T] what the value of each of this rank's loss tokens is trained to be. Called once per batch."""
+        """Compute the value targets of this rank's loss tokens, as [T]. Called once per batch."""
 
     @abstractmethod
     def value_loss(self, inputs: ValueInputs) -> TokenLoss:
-        """Loss of the critic per token of one microbatch, not yet reduced. Must work without any token (T = 0)."""
+        """Compute the critic's unreduced per-token loss of one microbatch. Must support empty inputs (T = 0)."""

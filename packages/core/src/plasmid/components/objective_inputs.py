@@ -1,4 +1,4 @@
-"""What algorithms are handed, and what they hand back. T counts tokens that the loss sees; others are left out."""
+"""Inputs and outputs of algorithms. T is the number of loss tokens; tokens outside the loss mask are left out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Metadata = tuple[Mapping[str, Any], ...]
-"""[N] what workflows left in `Sample.metadata`, by row of the table; JSON types only."""
+"""[N] `Sample.metadata` of each row of the table, as JSON types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdvantageInputs:
-    """Everything one rank holds of a batch, when advantages are computed (once per batch, before the first step).
+    """One rank's part of a batch when advantages are computed: once per batch, before the first step.
 
-    Tokens come sample after sample, in order. A rank may hold none (T = 0) and still takes part in every `all_reduce`.
+    Tokens are ordered by sample. A rank without tokens (T = 0) must still take part in every `all_reduce`.
     """
 
     table: BatchTable
@@ -33,24 +33,30 @@ class AdvantageInputs:
     token_ids: Tensor
     """[T] int64: the tokens."""
     versions: Tensor
-    """[T] int64: policy version that drew each token; -1 where none did (demonstrations)."""
+    """[T] int64: policy version that sampled each token; -1 for demonstrations."""
     rollout_logprobs: Tensor
-    """[T] of what drew the tokens. Where sampling was restricted and the engine told what it left to draw from, this
-    and all other log-probabilities are those within that set."""
+    """[T] log-probabilities by the policy that sampled the tokens. If top-p, top-k or min-p restricted sampling and the
+    engine reported the remaining tokens, these and all other log-probabilities are normalized over those tokens."""
     old_logprobs: Tensor | None
-    """[T] the policy's before the first step, if `Role.POLICY` was scored."""
+    """[T] log-probabilities by the policy before the first step, if `Role.POLICY` was scored."""
     ref_logprobs: Tensor | None
     """[T] if `Role.REFERENCE` was scored."""
     teacher_logprobs: Tensor | None
     """[T] if `Role.TEACHER` was scored."""
     values: Tensor | None
-    """[T] the critic's, if `Role.CRITIC` was scored."""
+    """[T] predictions of the critic, if `Role.CRITIC` was scored."""
     all_reduce: Callable[[Tensor], Tensor]
-    """Sum of a tensor over all ranks that hold different tokens."""
+    """Sums a tensor over all ranks that hold different tokens."""
     read_metadata: Callable[[], Metadata]
-    """Gives `metadata`."""
+    """Returns `metadata`."""
     read_kept: Callable[[], KeptTokens | None]
-    """Gives `kept`."""
+    """Returns `kept`."""
+    token_rewards: Tensor | None = None
+    """[T] rewards earned at a token before the end of its sample, 0 elsewhere; parts of the sample's reward. None if no
+    sample of the batch has any."""
+    turn_index: Tensor | None = None
+    """[T] int64: turn of its sample that each token belongs to, a column of ``table.turn_rewards``; None without
+    `token_rewards`."""
 
     @property
     def metadata(self) -> Metadata:
@@ -59,20 +65,20 @@ class AdvantageInputs:
 
     @property
     def kept(self) -> KeptTokens | None:
-        """[T] what top-p, top-k and min-p left to draw each token from; None if nothing was restricted.
+        """[T] candidates that top-p, top-k and min-p left for each token; None if sampling was unrestricted.
 
-        Collected when it is read.
+        Computed on access.
         """
         return self.read_kept()
 
     def spread(self, values: Tensor | NDArray[np.float64]) -> Tensor:
-        """[T] the value of each token's sample, out of [N]; in the dtype and on the device of the tokens."""
+        """[T] the value of each token's sample, from values [N]; in the dtype and on the device of the tokens."""
         import torch
 
         return torch.as_tensor(values).to(self.rollout_logprobs)[self.sample_index]
 
     def per_sample_sum(self, values: Tensor) -> Tensor:
-        """[N] float64 sums of values [T] over the tokens of each sample, of all ranks."""
+        """Sum values [T] over the tokens of each sample, across all ranks. Returns [N] float64."""
         values = values.double()
         sums = values.new_zeros(self.table.num_samples).index_add(0, self.sample_index, values)
         return self.all_reduce(sums)
@@ -85,7 +91,7 @@ class LossInputs:
     num_samples: int
     """n; 1 for a microbatch without any sample."""
     sample_index: Tensor
-    """[T] int64: 0..n-1, which sample of this microbatch a token belongs to."""
+    """[T] int64: the sample of this microbatch that each token belongs to, 0..n-1."""
     table: BatchTable
     """All N samples of the batch, as in `AdvantageInputs`."""
     table_index: Tensor
@@ -93,13 +99,13 @@ class LossInputs:
     token_ids: Tensor
     """[T] int64: the tokens."""
     versions: Tensor
-    """[T] int64: policy version that drew each token; -1 where none did (demonstrations)."""
+    """[T] int64: policy version that sampled each token; -1 for demonstrations."""
     logprobs: Tensor
-    """[T] the policy's now; carries the gradient."""
+    """[T] log-probabilities by the current policy; differentiable."""
     entropy: Tensor | None
-    """[T] of the next-token distribution at the sample's temperature; None if the trainer does not compute it."""
+    """[T] entropy of the next-token distribution at the sample's temperature; None if the trainer lacks it."""
     old_logprobs: Tensor | None
-    """[T] None if they equal ``logprobs`` now (one step per batch): use ``logprobs.detach()``."""
+    """[T] as in `AdvantageInputs`; None if equal to ``logprobs`` (one step per batch): use ``logprobs.detach()``."""
     rollout_logprobs: Tensor
     """[T] as in `AdvantageInputs`."""
     ref_logprobs: Tensor | None
@@ -107,11 +113,11 @@ class LossInputs:
     teacher_logprobs: Tensor | None
     """[T] if `Role.TEACHER` was scored."""
     advantages: Tensor
-    """[T] what `Algorithm.advantages` gave."""
+    """[T] result of `Algorithm.advantages`."""
     kept: KeptTokens | None
-    """[T] what top-p, top-k and min-p left to draw each token from; None if nothing was restricted."""
+    """[T] candidates that top-p, top-k and min-p left for each token; None if sampling was unrestricted."""
     read_metadata: Callable[[], Metadata]
-    """Gives `metadata`."""
+    """Returns `metadata`."""
 
     @property
     def metadata(self) -> Metadata:
@@ -119,13 +125,13 @@ class LossInputs:
         return self.read_metadata()
 
     def spread(self, values: Tensor | NDArray[np.float64]) -> Tensor:
-        """[T] the value of each token's sample, out of [N]; in the dtype and on the device of the tokens."""
+        """[T] the value of each token's sample, from values [N]; in the dtype and on the device of the tokens."""
         import torch
 
         return torch.as_tensor(values).to(self.rollout_logprobs)[self.table_index]
 
     def per_sample_sum(self, values: Tensor) -> Tensor:
-        """[n] sums of the values of each sample; differentiable."""
+        """Sum values [T] over the tokens of each sample. Returns [n]; differentiable."""
         return values.new_zeros(self.num_samples).index_add(0, self.sample_index, values)
 
 
@@ -134,11 +140,11 @@ class ValueInputs:
     """One microbatch of the critic; T may be 0."""
 
     values: Tensor
-    """[T] the critic's now; carries the gradient. A token's value is that of the text before it."""
+    """[T] predictions of the current critic; differentiable. A token's value is that of the text before it."""
     old_values: Tensor
-    """[T] the critic's before the first step."""
+    """[T] predictions of the critic before the first step."""
     returns: Tensor
-    """[T] what `ActorCritic.returns` gave."""
+    """[T] result of `ActorCritic.returns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,6 +152,6 @@ class TokenLoss:
     """Loss of one microbatch before reduction."""
 
     loss: Tensor
-    """[T] per token; the trainer sums it with weights that make the whole step's reduction (`sample_weights`)."""
+    """[T] loss per token; the trainer sums it with weights that implement the step's reduction (`sample_weights`)."""
     metrics: Mapping[str, Tensor]
-    """[T] each: averaged over the loss tokens of the step and reported as ``train/<name>``."""
+    """[T] each; averaged over the loss tokens of the step and reported as ``train/<name>``."""

@@ -1,7 +1,7 @@
-"""Calls of rewards: their deadlines, and what becomes of the answers that are no scores.
+"""Calls of rewards, with deadlines and handling of invalid results.
 
-A sample can exceed the limits of Python (`errors.sample_fault`): it gets the reward's failure value. Everything else
-that is not a finite score is a mistake of the reward and ends the run. docs/rewards.md says which is which.
+A sample can exceed Python's limits (`errors.sample_fault`) and then gets the reward's failure value. Anything else that
+is not a finite score is a bug in the reward and ends the run. See docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 from ..errors import RewardError, one_line, sample_fault
 from ..types import Prompt, Sample, Score
-from ..utils.work_clock import WorkClock, finish_within, timed
+from ..utils.work_clock import WorkClock, finish_within, run_timed
 from . import Reward
 
 log = logging.getLogger(__name__)
 Start = Callable[[Coroutine[Any, Any, Any]], "asyncio.Future[Any]"]
 """Starts a coroutine on the event loop where rewards run."""
 Raised = Callable[[Exception, Sequence[Sample]], Exception]
-"""Makes of an exception of a reward the one to raise; the samples are those of the call."""
+"""Converts an exception of a reward into the one to raise; the samples are those of the call."""
 MAX_COMPONENTS = 1000
-"""Components of one score."""
+"""Maximum number of components of a score."""
 MAX_NAME = 1000
-"""Characters of a component's name."""
+"""Maximum length of a component's name, in characters."""
 MAX_REASON = 1000
-"""Characters of a reason that are kept."""
+"""Length to which reasons are truncated, in characters."""
 
 
 async def call_reward(
@@ -41,9 +41,10 @@ async def call_reward(
     raised: Raised | None = None,
     catches_faults: bool = True,
 ) -> list[Score]:
-    """Scores of the samples. Raises `RewardError` that begins with ``where`` if the reward is broken or too slow.
+    """Score the samples. Raises a `RewardError` that starts with ``where`` if the reward is invalid or too slow.
 
-    What else it raises is raised as ``raised`` turns it, or as it is; a sample's fault only without ``catches_faults``.
+    Other exceptions of the reward are converted by ``raised``, if given, and raised. Faults of a sample become its
+    score, unless ``catches_faults`` is false.
     """
     if not samples:
         return []
@@ -63,13 +64,13 @@ async def call_reward(
 
 
 def is_for_groups(reward: Reward) -> bool:
-    """True if its scores depend on the other samples of the prompt."""
+    """Return True if the reward's scores depend on the other samples of the prompt."""
     return type(reward).score_group is not Reward.score_group
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One reward, as it is called."""
+    """A reward with the options of its calls."""
 
     reward: Reward
     where: str
@@ -78,43 +79,44 @@ class _Call:
     catches_faults: bool
 
     async def scores(self, work: Callable[[], Any], samples: Sequence[Sample]) -> list[Score]:
-        """One score for each sample of a call, which is about a sample or a group."""
+        """Run a call for one sample or a group, and return one score per sample."""
         clock = WorkClock()
         limit_s = self.reward.limit_s(len(samples))
         try:
-            values = await finish_within(limit_s, self.start(timed(work, clock)), clock)
+            what = f"{self.where}: {describe_samples(samples)}"
+            values = await finish_within(limit_s, self.start(run_timed(work, clock)), clock, what)
         except RewardError:
             raise
         except Exception as error:  # noqa: BLE001  boundary: rewards are users' code
             if isinstance(error, TimeoutError) and clock.seconds() >= limit_s:
-                return [self._late(samples)] * len(samples)
-            fault, value = self._fault(error, samples), self.reward.failure()
-            log.warning("%s: %s: %s; the value is %g", self.where, named(samples), one_line(error), value)
+                return [self._handle_timeout(samples)] * len(samples)
+            fault, value = self._describe_fault(error, samples), self.reward.failure()
+            log.warning("%s: %s: %s; the value is %g", self.where, describe_samples(samples), one_line(error), value)
             return [Score(value=value, error=fault)] * len(samples)
         if len(values) != len(samples):
             raise RewardError(f"{self.where}: score_group returned {len(values)} scores for {len(samples)} samples")
         return [self._as_score(value, sample) for value, sample in zip(values, samples, strict=True)]
 
-    def _fault(self, error: Exception, samples: Sequence[Sample]) -> str:
-        """What in a sample made the reward raise. Raises the error, or what ``raised`` makes of it, if nothing did."""
+    def _describe_fault(self, error: Exception, samples: Sequence[Sample]) -> str:
+        """Describe the fault of the sample that made the reward raise. Re-raises errors that no sample caused."""
         fault = sample_fault(error) if self.catches_faults else None
         if fault is None:
             raise error if self.raised is None else self.raised(error, samples) from error
         return fault
 
-    def _late(self, samples: Sequence[Sample]) -> Score:
+    def _handle_timeout(self, samples: Sequence[Sample]) -> Score:
         seconds = self.reward.timeout_s * len(samples)
         return self.reward.on_timeout(
-            f"{self.where}: no score for {named(samples)} within timeout_s = {seconds:g}; make it faster, let it give "
-            "up by itself, or raise timeout_s"
+            f"{self.where}: no score for {describe_samples(samples)} within timeout_s = {seconds:g}; make the "
+            "reward faster, or raise timeout_s"
         )
 
     def _as_score(self, value: object, sample: Sample) -> Score:
-        """The score in an answer. Raises `RewardError` if it is none."""
+        """Convert a result into a score. Raises `RewardError` if it is not one."""
         score = value if isinstance(value, Score) else Score(value=value) if isinstance(value, int | float) else None
         if score is not None and isinstance(score.value, int | float):
-            fault = "the score is too large a number" if is_too_large(score.value) else None
-            fault = fault or components_fault(score.components)
+            fault = "the score is too large for a float" if is_too_large(score.value) else None
+            fault = fault or find_components_error(score.components) or _find_position_error(score, sample)
             if fault is not None and not self.catches_faults:
                 raise OverflowError(fault)
             if fault is not None:
@@ -122,42 +124,52 @@ class _Call:
             if math.isfinite(score.value):
                 return replace(score, value=float(score.value))
         raise RewardError(
-            f"{self.where}: must return a finite number or a Score, got {shown(value)} for sample {sample.id}"
+            f"{self.where}: must return a finite number or a Score, got {format_value(value)} for sample {sample.id}"
         )
 
 
-def named(samples: Sequence[Sample]) -> str:
-    """The samples of a call, for messages."""
+def describe_samples(samples: Sequence[Sample]) -> str:
+    """Name the samples of a call in messages."""
     first, last = samples[0], samples[-1]
     return f"sample {first.id}" if first is last else f"samples {first.id} to {last.id}"
 
 
-def shown(value: object) -> str:
-    """A value that is no score, on one short line."""
+def format_value(value: object) -> str:
+    """Format an invalid score on one short line."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
 def is_too_large(value: object) -> bool:
-    """True for an integer that no float can hold."""
+    """Return True for an integer that does not fit into a float."""
     try:
         return isinstance(value, int) and not math.isfinite(value)
     except OverflowError:
         return True
 
 
-def components_fault(components: Mapping[str, object]) -> str | None:
-    """Why these cannot be the components of a score; None if they can."""
+def find_components_error(components: Mapping[str, object]) -> str | None:
+    """Return why these components are invalid, or None if they are valid."""
     if len(components) > MAX_COMPONENTS:
-        return f"{len(components)} components, at most {MAX_COMPONENTS} are kept"
+        return f"a score has at most {MAX_COMPONENTS} components, got {len(components)}"
     if any(len(name) > MAX_NAME or not name.isprintable() for name in components):
         return f"the name of a component is longer than {MAX_NAME} characters, or cannot be printed"
     if any(is_too_large(value) for value in components.values()):
-        return "a component is too large a number"
+        return "a component is too large for a float"
     return None
 
 
-def shortened(reason: str) -> str:
-    """A reason of reasonable length, in characters that files take."""
+def _find_position_error(score: Score, sample: Sample) -> str | None:
+    """Return why the rewards of tokens are invalid, or None if they are valid."""
+    for position, value in score.token_rewards.items():
+        if type(position) is not int or not 0 <= position < len(sample.token_ids):
+            return f"token_rewards has position {position!r}, and the sample has {len(sample.token_ids)} tokens"
+        if is_too_large(value) or not math.isfinite(value):
+            return f"token_rewards has {value!r} at position {position}; it must be finite"
+    return None
+
+
+def shorten(reason: str) -> str:
+    """Truncate a reason and replace characters that cannot be encoded in files."""
     reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]} ..."
     return reason.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""What a plugin subclasses to turn one prompt into samples."""
+"""Base class of workflows, which turn one prompt into samples."""
 
 from __future__ import annotations
 
@@ -10,61 +10,60 @@ from ..types import Completion, Ints, Message, Prompt, Sample, SamplingParams
 from .base import Component
 
 SEPARATOR = "\ufdd0"
-"""Marks control tokens that a message spells out in what `Rollout.render` returns. Unicode reserves it for such use."""
+"""Unicode noncharacter that `Rollout.render` inserts into special tokens that the text of a message spells out."""
 
 
 def unescape(text: str) -> str:
-    """The text without separators, as it was before `Rollout.render`."""
+    """Remove the separators that `Rollout.render` added."""
     return text.replace(SEPARATOR, "")
 
 
-class Rollout(Protocol):
-    """What one execution of a workflow may use."""
+class Codec(Protocol):
+    """The part of a tokenizer that workflows need."""
+
+    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
+        """Convert tokens to text, without special tokens unless ``keep_special``."""
+
+    def encode(self, text: str, *, allow_special: bool = True) -> Ints:
+        """Convert text to tokens, without adding special tokens.
+
+        Special tokens that the text spells out are recognized, unless ``allow_special`` is false or they came from a
+        message that `render` formatted.
+        """
+
+    def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
+        """Format messages with the chat template and these arguments, including the generation prompt.
+
+        Raises `DataError` if the template rejects them.
+        """
+
+
+class Rollout(Codec, Protocol):
+    """The interface of a workflow to one rollout."""
 
     id: str
     """Rollout id; also the engine's session id."""
     sampling: SamplingParams
     max_length: int | None
-    """Longest sample in tokens, prompt included; None where no limit is known."""
+    """Maximum length of a sample including the prompt, in tokens; None if unknown."""
     group_seed: int
-    """The same for all rollouts of one draw of a prompt: environments begin alike."""
+    """Seed shared by all rollouts of a prompt group, so that their environments start in the same state."""
 
     async def generate(
         self, token_ids: Ints, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Completion:
-        """Continue the tokens by the current policy; seeds, ids and deadlines are taken care of.
+        """Generate a completion with the current policy. Seeds, ids and deadlines are set automatically.
 
-        ``max_new_tokens`` may only lower that of `sampling`; the texts ``stop`` end the completion besides its own.
+        ``max_new_tokens`` can only lower the limit of `sampling`; ``stop`` adds to the stop strings of `sampling`.
         """
-        ...
-
-    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
-        """Tokens to text, special tokens left out unless they are asked for."""
-        ...
-
-    def encode(self, text: str, *, allow_special: bool = True) -> Ints:
-        """Text to tokens, no special tokens added.
-
-        Those that the text spells out are recognized, unless ``allow_special`` is false or `render` took them from a
-        message.
-        """
-        ...
-
-    def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
-        """Text of messages through the chat template with these arguments, the generation prompt included.
-
-        Raises `DataError` if the template refuses them.
-        """
-        ...
 
     def sample(self, prompt: Prompt, completions: Sequence[Completion | Ints], **fields: Any) -> Sample:
-        """A sample of the prompt, then completions (trained on) and plain tokens (tool replies, not trained on)."""
-        ...
+        """Build a sample from the prompt, completions (trained on) and plain tokens (tool replies, not trained on)."""
 
 
 class Workflow(Component, slot="workflow", default_kind="single-turn"):
-    """How one prompt becomes samples: a single turn, several turns with tools, an environment, ..."""
+    """Turns one prompt into samples: by a single turn, several turns with tools, an environment, ..."""
 
     @abstractmethod
     async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
-        """One rollout. Usually makes one sample. An exception becomes a sample with an error."""
+        """Run one rollout, which usually yields one sample. An exception becomes a sample with an error."""

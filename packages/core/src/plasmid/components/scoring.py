@@ -1,56 +1,56 @@
-"""What a plugin subclasses to score samples and to choose groups."""
+"""Base classes of rewards and filters."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ..errors import RewardError
+from ..errors import RewardDeadlineError
 from ..settings.trust import INERT
 from ..types import Prompt, PromptGroup, Sample, Score
-from .base import Component
-
-if TYPE_CHECKING:
-    from ..config.run import RunConfig
+from .base import Component, kind_of
 
 
 class Reward(Component, slot="rewards"):
-    """Scores one sample. Called many times at once; scores may depend on other calls only if `in_order` says so."""
+    """Scores one sample. Calls run concurrently; scores may depend on earlier calls only if `in_order` returns True."""
 
     reads_target: ClassVar[bool] = False
-    """True if it compares with `Prompt.target`: prompts without one are then refused before the run."""
+    """True if the reward reads `Prompt.target`. Prompts without a target are then rejected before the run."""
     name: Annotated[str, INERT] = Field("auto", pattern=r"^[A-Za-z0-9_.-]+$")
-    """What metrics and profiles call it; ``auto`` is its kind, numbered where one occurs twice."""
+    """Name in metrics and profiles; ``auto`` is the kind, numbered if it occurs more than once."""
     weight: float = Field(1.0, allow_inf_nan=False)
-    """Factor of this reward in the sum."""
+    """Weight of this reward in the sum."""
     timeout_s: float = Field(60.0, gt=0)
-    """Longest time for one sample, once its computation has begun; past it the run ends with an error."""
+    """Maximum time to compute one sample's score, in seconds, excluding time in queues; exceeding it ends the run."""
 
     @abstractmethod
     async def __call__(self, prompt: Prompt, sample: Sample) -> float | Score:
-        """The score of ``sample``. What a policy may write must not raise: return the failure value instead."""
+        """Score ``sample``. Must not raise for any text of the policy; return the failure value instead."""
 
     def failure(self) -> float:
-        """Value of a sample whose text exceeds what Python takes: a number of 10,000 digits, a nesting too deep, ..."""
+        """Return the score of a sample that exceeds Python's limits, such as a number of 10,000 digits."""
         return 0.0
 
     def on_timeout(self, message: str) -> Score:
-        """Score of a sample that has none after `limit_s`. Raises `RewardError`, which ends the run."""
-        raise RewardError(message)
+        """Return the score of a sample that exceeded `limit_s`. By default ends the run with an error."""
+        raise RewardDeadlineError(message)
 
     def limit_s(self, num_samples: int) -> float:
-        """Longest time for one call about so many samples, in seconds, time in queues not counted."""
+        """Return the maximum time for a call with this number of samples, in seconds, not counting time in queues."""
         return self.timeout_s * num_samples
 
     def in_order(self) -> bool:
-        """True if scores depend on the calls before: groups are then shown one by one, on-policy as they were drawn."""
+        """Return True if scores depend on earlier calls.
+
+        Groups are then scored one at a time, and with on-policy sampling in the order of their draws.
+        """
         return False
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Score]:
-        """Scores of all samples of one prompt; override it where a score depends on the other samples."""
+        """Score all samples of one prompt. Override this if a score depends on the other samples."""
         return [await self(prompt, sample) for sample in samples]
 
 
@@ -59,13 +59,9 @@ class Filter(Component, slot="filters"):
 
     @property
     def reason(self) -> str:
-        """What the groups that it drops are counted under: ``rollout/dropped/<reason>``."""
-        return str(type(self).model_fields["kind"].default)
-
-    def mistakes(self, config: RunConfig) -> Iterator[str]:
-        """What these settings say that does not fit the rest of the recipe, one ``<key>: ...`` each."""
-        yield from ()
+        """Suffix of the metric that counts dropped groups: ``rollout/dropped/<reason>``."""
+        return kind_of(self)
 
     @abstractmethod
     def __call__(self, group: PromptGroup) -> bool:
-        """True to keep the group."""
+        """Return True to keep the group."""

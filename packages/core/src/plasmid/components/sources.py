@@ -1,4 +1,4 @@
-"""What a plugin subclasses to bring prompts."""
+"""Base classes of data sources, which provide prompts."""
 
 from __future__ import annotations
 
@@ -13,103 +13,100 @@ from .base import Component
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """What is known of data before the first draw. Stands in ``run.json`` and in the plan of a dry run."""
+    """Facts about a data source known before the first draw. Shown in ``run.json`` and in the plan of a dry run."""
 
     num_prompts: int | None = None
-    """Prompts of one epoch; None where they are made as they are drawn."""
+    """Number of prompts per epoch; None if prompts are generated on demand."""
     num_draws: int | None = None
-    """Most prompts that can be drawn before the data end; None where they never end, or nobody knows."""
+    """Maximum number of draws before the data ends; None if it never ends, or if the number is unknown."""
     left_out: int = 0
-    """Rows that are never drawn, because they are too long."""
+    """Number of rows excluded because they are too long."""
     profiles: Mapping[str, str] = field(default_factory=dict)
-    """Each of the recipe's profiles that prompts name, and where the first of them stands."""
+    """Profiles that prompts select, each with the location of the first such prompt."""
     parts: Mapping[str, DataFacts] = field(default_factory=dict)
-    """Facts of the sources that the data are a mixture of, by name."""
+    """Facts of the sources of a mixture, by name."""
 
 
 class PromptStream(Protocol):
-    """An opened data source: prompts without end or until the data ends, resumable exactly.
+    """An opened data source: a finite or endless stream of prompts that can be resumed exactly.
 
-    Inherit from it: then only `draw`, `prompt`, `state` and `restore` have to be written.
+    All calls come from one thread, one at a time, outside the event loop.
+
+    Subclasses only have to implement `draw`, `prompt`, `state` and `restore`.
     """
 
     def draw(self) -> Prompt | None:
-        """The next prompt; None when the data has ended."""
-        ...
+        """Return the next prompt, or None at the end of the data."""
 
     def prompt(self, id: str) -> Prompt:
-        """A prompt that was drawn before. A resumed run takes up what was under way with it."""
-        ...
+        """Return a prompt that was drawn before. Used on resume to restart unfinished rollouts."""
 
     def state(self) -> Mapping[str, Any]:
-        """Where the stream stands; JSON types only."""
-        ...
+        """Return the position of the stream, as JSON types."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position. Raises `CheckpointError` if the data are others than they were."""
-        ...
+        """Continue from a saved position. Raises `CheckpointError` if the data has changed."""
 
     def learn(self, prompt: Prompt, rewards: Sequence[float]) -> None:
-        """Told once of each draw that has its rewards, also if a filter drops it. Most streams do not care.
+        """Receive the rewards of a draw, also if a filter drops it. Called once per draw; does nothing by default.
 
-        With ``max_staleness = 0`` in the order of the draws, and before the next batch is drawn; else as groups finish,
-        while others of draws made before are under way.
+        With ``max_staleness = 0``, calls come in the order of the draws, before the next batch is drawn. Otherwise they
+        come as groups finish, while groups drawn earlier may still be running.
         """
         return None
 
     def metrics(self) -> Mapping[str, float]:
-        """Gauges worth logging with every batch, by names that begin with ``data/``."""
+        """Return gauges to log with every batch; names start with ``data/``."""
         return {}
 
     def facts(self) -> DataFacts:
-        """What is known before the first draw."""
+        """Return the facts known before the first draw."""
         return DataFacts()
 
     def close(self) -> None:
-        """Called once when the run ends."""
+        """Release resources. Called once when the run ends."""
         return None
 
 
 class DataSource(Component, slot="data", default_kind="files"):
-    """Where prompts come from, chosen by ``[data] kind = ...``.
+    """Source of prompts, selected by ``[data] kind = ...``.
 
-    `stream` and `prompts` open it, and `PromptStream.close` closes it; ``open`` and ``close`` are for components that
-    live in other processes and are never called here.
+    `stream` and `prompts` open it, and `PromptStream.close` closes it. ``open`` and ``close`` are never called on data
+    sources; they are for components in other processes.
     """
 
     def holds_demonstrations(self) -> bool:
-        """True if prompts hold what the policy should write (`Prompt.trained`)."""
+        """Return True if prompts include the text that the policy should write (`Prompt.trained`)."""
         return False
 
     def counts_tokens(self) -> bool:
-        """True if the settings limit the tokens of a prompt, so that opening the source takes a tokenizer."""
+        """Return True if the settings limit the length of prompts, so that opening the source requires a tokenizer."""
         return False
 
-    def without_targets(self, place: str, profile: str = "") -> Iterator[tuple[str, str]]:
-        """Settings by which prompts have no target, and the profile that these prompts get.
+    def without_targets(self, key: str, profile: str = "") -> Iterator[tuple[str, str]]:
+        """Yield the settings that produce prompts without a target, each with the profile of these prompts.
 
-        ``place`` is where the source stands in the recipe, ``profile`` that of prompts which name none.
+        ``key`` is the recipe key of the source, ``profile`` the default profile of its prompts.
         """
         yield from ()
 
     @abstractmethod
     def stream(self, encode: PromptEncoder, *, seed: int) -> PromptStream:
-        """Open the source. Raises `DataError` for files and rows that cannot be used."""
+        """Open the source. Raises `DataError` for invalid files and rows."""
 
     @abstractmethod
     def prompts(self, encode: PromptEncoder) -> Iterable[Prompt]:
-        """Every prompt once, in the order of the data: for evaluation sets. Endless sources cannot do this."""
+        """Iterate over all prompts once, in order, for evaluation sets. Endless sources do not support this."""
 
 
 class PromptEncoder(Protocol):
-    """Turns what a row holds into prompt tokens: the tokenizer and its chat template."""
+    """Converts the prompt of a row into tokens, with the tokenizer and its chat template."""
 
     def __call__(
         self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
     ) -> tuple[Ints, str]:
-        """Token ids and text of a plain prompt, or of messages through the chat template with these arguments.
+        """Return token ids and text of a plain prompt, or of messages formatted by the chat template.
 
-        Without ``tokenize``, which takes most of the time, there are no token ids, and special tokens that messages
-        spell out are marked in the text: its pieces can then be encoded as plain prompts.
+        ``template`` are arguments of the chat template. ``tokenize=False`` skips tokenization, which takes most of the
+        time, and marks special tokens that messages spell out, so that parts of the text can be encoded separately.
         """
-        ...

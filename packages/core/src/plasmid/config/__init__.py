@@ -1,1 +1,1 @@
-"""Typed recipes: their tables, and how files and overrides become them."""
+"""Typed recipes: the tables, and loading them from files and overrides."""

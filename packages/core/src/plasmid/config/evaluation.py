@@ -1,4 +1,4 @@
-"""``[[eval]]``: what one evaluation set is, and when and how it is evaluated."""
+"""``[[eval]]``: an evaluation set, and when and how to evaluate it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer
 
-from ..components import DataSource, Reward, Settings, Workflow
+from ..components import DataSource, RecipeView, Reward, Settings, Workflow
 from ..settings.trust import INERT
 from ..types import SamplingParams
 
@@ -18,49 +18,48 @@ class EvalConfig(Settings):
     """``[[eval]]``: one evaluation set."""
 
     name: Annotated[str, INERT] = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=200)
-    """Name in metrics: ``eval/<name>/reward``."""
+    """Name of the set in metrics: ``eval/<name>/reward``."""
     data: SerializeAsAny[DataSource]
-    """Its prompts, read once from the beginning."""
+    """Source of the prompts; each evaluation uses the same ones, from the first."""
     sampling: SamplingParams | None = None
-    """Sampling settings; each that is not set is that of the prompt's profile, or else of the run's ``[sampling]``."""
+    """Sampling settings; unset ones are taken from the prompt's profile, and otherwise from ``[sampling]``."""
     rewards: tuple[SerializeAsAny[Reward], ...] = ()
-    """``[[eval.rewards]]``: what scores its samples; by default the run's ``[[rewards]]``."""
+    """Rewards that score the samples (``[[eval.rewards]]``); by default the run's ``[[rewards]]``."""
     workflow: SerializeAsAny[Workflow] | None = None
-    """How one of its prompts becomes samples; by default the run's ``[workflow]``."""
+    """Workflow that turns each prompt into samples; by default the run's ``[workflow]``."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Rollouts of each prompt."""
+    """Number of rollouts per prompt."""
     pass_at: tuple[int, ...] = ()
-    """Values of k for pass@k, at most `samples_per_prompt`."""
+    """Values of k to report pass@k for, each at most `samples_per_prompt`; empty reports none."""
     pass_threshold: float = 1.0
-    """A sample passes if its reward reaches this."""
+    """Minimum reward of a sample that counts as passed."""
     by: Annotated[str, INERT] = ""
-    """Column of the rows, for example ``difficulty``: results are also given for each of its values; empty for none."""
+    """Column to break results down by, for example ``difficulty``; empty reports only the whole set."""
     weight: float = Field(1.0, ge=0.0)
-    """Weight of the set in the mean over all sets, ``eval/mean/...``; 0 leaves it out."""
+    """Weight of the set in the mean over all sets (``eval/mean/...``); 0 excludes it."""
     limit: Literal["all"] | Positive = "all"
-    """Prompts to use."""
+    """Number of prompts to use, or ``all``."""
     every: int = Field(0, ge=0)
-    """Batches between two evaluations; 0 for none during the run."""
+    """Evaluation interval, in batches; 0 evaluates only at the start and the end."""
     at_start: bool = True
     """Evaluate before the first batch."""
     at_end: bool = True
     """Evaluate after the last batch."""
     mode: Literal["block", "floating", "engine"] = "block"
-    """``block``: training waits, one policy version answers all prompts. ``floating``: beside training on the same
-    engine, every sample by the version of its moment. ``engine``: beside training on an engine of its own, which gets
-    the weights of the batch (`placement.eval_ranks`)."""
+    """Scheduling. ``block`` pauses training and samples all prompts from one policy version. ``floating`` runs
+    concurrently with training on the same engine, so policy versions may differ between samples. ``engine`` runs
+    concurrently on a separate engine (`placement.eval_ranks`), which loads the weights of the evaluated batch."""
     concurrency: Literal["auto"] | Positive = "auto"
-    """Rollouts at one time; ``auto`` is as many as training has, or a quarter of that with mode = "floating". Since
-    `run.rollout_timeout_s` includes the time that a rollout waits for the engine, what training can do in time an
-    evaluation can as well, however many prompts it has."""
+    """Maximum number of concurrent rollouts; ``auto`` is the same number as in training, or a quarter of it with
+    mode = "floating". More rollouts wait longer for the engine, which counts toward `run.rollout_timeout_s`."""
 
     @field_serializer("sampling")
     def _only_explicit(self, value: SamplingParams | None, info: SerializationInfo) -> dict[str, Any] | None:
-        """What is inherited must still be so after a round trip through plain data."""
+        """Serialize only explicit settings, so that the others are still inherited after a round trip."""
         return None if value is None else value.model_dump(mode=info.mode, exclude_unset=True)
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         for k in self.pass_at:
             if not 1 <= k <= self.samples_per_prompt:
                 yield f"pass_at: k must be in 1..{self.samples_per_prompt} (samples_per_prompt), got {k}"

@@ -1,4 +1,4 @@
-"""``[placement]``: which part of a run computes where, and how its ranks are dealt out to several machines."""
+"""``[placement]``: devices, rank counts, and how ranks are distributed over machines."""
 
 from __future__ import annotations
 
@@ -9,45 +9,47 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ..components import Settings
+from ..components import RecipeView, Settings
 
 Positive = Annotated[int, Field(ge=1)]
 
 MAX_PROCESSES = 100_000
-"""Most processes of one kind: a typing error beyond it would take all memory before anything could be said."""
+"""Maximum number of processes of one kind: a mistyped larger one would exhaust memory before validation reports it."""
 
 
 class PlacementConfig(Settings):
-    """``[placement]``: which part runs where."""
+    """``[placement]``: devices, and ranks of each part of the run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What trainer and engines compute on; ``auto`` takes GPUs where the cluster has any when the run starts."""
+    """Device of trainer and engines; ``auto`` uses GPUs if the cluster has any when the run starts."""
     address: str = "auto"
-    """Ray cluster to run on, by ``host:port`` of its head; ``auto`` is RAY_ADDRESS where that is set, as in jobs of
-    ``ray job submit``, and else, as with ``local``, one of the run's own on this machine."""
+    """Ray cluster to run on, as ``host:port`` of its head. ``auto`` uses RAY_ADDRESS if it is set, as in jobs started
+    by ``ray job submit``; otherwise, and with ``local``, the run starts its own cluster on this machine."""
     nodes: int = Field(1, ge=1, le=MAX_PROCESSES)
-    """Machines to use; ranks are dealt out to them evenly and in order, engines after the trainer."""
+    """Number of machines; ranks are distributed over them evenly and in order, engine ranks after trainer ranks."""
     trainer_ranks: int = Field(1, ge=1, le=MAX_PROCESSES)
-    """Processes of the trainer, one GPU each (on the CPU: one process each)."""
+    """Number of trainer processes, with one GPU each unless they run on the CPU."""
     engine_ranks: int = Field(1, ge=1, le=MAX_PROCESSES)
-    """GPUs that all rollout engines have together (on the CPU: processes)."""
+    """Total number of GPUs for the rollout engines (on the CPU: number of processes)."""
     colocated: bool = False
-    """Trainer and engines share the same GPUs and take turns."""
-    offload_trainer: bool = False
-    """Move the trainer to host memory while the engine samples."""
-    offload_engine: bool = False
-    """Let the engine give up its GPU memory while the trainer trains."""
+    """Run trainer and engines on the same GPUs, in alternation."""
+    offload_trainer: Literal["auto"] | bool = "auto"
+    """Move the trainer to host memory while the engine samples; ``auto`` does if the GPUs have too little memory for
+    both."""
+    offload_engine: Literal["auto"] | bool = "auto"
+    """Release the engine's GPU memory while the trainer trains; ``auto`` does if the GPUs have too little memory for
+    both."""
     eval_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
-    """GPUs (on the CPU: processes) of an engine of their own for evaluation sets with mode = "engine"."""
+    """GPUs (on the CPU: processes) of the separate engine for evaluation sets with mode = "engine"."""
     rollout_workers: int = Field(1, ge=1, le=MAX_PROCESSES)
-    """Processes that run workflows, rewards and filters."""
+    """Number of processes that run workflows, rewards and filters."""
     threads: Literal["auto"] | Positive = "auto"
-    """CPU threads of each rank; ``auto`` shares the cores out."""
+    """CPU threads per rank; ``auto`` divides the cores among the ranks."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Longest time for a process to come up."""
+    """Maximum time for a process to start, in seconds."""
     wait_timeout_s: float = Field(600.0, gt=0)
-    """Longest time until a cluster that the run did not start itself has `nodes` machines with enough GPUs and CPUs
-    that nobody else holds."""
+    """Maximum time to wait for an existing cluster to have `nodes` machines with enough free GPUs and CPUs, in
+    seconds."""
 
     @field_validator("address")
     @classmethod
@@ -56,13 +58,13 @@ class PlacementConfig(Settings):
             check_address(address)
         return address
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
-        if (self.offload_trainer or self.offload_engine) and not self.colocated:
-            yield "offload_trainer and offload_engine make room for a colocated part; set colocated = true"
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        if True in (self.offload_trainer, self.offload_engine) and not self.colocated:
+            yield "offload_trainer and offload_engine have no effect without colocated = true; set it, or remove them"
 
     def slots(self, *, trainers: int, engines: int, evals: int) -> Slots:
-        """Where so many ranks go. Colocated ranks of trainer and engines share a slot."""
+        """Assign ranks to machines. Colocated ranks of trainer and engines share a slot."""
         first = 0 if self.colocated else trainers
         shared = max(trainers, first + engines)
         nodes = spread(shared + evals, self.nodes)
@@ -83,25 +85,25 @@ class Slots:
     engine: tuple[int, ...]
     evaluation: tuple[int, ...]
     nodes: tuple[int, ...]
-    """Of each slot: those of the trainer, of the engines (unless they share them), of the evaluation engine."""
+    """Machine of each slot, in the order trainer, engines (unless colocated), evaluation engine."""
     first_engine: int
-    """Slot of the engine's first rank."""
+    """Index of the slot of the first engine rank."""
 
 
 def spread(count: int, nodes: int) -> tuple[int, ...]:
-    """The machine of each of ``count`` things, which lie side by side as evenly as they can."""
+    """Distribute ``count`` items over machines in contiguous, even blocks; return the machine of each."""
     used = min(nodes, count)
     return tuple(index * used // count for index in range(count))
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError for what is no address of a Ray cluster that a driver could join."""
+    """Raise ValueError unless a driver can join a Ray cluster at this address."""
     if address.startswith(("http://", "https://")):
-        raise ValueError(f"{address} is the page of a cluster, for `ray job submit`; a run needs host:port of its head")
+        raise ValueError(f"{address} is a Ray dashboard, for `ray job submit`; set host:port of the cluster's head")
     if address.startswith("ray://"):
         raise ValueError(
-            f"{address} is for Ray's client, which a run cannot use; call rl on a machine of the cluster, or by "
-            "`ray job submit`"
+            f"{address} is a Ray Client address, which is not supported; call rl on a machine of the cluster, or "
+            "through `ray job submit`"
         )
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):\d+", address):
         raise ValueError(f"must be 'auto', 'local' or host:port of a Ray cluster's head, got {address!r}")

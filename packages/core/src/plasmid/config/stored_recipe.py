@@ -1,7 +1,7 @@
-"""The recipe that lies in a checkpoint or a run's folder, which somebody else may have written.
+"""The recipe stored in a checkpoint or a run folder, which may come from an untrusted author.
 
-Only inert settings are taken of it (`plasmid.settings.trust`), unless the user trusts the folder: a recipe names
-Python files to import, servers to send texts to, and commands to start.
+A recipe names Python files to import, servers to send texts to, and commands to start. Therefore only its inert
+settings (`plasmid.settings.trust`) are used, unless the user trusts the folder.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pydantic import BaseModel
 
 from ..components import SLOTS
 from ..errors import ConfigError, PlasmidError, some_of
-from ..plugins.registry import Classes, installed, load_plugins
+from ..plugins.registry import Classes, find_components, load_plugins
 from ..settings.expected_types import element, marks, model_in, takes
-from ..settings.trust import Trust
+from ..settings.trust import HUB_DATA, Trust, is_hub_model
 from .load import merge, parse_override, resolve, slot_of
 from .run import RunConfig
 
-WAY_OUT = "if you trust whoever wrote it, add --trust-recipe"
+TRUST_HINT = "add --trust-recipe if you trust its author"
 Place = tuple[str, ...]
 
 
@@ -33,10 +33,10 @@ def resolve_stored(
     run: Path | None = None,
     trust: bool = False,
 ) -> tuple[RunConfig, str]:
-    """Resolve the recipe that lies in ``source``, and say in one line what of it was not taken; empty for nothing.
+    """Resolve the recipe stored in ``source``. Returns it with a one-line notice of ignored settings, or "" for none.
 
-    ``overrides`` and the files ``plugins`` are the user's own, and go before it. ``run`` is where the folder of its run
-    is now; without it the recipe's ``run.dir`` counts for nothing. Raises `PlasmidError`.
+    ``overrides`` and the files ``plugins`` come from the user and take precedence. ``run`` is the present location of
+    the run folder; without it the recipe's ``run.dir`` is ignored. Raises `PlasmidError`.
     """
     files = [str(file) for file in plugins]
     left_out: list[str] = []
@@ -45,30 +45,30 @@ def resolve_stored(
         chosen = isinstance(table, Mapping) and table.get("dir", "auto") != "auto"
         if chosen:
             data = {**data, "run": {**data["run"], "dir": "auto"}}
-        data, left_out = inert_part(data, installed(load_plugins(files=map(Path, files))))
+        data, left_out = inert_part(data, find_components(load_plugins(files=map(Path, files))))
         if chosen and run is not None:
             data = merge(data, {"run": {"dir": str(run)}})
     for override in overrides:
         data = merge(data, parse_override(override))
     stored = data.get("plugins") or ()
     data = {**data, "plugins": [*(stored if isinstance(stored, list | tuple) else (stored,)), *files]}
-    notice = f"{source}: of its recipe these settings are not taken: {some_of(left_out)}; {WAY_OUT}"
+    notice = f"{source}: these settings of its recipe are ignored: {some_of(left_out)}; {TRUST_HINT}"
     try:
         return resolve(data), notice if left_out else ""
     except PlasmidError as error:
         if left_out:
-            raise ConfigError(f"{error}\n{notice}, or name a recipe of your own") from None
+            raise ConfigError(f"{error}\n{notice}, or use a recipe of your own") from None
         raise
 
 
 def inert_part(data: Mapping[str, Any], slots: Mapping[str, Classes]) -> tuple[dict[str, Any], list[str]]:
-    """The settings that neither run, start, reach nor send anything, and the keys of all others."""
+    """Split a recipe into its inert settings, which cannot run or contact anything, and the keys of all others."""
     left_out: list[str] = []
     return _Walk(slots, left_out).table(RunConfig, data, ()), left_out
 
 
 class _Walk:
-    """Goes through plain data along the classes that they will be validated with."""
+    """Walks plain data along the classes that will validate it."""
 
     def __init__(self, slots: Mapping[str, Classes], left_out: list[str]) -> None:
         self._slots, self._left_out = slots, left_out
@@ -87,24 +87,26 @@ class _Walk:
         return kept
 
     def _value(self, annotation: Any, value: Any, place: Place) -> Iterator[Any]:
-        """What is taken of a value: one, or none."""
-        marked = [mark.is_inert for mark in marks(annotation) if isinstance(mark, Trust)]
+        """Yield the inert part of a value, or nothing if it has none."""
+        trust = [mark for mark in marks(annotation) if isinstance(mark, Trust)]
+        marked = [mark.is_inert for mark in trust]
         model, within = model_in(annotation), element(annotation, 0)
         if marked or value is None or isinstance(value, bool | int | float):
-            kept, taken = value, all(marked)
+            kept = value
+            is_used = all(marked) and not _is_download(value, is_model=any(mark.is_model for mark in trust))
         elif isinstance(value, str):
-            kept, taken = value, _is_fixed_word(annotation, value)
+            kept, is_used = value, _is_fixed_word(annotation, value)
         elif isinstance(value, Mapping) and model is not None:
-            kept, taken = self._component(annotation, model, value, place), True
+            kept, is_used = self._component(annotation, model, value, place), True
         elif isinstance(value, Mapping) and within is not Any:
             named = {str(key): list(self._value(within, item, (*place, str(key)))) for key, item in value.items()}
-            kept, taken = {key: found[0] for key, found in named.items() if found}, True
+            kept, is_used = {key: found[0] for key, found in named.items() if found}, True
         elif isinstance(value, list | tuple) and model_in(within) is not None:
             items = [list(self._value(within, item, (*place, str(i)))) for i, item in enumerate(value)]
-            kept, taken = [found[0] for found in items if found], True
+            kept, is_used = [found[0] for found in items if found], True
         else:
-            kept, taken = value, not value or (isinstance(value, list | tuple) and self._are_inert(within, value))
-        if taken:
+            kept, is_used = value, not value or (isinstance(value, list | tuple) and self._are_inert(within, value))
+        if is_used:
             yield kept
         else:
             self._left_out.append(".".join(place))
@@ -119,9 +121,20 @@ class _Walk:
             return self.table(model, value, place)
         kind = value.get("kind", SLOTS[slot].default_kind)
         cls = self._slots[slot].get(str(kind))
-        return {"kind": kind} if cls is None else self.table(cls, value, place)  # validation says what is not installed
+        return {"kind": kind} if cls is None else self.table(cls, value, place)  # validation reports a missing kind
+
+
+def _is_download(value: Any, *, is_model: bool) -> bool:
+    """Return True if a value contains, at any depth, something that this machine would download."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, str) and (value.startswith(HUB_DATA) or (is_model and is_hub_model(value))):
+            return True
+        stack += value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return False
 
 
 def _is_fixed_word(annotation: Any, value: str) -> bool:
-    """True if the setting takes a few words only, and this is one of them; free text would be taken as well."""
+    """Return True if the setting accepts only fixed words, this one included. Settings of free text do not count."""
     return takes(annotation, value) and not takes(annotation, f"{value} and more")

@@ -1,1 +1,1 @@
-"""The plugin registry, its hooks, and Python files and functions that a recipe names."""
+"""The plugin registry and its hooks, and loading of Python files and functions that a recipe names."""

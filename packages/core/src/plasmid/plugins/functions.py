@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +15,20 @@ from typing import Any
 from .module_file import import_file
 
 HERE = "."
-"""Modules are looked for in the current folder, too, as by ``python -m``."""
+"""Modules are also searched in the current folder, as with ``python -m``."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionName:
-    """A function by name."""
+    """The name of a function."""
 
     module: str
-    """Name of a module, or path of a file that ends in ``.py``."""
+    """Name of a module, or path of a ``.py`` file."""
     function: str
 
     @staticmethod
     def parse(text: str) -> FunctionName:
-        """Raises `ValueError` if the text names no function."""
+        """Parse ``module:function`` or ``file.py:function``. Raises `ValueError`."""
         module, _, function = text.rpartition(":")
         if not module or not function.isidentifier():
             raise ValueError(f"must look like module:function or file.py:function, got {text!r}")
@@ -42,7 +44,7 @@ class FunctionName:
         return loaded
 
     def _from_path(self) -> object:
-        with_here()
+        import_from_working_folder()
         return importlib.import_module(self.module)
 
     def _from_file(self) -> object:
@@ -53,7 +55,17 @@ class FunctionName:
         return import_file(path, name)
 
 
-def with_here() -> None:
-    """Let modules in the current folder be found."""
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a sync or async function from outside any event loop, and return its result."""
+    result = function(**arguments)
+    return asyncio.run(_as_coroutine(result)) if inspect.isawaitable(result) else result
+
+
+async def _as_coroutine(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def import_from_working_folder() -> None:
+    """Make modules in the current folder importable."""
     if HERE not in sys.path and "" not in sys.path:
         sys.path.append(HERE)

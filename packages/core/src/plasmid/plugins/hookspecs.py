@@ -1,8 +1,8 @@
-"""Every extension point.
+"""Hooks that plugins can implement.
 
-`register_components` returns classes; core indexes them by slot and ``kind``. The others observe a run and return
-nothing. An implementation may leave out arguments it does not need, so adding an argument to a hook breaks no plugin.
-``batch`` and ``step`` are the number of a batch, counted from 1; 0 stands for what comes before the first.
+`register_components` returns component classes, `sample_generated` and `batch_ready` may change training data, and all
+others only observe a run. Implementations may omit arguments. ``batch`` is the number of a batch, counted from 1; 0
+means before the first batch.
 """
 
 from __future__ import annotations
@@ -18,79 +18,97 @@ from ..types.batch import GroupRef
 
 hookspec = pluggy.HookspecMarker("plasmid")
 hookimpl = pluggy.HookimplMarker("plasmid")
+RENAMED = {
+    "step_finished": "step_finished(step, metrics) is now batch_finished(batch, metrics)",
+    "checkpoint_begun": "checkpoint_begun(step) is now checkpoint_started(batch)",
+}
+"""Errors for former names of hooks."""
 
 
 @hookspec
 def register_components() -> list[type[Component]]:
-    """Rewards, trainers, data sources, ...: every class that a recipe can choose by its ``kind``.
+    """Return the component classes of the plugin: rewards, trainers, data sources, ...
 
-    The base class says which slot of the recipe a component is for.
+    The base class of a component determines its slot in recipes; its ``kind`` is its name there.
     """
 
 
 @hookspec
 def run_started(run_dir: Path, batches: int) -> None:
-    """Called in the driver once everything has been checked, before a process is started.
+    """Called in the driver after validation, before any process starts. The run folder exists.
 
-    ``batches`` is how many the run has when it ends: `run.batches`, or fewer if the data end before.
+    ``batches`` is the total number of batches: `run.batches`, or fewer if the data ends earlier.
     """
 
 
 @hookspec
 def sample_generated(sample: Sample, prompt: Prompt) -> Sample | None:
-    """May change a sample before it is scored: return a copy, or nothing to leave it as it is.
+    """Change a sample before scoring: return a modified copy, or None for no change.
 
-    Called in the rollout workers for every sample that did not fail. ``loss_mask`` (tokens may only be taken out),
-    ``text``, ``metadata`` and ``stop_reason`` may change; anything else ends the run with the plugin's name.
+    Called in the rollout workers for every sample that did not fail. Only ``loss_mask`` (from True to False), ``text``,
+    ``metadata`` and ``stop_reason`` may change; any other change ends the run with an error that names the plugin.
     """
 
 
 @hookspec
 def batch_ready(batch: int, groups: tuple[GroupRef, ...]) -> tuple[GroupRef, ...] | None:
-    """May change the ``rewards`` and ``components`` of a batch's groups before it is trained on.
+    """Change the ``rewards`` and ``components`` of a batch's groups before training.
 
     Called in the driver, before advantages are computed. Return the same groups in the same order, changed with
-    `dataclasses.replace`, or nothing. The sample store keeps what the rewards had said.
+    `dataclasses.replace`, or None for no change. Metrics contain the changed rewards, the sample store the original
+    ones.
     """
 
 
 @hookspec
 def phase_started(batch: int, phase: str, version: int) -> None:
-    """The loop enters a phase: ``start``, ``sample``, ``score``, ``train``, ``sync``, ``save`` or ``evaluate``.
+    """Called when the loop enters a phase.
 
-    ``batch`` is the number of the batch that the phase is about, from 1: the one that is sampled, scored, trained,
-    synced, evaluated or saved. It is 0 for what comes before the first batch.
+    Phases are ``start``, ``sample``, ``score``, ``train``, ``sync``, ``save``, ``export``, ``evaluate`` and ``paused``.
+    ``batch`` is the number of the batch that the phase processes; at ``start``, it is the last batch trained before a
+    resume, or 0. ``version`` is the policy version.
+    """
+
+
+@hookspec
+def start_advanced(waits: Mapping[str, str], seconds: Mapping[str, float]) -> None:
+    """Called in the driver during start-up, whenever a process reaches its next stage.
+
+    ``waits`` maps the name of each process that is not ready to its stage, and is empty when all are ready. ``seconds``
+    maps each part (``ray``, ``trainer``, ``engine``, ...) to the time that start-up has waited for it; all parts except
+    Ray start in parallel.
     """
 
 
 @hookspec
 def group_scored(group: GroupRef) -> None:
-    """Called in the driver for every prompt group that has its rewards and has passed or failed the filters."""
+    """Called in the driver for every prompt group after rewards and filters, including groups that filters dropped."""
 
 
 @hookspec
-def step_finished(step: int, metrics: Mapping[str, float]) -> None:
-    """Called in the driver after every batch, once the engine has the new weights if it gets any."""
+def batch_finished(batch: int, metrics: Mapping[str, float]) -> None:
+    """Called in the driver after every batch, and after its weight sync if it has one."""
 
 
 @hookspec
-def evaluation_advanced(step: int, name: str, done: int, total: int) -> None:
-    """Called in the driver when ``done`` of a set's ``total`` prompts have their rewards, first with 0."""
+def evaluation_advanced(batch: int, name: str, done: int, total: int) -> None:
+    """Called in the driver when ``done`` of ``total`` prompts of an evaluation set are scored; first with 0."""
 
 
 @hookspec
-def evaluation_finished(step: int, name: str, metrics: Mapping[str, float]) -> None:
-    """Called after every evaluation set; ``step`` is the number of batches trained so far, 0 before the first.
+def evaluation_finished(batch: int, name: str, metrics: Mapping[str, float]) -> None:
+    """Called after each evaluation set.
 
-    With several sets it is called once more, with their mean, under the name ``mean``.
+    ``batch`` is the number of batches that had been trained when the evaluation was due. With several sets, called
+    once more with their mean, under the name ``mean``.
     """
 
 
 @hookspec
-def checkpoint_begun(step: int) -> None:
-    """Called when a checkpoint is taken whose last files the trainer writes while the run goes on."""
+def checkpoint_started(batch: int) -> None:
+    """Called when the trainer starts to write a checkpoint in the background, while training continues."""
 
 
 @hookspec
-def checkpoint_saved(step: int, path: Path, seconds: float) -> None:
-    """Called once a checkpoint is complete under its final name, so many seconds after it was begun."""
+def checkpoint_saved(batch: int, path: Path, seconds: float) -> None:
+    """Called when a checkpoint is complete under its final name. ``seconds`` is the time since its start."""

@@ -1,31 +1,88 @@
-"""Python files that are named by their path, and no installed module."""
+"""Import Python files by path."""
 
 from __future__ import annotations
 
+import builtins
+import difflib
+import dis
+import functools
 import importlib.util
 import sys
 import threading
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
+
+
+def check_names(module: ModuleType, path: Path) -> None:
+    """Raise `NameError` for the first undefined global name in the functions of an imported file.
+
+    Ignores functions that mention `NameError`, and names that a function assigns as ``global``.
+    """
+    assigned, used = _global_names(path.read_bytes())
+    known = {*vars(module), *vars(builtins), *assigned}
+    for name, line in used:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise NameError(f"line {line}: name {name!r} is not defined{hint}")
+
+
+@functools.lru_cache(maxsize=32)
+def _global_names(source: bytes) -> tuple[set[str], list[tuple[str, int | None]]]:
+    """Return what the functions assign as ``global``, and each global name that they use with its line.
+
+    Cached, because a process loads the same files for each configuration that it resolves.
+    """
+    assigned, used = set[str](), list[tuple[str, int | None]]()
+    for code in _codes(compile(source, "plugin", "exec", dont_inherit=True)):
+        ignored = "NameError" in code.co_names or code.co_name == "__annotate__"
+        for step in dis.get_instructions(code):
+            if step.opname == "STORE_GLOBAL":
+                assigned.add(step.argval)
+            elif step.opname == "LOAD_GLOBAL" and not ignored:
+                used.append((step.argval, step.positions.lineno if step.positions else code.co_firstlineno))
+    return assigned, used
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of nested functions and classes, but not of the file itself, which has already run."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
+
 
 _ALONE = threading.RLock()
 
 
-def import_file(path: Path, name: str, *, again: bool = False) -> ModuleType:
-    """Run the file, a ``.py``, as the module ``name``; one that has run already is returned as it is, unless ``again``.
+class _SourceLoader(SourceFileLoader):
+    """Neither writes nor reads compiled files, which miss a change of the same size within the same second."""
 
-    One thread at a time: who defines a class looks names up in `sys.modules` (pydantic does), and must find its own
-    module there, not one that another thread has just begun. Raises whatever the file raises.
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the source."""
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
+def import_file(path: Path, name: str, *, again: bool = False) -> ModuleType:
+    """Import a ``.py`` file as the module ``name``. Returns an already imported one, unless ``again``.
+
+    Only one thread imports at a time: pydantic looks names up in `sys.modules` when a class is defined, and must not
+    find a module that another thread has just started to import. Raises any error of the file, and `NameError` if one
+    of its functions uses an undefined name.
     """
     with _ALONE:
         if not again and name in sys.modules:
             return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, path)
+        spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path.absolute())))
         assert spec is not None and spec.loader is not None, "the name ends in .py"
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
+            check_names(module, path)
         except BaseException:
             sys.modules.pop(name, None)
             raise

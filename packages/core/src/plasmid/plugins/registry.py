@@ -1,8 +1,9 @@
-"""Finds plugins and answers "which trainers, rewards, ... are installed?"."""
+"""Find plugins and the component classes that they register."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 import re
@@ -26,9 +27,9 @@ HOOK = "register_components"
 
 
 def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = True) -> pluggy.PluginManager:
-    """A manager with every installed plugin, then plugin ``files``, then ``extra`` ones (tests pass theirs here).
+    """Create a manager with all installed plugins, then plugin ``files``, then ``extra`` ones (for tests).
 
-    ``PLASMID_DISABLE_PLUGINS=a,b`` skips entry points by name: the way out when an installed plugin is broken.
+    ``PLASMID_DISABLE_PLUGINS=a,b`` skips entry points by name, in case an installed plugin is broken.
     """
     manager = pluggy.PluginManager("plasmid")
     manager.add_hookspecs(hookspecs)
@@ -38,7 +39,7 @@ def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = T
             _register(manager, _load(entry_point), entry_point.name)
     for file in files:
         if manager.has_plugin(str(file)):
-            raise PluginError(f"plugins: {file} is named twice; remove one")
+            raise PluginError(f"plugins: {file} is listed twice; remove one")
         _register(manager, load_file(file), str(file))
     for plugin in extra:
         _register(manager, plugin, type(plugin).__name__)
@@ -46,25 +47,25 @@ def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = T
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a plugin that is a single file. Every process of a run loads it under one module name."""
+    """Import a plugin file. Every process of a run loads it under the same module name."""
     if not path.is_file():
         raise PluginError(f"plugins: no such file: {path}")
     name = "plasmid_plugin_" + re.sub(r"\W", "_", path.stem)
     if path.suffix != ".py":
-        raise PluginError(f"plugins: {path} is no Python file; its name must end in .py")
+        raise PluginError(f"plugins: {path} is not a Python file; its name must end in .py")
     try:
         return import_file(path, name, again=True)
     except (Exception, SystemExit) as error:  # boundary: anything may go wrong in a user's file
         raise PluginError(f"plugin file {path} cannot be loaded: {one_line(error)}{_line_in(path, error)}") from error
 
 
-def installed(manager: pluggy.PluginManager) -> dict[str, Classes]:
-    """Every installed component class, by slot of the run configuration and then by kind. Raises `PluginError`."""
+def find_components(manager: pluggy.PluginManager) -> dict[str, Classes]:
+    """Return all installed component classes, by slot and kind. Raises `PluginError`."""
     classes: dict[str, dict[str, type[Component]]] = {slot: {} for slot in sorted(SLOTS)}
     owners: dict[type[Component], str] = {}
     for implementation in manager.hook.register_components.get_hookimpls():
         owner = implementation.plugin_name
-        for cls in _returned(implementation.function, owner):
+        for cls in _call_hook(implementation.function, owner):
             slot = _slot(cls, owner)
             kind = _kind(cls, slot.base, owner)
             found = classes.setdefault(slot.name, {})
@@ -72,31 +73,37 @@ def installed(manager: pluggy.PluginManager) -> dict[str, Classes]:
                 first = f"{_where(found[kind])} of plugin {owners[found[kind]]!r}"
                 raise PluginError(
                     f"{slot.name}: two components are named {kind!r}: {first} and {_where(cls)} of plugin {owner!r}; "
-                    f"rename one{_way_out(owners[found[kind]], owner)}"
+                    f"rename one{_disable_hint(owners[found[kind]], owner)}"
                 )
             found[kind], owners[cls] = cls, owner
     return dict(classes)
 
 
 def converters(manager: pluggy.PluginManager) -> Mapping[str, type[Converter]]:
-    """Every installed converter class by its kind. Raises `PluginError`."""
-    return {kind: cls for kind, cls in installed(manager)["converters"].items() if issubclass(cls, Converter)}
+    """Return all installed converter classes by kind. Raises `PluginError`."""
+    return {kind: cls for kind, cls in find_components(manager)["converters"].items() if issubclass(cls, Converter)}
 
 
-def _way_out(*owners: str) -> str:
+def _disable_hint(*owners: str) -> str:
     names = {entry_point.name for entry_point in _entry_points()}
     return "".join(f" or set PLASMID_DISABLE_PLUGINS={owner}" for owner in owners if owner in names)
 
 
-def _not_async(cls: type[Component], base: type[Component]) -> Iterator[str]:
-    """Methods that are plain functions where the base class has async ones."""
-    declared = {name: method for parent in reversed(base.__mro__) for name, method in vars(parent).items()}
-    for name, method in declared.items():
-        if inspect.iscoroutinefunction(method) and not inspect.iscoroutinefunction(inspect.unwrap(getattr(cls, name))):
+def _find_sync_methods(cls: type[Component], base: type[Component]) -> Iterator[str]:
+    """Yield methods that are sync although they are async in the base class."""
+    for name in _find_async_methods(base):
+        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(cls, name))):
             yield name
 
 
-def _returned(function: Callable[[], Any], owner: str) -> list[Any]:
+@functools.cache
+def _find_async_methods(base: type[Component]) -> tuple[str, ...]:
+    """Return the async methods of the base class of a slot."""
+    declared = {name: method for parent in reversed(base.__mro__) for name, method in vars(parent).items()}
+    return tuple(name for name, method in declared.items() if inspect.iscoroutinefunction(method))
+
+
+def _call_hook(function: Callable[[], Any], owner: str) -> list[Any]:
     try:
         return list(function())
     except Exception as error:  # boundary: hooks are third-party code
@@ -104,7 +111,7 @@ def _returned(function: Callable[[], Any], owner: str) -> list[Any]:
 
 
 def _slot(cls: Any, owner: str) -> Slot:
-    """The slot that a class is for, by its base class."""
+    """Return the slot of a class, determined by its base class."""
     for slot in SLOTS.values():
         if inspect.isclass(cls) and issubclass(cls, slot.base):
             return slot
@@ -113,26 +120,26 @@ def _slot(cls: Any, owner: str) -> Slot:
 
 
 def _kind(cls: type[Component], base: type[Component], owner: str) -> str:
-    """The kind of a component class, after checking that it is one that can be used."""
+    """Check that a component class is usable, and return its kind."""
     field = cls.model_fields.get("kind")
     if field is None or not isinstance(field.default, str):
         raise PluginError(f'plugin {owner!r}: {_where(cls)} has no kind; add `kind: Literal["name"] = "name"` to it')
-    for name in _not_async(cls, base):
+    for name in _find_sync_methods(cls, base):
         raise PluginError(f"plugin {owner!r}: {_where(cls)}.{name} must be async; write `async def {name}(...)`")
     for name in ("open", "close"):
         if base is DataSource and getattr(cls, name) is not getattr(DataSource, name):
             raise PluginError(
-                f"plugin {owner!r}: {_where(cls)}.{name} is never called; a data source is opened by its `stream`, and "
-                "closed by `PromptStream.close`"
+                f"plugin {owner!r}: {_where(cls)}.{name} is never called; open the source in its `stream`, and close "
+                "it in `PromptStream.close`"
             )
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise PluginError(f"plugin {owner!r}: {_where(cls)} lacks what plasmid.{base.__name__} needs: {missing}")
+        raise PluginError(f"plugin {owner!r}: {_where(cls)} lacks methods of plasmid.{base.__name__}: {missing}")
     return field.default
 
 
 def origin(cls: type) -> str:
-    """Name and version of the distribution that a component class comes from, or its file."""
+    """Return name and version of the distribution that provides a component class, or its file."""
     top = cls.__module__.split(".")[0]
     for entry_point in _entry_points():
         if entry_point.module.split(".")[0] == top and entry_point.dist is not None:
@@ -141,12 +148,32 @@ def origin(cls: type) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Distribution -> version of everything that registers plugins; written beside every checkpoint."""
-    return {e.dist.name: e.dist.version for e in _entry_points() if e.dist is not None}
+    """Return the versions of all distributions that register plugins, which are stored with checkpoints."""
+    return dict(_find_installed(_search_path())[1])
 
 
-def _entry_points() -> list[EntryPoint]:
-    return sorted(entry_points(group="plasmid"), key=lambda e: (e.name, e.value))
+def _entry_points() -> tuple[EntryPoint, ...]:
+    return _find_installed(_search_path())[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _find_installed(search_path: object) -> tuple[tuple[EntryPoint, ...], Mapping[str, str]]:
+    """Return the entry points, and the versions of their distributions: finding them reads a file of every package."""
+    found = tuple(sorted(entry_points(group="plasmid"), key=lambda e: (e.name, e.value)))
+    return found, {e.dist.name: e.dist.version for e in found if e.dist is not None}
+
+
+def _search_path() -> tuple[object, ...]:
+    """Return the folders of `sys.path` and when they changed: what is installed stays the same while these do."""
+    return tuple((path, _changed(path or ".")) for path in sys.path)
+
+
+def _changed(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _load(entry_point: EntryPoint) -> object:
@@ -167,16 +194,16 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
     try:
         manager.register(plugin, name=name)
     except ValueError as error:
-        raise PluginError(f"plugin {name!r}: is loaded already under another name; uninstall one of the two") from error
+        raise PluginError(f"plugin {name!r}: is already loaded under another name; uninstall one of the two") from error
     except pluggy.PluginValidationError as error:
-        what = " ".join(str(error).split()).rpartition(" hookimpl definition: ")[2]
-        raise PluginError(f"plugin {name!r}: {what}") from error
+        raise PluginError(f"plugin {name!r}: {describe_arguments(error)}") from error
     callers = manager.get_hookcallers(plugin) or []
     for caller in callers:
         if not caller.has_spec():
             close = difflib.get_close_matches(caller.name, _hook_names(), n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_hook_names())}"
-            raise PluginError(f"plugin {name!r}: there is no hook {caller.name!r}; {hint}")
+            hint = f"did you mean {close[0]!r}?" if close else f"hooks are {', '.join(_hook_names())}"
+            hint = hookspecs.RENAMED.get(caller.name, hint)
+            raise PluginError(f"plugin {name!r}: no such hook: {caller.name!r}; {hint}")
     if not callers:
         raise PluginError(
             f"plugin {name!r}: has no hooks; decorate its functions, for example register_components, with @hookimpl"
@@ -188,12 +215,19 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
             raise PluginError(f"plugin {name!r}: {hook} has no @hookimpl, so it would never be called; decorate it")
 
 
+def describe_arguments(error: pluggy.PluginValidationError) -> str:
+    """Describe the arguments of a hook's implementation that the hook does not have."""
+    text = " ".join(str(error).split()).rpartition(" hookimpl definition: ")[2]
+    definition, _, unknown = text.partition(" Argument(s) ")
+    return f"{definition}: the argument 'step' is now 'batch'" if unknown.startswith("{'step'}") else text
+
+
 def _hook_names() -> list[str]:
     return sorted(name for name, function in vars(hookspecs).items() if hasattr(function, "plasmid_spec"))
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Where in the file an error came from; syntax errors say it themselves."""
+    """Format the line of the file that raised; empty for syntax errors, whose message includes it."""
     line = line_in(path, error)
     return "" if line is None else f" (line {line})"
 

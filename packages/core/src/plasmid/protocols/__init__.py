@@ -1,6 +1,6 @@
-"""What the running parts promise each other: called by the loop, implemented at the edges."""
+"""Interfaces between the training loop and the backends that implement them."""
 
-from .cluster import Actor, Bundle, Cluster, Node, Ref, Resources, Share, Store, call
+from .cluster import Actor, Bundle, Cluster, Node, ProcessState, Ref, Resources, Share, Store, call
 from .context import RunContext
 from .engine import EngineClient, PauseMode, RolloutEngine
 from .trainer import Bucket, Finish, ScoresRef, Sender, SyncPlan, Trainer, TrainReport, Wire
@@ -14,6 +14,7 @@ __all__ = [
     "Finish",
     "Node",
     "PauseMode",
+    "ProcessState",
     "Ref",
     "Resources",
     "RolloutEngine",

@@ -1,4 +1,4 @@
-"""Machines, processes and shared values: what a run needs of a cluster."""
+"""Interface of a cluster: machines, processes and shared values."""
 
 from __future__ import annotations
 
@@ -12,36 +12,31 @@ P = ParamSpec("P")
 
 
 class Ref(Protocol[T_co]):
-    """A value that lives somewhere in the cluster. Picklable; `get` works in every process of the run."""
+    """Reference to a value in the cluster. Picklable; `get` works in every process of the run."""
 
     def get(self) -> T_co:
-        """The value. Blocks; call it in a worker thread or a rank, not on an event loop."""
-        ...
+        """Fetch the value. Blocks, so call it in a thread or on a rank, not on an event loop."""
 
 
 class Store(Protocol):
-    """Shares values with every process of the run. Picklable: actors get it, too."""
+    """Shares values with all processes of the run. Picklable, so that actors can use it."""
 
     def put(self, value: T) -> Ref[T]:
-        """Share a value; it is freed when the last reference is gone."""
-        ...
+        """Share a value. It is freed with its last reference."""
 
 
 class Actor(Protocol):
-    """A process of the cluster that holds one object. Picklable: actors may call each other."""
+    """Handle of a process in the cluster that hosts one object. Picklable, so actors can call each other."""
 
     @property
     def name(self) -> str:
-        """What messages and logs call it."""
-        ...
+        """Name in messages and logs."""
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        """Run a method (async or not) and return its result, or raise what it raised, or `DeadlineError`."""
-        ...
+        """Call a sync or async method of the object and return its result. Raises its errors, or `DeadlineError`."""
 
     async def stop(self, *, grace_s: float = 10.0) -> None:
-        """End the process; its object's ``close`` is called first where it has one."""
-        ...
+        """Call the object's ``close``, if it has one, and end the process."""
 
 
 @overload
@@ -61,33 +56,33 @@ async def call(
 
 
 async def call(actor: Actor, timeout_s: float, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the object that an actor holds, with its types: ``call(actor, 5.0, RolloutWorker.mark)``."""
+    """Call a method of an actor's object with static types: ``call(actor, 5.0, RolloutWorker.mark)``."""
     return await actor.call(method.__name__, *args, timeout_s=timeout_s, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Where one rank or worker process of a run goes."""
+    """Placement of one rank or worker process."""
 
     node: int = 0
-    """Index of the machine among those of the run."""
+    """Index of the machine among the run's machines."""
     gpu: int | None = None
-    """Index of the GPU among those that the run has on that machine; None on the CPU."""
+    """Index of the GPU among the run's GPUs on that machine; None on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What one actor needs."""
+    """Resources of one actor."""
 
     bundles: tuple[Bundle, ...] = (Bundle(),)
-    """All on one machine. An actor sees their GPUs and no others; actors that name one share it."""
+    """Bundles on one machine. The actor sees only their GPUs; actors with the same bundle share its GPU."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, set before anything is imported."""
+    """Environment variables, set before any import."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a run takes of one machine."""
+    """Resources that a run reserves on one machine."""
 
     gpus: int = 0
     cpus: int = 1
@@ -98,41 +93,57 @@ class Node:
     """One machine of a run."""
 
     address: str
-    """IP by which the processes of the run reach it; the loopback where all of them are on it."""
+    """IP address for the other processes of the run; the loopback address if the run has one machine."""
     cores: int
-    """CPU cores that a process on it may use."""
+    """Number of CPU cores that a process may use."""
     gpus: tuple[str, ...] = ()
-    """Names of the GPUs that the run may use there, as in CUDA_VISIBLE_DEVICES."""
+    """The run's GPUs on the machine, as in CUDA_VISIBLE_DEVICES."""
     agent: Actor | None = None
-    """A `plasmid_runtime.cluster.node_agent.NodeAgent` there; None for the driver's own machine."""
+    """The machine's `plasmid_runtime.cluster.node_agent.NodeAgent`; None for the driver's machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """What one process of a run is doing."""
+
+    name: str
+    pid: int | None = None
+    """Process id; None for an actor that is not a process or does not respond."""
+    condition: str = ""
+    """Problem of the process, such as ``stopped by a signal``; empty if there is none."""
+    position: str = ""
+    """Running call and its current position in the code; empty if the process waits for calls."""
+    stacks: str = ""
+    """Waits, tasks and stacks of threads, as far as available."""
 
 
 class Cluster(Protocol):
-    """Processes, placement and shared values; Ray implements it for runs, a local one for tests."""
+    """Processes, placement and shared values. Implemented by Ray for runs, and by a local cluster for tests."""
 
     async def reserve(self, shares: Sequence[Share]) -> tuple[Node, ...]:
-        """Take machines for the run, one for each share, and say which. Called once, before the first `start`.
+        """Reserve one machine for each share, and return them. Called once, before the first `start`.
 
-        Raises `ConfigError` if they can never be had, `DeadlineError` if not in time.
+        Raises `ConfigError` if the cluster cannot provide them, and `DeadlineError` if it does not in time.
         """
-        ...
 
     async def start(
         self, factory: Any, /, *args: Any, name: str, resources: Resources, timeout_s: float = 120.0, **kwargs: Any
     ) -> Actor:
-        """Start a process and make ``factory(*args, **kwargs)`` in it. The factory must be importable there."""
-        ...
+        """Start a process and create ``factory(*args, **kwargs)`` in it. The factory must be importable there."""
 
     @property
     def store(self) -> Store:
-        """Where values are shared."""
-        ...
+        """Store for shared values."""
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the cluster has now; a cluster of others may grow."""
-        ...
+        """Current number of GPUs in the cluster; a cluster that the run joined may grow."""
+
+    async def inspect(self) -> Sequence[ProcessState]:
+        """Report what every process of the run is doing, including those that do not respond, within a few seconds."""
+
+    async def failure(self) -> str:
+        """Wait until the cluster itself fails, and describe the failure. Never returns if it cannot fail."""
 
     async def close(self) -> None:
         """Stop every actor that is still running."""
-        ...

@@ -1,4 +1,4 @@
-"""What light components are opened with."""
+"""Context for opening light components."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .engine import EngineClient
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunContext:
-    """What light components may use once a run has begun (`Component.open`)."""
+    """Resources of a started run that light components can use, passed to `Component.open`."""
 
     seed: int
     run_dir: Path
     engine: EngineClient | None = None
-    """None where no engine is started."""
+    """Client of the engine; None for runs without an engine."""

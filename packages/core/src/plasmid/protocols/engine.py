@@ -1,4 +1,4 @@
-"""What a rollout engine promises the loop and the workflows."""
+"""Interface of a rollout engine for the training loop and for workflows."""
 
 from __future__ import annotations
 
@@ -10,94 +10,84 @@ from .trainer import SyncPlan
 
 
 class EngineClient(Protocol):
-    """The half of an engine that workflows use. Picklable: every rollout worker gets one."""
+    """The part of an engine that workflows use. Picklable; every rollout worker has one."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Continue the tokens. A failure that concerns this request alone is a completion with an error."""
-        ...
+        """Generate a completion. A failure that affects only this request returns a completion with an error."""
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
-        """End requests early; their completions keep the tokens so far and say ``abort``."""
-        ...
+        """End requests early. They return the tokens so far, with the stop reason ``abort``."""
 
-    async def leave(self, session_ids: Sequence[str]) -> None:
-        """These sessions ask for nothing more (see `RolloutEngine.expect`)."""
-        ...
+    async def fetch_partial(self, request_ids: Sequence[str]) -> Sequence[Completion]:
+        """Return the tokens generated so far by running requests, for checkpoints. The requests continue.
+
+        The completions have the stop reason ``abort``. Requests that have ended are omitted. An engine that cannot read
+        a running request either aborts and omits it, or returns an empty completion.
+        """
+
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """Declare that these sessions send no more requests (see `RolloutEngine.expect`)."""
 
 
 PauseMode = Literal["wait", "abort", "in_place"]
 
 
 class RolloutEngine(Protocol):
-    """Engines behind one handle: one on a laptop, hundreds behind a router on a cluster."""
+    """One handle for all instances of an engine: one on a laptop, hundreds behind a router on a cluster."""
 
     @property
     def client(self) -> EngineClient:
-        """What rollout workers talk to."""
-        ...
+        """Client for rollout workers."""
 
     @property
     def pause_mode(self) -> PauseMode:
-        """What the loop asks of `pause` before a weight sync."""
-        ...
+        """Mode in which the loop calls `pause` before a weight sync."""
 
     def needs_weights(self) -> bool:
-        """True if a part that was started anew waits for the present weights; the loop sends them when it can.
+        """Return True if a restarted server waits for the current weights, which the loop sends when it can.
 
-        Raises `EngineError` when too little of the engine is left. False for engines that restart nothing.
+        Raises `EngineError` if too few servers are left. Always False for engines that do not restart servers.
         """
-        ...
 
     async def expect(self, session_ids: Sequence[str]) -> None:
-        """Promise requests from these sessions, so that an engine that can do so batches them reproducibly.
+        """Announce requests from these sessions, so that engines that support it can batch them reproducibly.
 
-        Such an engine takes no step while an expected session that has not left is without a request; its results then
-        depend on the set of requests only, never on when they arrive. Others may ignore it.
+        Such an engine takes no step until every announced session has a request or has ended. Its results then depend
+        only on the set of requests, not on the time of their arrival. Other engines may ignore this.
         """
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop drawing tokens: ``wait`` for running requests, ``abort`` them, or hold them ``in_place``."""
-        ...
+        """Stop generating: ``wait`` for running requests, ``abort`` them, or suspend them ``in_place``."""
 
     async def resume(self) -> None:
         """Undo `pause`."""
-        ...
 
     async def plan_sync(self) -> SyncPlan:
-        """How to send the next version: which wire, which type, how large the buckets are.
+        """Plan the transfer of the next version: wire format, dtype, and bucket size.
 
-        Waits while no part of the engine runs and some are being started.
+        If no server is running, waits for those that are being started.
         """
-        ...
 
     async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Update: take over every weight of the version, completely or not at all as far as requests can see.
+        """Receive all weights of a version. The update is atomic for requests.
 
-        Raises `EngineLostError` if every part that was to take them went away: the loop then tries again.
+        Raises `EngineLostError` if all receiving servers died, in which case the loop tries again.
         """
-        ...
 
     async def checksum(self) -> Mapping[str, int]:
-        """`plasmid_models.sync.checksum` of every tensor of the engine, read back from it, by Hugging Face name."""
-        ...
+        """Compute `plasmid_models.sync.checksum` of every tensor in the engine, by Hugging Face name."""
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Give up GPU memory; without ``keep_weights`` a weight sync comes before anything is drawn again."""
-        ...
+        """Release GPU memory. Without ``keep_weights``, a weight sync precedes the next request."""
 
     async def wake(self, *, kv_cache: bool = True) -> None:
-        """Take GPU memory again; without ``kv_cache`` only as much as a weight sync needs."""
-        ...
+        """Allocate GPU memory again; without ``kv_cache``, only what a weight sync needs."""
 
     async def health(self) -> None:
-        """Raises `EngineError` if the engine cannot serve."""
-        ...
+        """Raise `EngineError` if the engine cannot serve requests."""
 
     async def metrics(self) -> Mapping[str, float]:
-        """Gauges and counters: ``engine/tokens_per_s``, ``engine/running``, ``engine/queued``, ..."""
-        ...
+        """Return gauges and counters: ``engine/tokens_per_s``, ``engine/running``, ``engine/queued``, ..."""
 
     async def close(self) -> None:
         """Stop the engines."""
-        ...

@@ -1,4 +1,4 @@
-"""What a trainer promises the loop, and the parts of a weight sync between it and an engine."""
+"""Interface of a trainer for the training loop, and data types of weight syncs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bucket:
-    """Some weights, flattened one after another into one contiguous tensor."""
+    """A batch of weights, flattened and concatenated into one contiguous tensor."""
 
     index: int
     names: tuple[str, ...]
@@ -27,48 +27,48 @@ class Bucket:
     data: Tensor
     """[bytes] uint8, on the sender's device."""
     checksum: int
-    """`plasmid_models.sync.checksum` of ``data``, taken by the sender."""
+    """`plasmid_models.sync.checksum` of ``data``, computed by the sender."""
     is_last: bool = False
-    """Nothing comes after it."""
+    """True for the last bucket of a sync."""
 
 
 class Sender(Protocol):
-    """The sending half of one engine's wire format, opened on a trainer rank."""
+    """Sends weights in an engine's wire format from a trainer rank."""
 
     def send(self, bucket: Bucket) -> None:
-        """Hand over one bucket; may return before it has arrived."""
-        ...
+        """Send a bucket. May return before it has arrived."""
 
     def close(self, *, ok: bool) -> None:
-        """Wait until everything has arrived; with ``ok=False`` tell the receiver that no more will come."""
-        ...
+        """Wait until all buckets have arrived; with ``ok=False``, tell the receiver that the transfer was aborted."""
 
 
 class Wire(Protocol):
-    """How to reach an engine with weights. Made by the engine, pickled to the trainer's ranks."""
+    """Describes how to send weights to an engine. Created by the engine and pickled to the trainer's ranks."""
 
     senders: Literal["first", "all"]
-    """Which ranks send: rank 0 alone, or each its own copy (IPC, NCCL)."""
+    """Sending ranks: only rank 0, or all ranks, each with its own copy (IPC, NCCL)."""
 
     def open(self, *, rank: int, version: int) -> Sender:
         """Start sending one version from this rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SyncPlan:
-    """How one policy version travels to one engine. Valid for one sync."""
+    """Parameters of the transfer of one policy version to one engine. Valid for one sync."""
 
     wire: Wire
     dtype: str = "auto"
-    """What weights are cast to before they are sent; ``auto`` is the model's own."""
+    """Dtype to which weights are cast before sending; ``auto`` is the model's dtype."""
     bucket_bytes: int = 256 << 20
-    """Largest bucket; a larger tensor travels alone."""
+    """Maximum size of a bucket, in bytes; a larger tensor is sent alone."""
+    adapter: Literal["merged", "with_base", "alone"] = "merged"
+    """What to send of a policy with an adapter: merged weights, base and adapter, or only the adapter if the engine has
+    received the base before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresRef:
-    """Names per-token scores that stayed on the trainer's ranks."""
+    """Reference to per-token scores that stay on the trainer's ranks."""
 
     batch: int
     """Index of the batch that was scored."""
@@ -78,68 +78,59 @@ class ScoresRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What training on one batch gave."""
+    """Result of training on one batch."""
 
     steps: tuple[Mapping[str, float], ...]
     """Metrics of each optimizer step, reduced over ranks: ``train/loss``, ``train/grad_norm``, ``train/lr``, ..."""
 
 
 Finish = Callable[[], Awaitable[None]]
-"""Waits until everything of a save is written. Raises `CheckpointError`."""
+"""Waits until a checkpoint is completely written. Raises `CheckpointError`."""
 
 
 class Trainer(Protocol):
-    """A group of ranks behind one handle. Holds the policy, its optimizer and, as needed, the other roles."""
+    """One handle for a group of ranks with the policy, its optimizer and, if needed, the other roles."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken since the start of the run."""
-        ...
+        """Number of optimizer steps since the start of the run."""
 
     async def score(self, batch: BatchRef, roles: Sequence[Role]) -> ScoresRef:
-        """Per-token scores of every sample; they stay on the ranks until the batch has been trained."""
-        ...
+        """Compute per-token scores of every sample. They stay on the ranks until the batch has been trained."""
 
     async def train(self, batch: BatchRef, scores: ScoresRef) -> TrainReport:
-        """``batch.steps`` optimizer steps; the algorithm's advantages and loss run on the ranks."""
-        ...
+        """Take ``batch.steps`` optimizer steps. The ranks compute the algorithm's advantages and loss."""
 
     async def logprobs(self, batch: BatchRef) -> tuple[Any, ...]:
-        """[L] float32 array of the policy's log-probabilities per sample, in batch order; for canaries and tests."""
-        ...
+        """Compute the policy's log-probabilities, a float32 array [L] per sample, in batch order.
+
+        Used by canaries and tests.
+        """
 
     async def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Publish: send every weight along the plan's wire. Runs together with `RolloutEngine.receive`."""
-        ...
+        """Publish: send all weights as planned. Runs concurrently with `RolloutEngine.receive`."""
 
     async def save(self, path: Path) -> Finish | None:
-        """Write weights, optimizer, schedule and generators into the folder, sharded.
+        """Write sharded weights, optimizer, schedule and random generators into the folder.
 
-        None once everything is written. A trainer that goes on writing, from a copy that training does not change,
-        returns what waits for the end; it is called before the next `save`, and may run beside all other methods.
+        Returns None if everything is written. A trainer that continues to write from a copy, while training goes on,
+        returns a function that waits for the end. It is called before the next `save`, concurrently with other methods.
         """
-        ...
 
     async def load(self, path: Path) -> None:
-        """Take up exactly where `save` left off, also with another number of ranks."""
-        ...
+        """Restore the exact state that `save` wrote, also with a different number of ranks."""
 
     async def export(self, path: Path) -> None:
         """Write a Hugging Face folder: weights, config and tokenizer."""
-        ...
 
     async def offload(self) -> None:
-        """Move everything off the GPU, so that a colocated engine can have it."""
-        ...
+        """Move everything off the GPU, to make room for a colocated engine."""
 
     async def onload(self) -> None:
         """Undo `offload`."""
-        ...
 
     async def metrics(self) -> Mapping[str, float]:
-        """Gauges now: memory by rank, GPU utilisation and power where there is one."""
-        ...
+        """Return current gauges: memory by rank, and utilization and power of GPUs."""
 
     async def close(self) -> None:
         """Stop the ranks."""
-        ...

@@ -1,4 +1,4 @@
-"""What an annotation of a setting takes, told as a user would say it."""
+"""Describe the values that the annotation of a setting accepts, in users' terms."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ COLLECTIONS = (tuple, list, set, frozenset, Sequence)
 
 
 def takes(annotation: Any, value: Any) -> bool:
-    """True if the value is of the setting's type, without any conversion; types that are unknown here take anything."""
+    """Return True if a value has the setting's type without conversion. Unknown types accept any value."""
     return any(_member_takes(member, value) for member, _ in _members(annotation))
+
+
+def takes_words(annotation: Any) -> bool:
+    """Return True if the setting accepts fixed words."""
+    return any(get_origin(member) is Literal for member, _ in _members(annotation))
 
 
 def describe(annotation: Any) -> str:
@@ -27,7 +32,7 @@ def describe(annotation: Any) -> str:
 
 
 def element(annotation: Any, index: int | str) -> Any:
-    """Annotation of one item of a list, or of one value of a table."""
+    """Return the annotation of an item of a list or a value of a table."""
     for member, _ in _members(annotation):
         args = get_args(member)
         if get_origin(member) in COLLECTIONS and args:
@@ -39,7 +44,7 @@ def element(annotation: Any, index: int | str) -> Any:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class that a table of this setting is."""
+    """Return the settings class of a table, or None for other settings."""
     for member, _ in _members(annotation):
         if isclass(member) and issubclass(member, BaseModel):
             return member
@@ -47,12 +52,12 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def marks(annotation: Any) -> tuple[Any, ...]:
-    """What `Annotated` says of a setting, besides its type."""
+    """Return the metadata of an `Annotated` setting."""
     return annotation.__metadata__ if get_origin(annotation) is Annotated else ()
 
 
 def _members(annotation: Any, bounds: str = "") -> Iterator[tuple[Any, str]]:
-    """The members of a union with what `Annotated` says about their range; a plain annotation is its only member."""
+    """Yield the members of a union with their bounds from `Annotated`. A plain annotation is its only member."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         for arg in args:

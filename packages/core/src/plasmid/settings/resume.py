@@ -1,30 +1,41 @@
-"""Which settings may differ when a run is resumed."""
+"""Settings that may change when a run is resumed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Mark of a setting, in its annotation: ``batches: Annotated[int, MAY_CHANGE]``."""
+    """Marker in the annotation of a setting: ``batches: Annotated[int, MAY_CHANGE]``."""
 
     may_change: bool
 
 
 MAY_CHANGE = Resume(True)
-"""For a setting, or a whole table, that may differ when a run is resumed. Without the mark it must be the same."""
+"""Marks a setting or a table that may change when a run is resumed; unmarked settings must stay the same."""
 
 
 def changeable_settings(settings: BaseModel | type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Keys of the settings and tables that may change on resume, tables within included."""
+    """Yield the keys of settings and tables that may change on resume, including nested ones.
+
+    For a class, these include the keys of tables that are None by default.
+    """
     cls = settings if isinstance(settings, type) else type(settings)
     for name, field in cls.model_fields.items():
-        value = field.annotation if isinstance(settings, type) else getattr(settings, name)
         if any(isinstance(mark, Resume) and mark.may_change for mark in field.metadata):
             yield f"{prefix}{name}"
-        elif isinstance(value, BaseModel) or (isinstance(value, type) and issubclass(value, BaseModel)):
-            yield from changeable_settings(value, f"{prefix}{name}.")
+            continue
+        for value in _members(field.annotation) if isinstance(settings, type) else (getattr(settings, name),):
+            if isinstance(value, BaseModel) or (isinstance(value, type) and issubclass(value, BaseModel)):
+                yield from changeable_settings(value, f"{prefix}{name}.")
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

@@ -1,4 +1,4 @@
-"""From plain data to settings: one line for each mistake, at the place where the user wrote it."""
+"""Validate plain data as settings, with one line per error that names the key as the user wrote it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than
 
 @dataclass(frozen=True, slots=True)
 class Checked(Generic[M]):
-    """A validated model, or what is wrong with the data, one line each."""
+    """A validated model, or the errors in the data, one line each."""
 
     model: M | None
     mistakes: tuple[str, ...] = ()
 
 
 def validate(cls: type[M], data: Mapping[str, Any], where: str = "") -> M:
-    """A model from plain data, or `ConfigError` with one line for each mistake. ``where`` is the data's table."""
+    """Create a model from plain data. Raises `ConfigError` with one line per error. ``where`` is the data's table."""
     checked = check(cls, data, where)
     if checked.model is None:
         raise ConfigError("\n".join(checked.mistakes))
@@ -36,30 +36,30 @@ def validate(cls: type[M], data: Mapping[str, Any], where: str = "") -> M:
 
 
 def check(cls: type[M], data: Mapping[str, Any], where: str = "", *, without: Iterable[str] = ()) -> Checked[M]:
-    """Validate plain data without raising; nothing is said about the keys ``without``.
+    """Validate plain data without raising. Ignores the keys ``without``.
 
-    Nothing is converted silently: ``"5"`` and ``true`` are no numbers here, though pydantic takes them.
+    Types are strict: unlike pydantic, this does not accept ``"5"`` or ``true`` as numbers.
     """
     ignored = set(without)
     known = {key: value for key, value in data.items() if key not in ignored}
-    found = list(_wrong_types(cls, known, ()))
+    found = list(_find_type_errors(cls, known, ()))
     model = None
     try:
         model = cls.model_validate(known)
     except ValidationError as error:
         for e in error.errors():
             at, in_union = _place(e, known)
-            # a check of a whole table that lacks some of its keys would speak of what is not the user's mistake
+            # without the ignored keys, checks of the whole table would report errors that the user did not make
             hidden = at[0] in ignored if at else bool(ignored)
             whole = in_union or e["type"] == "value_error"
             if not hidden and not any(_explains(place, at, whole) for place, _ in found):
-                found.append((at, _mistyped(cls, at, known) if in_union else _explain(cls, e, at)))
+                found.append((at, _describe_type_error(cls, at, known) if in_union else _explain(cls, e, at)))
     lines = tuple(dict.fromkeys(line for place, text in found for line in _lines(where, place, text)))
     return Checked(None if found else model, lines)
 
 
 def _explains(place: Place, at: Place, whole: bool) -> bool:
-    """True if what was found at ``place`` explains an error at ``at``, or if that is about all that stands there."""
+    """Return True if an error at ``place`` explains one at ``at``: from outside, or from inside if ``whole``."""
     return at[: len(place)] == place or (whole and place[: len(at)] == at)
 
 
@@ -68,8 +68,8 @@ def _lines(where: str, place: Place, text: str) -> list[str]:
     return [f"{path}: {line}" if path else line for line in text.splitlines()]
 
 
-def _wrong_types(annotation: Any, value: Any, at: Place) -> Iterator[tuple[Place, str]]:
-    """Values of another type than their setting has, also those that pydantic would convert."""
+def _find_type_errors(annotation: Any, value: Any, at: Place) -> Iterator[tuple[Place, str]]:
+    """Yield errors for values of a wrong type, including those that pydantic would convert."""
     if value is None or isinstance(value, BaseModel):
         return
     if not takes(annotation, value):
@@ -78,14 +78,14 @@ def _wrong_types(annotation: Any, value: Any, at: Place) -> Iterator[tuple[Place
         model = model_in(annotation)
         for name, field in (model.model_fields if model else {}).items():
             if name in value:
-                yield from _wrong_types(field.rebuild_annotation(), value[name], (*at, name))
+                yield from _find_type_errors(field.rebuild_annotation(), value[name], (*at, name))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _wrong_types(element(annotation, index), item, (*at, index))
+            yield from _find_type_errors(element(annotation, index), item, (*at, index))
 
 
 def _place(e: ErrorDetails, data: Any) -> tuple[Place, bool]:
-    """Where in the data an error is, and whether it is about a member of a union: pydantic adds those to the path."""
+    """Return the location of an error in the data, and whether its path names a union member, which pydantic adds."""
     at: Place = ()
     current = data
     for part in e["loc"]:
@@ -98,7 +98,7 @@ def _place(e: ErrorDetails, data: Any) -> tuple[Place, bool]:
     return at, False
 
 
-def _mistyped(cls: type[BaseModel], at: Place, data: Any) -> str:
+def _describe_type_error(cls: type[BaseModel], at: Place, data: Any) -> str:
     annotation: Any = cls
     for part in at:
         fields = _fields(annotation)

@@ -1,4 +1,4 @@
-"""Random scored batches that live in this process, for tests of trainers and algorithms."""
+"""Random scored batches in this process, for tests of trainers and algorithms."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def random_batch(
     temperatures: Sequence[float] = (1.0, 0.7),
     restricted: float = 0.0,
 ) -> BatchRef:
-    """A batch in which rollout r of group g made ``shape[g][r]`` samples.
+    """Create a batch in which rollout r of group g has ``shape[g][r]`` samples.
 
-    Samples are ragged, the loss does not see about a fifth of their completions, and the fraction ``silent`` of them
-    has no loss tokens at all. Log-probabilities are those of nobody. The fraction ``restricted`` of the drawn tokens
+    Samples differ in length. About a fifth of their completion tokens is outside the loss, and the fraction ``silent``
+    of the samples has no loss tokens. Log-probabilities are random. The fraction ``restricted`` of the generated tokens
     has a kept set of 1 to 8 tokens.
     """
     random = np.random.default_rng(seed)
@@ -52,7 +52,7 @@ def random_batch(
                 group_id=group_id,
                 mask=mask,
                 logprobs=logprobs,
-                kept=_kept(random, completion, mask, logprobs, restricted, vocab_size) if restricted else None,
+                kept=_make_kept_set(random, completion, mask, logprobs, restricted, vocab_size) if restricted else None,
                 temperature=float(random.choice(temperatures)),
                 reward=float(random.normal()),
             )
@@ -76,11 +76,12 @@ def make_sample(
     reward: float = 0.0,
     components: Mapping[str, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    token_rewards: Mapping[int, float] | None = None,
 ) -> Sample:
-    """A scored sample: the prompt and C completion tokens. ``mask`` [C] tells which of them the policy drew.
+    """Create a scored sample of a prompt and C completion tokens.
 
-    ``logprobs`` [C] are the engine's; what no policy drew gets 0. Without them: all True, and -1. ``kept`` has C
-    positions. ``versions`` [C] of the policy are 0 without them.
+    ``mask`` [C] is True on generated tokens (default: all). ``logprobs`` [C] are the engine's (default: -1); other
+    tokens get 0. ``kept`` has C positions. ``versions`` [C] are policy versions (default: 0).
     """
     generated = np.ones(len(completion), np.bool_) if mask is None else np.asarray(mask, np.bool_)
     by_engine = np.full(len(completion), -1.0) if logprobs is None else np.asarray(logprobs)
@@ -101,13 +102,13 @@ def make_sample(
         kept=join_kept([(None, start), (kept, len(completion))]),
         text="",
         stop_reason=StopReason.STOP,
-        score=Score(value=reward, components=components or {}),
+        score=Score(value=reward, components=components or {}, token_rewards=token_rewards or {}),
         metadata=metadata or {},
     )
 
 
 def make_group(prompt: Prompt, samples: Sequence[Sample], *, id: int = 0) -> GroupRef:
-    """Scored samples of one prompt, as the driver knows them."""
+    """Create the driver's view of the scored samples of one prompt."""
     return share(PromptGroup(id=id, prompt=prompt, samples=tuple(samples)), LocalStore())
 
 
@@ -121,10 +122,10 @@ def _mask(random: np.random.Generator, count: int, silent: float) -> Bools:
     return mask & (random.random() >= silent)
 
 
-def _kept(
+def _make_kept_set(
     random: np.random.Generator, drawn: Ints, mask: Bools, logprobs: NDArray[np.float64], share: float, vocab_size: int
 ) -> KeptSet:
-    """Random sets around the drawn tokens, at least as likely as these."""
+    """Create random kept sets that contain the generated tokens and have at least their probability."""
     chosen = mask & (random.random(len(drawn)) < share)
     nothing = np.zeros(0, np.int32)
     sets = [_around(random, t, vocab_size) if c else nothing for t, c in zip(drawn, chosen, strict=True)]

@@ -1,6 +1,6 @@
-"""A trainer and an engine without models, for tests of loops, workflows and rewards. No torch, no Ray, milliseconds.
+"""A trainer and an engine without models, for fast tests of loops, workflows and rewards without torch and Ray.
 
-This module is a plugin: name its file under ``plugins`` and choose ``kind = "fake"`` for trainer and rollout.
+This module is a plugin file: list it under ``plugins`` and set ``kind = "fake"`` for trainer and rollout.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from plasmid.types import BucketSum, SyncReceipt
 
 
 class FakeTrainerConfig(TrainerConfig):
-    """Counts steps; its only weight is their number."""
+    """A trainer whose only weight is the number of its steps."""
 
     kind: Literal["fake"] = "fake"
     seconds: float = Field(0.001, ge=0)
-    """Time that one training call takes."""
+    """Duration of one training call, in seconds."""
     write_s: float = Field(0.0, ge=0)
-    """Time for which a checkpoint is written while training goes on; 0 writes it at once."""
+    """Time to write a checkpoint in the background, in seconds; 0 writes it before `save` returns."""
 
     async def build(self, context: BuildContext) -> Trainer:
         return FakeTrainer(self.seconds, write_s=self.write_s)
@@ -56,22 +56,22 @@ class FakeEngineConfig(RolloutEngineConfig):
 
     kind: Literal["fake"] = "fake"
     max_delay_s: float = Field(0.004, ge=0)
-    """Longest time for one request."""
+    """Maximum duration of a request, in seconds; its tokens are generated at even intervals."""
     num_tokens: int = Field(4, ge=1)
-    """Length of every completion."""
+    """Length of every completion, in tokens."""
     fail: tuple[str, ...] = ()
-    """Prefixes of session ids whose requests come back with an error."""
+    """Prefixes of session ids whose requests return an error."""
     hang: tuple[str, ...] = ()
-    """Prefixes of session ids whose requests never come back."""
+    """Prefixes of session ids whose requests never return."""
     corrupt_version: int = -1
-    """Version whose weights arrive with another checksum; -1 for none."""
+    """Policy version whose weights arrive with a wrong checksum; -1 for none."""
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         return FakeEngine(self)
 
 
 class FakeAlgorithm(Algorithm):
-    """The likelihood of each sample times its reward. The fake trainer never asks for it."""
+    """Loss: log-probability of each sample times its reward. The fake trainer never calls it."""
 
     kind: Literal["fake"] = "fake"
 
@@ -89,7 +89,7 @@ class FakeAlgorithm(Algorithm):
 
 
 class FakeTrainer:
-    """Implements `protocols.Trainer`. Remembers every batch."""
+    """Implements `protocols.Trainer` and records every batch."""
 
     def __init__(self, seconds: float = 0.001, *, write_s: float = 0.0) -> None:
         self.step = 0
@@ -131,6 +131,7 @@ class FakeTrainer:
 
     async def export(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
+        (path / "fake.json").write_text(json.dumps({"step": self.step}))
 
     async def offload(self) -> None:
         return None
@@ -146,7 +147,7 @@ class FakeTrainer:
 
 
 class FakeWire:
-    """No wire at all: both fakes make up their receipts."""
+    """Implements `protocols.Wire` without a transfer: both fakes construct their receipts."""
 
     senders: Literal["first", "all"] = "first"
 
@@ -154,8 +155,34 @@ class FakeWire:
         raise ValueError("the fake engine receives nothing")
 
 
+class _FakeRow:
+    """A request and its tokens so far, each with log-probability and policy version."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.tokens: list[tuple[int, float, int]] = []
+
+    @property
+    def position(self) -> int:
+        return self.request.num_generated + len(self.tokens)
+
+    def completion(self, stop: StopReason) -> Completion:
+        versions = [version for _, _, version in self.tokens]
+        starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+        ends = [*starts[1:], len(versions)]
+        spans = zip(starts, ends, strict=False)
+        return Completion(
+            request_id=self.request.id,
+            token_ids=np.array([token for token, _, _ in self.tokens], np.int32),
+            logprobs=np.array([logprob for _, logprob, _ in self.tokens], np.float32),
+            versions=tuple(VersionSpan(version=versions[start], start=start, end=end) for start, end in spans),
+            stop_reason=stop,
+            error="asked to fail" if stop is StopReason.ERROR else None,
+        )
+
+
 class FakeEngine:
-    """Implements `protocols.RolloutEngine` and its client. What it draws depends on a request's seed only."""
+    """Implements `protocols.RolloutEngine` and its client. Completions depend only on the request's seed."""
 
     pause_mode: PauseMode = "in_place"
 
@@ -163,6 +190,7 @@ class FakeEngine:
         self.version = 0
         self.requests = 0
         self._settings = settings
+        self._running: dict[str, _FakeRow] = {}
 
     @property
     def client(self) -> EngineClient:
@@ -171,29 +199,33 @@ class FakeEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         draw = random.Random(request.seed)
         self.requests += 1
-        if request.session_id.startswith(self._settings.hang) and self._settings.hang:
-            await asyncio.sleep(3600)
-        version = self.version
-        await asyncio.sleep(draw.random() * self._settings.max_delay_s)
-        if request.session_id.startswith(self._settings.fail) and self._settings.fail:
-            return self._completion(request, [], version, StopReason.ERROR)
+        pause_s = draw.random() * self._settings.max_delay_s / self._settings.num_tokens
         digits = [7 + draw.randrange(10) for _ in range(self._settings.num_tokens)]
-        return self._completion(request, digits, version, StopReason.STOP)
+        row = self._running[request.id] = _FakeRow(request)
+        try:
+            if request.session_id.startswith(self._settings.hang) and self._settings.hang:
+                await asyncio.sleep(3600)
+            for digit in digits[request.num_generated :]:
+                version = self.version
+                await asyncio.sleep(pause_s)
+                row.tokens.append((digit, self.logprob(request, row.position), version))
+        finally:
+            del self._running[request.id]
+        failed = request.session_id.startswith(self._settings.fail) and bool(self._settings.fail)
+        return _FakeRow(request).completion(StopReason.ERROR) if failed else row.completion(StopReason.STOP)
 
-    def _completion(self, request: GenerateRequest, ids: list[int], version: int, stop: StopReason) -> Completion:
-        return Completion(
-            request_id=request.id,
-            token_ids=np.array(ids, np.int32),
-            logprobs=np.full(len(ids), -0.5, np.float32),
-            versions=(VersionSpan(version=version, start=0, end=len(ids)),) if ids else (),
-            stop_reason=stop,
-            error="asked to fail" if stop is StopReason.ERROR else None,
-        )
+    def logprob(self, request: GenerateRequest, position: int) -> float:
+        """Return the log-probability of the token at this position of the completion."""
+        return -0.5
+
+    async def fetch_partial(self, request_ids: Sequence[str]) -> Sequence[Completion]:
+        rows = [self._running[id_] for id_ in request_ids if id_ in self._running]
+        return [row.completion(StopReason.ABORT) for row in rows]
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
         return None
 
-    async def leave(self, session_ids: Sequence[str]) -> None:
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
         return None
 
     def needs_weights(self) -> bool:

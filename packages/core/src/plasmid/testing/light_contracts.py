@@ -1,9 +1,9 @@
-"""What the loop relies on in rewards and filters, as checks that plugin authors run on their own.
+"""Contract tests of rewards and filters, for plugin authors.
 
     check_reward(MyReward(needle="yes"), make_prompt("is it?", target="yes"))
     check_filter(MyFilter())
 
-A promise that is not kept is an `AssertionError` that says which.
+A violation raises an `AssertionError` that names it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEXTS = (
     "<answer></answer></think>",
     '{"a": [1, {"b":',
 )
-"""What a policy may write: a reward must have a number for all of it."""
+"""Texts that a policy may write. A reward must return a finite score for each of them."""
 
 
 def check_reward(
@@ -46,9 +46,9 @@ def check_reward(
     texts: tuple[str, ...] = TEXTS,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check that every text has one finite score, from `open` to `close`.
+    """Check that the reward returns a finite score for every text, and its lifecycle from `open` to `close`.
 
-    The prompt has what the reward needs: a target, metadata, ... ``metadata`` is what a workflow leaves in samples.
+    ``prompt`` must have what the reward reads, such as a target. ``metadata`` is the samples' metadata.
     """
     check_settings(reward)
     samples = [make_sample(text, metadata=dict(metadata or {})) for text in texts]
@@ -57,22 +57,22 @@ def check_reward(
 
 async def _check_scores(reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> None:
     for sample in samples:
-        said = repr(sample.text[:40])
+        text = repr(sample.text[:40])
         first, second = [await _score(reward, prompt, sample) for _ in range(2)]
-        assert math.isfinite(first.value), f"the score of {said} is {first.value}"
-        assert reward.in_order() or first.value == second.value, f"the score of {said} depends on calls before"
+        assert math.isfinite(first.value), f"the score of {text} is {first.value}"
+        assert reward.in_order() or first.value == second.value, f"the score of {text} depends on earlier calls"
         wrong = {name: value for name, value in first.components.items() if not math.isfinite(value)}
-        assert not wrong, f"components of {said} are no numbers: {wrong}"
+        assert not wrong, f"components of {text} must be finite, got {wrong}"
 
 
 async def _score(reward: Reward, prompt: Prompt, sample: Sample) -> Score:
     given = await reward.score_group(prompt, [sample])
-    assert len(given) == 1, "score_group gives one score for each sample"
+    assert len(given) == 1, "score_group must return one score per sample"
     return given[0] if isinstance(given[0], Score) else Score(value=float(given[0]))
 
 
 def check_filter(filter_: Filter) -> None:
-    """Check that groups of equal, different, single and partly failed samples are each kept or dropped."""
+    """Check that the filter returns a bool for groups with equal, different, single and failed samples."""
     check_settings(filter_)
     asyncio.run(within_lifetime(filter_, lambda: _check_choices(filter_)))
 
@@ -80,17 +80,17 @@ def check_filter(filter_: Filter) -> None:
 async def _check_choices(filter_: Filter) -> None:
     for rewards in ((1.0, 1.0), (0.0, 1.0), (0.5,), (None, 1.0), (0.0, None, 0.0)):
         kept = filter_(make_group(*rewards))
-        assert isinstance(kept, bool | np.bool_), f"a filter returns True or False, got {kept!r} for {rewards}"
+        assert isinstance(kept, bool | np.bool_), f"a filter must return True or False, got {kept!r} for {rewards}"
 
 
 def check_settings(component: Component) -> None:
-    """Other processes get a component as plain data."""
+    """Check that the settings survive serialization to JSON, as other processes receive them."""
     copy = revive(component)
-    assert copy.model_dump() == component.model_dump(), "settings survive JSON"
+    assert copy.model_dump() == component.model_dump(), "settings must survive JSON"
 
 
 async def within_lifetime(component: Component, check: Callable[[], Awaitable[None]], *, engine: Any = None) -> None:
-    """Open the component, check it, save what it remembers, close it; a new one takes that up again."""
+    """Open the component, run ``check``, save its state, close it, and restore the state into a copy."""
     with tempfile.TemporaryDirectory(prefix="plasmid-check-") as folder:
         context = RunContext(seed=0, run_dir=Path(folder), engine=engine)
         await component.open(context)
@@ -99,14 +99,14 @@ async def within_lifetime(component: Component, check: Callable[[], Awaitable[No
             saved = dict(component.state())
         finally:
             await component.close()
-        assert _is_json(saved), "a state has JSON types only"
+        assert _is_json(saved), "state must return JSON types"
         if not saved:
             return
         again = revive(component)
         await again.open(context)
         try:
             again.restore(again.merge([saved]))
-            assert dict(again.state()).keys() == saved.keys(), "what was restored is saved again"
+            assert dict(again.state()).keys() == saved.keys(), "state must return the same keys after restore"
         finally:
             await again.close()
 

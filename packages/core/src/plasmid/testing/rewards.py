@@ -1,4 +1,4 @@
-"""Samples and groups made by hand, for tests of rewards and filters."""
+"""Create prompts, samples and groups for tests of rewards and filters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReas
 
 
 def make_prompt(text: str = "", **fields: Any) -> Prompt:
-    """A prompt without tokens; ``fields`` are those of `Prompt` (``target``, ``metadata``, ...)."""
+    """Create a prompt without tokens. ``fields`` are fields of `Prompt` (``target``, ``metadata``, ...)."""
     return Prompt(**({"id": "test:1", "token_ids": np.zeros(0, np.int32), "text": text} | fields))
 
 
 def make_sample(text: str = "", *, num_generated: int = 1, **fields: Any) -> Sample:
-    """A sample with this generated text; ``fields`` are those of `Sample` (``id``, ``stop_reason``, ...)."""
+    """Create a sample with this generated text. ``fields`` are fields of `Sample` (``id``, ``stop_reason``, ...)."""
     id_ = str(fields.pop("id", "0/0"))
     values: dict[str, Any] = {
         "rollout_id": id_,
@@ -34,18 +34,18 @@ def make_sample(text: str = "", *, num_generated: int = 1, **fields: Any) -> Sam
 
 
 def make_group(*rewards: float | None) -> PromptGroup:
-    """A group whose samples have these rewards; None makes one whose rollout failed."""
-    samples = [_scored(index, reward) for index, reward in enumerate(rewards)]
+    """Create a group whose samples have these rewards; None creates a sample of a failed rollout."""
+    samples = [_with_scores(index, reward) for index, reward in enumerate(rewards)]
     return PromptGroup(id=0, prompt=make_prompt(), samples=samples)
 
 
-def _scored(index: int, reward: float | None) -> Sample:
+def _with_scores(index: int, reward: float | None) -> Sample:
     failed: dict[str, Any] = {"stop_reason": StopReason.ERROR, "error": "failed"} if reward is None else {}
     return make_sample(id=f"0/{index}", score=Score(value=reward or 0.0), **failed)
 
 
 def score_text(reward: Reward, text: str = "", *, prompt: str = "", target: Any = None, **fields: Any) -> Score:
-    """What the reward says of a sample with this text. Raises whatever it raises."""
+    """Return the reward's score of a sample with this text. Raises the reward's errors."""
     given = asyncio.run(_ask(reward, make_prompt(prompt, target=target), make_sample(text, **fields)))
     return given if isinstance(given, Score) else Score(value=float(given))
 

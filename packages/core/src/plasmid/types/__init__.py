@@ -1,4 +1,4 @@
-"""What flows through a run: prompts, samples and their scores."""
+"""Data types of a run: prompts, samples and their scores."""
 
 from .samples import (
     Bools,

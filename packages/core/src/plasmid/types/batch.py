@@ -1,4 +1,4 @@
-"""A scored batch, as the driver sees it (ids, lengths, references) and as trainer ranks see it (flat arrays)."""
+"""A scored batch, for the driver (ids, lengths, references) and for trainer ranks (flat arrays)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kept_sets import KeptSet, join_kept
+from .routing import Experts, join_experts
 from .samples import Bools, Floats, Ints, PromptGroup, Sample
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Samples as flat arrays: N samples, T tokens in all; sample i owns ``offsets[i]:offsets[i + 1]``.
+    """Samples as flat arrays: N samples, T tokens in total; sample i has the tokens ``offsets[i]:offsets[i + 1]``.
 
-    Every per-token array is aligned to the token that it speaks of: ``rollout_logprobs[t]`` is the log-probability of
-    ``token_ids[t]`` given the tokens of its sample before it.
+    Per-token arrays are aligned with the tokens: ``rollout_logprobs[t]`` is the log-probability of ``token_ids[t]``
+    given the preceding tokens of its sample.
     """
 
     sample_ids: tuple[str, ...]
@@ -32,29 +33,34 @@ class Rows:
     loss_mask: Bools
     """[T]"""
     rollout_logprobs: Floats
-    """[T] 0 where no policy drew the token."""
+    """[T]; 0 on tokens that no policy generated."""
     versions: Ints
-    """[T] policy version that drew the token; -1 where none did."""
+    """[T] policy version that generated the token; -1 for other tokens."""
     temperatures: Floats
-    """[N] what log-probabilities of each sample are taken at."""
+    """[N] temperature of each sample's log-probabilities."""
     kept: KeptSet | None = None
-    """T positions: what each token was drawn from; None if no sample has it."""
+    """T positions: the candidates of each token; None if no sample has any."""
+    experts: Experts | None = None
+    """[T, layers, choices] the experts that the engine chose for each token; None if no sample has any."""
+    token_rewards: Floats | None = None
+    """[T] reward earned at a loss token before the end of its sample (`Score.token_rewards`); NaN at tokens without
+    one. None if no sample has any."""
 
     @property
     def num_samples(self) -> int:
         return len(self.sample_ids)
 
     def lengths(self) -> NDArray[np.int64]:
-        """[N] tokens of each sample."""
+        """Return the number of tokens of each sample, as [N]."""
         return np.diff(self.offsets)
 
     def behaviour_logprobs(self, tokens: NDArray[np.int64]) -> Floats:
-        """Log-probabilities of what drew some of the T tokens: ``rollout_logprobs`` within their kept sets."""
+        """Return log-probabilities of these tokens by the behavior policy, normalized over their kept sets."""
         logprobs = self.rollout_logprobs[tokens]
         return logprobs if self.kept is None else logprobs - self.kept.log_mass[tokens]
 
     def select(self, indices: Sequence[int]) -> Rows:
-        """The given samples, in the given order."""
+        """Select samples, in the given order."""
         lengths = self.lengths()[list(indices)] if len(indices) else np.zeros(0, np.int64)
         spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in indices]
         tokens = np.concatenate(spans) if spans else np.zeros(0, np.int64)
@@ -67,11 +73,13 @@ class Rows:
             versions=self.versions[tokens],
             temperatures=self.temperatures[list(indices)],
             kept=None if self.kept is None else self.kept.select(tokens),
+            experts=None if self.experts is None else self.experts[tokens],
+            token_rewards=None if self.token_rewards is None else self.token_rewards[tokens],
         )
 
     @staticmethod
     def empty() -> Rows:
-        """No samples."""
+        """Create rows without samples."""
         return Rows(
             sample_ids=(),
             offsets=np.zeros(1, np.int64),
@@ -84,7 +92,7 @@ class Rows:
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
-        """All samples of the parts, part after part."""
+        """Concatenate the samples of all parts."""
         ends = np.concatenate([np.zeros(0, np.int64), *(part.lengths() for part in parts)])
         return Rows(
             sample_ids=tuple(id_ for part in parts for id_ in part.sample_ids),
@@ -95,11 +103,13 @@ class Rows:
             versions=np.concatenate([part.versions for part in parts]),
             temperatures=np.concatenate([part.temperatures for part in parts]),
             kept=join_kept([(part.kept, len(part.token_ids)) for part in parts]),
+            experts=join_experts([(part.experts, len(part.token_ids)) for part in parts]),
+            token_rewards=_join_token_rewards(parts),
         )
 
     @staticmethod
     def from_samples(samples: Sequence[Sample]) -> Rows:
-        """Flatten samples once; ranks then share the arrays without copying them."""
+        """Flatten samples. Ranks share the arrays without copying."""
         return Rows.concat([_row(sample) for sample in samples])
 
 
@@ -116,12 +126,47 @@ def _row(sample: Sample) -> Rows:
         versions=versions,
         temperatures=np.array([sample.sampling.scoring_temperature], np.float32),
         kept=sample.kept,
+        experts=sample.experts,
+        token_rewards=_token_rewards(sample),
     )
+
+
+def _token_rewards(sample: Sample) -> Floats | None:
+    if not (turns := turn_rewards(sample)):
+        return None
+    values = np.full(len(sample.token_ids), np.nan, np.float32)
+    values[list(turns)] = list(turns.values())
+    return values
+
+
+def _join_token_rewards(parts: Sequence[Rows]) -> Floats | None:
+    if all(part.token_rewards is None for part in parts):
+        return None
+    empty = (
+        np.full(len(p.token_ids), np.nan, np.float32) if p.token_rewards is None else p.token_rewards for p in parts
+    )
+    return np.concatenate(list(empty))
+
+
+def turn_rewards(sample: Sample) -> dict[int, float]:
+    """Return `Score.token_rewards` by loss token, in order: a reward of another token moves to the loss token before
+    it, or to the first one."""
+    found: dict[int, float] = {}
+    given = sample.score.token_rewards if sample.score is not None else {}
+    places = np.flatnonzero(sample.loss_mask) if given else np.zeros(0, np.int64)
+    for position in sorted(given) if len(places) else ():
+        place = int(places[max(int(np.searchsorted(places, position, side="right")) - 1, 0)])
+        found[place] = found.get(place, 0.0) + given[position]
+    return found
+
+
+COUNTS = ("turns", "calls", "failed_calls")
+"""Entries of a sample's metadata that are logged: turns of the policy, calls of tools, and those that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRef:
-    """What the driver keeps of a scored prompt group: numbers per sample, and where the arrays are. n samples."""
+    """The driver's view of a scored prompt group of n samples: numbers per sample, and references to the arrays."""
 
     id: int
     prompt_id: str
@@ -130,27 +175,33 @@ class GroupRef:
     lengths: NDArray[np.int64]
     """[n] tokens of each sample, prompt included."""
     prompt_lengths: NDArray[np.int64]
-    """[n] tokens of each sample before the first one that a policy drew."""
+    """[n] tokens of each sample before the first generated one."""
     loss_tokens: NDArray[np.int64]
-    """[n] tokens that the loss sees."""
+    """[n] tokens of each sample in the loss."""
     rewards: NDArray[np.float64]
     """[n]"""
     components: dict[str, NDArray[np.float64]]
     """[n] each: reward components by name."""
     truncated: Bools
-    """[n] True where the length limit ended the sample."""
+    """[n] True for samples that the length limit ended."""
     errors: tuple[str, ...]
     """Error texts of samples that failed."""
     oldest_version: int | None
-    """Oldest policy version in the group; None if no token was drawn."""
+    """Oldest policy version in the group; None if no token was generated."""
     dropped_by: str = ""
-    """Kind of the filter that dropped the group; empty if it is to be trained on."""
+    """Reason of the filter that dropped the group; empty if it was kept."""
     source: str = ""
     """Name of the prompt's source in a mixture; empty where there is only one."""
     uses: int = 0
     """Batches that the group was trained in before this one."""
     baseline: float | None = None
     """Reward of the greedy rollout (`Needs.greedy_baseline`); None without one."""
+    counts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """[rollouts] each: what the workflow counted, by names of `COUNTS`. Without the names that it does not count."""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """[n] rewards of the turns of each sample (`Score.token_rewards`); empty if no sample has any."""
+    shared_prefix: int = 0
+    """Length of the common prefix of all samples, shorter than any of them; 0 for a single sample."""
     rows: Ref[Rows]
     whole: Ref[PromptGroup]
 
@@ -161,19 +212,19 @@ class GroupRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchTable:
-    """What every rank knows of every sample of a batch: N samples, R rollouts, G groups. Small, the same everywhere.
+    """Table with one row per sample of a batch, identical on every rank: N samples, R rollouts, G groups.
 
-    With it a rank computes loss weights and group statistics alone, so that neither depends on who holds which sample.
+    Ranks compute loss weights and group statistics from it, so neither depends on how samples are distributed.
     """
 
     sample_ids: tuple[str, ...]
     """[N] unique in the run."""
     group_index: NDArray[np.int64]
-    """[N] which prompt group each sample is of: 0..G-1 in order of first occurrence."""
+    """[N] index of each sample's prompt group: 0..G-1 in order of first occurrence."""
     rollout_index: NDArray[np.int64]
-    """[N] which rollout each sample is of: 0..R-1 in order of first occurrence."""
+    """[N] index of each sample's rollout: 0..R-1 in order of first occurrence."""
     loss_tokens: NDArray[np.int64]
-    """[N] tokens of each sample that the loss sees."""
+    """[N] tokens of each sample in the loss."""
     lengths: NDArray[np.int64]
     """[N] tokens of each sample, prompt included."""
     rewards: NDArray[np.float64]
@@ -182,8 +233,13 @@ class BatchTable:
     """[N] reward of the greedy rollout of each sample's prompt; None unless every group has one."""
     components: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """[N] each: the parts of the rewards by name (`Score.components`); NaN where a sample has none of that name."""
+    turn_rewards: NDArray[np.float64] | None = None
+    """[N, K] rewards of up to K turns of each sample, NaN after its last turn. Every sample has at least one turn; the
+    last one also gets the rest of the sample's reward. None if no sample has rewards by turn."""
     policy_version: int = 0
-    """Version of the policy when training on the batch begins; tokens drawn by it are on-policy."""
+    """Policy version when training on the batch starts; tokens of this version are on-policy."""
+    shared_prefixes: NDArray[np.int64] | None = None
+    """[N] `GroupRef.shared_prefix` of each sample's group; None if unknown."""
 
     @property
     def num_samples(self) -> int:
@@ -192,7 +248,7 @@ class BatchTable:
 
     @staticmethod
     def of(groups: Sequence[GroupRef], *, policy_version: int = 0) -> BatchTable:
-        """The table of all samples of the groups, group after group."""
+        """Create the table of all samples of the groups, in order."""
         rollouts: dict[str, int] = {}
         index = [rollouts.setdefault(id_, len(rollouts)) for g in groups for id_ in g.rollout_ids]
         baselines = [g.baseline for g in groups if g.baseline is not None]
@@ -206,8 +262,21 @@ class BatchTable:
             rewards=np.concatenate([g.rewards for g in groups]),
             baselines=np.repeat(np.array(baselines), counts) if groups and len(baselines) == len(groups) else None,
             components=_joined_components(groups),
+            turn_rewards=_joined_turns(groups),
             policy_version=policy_version,
+            shared_prefixes=np.repeat(np.array([g.shared_prefix for g in groups], np.int64), counts),
         )
+
+
+def _joined_turns(groups: Sequence[GroupRef]) -> NDArray[np.float64] | None:
+    turns = [own for g in groups for own in (g.turn_rewards or ((),) * g.num_samples)]
+    if not any(turns):
+        return None
+    padded = np.full((len(turns), max(map(len, turns))), np.nan)
+    padded[:, 0] = 0.0
+    for row, own in zip(padded, turns, strict=True):
+        row[: len(own)] = own
+    return padded
 
 
 def _joined_components(groups: Sequence[GroupRef]) -> dict[str, NDArray[np.float64]]:
@@ -219,16 +288,16 @@ def _joined_components(groups: Sequence[GroupRef]) -> dict[str, NDArray[np.float
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchRef:
-    """One batch to score and train on. The driver holds no token of it."""
+    """A batch to score and train on. It contains references to tokens, not the tokens themselves."""
 
     index: int
     """Number of the batch in the run, from 0."""
     groups: tuple[GroupRef, ...]
     steps: int = 1
-    """Optimizer steps to take on it; rollouts are dealt out to them in order."""
+    """Number of optimizer steps; rollouts are split among them in order."""
     policy_version: int = 0
-    """Version of the policy when training on it begins: how often weights have been published since version 0."""
+    """Policy version when training on the batch starts: number of weight publications since version 0."""
 
     def table(self) -> BatchTable:
-        """What every rank is told of every sample."""
+        """Create the table of all samples."""
         return BatchTable.of(self.groups, policy_version=self.policy_version)

@@ -1,4 +1,4 @@
-"""The tokens that top-p, top-k and min-p left to draw from, position by position."""
+"""Kept sets: the candidate tokens that top-p, top-k and min-p left at each position."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptSet:
-    """What was left at each of N positions. An empty set stands for the whole vocabulary, and for tokens not drawn."""
+    """Candidate tokens at N positions. An empty set means the whole vocabulary, or a token that was not generated."""
 
     token_ids: NDArray[np.int32]
-    """[sum of set sizes] position after position; distinct within a set."""
+    """[sum of set sizes] concatenated sets, without duplicates within a set."""
     offsets: NDArray[np.int64]
-    """[N + 1] where each position's set starts."""
+    """[N + 1] start of each position's set."""
     log_mass: NDArray[np.float32]
-    """[N] log of the probability that the engine gave to the set, at the sample's temperature; 0 where it is empty."""
+    """[N] log of the total probability of the set by the engine, at the sample's temperature; 0 for an empty set."""
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.log_mass) + 1 or self.offsets[-1] != len(self.token_ids):
             raise ValueError(
-                f"a kept set of {len(self.log_mass)} positions has {len(self.offsets)} offsets, "
-                f"and {len(self.token_ids)} tokens of {self.offsets[-1:].tolist()}"
+                f"a kept set of {len(self.log_mass)} positions must have one more offset, the last of which is "
+                f"its {len(self.token_ids)} tokens, got {len(self.offsets)} offsets that end with "
+                f"{self.offsets[-1:].tolist()}"
             )
 
     @property
@@ -34,11 +35,11 @@ class KeptSet:
         return len(self.log_mass)
 
     def sizes(self) -> NDArray[np.int64]:
-        """[N] tokens in each set."""
+        """Return the number of tokens in each set, as [N]."""
         return np.diff(self.offsets)
 
     def select(self, positions: NDArray[np.int64]) -> KeptSet:
-        """The sets of some positions, in the given order."""
+        """Select positions, in the given order."""
         sizes = self.offsets[positions + 1] - self.offsets[positions]
         offsets = _offsets(sizes)
         places = np.repeat(self.offsets[positions] - offsets[:-1], sizes) + np.arange(offsets[-1])
@@ -46,7 +47,7 @@ class KeptSet:
 
     @staticmethod
     def whole(num_positions: int) -> KeptSet:
-        """Positions where nothing was left out."""
+        """Create positions without restrictions."""
         return KeptSet(
             token_ids=np.zeros(0, np.int32),
             offsets=np.zeros(num_positions + 1, np.int64),
@@ -55,7 +56,7 @@ class KeptSet:
 
     @staticmethod
     def of(sets: Sequence[NDArray[np.int32]], log_mass: Sequence[float] | NDArray[Any]) -> KeptSet:
-        """From one array of tokens for each position."""
+        """Create kept sets from one array of tokens per position."""
         return KeptSet(
             token_ids=np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32),
             offsets=_offsets(np.array([len(tokens) for tokens in sets], np.int64)),
@@ -64,7 +65,7 @@ class KeptSet:
 
     @staticmethod
     def concat(parts: Sequence[KeptSet]) -> KeptSet:
-        """All positions of the parts, part after part."""
+        """Concatenate the positions of all parts."""
         none = KeptSet.whole(0)
         return KeptSet(
             token_ids=np.concatenate([none.token_ids, *(part.token_ids for part in parts)]),
@@ -74,7 +75,7 @@ class KeptSet:
 
 
 def join_kept(parts: Sequence[tuple[KeptSet | None, int]]) -> KeptSet | None:
-    """One set from parts with their number of positions; None if no part has one."""
+    """Concatenate parts, given with their numbers of positions; None if no part has kept sets."""
     if all(kept is None for kept, _ in parts):
         return None
     return KeptSet.concat([KeptSet.whole(count) if kept is None else kept for kept, count in parts])

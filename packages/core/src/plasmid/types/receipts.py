@@ -1,4 +1,4 @@
-"""Whether both sides of a weight sync saw the same bytes."""
+"""Compare the receipts of both sides of a weight sync."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .samples import SyncReceipt
 
 
 def compare(sent: SyncReceipt, received: SyncReceipt) -> None:
-    """Raises `SyncError` that names the first difference between what was sent and what was received."""
+    """Raise a `SyncError` that names the first difference between sent and received weights."""
     where = f"weight sync of version {sent.version}"
     if received.version != sent.version:
         raise SyncError(f"{where}: the engine reports version {received.version}")

@@ -1,24 +1,28 @@
-"""What kind of run is asked for, and what a run has reached."""
+"""Mode and result of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Resume = bool | Literal["auto"]
+"""Whether to continue a run from its newest checkpoint; ``auto`` starts a new run if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """What kind of run this is."""
+    """Mode of a run."""
 
-    resume: bool = False
+    resume: Resume = False
     replay: Path | None = None
     """Train on the stored samples of this run; no engine is started."""
     rollouts_only: bool = False
     """Sample and score only; no trainer is started."""
 
     def unused_tables(self) -> tuple[str, ...]:
-        """Tables of a recipe whose components such a run never calls."""
+        """Return the recipe tables whose components this mode never calls."""
         if self.replay is not None:
             return ("rollout", "rewards", "workflow", "filters", "profiles", "buffer", "eval")
         return ("trainer",) if self.rollouts_only else ()
@@ -26,11 +30,11 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run reached and wrote."""
+    """Result of a run."""
 
     run_dir: Path
     steps: int
-    """Batches trained, those before a resume included."""
+    """Number of batches trained, including those before a resume."""
     interrupted: bool
     """True if it was stopped (Ctrl-C) before its last batch."""
     final: Path | None
@@ -41,4 +45,4 @@ class RunResult:
     """Set name -> (batches trained, mean reward)."""
     seconds: float
     was_finished: bool = False
-    """True if all batches had been trained before; at most the final policy has then been written."""
+    """True if all batches had already been trained; the run then only exported the final policy, if it was missing."""

@@ -1,11 +1,11 @@
-"""The data that flows through a run: Prompt -> Completion -> Sample -> PromptGroup -> Batch."""
+"""Data types of a run: Prompt -> Completion -> Sample -> PromptGroup -> Batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..settings.trust import INERT
 from .kept_sets import KeptSet
+from .routing import Experts, Routing
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Message = Mapping[str, Any]
-"""One chat message: ``role``, ``content`` and what the chat template knows besides."""
+"""One chat message: ``role``, ``content`` and other fields that the chat template supports."""
 
 
 class StopReason(StrEnum):
@@ -31,85 +32,140 @@ class StopReason(StrEnum):
 
 
 class SamplingParams(BaseModel):
-    """How the next token is drawn. Recorded in every sample, because the trainer's log-probabilities depend on it."""
+    """Sampling settings. Stored in every sample, because the trainer's log-probabilities depend on them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    GRAMMARS: ClassVar = ("regex", "json_schema", "ebnf")
+    ALTERING: ClassVar = (
+        "min_new_tokens",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        *GRAMMARS,
+    )
+    """Settings that change the probabilities of tokens in a way that trainers do not reproduce."""
+    OPTIONAL: ClassVar = (*ALTERING, "stop_regex", "ignore_eos")
+    """Settings that only some engines support: `RolloutEngineConfig.sampling_settings`."""
 
     temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    """Divides the logits; 0 takes the most likely token (its log-probability is then reported at temperature 1)."""
+    """Divisor of the logits; 0 is greedy decoding, with log-probabilities reported at temperature 1."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Draw from the smallest set of tokens whose probability reaches this."""
+    """Nucleus sampling: sample from the smallest set of tokens whose total probability reaches this; 1 keeps all."""
     top_k: Literal["all"] | int = "all"
-    """Draw from this many most likely tokens."""
+    """Number of most likely tokens to sample from; ``all`` keeps all."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Drop tokens less likely than this fraction of the most likely one."""
+    """Minimum probability of a token relative to the most likely one; 0 keeps all."""
     max_new_tokens: int = Field(256, ge=1)
-    """Longest completion of one rollout, in tokens."""
+    """Maximum length of the completion of a rollout, in tokens."""
     stop: Annotated[tuple[str, ...], INERT] = ()
-    """Texts that end a completion; the text is kept."""
+    """Strings that end a completion; the completion includes them."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, besides the model's own end of text."""
+    """Tokens that end a completion, in addition to the model's end-of-text tokens."""
+    stop_regex: Annotated[tuple[str, ...], INERT] = ()
+    """Regular expressions that end a completion where its text matches; the completion includes the match."""
+    ignore_eos: bool = False
+    """Continue after end-of-text tokens until the maximum length."""
+    min_new_tokens: int = Field(0, ge=0)
+    """Minimum length of a completion, in tokens: end-of-text tokens have probability 0 before. Evaluation only."""
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Subtracted from a token's logit for each time it was generated. Evaluation only."""
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Subtracted once from the logit of every token that was generated. Evaluation only."""
+    repetition_penalty: float = Field(1.0, gt=0.0, le=2.0)
+    """Divisor of positive logits, and factor on negative ones, of tokens that occurred. Evaluation only."""
+    logit_bias: Annotated[Mapping[str, float], INERT] = Field(default_factory=dict)
+    """Added to logits, by token id. Evaluation only."""
+    regex: Annotated[str, INERT] = ""
+    """Regular expression that the whole completion matches; empty for none. Evaluation only."""
+    json_schema: Annotated[Mapping[str, Any], INERT] = Field(default_factory=dict)
+    """JSON schema that the whole completion follows; empty for none. Evaluation only."""
+    ebnf: Annotated[str, INERT] = ""
+    """Grammar in EBNF that the whole completion follows; empty for none. Evaluation only."""
 
     def model_post_init(self, context: object, /) -> None:
         if isinstance(self.top_k, int) and self.top_k < 1:
             raise ValueError(f"top_k must be 'all' or at least 1, got {self.top_k}")
         if "" in self.stop:
-            raise ValueError("stop holds an empty text, which would end every completion at once; remove it")
+            raise ValueError("stop contains an empty string, which would end every completion; remove it")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must be at least 0, got {min(self.stop_token_ids)}")
+        if "" in self.stop_regex:
+            raise ValueError("stop_regex holds an empty expression, which ends every completion at once; remove it")
+        if wrong := [token for token in self.logit_bias if not (token.isascii() and token.isdigit())]:
+            raise ValueError(f"logit_bias must have token ids as keys, got {wrong[0]!r}")
+        if len(grammars := [name for name in self.GRAMMARS if getattr(self, name)]) > 1:
+            raise ValueError(f"{grammars[0]} and {grammars[1]} both constrain the completion; remove one")
 
-    def changed_by(self, own: SamplingParams | None) -> SamplingParams:
-        """A copy with the settings that ``own`` sets; those that it leaves to their defaults stay."""
+    def override(self, own: SamplingParams | None) -> SamplingParams:
+        """Return a copy overridden by the settings that ``own`` sets explicitly."""
         return self if own is None else self.model_copy(update=own.explicit())
 
     def explicit(self) -> dict[str, Any]:
-        """The settings that were given, by name; not those that are left to their defaults."""
+        """Return the explicitly set settings by name, without defaults."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @property
+    def optional(self) -> Mapping[str, Any]:
+        """The settings of `OPTIONAL` that differ from the default."""
+        values = {name: getattr(self, name) for name in self.OPTIONAL}
+        return {name: value for name, value in values.items() if value != _default(name)}
+
+    @property
+    def is_altered(self) -> bool:
+        """True if a setting of `ALTERING` is in effect. A completion then depends on where it started, so one that was
+        aborted starts again."""
+        return any(name in self.ALTERING for name in self.optional)
+
+    @property
     def restrictions(self) -> Mapping[str, object]:
-        """Which of top_p, top_k and min_p leave tokens out, with their values."""
+        """The values of top_p, top_k and min_p that differ from the default and so exclude tokens."""
         values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        return {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
+        return {name: value for name, value in values.items() if value != _default(name)}
 
     @property
     def is_restricted(self) -> bool:
-        """True if tokens are drawn from a part of the vocabulary."""
+        """True if tokens are sampled from a subset of the vocabulary."""
         return self.temperature > 0 and bool(self.restrictions)
 
     @property
     def scoring_temperature(self) -> float:
-        """The temperature that log-probabilities are reported and trained at."""
+        """The temperature at which log-probabilities are reported and trained."""
         return self.temperature if self.temperature > 0 else 1.0
+
+
+def _default(name: str) -> object:
+    return SamplingParams.model_fields[name].get_default(call_default_factory=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Tokens ``start:end`` were drawn by one policy version. Positions count within the object that holds the span."""
+    """Tokens ``start:end`` that one policy version sampled. Positions are relative to the object that has the span."""
 
     version: int
     start: int
     end: int
 
-    def shifted(self, by: int) -> VersionSpan:
-        """The same span ``by`` positions further right."""
+    def shift(self, by: int) -> VersionSpan:
+        """Return the span moved ``by`` positions to the right."""
         return VersionSpan(version=self.version, start=self.start + by, end=self.end + by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One dataset row: what the policy sees, and what the reward needs to judge it. P is the prompt's length."""
+    """One dataset row: the policy's input, and what rewards need to score it. P is the length of the prompt."""
 
     id: str
     """Row id, unique in the run: ``file.jsonl:17``."""
     token_ids: Ints
     """[P] prompt tokens, chat template already applied."""
     text: str = ""
-    """What the tokens say, for rewards, logs and viewers."""
+    """The prompt as text, for rewards, logs and viewers."""
     messages: tuple[Message, ...] = ()
     """The chat that the template rendered; empty for plain text."""
     template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that the chat template rendered them with; later turns use them, too."""
+    """Arguments of the chat template, also used for later turns."""
     target: Any = None
     """Ground truth for the reward; never shown to the policy."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -117,66 +173,85 @@ class Prompt:
     source: str = ""
     """Name of the source in a mixture, ``a/b`` in a mixture of mixtures; empty where there is only one."""
     profile: str = ""
-    """The recipe's profile that says how to sample and judge it; empty for the recipe's own settings."""
+    """Profile of the recipe that applies to this prompt; empty for none."""
     trained: Bools | None = None
-    """[P] in a demonstration, whose tokens are the whole text: True on what the policy learns to write."""
+    """[P] for demonstrations only, whose tokens include the answer: True on the tokens to train on."""
 
     @property
     def num_given(self) -> int:
-        """Tokens that the policy sees before it writes the first one."""
+        """Number of tokens before the first one that the policy generates or learns."""
         return len(self.token_ids) if self.trained is None else int(np.argmax(self.trained))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
-    """What an engine is asked for: tokens in, tokens out."""
+    """A request to an engine: tokens in, tokens out."""
 
     id: str
     """Unique in the run; `EngineClient.abort` names it."""
     session_id: str
-    """The rollout that asks. Turns of one session go to one engine where that helps its prefix cache."""
+    """Rollout that sends the request. All turns of a session go to one engine if that helps its prefix cache."""
     token_ids: Ints
-    """[P] everything so far: the prompt, earlier turns, and what an aborted request had generated."""
+    """[P] all tokens so far: the prompt, earlier turns, and the tokens generated before an abort."""
     num_generated: int = 0
-    """How many of the last tokens in `token_ids` this same request had generated before it was aborted."""
+    """Number of tokens at the end of `token_ids` that this request generated before it was aborted."""
     sampling: SamplingParams
     seed: int
-    """Token number t of this request is drawn with randomness that depends on (seed, t) alone."""
+    """Random seed. Sampling of token number t depends only on (seed, t)."""
     deadline_s: float = 600.0
-    """Give up with an error after this long."""
+    """Maximum duration, in seconds; exceeding it returns an error."""
     wants_kept_set: bool = False
-    """Ask for `Completion.kept`; only of engines that give it (`RolloutEngineConfig.gives_kept_sets`)."""
+    """Request `Completion.kept`; only for engines with `RolloutEngineConfig.gives_kept_sets`."""
+    routing: Routing | None = None
+    """Request `Completion.experts` of a model that routes like this; only for engines with
+    `RolloutEngineConfig.gives_experts`."""
+    experts_from: int = 0
+    """First token whose experts are requested; those of earlier tokens are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """What an engine returns for one request. C counts the tokens generated by this call."""
+    """An engine's answer to one request. C is the number of tokens generated by this call."""
 
     request_id: str
     token_ids: Ints
     """[C]"""
     logprobs: Floats
-    """[C] log-softmax of logits / temperature at the drawn token, not truncated by top-p, top-k or min-p."""
+    """[C] log-softmax of logits / temperature at the sampled token, before top-p, top-k and min-p."""
     versions: tuple[VersionSpan, ...]
-    """Spans that cover 0:C."""
+    """Policy versions, as spans that cover 0:C."""
     stop_reason: StopReason
     error: str | None = None
     """Set if and only if `stop_reason` is ERROR."""
     kept: KeptSet | None = None
-    """C positions; present if it was asked for."""
+    """C positions, if the request has ``wants_kept_set``."""
+    experts: Experts | None = None
+    """[R, layers, choices] if the request has ``routing``: experts of the last R tokens of prompt and completion before
+    the last one, which the engine has not processed. An aborted completion may have fewer than requested."""
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds by name: ``queued_s``, ``prefill_s``, ``decode_s``."""
+
+    @staticmethod
+    def unstarted(request_id: str) -> Completion:
+        """Create the completion of a request that has generated no tokens, as far as is known."""
+        none = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return Completion(
+            request_id=request_id, token_ids=none[0], logprobs=none[1], versions=(), stop_reason=StopReason.ABORT
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a reward says of one sample."""
+    """Result of a reward for one sample."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
-    """Parts worth logging by name; the value is what is trained on."""
+    """Named parts of the score for logging; only ``value`` is trained on."""
     error: str | None = None
-    """Why the value is only the failure value, if it is."""
+    """Why ``value`` is the failure value; None for a regular score."""
+    token_rewards: Mapping[int, float] = field(default_factory=dict)
+    """Parts of ``value`` by the position in the sample at which they were earned; the rest belongs to the end. An
+    episode has an entry for the last token of each turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,26 +261,28 @@ class Sample:
     id: str
     """``<group>/<index>``; unique in the run."""
     rollout_id: str
-    """Samples of one rollout share it and count once in the loss."""
+    """Id of the rollout. Samples of one rollout together count once in the loss."""
     group_id: int
-    """The draw of the prompt that this sample answers; advantages are computed within it."""
+    """Id of the prompt group, within which advantages are computed."""
     prompt_id: str
     token_ids: Ints
     """[L]"""
     loss_mask: Bools
-    """[L] True on tokens that the policy generated and the loss sees."""
+    """[L] True on generated tokens that are part of the loss."""
     rollout_logprobs: Floats
-    """[L] by the engine when sampling; 0 where no policy drew the token."""
+    """[L] log-probabilities by the engine when sampling; 0 on tokens that the policy did not generate."""
     versions: tuple[VersionSpan, ...]
-    """Policy versions of the generated tokens; positions count from the first token of the sample."""
+    """Policy versions of the generated tokens, as positions in the sample."""
     sampling: SamplingParams
     text: str
-    """The generated text, as rewards see it."""
+    """The generated text, which rewards score."""
     stop_reason: StopReason
     error: str | None = None
     """Why the rollout failed, if `stop_reason` is ERROR."""
     kept: KeptSet | None = None
-    """L positions: what each token was drawn from. None if no sampling was restricted, or the engine cannot tell."""
+    """L positions: the candidates of each token. None if sampling was unrestricted, or the engine reports none."""
+    experts: Experts | None = None
+    """[L, layers, choices] the experts that the engine chose for each token; None if they were not requested."""
     score: Score | None = None
     """None until scored."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -222,27 +299,31 @@ class Sample:
                 f"sample {self.id}: kept must have a position for each of {lengths[0]} tokens, "
                 f"got {self.kept.num_positions}"
             )
+        if self.experts is not None and len(self.experts) != lengths[0]:
+            raise ValueError(
+                f"sample {self.id}: experts must have a row for each of {lengths[0]} tokens, got {len(self.experts)}"
+            )
 
     @property
     def reward(self) -> float:
-        """The reward, once there is one."""
+        """The reward. Raises ValueError before scoring."""
         if self.score is None:
-            raise ValueError(f"sample {self.id} has no reward yet")
+            raise ValueError(f"sample {self.id} has not been scored")
         return self.score.value
 
     @property
     def is_baseline(self) -> bool:
-        """True for the greedy rollout that is only compared with (`Needs.greedy_baseline`)."""
+        """True for the greedy rollout that only serves as a baseline (`Needs.greedy_baseline`)."""
         return self.metadata.get("baseline") is True
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest policy version that drew any token; None if no token was drawn."""
+        """Oldest policy version that generated a token; None if no token was generated."""
         return min((span.version for span in self.versions), default=None)
 
     @property
     def num_generated(self) -> int:
-        """Tokens that a policy drew."""
+        """Number of generated tokens."""
         return sum(span.end - span.start for span in self.versions)
 
 
@@ -257,12 +338,12 @@ class PromptGroup:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest policy version that drew any token of any sample."""
+        """Oldest policy version that generated a token of any sample."""
         return min((v for s in self.samples if (v := s.oldest_version) is not None), default=None)
 
 
 class Role(StrEnum):
-    """Whose per-token scores a trainer can compute."""
+    """Models that a trainer can compute per-token scores with."""
 
     POLICY = "policy"
     REFERENCE = "reference"
@@ -272,7 +353,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSum:
-    """Checksum of one bucket of weights as it crossed the wire."""
+    """Checksum of one transferred bucket of weights."""
 
     index: int
     num_bytes: int
@@ -281,16 +362,16 @@ class BucketSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReceipt:
-    """One side's account of one weight sync. Both sides must agree on everything but the time."""
+    """Summary of a weight sync by the sender or the receiver. Both must agree on everything except times."""
 
     version: int
     num_tensors: int
     buckets: tuple[BucketSum, ...]
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of what this side did, by name; some of it at the same time as other things."""
+    """Durations of this side's operations, in seconds; operations may overlap."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that crossed the wire."""
+        """Number of bytes transferred."""
         return sum(bucket.num_bytes for bucket in self.buckets)

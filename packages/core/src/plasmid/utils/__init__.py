@@ -1,1 +1,1 @@
-"""Files, texts and servers that are not trusted, deadlines, and other helpers without a room of their own."""
+"""Helpers: untrusted files, texts and servers, deadlines, and others."""

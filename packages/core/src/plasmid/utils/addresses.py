@@ -1,24 +1,28 @@
-"""The IP address of a process of a run, and URLs of servers: what a setting may hold, and how one is shown."""
+"""The IP address of a process, and validation and display of URLs."""
 
 from __future__ import annotations
 
 import os
+import re
 from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
 ADDRESS = "PLASMID_ADDRESS"
 """Environment variable that the cluster sets in every process of a run, unless all of them are on one machine."""
 
+USER_INFO = re.compile(r"(?<=:/)(/?)[^\s/?#'\"]*@", re.ASCII)
+"""User and password of a URL, also of one that was read as a path, which has one slash."""
+
 
 def own_address() -> str:
-    """IP by which the other processes of the run reach this one: listen there, and tell it to them."""
+    """Return the IP address at which other processes of the run can reach this one; servers listen there."""
     return os.environ.get(ADDRESS, LOOPBACK)
 
 
 def web_address(url: str) -> str:
-    """The address, after checking that it is one and holds no password, which would be stored with the run."""
+    """Check that a URL is valid and has no password, which would be stored with the run. Returns it."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"must begin with http:// or https://, got {shown_url(url)!r}")
+        raise ValueError(f"must start with http:// or https://, got {shown_url(url)!r}")
     try:
         parts = urlsplit(url)
         has_host = bool(parts.hostname and (parts.port is None or parts.port >= 0))
@@ -28,14 +32,14 @@ def web_address(url: str) -> str:
         raise ValueError(f"must be http://host:port, got {shown_url(url)!r}")
     if "@" in parts.netloc:
         raise ValueError(
-            f"must hold no user and password, got {shown_url(url)!r} with them; put 'Basic <base64 of user:password>' "
-            "into an environment variable, and its name into api_key_env"
+            f"must not contain user or password, got {shown_url(url)!r} with them; put 'Basic <base64 of "
+            "user:password>' into an environment variable, and its name into api_key_env"
         )
     return url
 
 
 def shown_url(url: str) -> str:
-    """The address for messages and logs: without user, password, query and fragment."""
+    """Strip user, password, query and fragment from a URL for messages and logs."""
     scheme, slashes, rest = url.partition("//")
     if not slashes:
         scheme, rest = "", url
@@ -43,3 +47,8 @@ def shown_url(url: str) -> str:
     for mark in "?#":
         rest = rest.partition(mark)[0]
     return f"{scheme}{slashes}{rest}"
+
+
+def hide_user_info(text: str) -> str:
+    """Strip user and password from all URLs in a text, for example from a URL that was given in place of a folder."""
+    return USER_INFO.sub(r"\1", text)

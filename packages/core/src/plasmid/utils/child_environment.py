@@ -1,4 +1,4 @@
-"""The environment variables that processes with other people's code get: no keys, unless a recipe names them."""
+"""Environment variables of processes with third-party code: no keys, unless a recipe names them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FORWARDED = frozenset(
         *("CUDA_VISIBLE_DEVICES",),
     )
 )
-"""Variables that every such process gets."""
+"""Variables forwarded to all such processes."""
 FORWARDED_PREFIXES = ("LC_", "PYTHON")
-"""Beginnings of further ones."""
+"""Prefixes of other forwarded variables."""
 
 
 def child_environment(names: Iterable[str] = ()) -> dict[str, str]:
-    """The forwarded variables of this process, and those named. One that is not set is left out."""
-    wanted = {*FORWARDED, *names}
-    return {name: v for name, v in os.environ.items() if name in wanted or name.startswith(FORWARDED_PREFIXES)}
+    """Return the forwarded and the named variables that are set in this process."""
+    selected = {*FORWARDED, *names}
+    return {name: v for name, v in os.environ.items() if name in selected or name.startswith(FORWARDED_PREFIXES)}

@@ -1,4 +1,4 @@
-"""JSON from HTTP servers that are not trusted: total deadlines, bounded answers, no redirects, attempts."""
+"""HTTP client for JSON from untrusted servers: total deadlines, bounded responses, no redirects, retries."""
 
 from __future__ import annotations
 
@@ -12,56 +12,57 @@ from dataclasses import dataclass
 from typing import Any
 
 from .addresses import shown_url
-from .work_clock import queued
+from .work_clock import pause_work_clock
 
-AGAIN = {408, 425, 429, 500, 502, 503, 504, 529}
-"""Answers after which asking again may help."""
+RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504, 529}
+"""Status codes after which a request is retried."""
 DEFLATED = {"gzip", "x-gzip", "deflate"}
 SHOWN_BYTES = 200
-"""Of an answer that is an error."""
+"""Number of bytes of an error response to include in messages."""
 
 
 class ServerFailure(Exception):
-    """The server gave no usable answer. Says why."""
+    """The server returned no usable response. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """How a server is asked."""
+class RequestOptions:
+    """Options of the requests to a server."""
 
     attempts: int
     backoff_s: float
-    """Pause before the second attempt, doubled for each one more; the real pause is drawn between 0 and that."""
+    """Maximum pause before the second attempt, in seconds, doubled for each further one. Pauses are random (full
+    jitter)."""
     max_backoff_s: float
     request_timeout_s: float | None = None
-    """Longest time for one attempt, from the connection to the last byte; None leaves it to the caller."""
+    """Maximum duration of one attempt, from connecting to the last byte, in seconds; None leaves it to the caller."""
     connect_timeout_s: float | None = None
     connections: int | None = None
-    """Requests at one time; waiting for a free connection is no work of the sample's (`work_clock`)."""
+    """Maximum number of concurrent requests. Waiting for a connection does not count as work (`work_clock`)."""
     max_bytes: int = 1 << 20
-    """Largest answer, compressed and decompressed."""
+    """Maximum size of a response, both compressed and decompressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of one attempt."""
+    """Result of one attempt."""
 
     value: Any = None
     error: str = ""
     """Why there is no value; empty if there is one."""
     status: int = 0
-    """Of the answer; 0 if none came."""
-    again: bool = False
-    """Another attempt may help."""
+    """HTTP status; 0 without a response."""
+    may_retry: bool = False
+    """True if another attempt may succeed."""
 
 
 class JsonClient:
-    """One server. Opens its connections on the event loop that asks."""
+    """Client of one server. Opens connections on the event loop that calls it."""
 
     def __init__(
-        self, url: str, asking: Asking, *, headers: Callable[[], Mapping[str, str]], library: Callable[[], Any]
+        self, url: str, asking: RequestOptions, *, headers: Callable[[], Mapping[str, str]], library: Callable[[], Any]
     ) -> None:
-        """``library`` imports httpx, or says how to install it."""
+        """``library`` imports httpx, or raises an error that explains how to install it."""
         self._url, self._asking, self._headers, self._library = url, asking, headers, library
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: Any = None
@@ -69,11 +70,11 @@ class JsonClient:
 
     @property
     def shown(self) -> str:
-        """The address for messages."""
+        """Address for messages, without credentials."""
         return shown_url(self._url)
 
     async def post(self, payload: Any, *, path: str = "", max_bytes: int | None = None) -> Any:
-        """The JSON that the server answers with. Raises `ServerFailure`."""
+        """Send a POST request with retries and return the JSON response. Raises `ServerFailure`."""
         answer = Answer()
         for attempt in range(self._asking.attempts):
             if attempt:
@@ -84,12 +85,12 @@ class JsonClient:
             self.after_attempt(failed=bool(answer.error))
             if not answer.error:
                 return answer.value
-            if not answer.again:
+            if not answer.may_retry:
                 break
-        raise ServerFailure(self.described(path, answer.error))
+        raise ServerFailure(self.describe_error(path, answer.error))
 
     def before_attempt(self) -> None:
-        """Called before each attempt. Raises `ServerFailure` to make none."""
+        """Called before each attempt. Can raise `ServerFailure` to prevent it."""
 
     def after_attempt(self, *, failed: bool) -> None:
         """Called after each attempt."""
@@ -97,11 +98,11 @@ class JsonClient:
     async def ask(
         self, method: str, path: str, payload: Any = None, *, max_bytes: int | None = None, limit_s: float | None = None
     ) -> Answer:
-        """One attempt."""
-        self._opened()
+        """Make one attempt. Does not raise; the result has the error."""
+        self._open_connections()
         if self._asking.connections is None:
             return await self._ask(method, path, payload, max_bytes, limit_s)
-        with queued():
+        with pause_work_clock():
             await self._free.acquire()
         try:
             return await self._ask(method, path, payload, max_bytes, limit_s)
@@ -114,30 +115,32 @@ class JsonClient:
         try:
             body = None if payload is None else json.dumps(payload, allow_nan=False).encode()
         except (ValueError, RecursionError):
-            return Answer(error="the request cannot be JSON")
+            return Answer(error="the request cannot be encoded as JSON")
         status = 0
         try:
             async with asyncio.timeout(limit_s):
-                async with self._opened().stream(method, f"{self._url}{path}", content=body) as response:
+                async with self._open_connections().stream(method, f"{self._url}{path}", content=body) as response:
                     status = response.status_code
-                    data = await _beginning(response) if status != 200 else await _read(response, most)
+                    data = await _read_beginning(response) if status != 200 else await _read(response, most)
             if status == 200:
                 return Answer(value=json.loads(data), status=status)
             return Answer(
-                error=f"answered {status}: {data.decode(errors='replace')!r}", status=status, again=status in AGAIN
+                error=f"answered {status}: {data.decode(errors='replace')!r}",
+                status=status,
+                may_retry=status in RETRY_STATUS,
             )
         except TimeoutError:
-            return Answer(error=f"ReadTimeout no whole answer within {limit_s:g} s", again=True)
+            return Answer(error=f"ReadTimeout no complete response within {limit_s:g} s", may_retry=True)
         except UnreadableError as error:
             return Answer(error=str(error), status=status)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             what = " ".join(str(error).split())[:SHOWN_BYTES].replace(self._url, self.shown)
-            return Answer(error=f"{type(error).__name__} {what}".rstrip(), again=True)
+            return Answer(error=f"{type(error).__name__} {what}".rstrip(), may_retry=True)
         except (ValueError, RecursionError, zlib.error):
-            return Answer(error="the answer is no JSON", status=status, again=True)
+            return Answer(error="the response is not JSON", status=status, may_retry=True)
 
-    def described(self, path: str, reason: str) -> str:
-        """A reason with the address."""
+    def describe_error(self, path: str, reason: str) -> str:
+        """Prefix a reason with the address."""
         return f"{self.shown}{path}{' ' if reason.startswith('answered') else ': '}{reason}"
 
     async def close(self) -> None:
@@ -146,12 +149,12 @@ class JsonClient:
             await self._http.aclose()
         self._http = None
 
-    def _opened(self) -> Any:
-        """Connections of the running loop."""
+    def _open_connections(self) -> Any:
+        """Return the connections of the running loop, opening them if needed."""
         httpx, loop = self._library(), asyncio.get_running_loop()
         if self._http is None or self._loop is not loop:
-            logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request with its whole address
-            timeout = httpx.Timeout(None, connect=self._asking.connect_timeout_s)  # a deadline is the attempt's
+            logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs the complete URL of each request
+            timeout = httpx.Timeout(None, connect=self._asking.connect_timeout_s)  # `ask` limits the whole attempt
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             headers = {
                 "Accept": "application/json",
@@ -165,26 +168,26 @@ class JsonClient:
 
 
 class UnreadableError(Exception):
-    """The answer has more bytes than it may have, or is encoded in a way that was not asked for."""
+    """The response is too large, or has a content encoding that was not requested."""
 
 
 async def _read(response: Any, max_bytes: int) -> bytes:
-    """The body, decompressed. Reads no more than ``max_bytes``, before and after decompression."""
+    """Read and decompress the body, at most ``max_bytes`` before and after decompression."""
     coding = response.headers.get("content-encoding", "identity").strip().lower()
     if coding not in DEFLATED | {"identity", ""}:
-        raise UnreadableError(f"the answer is encoded as {coding[:40]!r}, which was not asked for")
+        raise UnreadableError(f"the response has the content encoding {coding[:40]!r}, which was not requested")
     inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if coding in DEFLATED else None
     data, received = bytearray(), 0
     async for chunk in response.aiter_raw():
         received += len(chunk)
         data += inflate.decompress(chunk, max_bytes + 1 - len(data)) if inflate is not None else chunk
         if max(received, len(data)) > max_bytes:
-            raise UnreadableError(f"the answer has more than {max_bytes} bytes")
+            raise UnreadableError(f"the response has more than {max_bytes} bytes")
     return bytes(data)
 
 
-async def _beginning(response: Any) -> bytes:
-    """The first bytes of an answer that is an error."""
+async def _read_beginning(response: Any) -> bytes:
+    """Read the first bytes of an error response."""
     data = bytearray()
     async for chunk in response.aiter_raw():
         data += chunk
@@ -194,5 +197,5 @@ async def _beginning(response: Any) -> bytes:
 
 
 def authorization(key: str) -> dict[str, str]:
-    """The header with a key: a bearer's, unless the key says its scheme itself (``Basic ...``)."""
+    """Return the header for a key: a bearer token, unless the key includes a scheme (``Basic ...``)."""
     return {"Authorization": key if " " in key.strip() else f"Bearer {key}"}

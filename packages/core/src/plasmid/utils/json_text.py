@@ -1,4 +1,4 @@
-"""JSON out of files that somebody else may have written, and JSON text of values that need not be JSON."""
+"""Read JSON from untrusted files, and convert arbitrary values to JSON."""
 
 from __future__ import annotations
 
@@ -9,38 +9,41 @@ from typing import Any
 
 import numpy as np
 
+from .safe_files import check_readable
+
 DEEPEST = 50
-"""Levels of nesting that are stored of a value that JSON cannot hold as it is."""
+"""Maximum nesting to store of a value that is not plain JSON."""
 
 
 def read_json(file: Path) -> Any:
-    """The value in a file of JSON. Raises `OSError`, and `ValueError` if it is not JSON or is nested too deeply."""
+    """Read a JSON file. Raises `OSError`, and `ValueError` if it is not JSON or is nested too deeply."""
+    check_readable(file)
     return parse_json(file.read_text(encoding="utf-8"))
 
 
 def parse_json(text: str) -> Any:
-    """The value that a text of JSON holds. Raises `ValueError` if it is not JSON or is nested too deeply."""
+    """Parse JSON. Raises `ValueError` if the text is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
 
 
 def to_json(value: Any) -> str:
-    """JSON text of what a dataset row or a workflow may hold."""
+    """Convert any value of a dataset row or a workflow to JSON."""
     try:
-        return json.dumps(value, default=_likeness)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, or something that holds itself
+        return json.dumps(value, default=_describe)
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, or circular references
         return json.dumps(_plain(value))
 
 
 def from_json(text: str) -> Any:
-    """What `to_json` was given."""
+    """Parse the output of `to_json`."""
     return json.loads(text)
 
 
 def _plain(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """JSON types with as much of the value as can be told. ``above`` are the ids of what holds it."""
+    """Convert a value to JSON types as far as possible. ``above`` are the ids of its containers."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if id(value) in above or len(above) >= DEEPEST:
@@ -50,10 +53,10 @@ def _plain(value: Any, above: tuple[int, ...] = ()) -> Any:
         return {str(key): _plain(item, within) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, within) for item in value]
-    return _plain(_likeness(value), within)
+    return _plain(_describe(value), within)
 
 
-def _likeness(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

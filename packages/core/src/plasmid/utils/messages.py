@@ -1,4 +1,4 @@
-"""What pool and worker say to each other: pickles go in, JSON comes out, because what a worker ran is not trusted."""
+"""Messages between a pool and its workers: pickles in, JSON out, because the output of a worker is not trusted."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ import time
 
 HEAD = struct.Struct(">Q")
 NUMBER = struct.Struct(">Q")
-"""In front of an answer: how many the worker gave before it."""
+"""Prefix of an answer: the number of answers the worker has sent before."""
 LONGEST = 8 << 20
-"""Bytes of one answer."""
+"""Maximum size of an answer, in bytes."""
 
 
-class Late(Exception):
-    """No whole message came in time."""
+class LateMessageError(Exception):
+    """No complete message arrived in time."""
 
 
-class TooLong(Exception):
+class MessageTooLongError(Exception):
     """The message is longer than any answer needs to be."""
 
 
-class Closed(Exception):
-    """The other side is gone."""
+class ConnectionClosedError(Exception):
+    """The other side has closed the connection."""
 
 
-class OtherCall(Closed):
-    """The answer belongs to another call, so that no answer of this worker can be trusted any more."""
+class WrongCallError(ConnectionClosedError):
+    """The answer belongs to another call, so that later answers of this worker cannot be trusted."""
 
 
 def send(descriptor: int, data: bytes) -> None:
-    """Write one message. Raises `Closed`."""
+    """Write one message. Raises `ConnectionClosedError`."""
     view = memoryview(HEAD.pack(len(data)) + data)
     try:
         while view:
             view = view[os.write(descriptor, view) :]
     except BrokenPipeError:
-        raise Closed from None
+        raise ConnectionClosedError from None
 
 
 def receive(descriptor: int, timeout_s: float | None = None, *, longest: int = 1 << 40) -> bytes:
-    """Read one message. Raises `Closed`, `Late` or `TooLong`."""
+    """Read one message. Raises `ConnectionClosedError`, `LateMessageError` or `MessageTooLongError`."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     (length,) = HEAD.unpack(_read(descriptor, HEAD.size, until))
     if length > longest:
-        raise TooLong
+        raise MessageTooLongError
     return _read(descriptor, length, until)
 
 
@@ -55,9 +55,9 @@ def _read(descriptor: int, count: int, until: float | None) -> bytes:
     waiting.register(descriptor, select.POLLIN)
     while len(data) < count:
         if until is not None and not waiting.poll(1000 * max(0.0, until - time.monotonic())):
-            raise Late
+            raise LateMessageError
         part = os.read(descriptor, min(count - len(data), 1 << 20))
         if not part:
-            raise Closed
+            raise ConnectionClosedError
         data += part
     return bytes(data)

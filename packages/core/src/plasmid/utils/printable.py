@@ -1,4 +1,4 @@
-"""Text that cannot command a terminal: control characters are shown, not sent."""
+"""Escape control characters in text for terminals."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 line and paragraph separators."""
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     r"""Escape what acts on a terminal or is invisible, as ``\x1b`` or ``\u202e``. Keeps line feeds and tabs."""
-    return text if text.isprintable() else "".join(map(_shown, text))
+    return text if text.isprintable() else "".join(map(_escape, text))
 
 
-def _shown(character: str) -> str:
+def _escape(character: str) -> str:
     if character in "\n\t" or unicodedata.category(character) not in INVISIBLE:
         return character
     code = ord(character)
@@ -23,14 +23,14 @@ def _shown(character: str) -> str:
 
 
 class PrintableStream:
-    """A text stream that writes printable text only. All else is the wrapped ``stream``'s."""
+    """A text stream that escapes unprintable text. All other methods are those of the wrapped ``stream``."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
         """Write the text, escaped. Returns the number of characters given."""
-        self.stream.write(printable(text))
+        self.stream.write(escape_unprintable(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

@@ -1,4 +1,4 @@
-"""Seeds that depend on what is sampled, never on when."""
+"""Seeds that depend on what is sampled, not on when."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed from the run's seed and the names of what is drawn (group, sample, turn, ...)."""
+    """Derive a 63-bit seed from the run's seed and the identity of what is drawn (group, sample, turn, ...)."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

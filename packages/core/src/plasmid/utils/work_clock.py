@@ -1,4 +1,4 @@
-"""How long a sample's score takes to compute: time in the queue of a thread pool or of a server does not count."""
+"""Measure the time to compute a sample's score, excluding time in queues of thread pools and servers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
+from .waits.ledger import LEDGER
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 class WorkClock:
-    """Counts seconds of work: not before `start`, and not while a part of the work is in a queue."""
+    """Counts seconds of work between `start` and `stop`, except while a part of the work is in a queue."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,31 +28,31 @@ class WorkClock:
         self._queued = 0
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         with self._lock:
             self._started = True
             self._run()
 
     def stop(self) -> None:
-        """Count no more: the work is done, though its result may still be on its way."""
+        """Stop counting: the work is done, even if its result has not been delivered."""
         with self._lock:
             self._started = False
             self._run()
 
     def enter_queue(self) -> None:
-        """Stand still until `leave_queue`. Parts of the work may be in queues at the same time."""
+        """Pause until `leave_queue`. Several parts of the work can be in queues at the same time."""
         with self._lock:
             self._queued += 1
             self._run()
 
     def leave_queue(self) -> None:
-        """Go on, if nothing else of the work is in a queue."""
+        """Continue counting, unless another part of the work is in a queue."""
         with self._lock:
             self._queued -= 1
             self._run()
 
     def seconds(self) -> float:
-        """Seconds of work so far."""
+        """Return the seconds of work so far."""
         with self._lock:
             return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
 
@@ -66,18 +68,18 @@ _CLOCKS: ContextVar[Clocks] = ContextVar("work_clocks", default=())
 
 
 def current_clocks() -> Clocks:
-    """Clocks of the work that the calling task belongs to."""
+    """Return the clocks of the work that the calling task belongs to."""
     return _CLOCKS.get()
 
 
 def set_clocks(clocks: Sequence[Clocks]) -> None:
-    """Make the calling task part of the work of several others, which wait for its result."""
+    """Make the calling task part of the work of other tasks, which wait for its result."""
     _CLOCKS.set(tuple({id(clock): clock for group in clocks for clock in group}.values()))
 
 
 @contextmanager
-def queued() -> Iterator[None]:
-    """Do not count the time of the block as work of the calling task."""
+def pause_work_clock() -> Iterator[None]:
+    """Exclude the duration of the block from the work of the calling task."""
     place = _Place()
     try:
         yield
@@ -86,7 +88,7 @@ def queued() -> Iterator[None]:
 
 
 class _Place:
-    """A place in a queue, from its making until `release`."""
+    """A place in a queue: pauses the current clocks until `release`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -102,7 +104,7 @@ class _Place:
 
 
 class QueueingExecutor(ThreadPoolExecutor):
-    """A thread pool whose queue is not counted as work of those who submit to it."""
+    """A thread pool whose queueing time is not counted as work of the submitting task."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         place = _Place()
@@ -116,11 +118,11 @@ class QueueingExecutor(ThreadPoolExecutor):
         except BaseException:
             place.release()
             raise
-        future.add_done_callback(lambda _: place.release())  # it was cancelled in the queue
+        future.add_done_callback(lambda _: place.release())  # if it was cancelled in the queue
         return future
 
 
-async def timed(work: Callable[[], Any], clock: WorkClock) -> Any:
+async def run_timed(work: Callable[[], Any], clock: WorkClock) -> Any:
     """Await ``work()`` under the clock."""
     _CLOCKS.set((*_CLOCKS.get(), clock))
     clock.start()
@@ -130,14 +132,19 @@ async def timed(work: Callable[[], Any], clock: WorkClock) -> Any:
         clock.stop()
 
 
-async def finish_within(limit_s: float, future: asyncio.Future[T], clock: WorkClock) -> T:
-    """The future's result. Cancels it and raises `TimeoutError` once the clock has counted ``limit_s`` seconds."""
+async def finish_within(limit_s: float, future: asyncio.Future[T], clock: WorkClock, what: str) -> T:
+    """Return the future's result. Cancels it and raises `TimeoutError` when the clock reaches ``limit_s`` seconds.
+
+    ``what`` names the wait in the process's ledger.
+    """
     try:
-        while not future.done():
-            left_s = limit_s - clock.seconds()
-            if left_s <= 0:
-                raise TimeoutError
-            await asyncio.wait({future}, timeout=left_s)
-        return future.result()
+        with LEDGER.enter(what, limit_s) as wait:
+            while not future.done():
+                left_s = limit_s - clock.seconds()
+                if left_s <= 0:
+                    await LEDGER.expire(wait)
+                    raise TimeoutError
+                await asyncio.wait({future}, timeout=left_s)
+            return future.result()
     finally:
         future.cancel()
