@@ -1,58 +1,60 @@
-"""One atomic run state per save: written under a temporary name, renamed when complete, never half there."""
+"""Atomic checkpoints: written under a temporary name and renamed when complete."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plasmid.config.checkpoint import CheckpointConfig
+from plasmid.config.loop import CheckpointConfig
 from plasmid.config.run import RunConfig
-from plasmid.errors import CheckpointError
+from plasmid.errors import CheckpointError, one_line
 from plasmid.settings.resume import changeable_settings
 from plasmid.utils.json_text import read_json
+from plasmid.utils.safe_files import make_folder, sync_to_disk, sync_tree
+from plasmid_models.manifest import MANIFEST, STATE, checkpoint_damage, read_entries, write_manifest
 
+log = logging.getLogger(__name__)
 PREFIX = "batch-"
-STATE = "state.json"
-"""Written last and removed first: a folder with it is a complete checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Where a run stands. Everything here is in a checkpoint."""
+    """Progress of a run, stored in every checkpoint."""
 
     batch: int = 0
-    """Batches trained so far."""
+    """Number of batches trained so far."""
     version: int = 0
-    """Policy version that the engine holds: publishes so far."""
+    """Policy version of the engine: number of publications so far."""
     unpublished: int = 0
-    """Groups trained on since the last publish."""
+    """Number of groups trained on since the last publication."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What a checkpoint holds beside the trainer's files and buffered groups; JSON types only."""
+    """State in a checkpoint besides the trainer's files and buffered groups, as JSON types."""
 
     batch: int
     version: int
     producer: Mapping[str, Any]
     components: Mapping[str, Any]
-    """State of light components, by their place in the recipe."""
+    """State of light components, by recipe key."""
     config: Mapping[str, Any]
-    """The resolved configuration that wrote it."""
+    """The resolved configuration of the run that wrote the checkpoint."""
     evaluations: Sequence[Sequence[Any]] = ()
-    """Name and batch of evaluations that had begun and not ended."""
+    """Name and batch of unfinished evaluations."""
 
     def text(self) -> str:
-        """As JSON, the way it lies in a checkpoint."""
+        """Serialize to JSON, as stored in a checkpoint."""
         return json.dumps({name: getattr(self, name) for name in RunState.__slots__}, indent=1)
 
     def copy(self) -> RunState:
-        """As it is now, whatever becomes of what it refers to."""
+        """Return a deep copy, independent of later changes."""
         return RunState(**json.loads(self.text()))
 
 
@@ -64,31 +66,44 @@ class CheckpointFolder:
         self._settings = settings
 
     def begin(self, batch: int) -> Path:
-        """A fresh temporary folder to write into. Remains of interrupted saves are removed."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Create a temporary folder to write into. Removes remains of interrupted saves."""
+        make_folder(self.path)
         self.discard()
         temporary = self.path / f".tmp-{batch:06d}"
         temporary.mkdir()
         return temporary
 
     def discard(self) -> None:
-        """Remove what saves that did not end have left."""
+        """Remove remains of interrupted saves."""
         for left in self.path.glob(".tmp-*"):
             shutil.rmtree(left, ignore_errors=True)
 
     def commit(self, temporary: Path, state: RunState) -> Path:
-        """Write the state, make everything durable, give the folder its name, remove what retention does not keep."""
+        """Write state and manifest, sync to disk, rename the folder, and delete checkpoints beyond retention."""
         (temporary / STATE).write_text(state.text())
-        _sync_to_disk(temporary)
+        write_manifest(temporary)
+        sync_tree(temporary)
         final = self.of(state.batch)
-        _remove(final)  # what is there is not complete: nobody writes a complete one again
+        _remove(final)  # an existing folder is incomplete: complete checkpoints are never written twice
         temporary.rename(final)
-        _sync(self.path)
+        sync_to_disk(self.path)
         self._retain()
         return final
 
+    def check_space(self, at_least: int) -> None:
+        """Raise `CheckpointError` if there is no room for a checkpoint as large as the newest.
+
+        For the first checkpoint, ``at_least`` is the number of bytes to have room for.
+        """
+        if complete := self.all():
+            with contextlib.suppress(OSError, ValueError):
+                at_least = sum(entry.size for entry in read_entries(complete[-1] / MANIFEST).values())
+        free = shutil.disk_usage(self.path).free
+        if free < at_least:
+            raise CheckpointError(f"it needs about {at_least / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free")
+
     def of(self, batch: int) -> Path:
-        """Where the checkpoint of a batch is or will be."""
+        """Return the path of a batch's checkpoint, which may not exist yet."""
         return self.path / f"{PREFIX}{batch:06d}"
 
     def all(self) -> list[Path]:
@@ -98,79 +113,146 @@ class CheckpointFolder:
     @staticmethod
     def complete(path: Path) -> list[Path]:
         """Complete checkpoints in a folder, oldest first."""
-        return sorted(
-            found
-            for found in path.glob(f"{PREFIX}*")
-            if found.name.removeprefix(PREFIX).isdecimal() and (found / STATE).is_file()
-        )
+        return sorted((found for found in _checkpoint_folders(path) if _is_complete(found)), key=_batch_of)
 
     def newest(self) -> Path:
-        """The newest complete checkpoint. Raises `CheckpointError` if there is none."""
-        found = self.all()
-        if not found:
+        """Return the newest intact checkpoint, as by `newest_intact`. Raises `CheckpointError` if there is none."""
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: is no folder of checkpoints; restore it from a backup, or remove it")
+        found = newest_intact(self.path)
+        if found is None:
             raise CheckpointError(
-                f"{self.path}: holds no complete checkpoint to resume from; remove {self.path.parent} or choose "
-                "another run.dir, and start without --resume"
+                f"{self.path}: no checkpoint to resume from, since the run ended before it saved one; start again in "
+                "its folder with --resume=auto"
             )
-        return found[-1]
+        return found
+
+    def set_aside(self, after: Path) -> None:
+        """Rename the damaged checkpoints after this one, so that their batches can be saved again."""
+        for path in self.all():
+            if _batch_of(path) > _batch_of(after):
+                _remove(aside := path.with_name(f"{path.name}.damaged"))
+                path.rename(aside)
+                log.warning("%s: renamed to %s; remove it if you do not need it", path, aside.name)
 
     def _retain(self) -> None:
         every = self._settings.keep_every
         for path in self.all()[: -self._settings.keep_last]:
-            if not (every and int(path.name.removeprefix(PREFIX)) % every == 0):
+            if not (every and _batch_of(path) % every == 0):
                 _remove(path)
 
 
+def newest_intact(folder: Path) -> Path | None:
+    """Return the newest intact checkpoint of a folder, or None if it has no checkpoint. Logs damaged ones.
+
+    Raises `CheckpointError` if all are damaged.
+    """
+    found = CheckpointFolder.complete(folder)
+    damaged: list[str] = []
+    for unfinished in sorted(path for path in _checkpoint_folders(folder) if path not in found):
+        log.warning(
+            "%s: ignored, since it has no readable %s: it is incomplete or was being removed", unfinished, STATE
+        )
+    for path in reversed(found):
+        damage = _damage(path)
+        if not _is_complete(path):
+            continue  # its run is still active, and retention removed it during the check
+        if damage is None:
+            if damaged:
+                log.warning("using the previous checkpoint, %s", path)
+            return path
+        log.warning("%s: damaged: %s", path, damage)
+        damaged.append(f"{path.name} ({damage})")
+    if damaged:
+        raise CheckpointError(f"{folder}: all checkpoints are damaged: {', '.join(damaged)}; restore one from a backup")
+    return None
+
+
+def check_intact(checkpoint: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint is damaged. The error names the previous intact one."""
+    damage = _damage(checkpoint)
+    if damage is None:
+        return
+    found = CheckpointFolder.complete(checkpoint.absolute().parent)
+    before = [path for path in found if _batch_of(path) < _batch_of(checkpoint) and _damage(path) is None]
+    rest = f"use the intact one before it, {before[-1].name}" if before else "there is no intact one before it"
+    raise CheckpointError(f"{checkpoint}: damaged: {damage}; {rest}")
+
+
 def read_state(path: Path) -> RunState:
-    """The state of one checkpoint. Raises `CheckpointError` if it cannot be read."""
+    """Read the state of a checkpoint. Raises `CheckpointError` if this fails."""
     file = path / STATE
     try:
         state = RunState(**read_json(file))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: is no checkpoint (it has no {STATE})") from None
+        raise CheckpointError(f"{path}: not a checkpoint (it has no {STATE})") from None
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise CheckpointError(f"{file}: cannot be read: {reason}; use another checkpoint of the run") from error
     if not (isinstance(state.batch, int) and isinstance(state.version, int) and isinstance(state.config, dict)):
-        raise CheckpointError(f"{file}: cannot be read: batch, version and config are not what a run writes")
+        raise CheckpointError(f"{file}: cannot be read: batch, version or config is invalid")
     return state
 
 
 def check_same_config(saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise `CheckpointError` naming the first setting that may not change on resume but did."""
+    """Raise a `CheckpointError` that names the first changed setting that must not change on resume."""
     changeable = list(changeable_settings(config))
-    before, after = _flat(saved), _flat(config.model_dump(mode="json"))
+    before, after = _flatten(saved), _flatten(config.model_dump(mode="json"))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not any(key == c or key.startswith(f"{c}.") for c in changeable):
             raise CheckpointError(
-                f"{key}: was {before.get(key)!r} when the checkpoint was written, is {after.get(key)!r} now; change it "
-                "back, or start a new run with checkpoint.start_from=<the checkpoint>"
+                f"{key}: must not change on resume, was {before.get(key)!r}, got {after.get(key)!r}; change it back, "
+                "or start a new run with checkpoint.start_from=<the checkpoint>"
             )
 
 
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+def _checkpoint_folders(folder: Path) -> list[Path]:
+    """Return all folders named like checkpoints, complete or not."""
+    return [found for found in folder.glob(f"{PREFIX}*") if found.name.removeprefix(PREFIX).isdecimal()]
+
+
+def _batch_of(checkpoint: Path) -> int:
+    """Return the batch in the name of a folder, which has more than six digits after batch 999,999; -1 if none is."""
+    number = checkpoint.name.removeprefix(PREFIX)
+    return int(number) if checkpoint.name.startswith(PREFIX) and number.isdecimal() else -1
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Return True if the checkpoint has a state that this user may read: it is written last and removed first."""
+    try:
+        return (checkpoint / STATE).is_file()
+    except OSError:  # not even the folder may be searched
+        return False
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Describe the damage of a checkpoint, also if its folder has the name of another batch; None if there is none."""
+    damage, number = checkpoint_damage(checkpoint), _batch_of(checkpoint)
+    if damage is None and number >= 0:
+        try:
+            batch = read_state(checkpoint).batch
+        except CheckpointError as error:
+            return f"{STATE} is not what a run writes ({error})"
+        if batch != number:
+            return f"{STATE} is of batch {batch}: the folder was renamed, or copied from another one"
+    return damage
+
+
+def _flatten(tree: Any, path: str = "") -> dict[str, Any]:
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else None
     if items is None:
         return {path: tree}
     flat: dict[str, Any] = {}
     for key, value in items:
-        flat |= _flat(value, f"{path}.{key}" if path else str(key))
+        flat |= _flatten(value, f"{path}.{key}" if path else str(key))
     return flat
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; it is none any more from the first moment on."""
-    (checkpoint / STATE).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-def _sync_to_disk(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Remove a checkpoint, starting with the file that marks it as complete, or what has its name."""
+    if checkpoint.is_dir():
+        if _is_complete(checkpoint):
+            (checkpoint / STATE).unlink(missing_ok=True)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    else:
+        checkpoint.unlink(missing_ok=True)

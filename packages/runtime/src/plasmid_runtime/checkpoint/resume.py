@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plasmid.config.run import RunConfig
+from plasmid.errors import CheckpointError
 from plasmid.protocols import Store, Trainer
 from plasmid.types.shared_groups import share
 
 from ..observe.journal import Journal
 from ..observe.sample_store import read_dropped, read_samples
+from ..rollout.in_flight import read_turns
 from ..rollout.producers.producer import Producer
 from ..rollout.worker_pool import WorkerPool
 from .folder import CheckpointFolder, Progress, RunState, check_same_config, read_state
+from .run_files import restore_run_files
 from .run_folder import RunFolder
-from .saver import BUFFER, TRAINER, WORKER_STATES, stateful_components
+from .saver import BUFFER, IN_FLIGHT, TRAINER, WORKER_STATES, stateful_components
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +31,17 @@ class ResumePoint:
 
 
 def open_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
-    """The newest checkpoint of the folder, as `read_resume_point` does. Remains of others go."""
-    CheckpointFolder(folder.checkpoints, config.checkpoint).discard()
-    return read_resume_point(folder, config)
+    """Read the newest intact checkpoint, as by `read_resume_point`, and restore the run's other files to match it."""
+    checkpoints = CheckpointFolder(folder.checkpoints, config.checkpoint)
+    checkpoints.discard()
+    found = read_resume_point(folder, config)
+    checkpoints.set_aside(after=found.path)
+    restore_run_files(found.path, found.state.batch, folder)
+    return found
 
 
 def read_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
-    """The newest checkpoint of the folder, after checking that the recipe is still the same."""
+    """Read the newest intact checkpoint of the folder, and check that the recipe has not changed."""
     path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
     state = read_state(path)
     check_same_config(state.config, config)
@@ -52,14 +59,18 @@ async def resume_run(
     folder: RunFolder,
     journal: Journal,
 ) -> Progress:
-    """Bring every part of the run to the state of the checkpoint, and remove what was written after it."""
+    """Restore all parts of the run from the checkpoint, and remove files written after it."""
     state = checkpoint.state
     if trainer is not None:
         await trainer.load(checkpoint.path / TRAINER)
     buffered = checkpoint.path / BUFFER
     groups, dropped = (read_samples(buffered), read_dropped(buffered)) if buffered.exists() else ([], {})
     shared = [share(group, store, dropped.get(group.id, "")) for group in groups]
-    producer.restore(state.producer, shared)
+    await producer.restore(state.producer, shared)
+    if workers is not None:
+        workers.resumed.update(
+            (name, store.put(turns)) for name, turns in read_turns(checkpoint.path / IN_FLIGHT).items()
+        )
     if workers is not None and (checkpoint.path / WORKER_STATES).is_dir():
         await workers.restore(checkpoint.path / WORKER_STATES)
     journal.truncate_after(state.batch)
@@ -72,11 +83,17 @@ async def resume_run(
 
 
 def _forget_samples(folder: RunFolder, state: RunState, *, buffered: Sequence[int]) -> None:
-    """Remove the sample files of what the continued run does again."""
+    """Remove sample files that the resumed run will write again."""
     again = {*buffered, *(item["id"] for item in state.producer.get("pending", ()))}
-    for path in folder.samples.glob("*.parquet"):  # batch-000012, end-000012 and eval-<set>-000012
-        late = int(path.stem.rpartition("-")[2]) > state.batch
+    for path in folder.samples.glob("*-*.parquet"):  # batch-000012, end-000012 and eval-<set>-000012
+        number = path.stem.rpartition("-")[2]
+        if not (number.isdecimal() and path.name.startswith(("batch-", "end-", "eval-"))):
+            continue  # of somebody else
+        late = int(number) > state.batch
         if not late and path.stem.startswith("end-"):
-            late = any(id_ in again or id_ >= state.producer["next"] for id_ in read_dropped(path))
+            try:
+                late = any(id_ in again or id_ >= state.producer["next"] for id_ in read_dropped(path))
+            except CheckpointError:
+                continue  # damaged: already reported by `restore_run_files`
         if late:
             path.unlink()

@@ -1,12 +1,14 @@
-"""What sits in every process of a run: one object, an event loop for its async methods, one thread for the others."""
+"""Host of an actor's object in its process: an event loop for async methods and one thread for all others."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import pickle
-import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,20 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from plasmid.errors import AlgorithmError
+from plasmid.utils.waits.stacks import describe_process, locate
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """What a call returned."""
+    """Result of a call that returned."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a call raised, with the traceback of the process where it happened."""
+    """Error of a call that raised, with its traceback in the remote process."""
 
     error: BaseException
     traceback: str
@@ -36,44 +39,80 @@ class Failure:
 Outcome = Success | Failure
 
 
-class ActorHost:
-    """Holds one object and runs its methods.
+@dataclass(frozen=True, slots=True)
+class ActorReport:
+    """A process's report on what it is doing."""
 
-    Async methods run on the event loop. All others run in one thread, one after another, so that code that must stay
-    on its thread (CUDA, process groups) does, while the loop stays free to answer health checks and dump stacks.
+    position: str
+    """Running call of the thread, its duration, and its position in the code; empty if the thread is idle."""
+    text: str
+
+
+class ActorHost:
+    """Contains one object and runs its methods.
+
+    Async methods run on the event loop. All others run in one thread, one after another, because CUDA and process
+    groups are bound to a thread, while the event loop stays responsive to health checks and stack dumps.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._object: Any = None
+        self._numbers = itertools.count()
+        self._queued = 0
+        self._busy: tuple[str, float, int] | None = None
+        """Method that runs in the thread, its start time, and the thread's id."""
+        self._open: dict[int, tuple[str, float]] = {}
+        """Calls in progress, with their start times."""
 
     async def make(self, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-        """Make the object in its thread."""
+        """Create the object in its thread."""
 
         def build() -> None:
             self._object = factory(*args, **kwargs)
 
-        return await self._outcome(asyncio.get_running_loop().run_in_executor(self._thread, build))
+        return await self._outcome(self._in_thread("start", build))
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-        """Run one method of the object."""
+        """Call a method of the object."""
         bound = getattr(self._object, method)
-        if inspect.iscoroutinefunction(bound):
-            return await self._outcome(bound(*args, **kwargs))
-        loop = asyncio.get_running_loop()
-        return await self._outcome(loop.run_in_executor(self._thread, lambda: bound(*args, **kwargs)))
+        key = next(self._numbers)
+        self._open[key] = (method, time.monotonic())
+        try:
+            if inspect.iscoroutinefunction(bound):
+                return await self._outcome(bound(*args, **kwargs))
+            return await self._outcome(self._in_thread(method, lambda: bound(*args, **kwargs)))
+        finally:
+            del self._open[key]
+
+    def _in_thread(self, method: str, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        def run() -> Any:
+            self._queued -= 1
+            self._busy = (method, time.monotonic(), threading.get_ident())
+            try:
+                return work()
+            finally:
+                self._busy = None
+
+        self._queued += 1
+        return asyncio.get_running_loop().run_in_executor(self._thread, run)
 
     async def close(self) -> Outcome:
-        """Close the object if it can be closed."""
+        """Close the object, if it has a ``close`` method."""
         if hasattr(self._object, "close"):
             return await self.call("close", (), {})
         return Success(None)
 
-    async def stacks(self) -> str:
-        """Where every thread of this process stands: what to read when a call does not return."""
-        frames = sys._current_frames()
-        return "\n".join(f"thread {ident}:\n{''.join(traceback.format_stack(f))}" for ident, f in frames.items())
+    async def report(self) -> ActorReport:
+        """Report what this process is doing, to explain why a call does not return."""
+        now, busy, position = time.monotonic(), self._busy, ""
+        if busy is not None:
+            method, since, thread = busy
+            position = f"{method} for {now - since:.1f} s, at {locate(thread)}"
+        calls = [f"  {method}: for {now - since:.1f} s" for method, since in list(self._open.values())]
+        lines = [f"thread of {self._name}: {position or 'idle'}; {self._queued} calls queued", "open calls:", *calls]
+        return ActorReport(position, "\n".join(lines) + "\n" + describe_process())
 
     async def _outcome(self, awaitable: Any) -> Outcome:
         try:
@@ -82,12 +121,12 @@ class ActorHost:
             raise
         except Exception as error:
             if isinstance(error, AlgorithmError):
-                log.error("%s", error, exc_info=True)  # the user gets one line
-            return Failure(_portable(error), traceback.format_exc())
+                log.error("%s", error, exc_info=True)  # the user's message has one line
+            return Failure(_make_picklable(error), traceback.format_exc())
 
 
-def _portable(error: Exception) -> Exception:
-    """The error itself if it can cross a process boundary, else one that says the same."""
+def _make_picklable(error: Exception) -> Exception:
+    """Return the error, or a substitute with the same message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - boundary: third-party errors may refuse to be pickled in any way
@@ -96,7 +135,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def unwrap_outcome(outcome: Outcome, name: str) -> Any:
-    """The value of a call, or its error with the remote traceback as a note."""
+    """Return the value of a call, or raise its error with the remote traceback as a note."""
     if isinstance(outcome, Success):
         return outcome.value
     outcome.error.add_note(f"in process {name}:\n{outcome.traceback}")

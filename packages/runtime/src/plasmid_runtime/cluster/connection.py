@@ -1,4 +1,4 @@
-"""The driver's connection to Ray: a cluster of its own, or one that is there."""
+"""Connect the driver to Ray: start a private cluster, or join an existing one."""
 
 from __future__ import annotations
 
@@ -15,38 +15,57 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from plasmid.errors import PlasmidError, one_line
+from plasmid.errors import ClusterError, PlasmidError, one_line
 
-from .environment import DEFAULT_TOKEN_PATH, MODE
+from .opening import DEFAULT_TOKEN_PATH, MODE
+from .watch.ray_watch import RayWatch
 
 CONNECT_TIMEOUT_S = 10.0
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""A request that every version of Ray answers, and that changes nothing."""
+"""A request without side effects that every version of Ray supports."""
+START_AT_ONCE = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": 16}
+"""Ray's settings: no process in advance, which would lack the environment of the run's, and no waiting in turn."""
 log = logging.getLogger(__name__)
 
 
-def start_ray() -> None:
+def log_messages_of_ray() -> None:
+    """Log what Ray's daemons report, instead of printing it: pages of a scheduler's log when it dies."""
+    worker: Any = importlib.import_module("ray._private.worker")
+    worker.print_to_stdstream = lambda data, **options: log.info("Ray: %s", "\n".join(data["lines"]))
+
+
+def start_ray() -> RayWatch:
+    """Start a Ray cluster for this process only. Returns the watch that cleans up after it. Raises `PlasmidError`."""
     folder = _private_folder()
+    log_messages_of_ray()
+    watch = RayWatch(folder)
     try:
         with _keep_sigterm_handler():
             ray.init(
-                address="local",  # else Ray would join what `ray start` has started on this machine
-                num_cpus=1,  # actors ask for none: on a laptop parts take turns on the cores
+                address="local",  # otherwise Ray would join a cluster that `ray start` has started on this machine
+                num_cpus=1,  # actors reserve none, so that all parts of a run share the cores of a small machine
                 include_dashboard=False,
                 object_store_memory=_object_store_bytes(),
                 logging_level=logging.ERROR,
                 log_to_driver=False,
+                _system_config=dict(START_AT_ONCE),  # Ray writes into it
                 _temp_dir=str(folder),
             )
-    except Exception as error:  # boundary: what Ray raises when a process of its own does not come up is of any kind
-        raise PlasmidError(
+    except Exception as error:  # boundary: Ray raises errors of many types when one of its processes does not start
+        watch.close(keep_folder=True)
+        raise ClusterError(
             f"ray did not start on this machine: {one_line(error)}; its logs are in {folder / 'session_latest/logs'}; "
             "if the machine is busy, try again later, or start Ray yourself with `ray start --head` and set "
             "placement.address"
         ) from error
+    except BaseException:
+        watch.close()
+        raise
+    return watch
 
 
 def join_ray(address: str) -> None:
+    log_messages_of_ray()
     try:
         with _keep_sigterm_handler():
             if address != "auto":
@@ -55,39 +74,39 @@ def join_ray(address: str) -> None:
     except PlasmidError:
         raise
     except Exception as error:  # boundary: as above
-        raise PlasmidError(
-            f"the Ray cluster at {address} cannot be joined: {one_line(error)}; it must run, this machine must be "
-            "part of it, and both must have the same Ray and Python"
+        raise ClusterError(
+            f"cannot join the Ray cluster at {address}: {one_line(error)}; it must be running, include this machine, "
+            "and have the same versions of Ray and Python"
         ) from error
 
 
 def _check_reachable(address: str) -> None:
-    """Raises `OSError` if nothing listens there, `PlasmidError` without a token: Ray would retry for minutes."""
+    """Raise `OSError` if nothing listens there, `PlasmidError` without a token. Ray would retry for minutes."""
     host, port = address.rsplit(":", 1)
     socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     if os.environ.get(MODE) != "token" and not _accepts_without_token(address):
         raise PlasmidError(
-            f"it wants a token, and neither RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH nor ~/{DEFAULT_TOKEN_PATH} gives one"
+            f"it requires a token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or write it to ~/{DEFAULT_TOKEN_PATH}"
         )
 
 
 def warn_if_open() -> None:
-    """Log a warning if the cluster that this process is connected to takes requests without a token."""
+    """Log a warning if the connected cluster accepts requests without a token."""
     address = ray.get_runtime_context().gcs_address
     if _accepts_without_token(address):
         log.warning(
-            "the Ray cluster at %s runs without authentication: whoever reaches its ports can run code as the users "
-            "that started it, with their files, on all of its machines; keep it in a network of its own, or start it "
-            "with RAY_AUTH_MODE=token (docs/clusters.md)",
+            "the Ray cluster at %s runs without authentication: anyone who can reach its ports can run code on all of "
+            "its machines as the users that started it; keep it in a private network, or start it with "
+            "RAY_AUTH_MODE=token (docs/clusters.md)",
             address,
         )
 
 
 def _accepts_without_token(address: str) -> bool:
-    """True if the cluster answers a request without a token."""
+    """Return True if the cluster accepts a request without a token."""
     try:
         grpc: Any = importlib.import_module("grpc")
-    except ImportError:  # a Ray without its extras: then only what this process itself used is known
+    except ImportError:  # Ray without its extras: only the setting of this process is known
         return os.environ.get(MODE, "") != "token"
     with grpc.insecure_channel(address) as channel:
         try:
@@ -98,9 +117,10 @@ def _accepts_without_token(address: str) -> bool:
 
 
 def _private_folder() -> Path:
-    """For sockets and logs of Ray, which lets everybody write into its own: below one that only this user may enter.
+    """Return a folder for Ray's sockets and logs, inside one that only this user can access.
 
-    Its path is short, as the length of the path of a socket is bounded. Raises `PlasmidError`.
+    Ray's own folder is writable by everyone. The path is short, because socket paths are limited to 107 bytes. Raises
+    `PlasmidError`.
     """
     user = os.getuid()
     base = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
@@ -111,16 +131,16 @@ def _private_folder() -> Path:
             folder.mkdir(mode=0o700)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:
-            raise PlasmidError(f"{folder}: is no folder of this user; remove it, or set RAY_TMPDIR to another folder")
+            raise PlasmidError(f"{folder}: not owned by this user; remove it, or set RAY_TMPDIR to another folder")
         folder.chmod(0o700)
     except OSError as error:
-        raise PlasmidError(f"{folder}: cannot hold Ray's files: {one_line(error)}; set RAY_TMPDIR") from error
+        raise PlasmidError(f"{folder}: cannot be used for Ray's files: {one_line(error)}; set RAY_TMPDIR") from error
     return folder / "ray"
 
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler: Ray installs one that exits at once."""
+    """Restore the SIGTERM handler, which Ray replaces by one that exits immediately."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -130,15 +150,15 @@ def _keep_sigterm_handler() -> Iterator[None]:
 
 
 def _object_store_bytes() -> int:
-    """A fortieth of the memory, between 256 MiB and 8 GiB: rows of tokens are small, weights travel in buckets.
+    """Return the size of the object store: 1/40 of the memory, between 256 MiB and 8 GiB.
 
-    The store never gives pages back that it has touched once, so a large one costs what a run could use.
+    Rows of tokens are small, and weights are sent in buckets. The store never returns memory to the system.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(256 << 20, min(total // 40, 8 << 30))
 
 
 def visible_gpus(count: int) -> tuple[str, ...]:
-    """Physical names of the GPUs of this machine that this process may use."""
+    """Return the physical names of the GPUs that this process may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(named.split(",")) if named else tuple(map(str, range(count)))

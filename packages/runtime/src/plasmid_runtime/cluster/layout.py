@@ -1,4 +1,4 @@
-"""Which rank of a run goes to which machine and GPU, and how many CPU threads it gets."""
+"""Assign the ranks of a run to machines and GPUs, and CPU threads to ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from plasmid.protocols import Bundle, Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The bundles of every part, in rank order."""
+    """Bundles of every part of a run, in rank order."""
 
     trainer: tuple[Bundle, ...]
     engine: tuple[Bundle, ...]
     evaluation: tuple[Bundle, ...]
-    """Of the engine for evaluation sets alone."""
+    """Bundles of the separate evaluation engine."""
     workers: tuple[Bundle, ...]
-    """Of the rollout workers."""
+    """Bundles of the rollout workers."""
     num_nodes: int
     is_on_policy: bool
-    """On-policy, trainer and engine never compute at the same time."""
+    """True if trainer and engine never compute at the same time."""
 
     @staticmethod
     def of(
         config: RunConfig, num_gpus: int, *, with_trainer: bool, with_engine: bool, with_eval: bool = False
     ) -> Layout:
-        """Deal the ranks out; on GPUs if the recipe says so, or leaves it open and the cluster has any."""
+        """Assign all ranks, to GPUs if the recipe requires it, or with ``auto`` if the cluster has any."""
         place = config.placement
         slots = place.slots(
             trainers=place.trainer_ranks if with_trainer else 0,
@@ -52,35 +52,35 @@ class Layout:
         )
 
     def shares(self, threads: int) -> tuple[Share, ...]:
-        """What each machine is asked for, if a rank takes so many CPUs; rollout workers take one."""
+        """Return the resources to reserve on each machine: ``threads`` CPUs per rank and one per rollout worker."""
         ranks = {*self.trainer, *self.engine, *self.evaluation}
         return tuple(
             Share(
                 gpus=sum(bundle.gpu is not None for bundle in ranks if bundle.node == node),
-                cpus=max(1, self._busy(node) * threads + _on(node, self.workers)),
+                cpus=max(1, self._count_busy(node) * threads + _count_on(node, self.workers)),
             )
             for node in range(self.num_nodes)
         )
 
     def threads(self, cores: Sequence[int]) -> int:
-        """CPU threads of each rank, if the cores of the machines are shared out."""
-        return max(1, min(count // max(1, self._busy(node)) for node, count in enumerate(cores)))
+        """Return the CPU threads per rank when the cores of the machines are divided among ranks."""
+        return max(1, min(count // max(1, self._count_busy(node)) for node, count in enumerate(cores)))
 
-    def _busy(self, node: int) -> int:
-        """Ranks that compute at the same time on one machine."""
-        trainers, engines = _on(node, self.trainer), _on(node, self.engine)
-        return _on(node, self.evaluation) + (max(trainers, engines) if self.is_on_policy else trainers + engines)
+    def _count_busy(self, node: int) -> int:
+        """Return the number of ranks that compute at the same time on one machine."""
+        trainers, engines = _count_on(node, self.trainer), _count_on(node, self.engine)
+        return _count_on(node, self.evaluation) + (max(trainers, engines) if self.is_on_policy else trainers + engines)
 
 
 def check_gpus(shares: Sequence[Share], available: int) -> None:
-    """Raises `ConfigError` if one machine with so many GPUs is not enough."""
+    """Raise `ConfigError` if one machine with ``available`` GPUs is not enough."""
     needed = sum(share.gpus for share in shares)
     if needed > available:
         raise ConfigError(
-            f"placement: the ranks need {needed} GPUs, this machine has {available}; set fewer trainer_ranks and "
+            f"placement: the ranks need {needed} GPUs, but this machine has {available}; set fewer trainer_ranks and "
             'engine_ranks, colocated = true, or device = "cpu"'
         )
 
 
-def _on(node: int, bundles: Sequence[Bundle]) -> int:
+def _count_on(node: int, bundles: Sequence[Bundle]) -> int:
     return sum(bundle.node == node for bundle in bundles)

@@ -1,4 +1,4 @@
-"""A cluster inside this process: every actor is a thread with an event loop of its own. For tests and debugging."""
+"""A cluster within one process, for tests and debugging: each actor is a thread with its own event loop."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from plasmid.errors import ActorDiedError, DeadlineError
-from plasmid.protocols import Actor, Node, Resources, Share
+from plasmid.protocols import Actor, Node, ProcessState, Resources, Share
 from plasmid.types.shared_groups import LocalStore
 from plasmid.utils.addresses import LOOPBACK
+from plasmid.utils.waiting import serve_loop, within
 
 from .actor_host import ActorHost, unwrap_outcome
 from .layout import check_gpus
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+INSPECT_S = 2.0
+"""Maximum time for an actor's report, in seconds."""
 
 
 class LocalActor:
-    """An object in a thread of this process, reached as if it were far away."""
+    """An actor in a thread of this process, with the interface of a remote one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._host = ActorHost(name)
         self._loop = asyncio.new_event_loop()
         self._stopped = False
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def _serve(self) -> None:
-        """Run the loop until `stop`, then end what still runs on it and give its descriptors back."""
-        self._loop.run_forever()
-        self._loop.run_until_complete(_end_others())
-        self._loop.close()
+        threading.Thread(target=serve_loop, args=(self._loop,), name=name, daemon=True).start()
 
     async def run(self, coroutine: Any, what: str, timeout_s: float) -> Any:
         """Run a coroutine of the host on the actor's loop."""
@@ -44,9 +41,8 @@ class LocalActor:
             raise ActorDiedError(f"{self.name} was stopped before {what}")
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
         try:
-            return unwrap_outcome(await asyncio.wait_for(future, timeout_s), self.name)
-        except TimeoutError:
-            raise DeadlineError(f"{self.name}.{what}: no answer within {timeout_s:g} s") from None
+            outcome = await within(timeout_s, f"{self.name}.{what}", future, missing="answer")
+            return unwrap_outcome(outcome, self.name)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._stopped or (task is not None and task.cancelling()):
@@ -59,26 +55,30 @@ class LocalActor:
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         return await self.run(self._host.call(method, args, kwargs), method, timeout_s)
 
+    async def inspect(self) -> ProcessState:
+        """Report what the actor is doing."""
+        if self._loop.is_closed():
+            return ProcessState(name=self.name, condition="ended")
+        answer = asyncio.run_coroutine_threadsafe(self._host.report(), self._loop)
+        try:
+            report = await asyncio.wait_for(asyncio.wrap_future(answer), INSPECT_S)
+        except TimeoutError:
+            return ProcessState(name=self.name, condition="not responding")
+        return ProcessState(name=self.name, position=report.position, stacks=report.text)
+
     async def stop(self, *, grace_s: float = 10.0) -> None:
         if not self._stopped:
             self._stopped = True
             try:
                 await self.run(self._host.close(), "close", grace_s)
             except DeadlineError:
-                log.warning("%s did not close within %g s and is left to itself", self.name, grace_s)
+                log.warning("%s did not close within %g s; its thread keeps running", self.name, grace_s)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-async def _end_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-
-
 class LocalCluster:
-    """Implements `protocols.Cluster` without processes. No GPU is offered."""
+    """Implements `protocols.Cluster` without processes and GPUs."""
 
     def __init__(self) -> None:
         self._actors: list[LocalActor] = []
@@ -103,6 +103,13 @@ class LocalCluster:
         self._actors.append(actor)
         await actor.make(factory, args, kwargs, timeout_s)
         return actor
+
+    async def inspect(self) -> tuple[ProcessState, ...]:
+        return tuple(await asyncio.gather(*(actor.inspect() for actor in self._actors)))
+
+    async def failure(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("a local cluster cannot fail")
 
     async def close(self) -> None:
         errors = await asyncio.gather(*(actor.stop() for actor in reversed(self._actors)), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Reports about one machine of a run: its versions, and which of the driver's files it sees."""
+"""Agent on each machine of a run, which reports versions, visible files, and the state of processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from plasmid.errors import PlasmidError
 from plasmid.plugins.registry import versions
 
 from . import model_files
+from .watch.inspection import Sight, look
 
 SHARED_S = 15.0
-"""Longest time for a new file to be seen on another machine: network file systems keep what they know for a while."""
+"""Maximum time for a new file to appear on another machine, in seconds; network file systems cache listings."""
 POLL_S = 0.25
 
 
@@ -36,22 +37,22 @@ class PluginFile:
 
     @staticmethod
     def of(path: Path) -> PluginFile:
-        """Raises OSError if it cannot be read."""
+        """Hash a file. Raises `OSError`."""
         return PluginFile(path.absolute(), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 class NodeAgent:
-    """Runs on a machine of the cluster, in the process that holds the run's GPUs there."""
+    """Runs on a machine of the cluster, in the process that reserves the run's GPUs there."""
 
     def __init__(self, *, shared_s: float = SHARED_S) -> None:
         self._shared_s = shared_s
 
     def versions(self) -> dict[str, str]:
-        """Of Python, the libraries and everything that registers plugins."""
+        """Return the versions of Python, libraries, and packages with plugins."""
         return local_versions()
 
     async def sees_file(self, path: Path, text: str) -> bool:
-        """Whether a file that the driver has just written is here, too."""
+        """Return True if this machine sees a file that the driver has just written."""
         deadline = time.monotonic() + self._shared_s
         while _read(path) != text:
             if time.monotonic() > deadline:
@@ -60,22 +61,26 @@ class NodeAgent:
         return True
 
     def differing_plugins(self, files: Sequence[PluginFile]) -> list[Path]:
-        """Plugin files that are not here, or are others."""
+        """Return the plugin files that are missing or different on this machine."""
         return [file.path for file in files if not file.path.is_file() or PluginFile.of(file.path) != file]
 
     def missing_files(self, config: Mapping[str, Any]) -> list[str]:
-        """What the recipe names and this machine lacks; ``config`` is a dumped `RunConfig`."""
+        """Return errors for files of the recipe that this machine lacks; ``config`` is a dumped `RunConfig`."""
         try:
             return model_files.missing_files(resolve(config))
         except PlasmidError as error:
             return str(error).splitlines()
 
+    async def look(self, pid: int, log_file: Path, with_stacks: bool) -> Sight:
+        """Call `inspection.look`."""
+        return await asyncio.to_thread(look, pid, log_file, with_stacks=with_stacks)
+
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; there are no resources to release."""
 
 
 def local_versions() -> dict[str, str]:
-    """By name. Builds of one version (``2.11.0+cpu``) count as the same."""
+    """Return versions by name, without build tags (``+cpu``), so that builds of one version are equal."""
     python = ".".join(platform.python_version_tuple()[:2])
     found = {"python": python, **library_versions(), **versions()}
     return {name: version.partition("+")[0] for name, version in found.items()}
@@ -89,7 +94,7 @@ def _read(path: Path) -> str | None:
 
 
 def library_versions() -> dict[str, str]:
-    """Of the libraries that a run depends on most, those that are installed."""
+    """Return the versions of the installed libraries among `LIBRARIES`."""
     found = {}
     for name in LIBRARIES:
         try:

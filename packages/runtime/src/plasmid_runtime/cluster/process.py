@@ -1,4 +1,4 @@
-"""A process of a run on Ray, its handle, and values that processes share."""
+"""Processes of a run as Ray actors, their handles, and shared values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 import ray
-from plasmid.errors import ActorDiedError, DeadlineError, PlasmidError, one_line
+from plasmid.errors import ActorDiedError, ClusterError, DeadlineError, one_line
 from plasmid.utils.log_files import last_lines, redirect_output
-from plasmid.utils.safe_files import append_to
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from plasmid.utils.waiting import within
+from plasmid.utils.waits.ledger import LEDGER
+from ray.exceptions import RayActorError, RayError
 
-from .actor_host import ActorHost, Outcome, unwrap_outcome
-from .environment import forget_token
+from .actor_host import ActorHost, ActorReport, Outcome, unwrap_outcome
+from .opening import forget_token
+from .watch.inspection import LocalReports
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+UNEXPECTED = "died unexpectedly"
+"""Part of Ray's message about a process that Ray did not end."""
+KILLED = "its log is empty; it was killed from outside, perhaps because memory ran out (see `dmesg`)"
+EXIT_S = 3.0
+"""Maximum time of each step of the end of a process whose cluster has lost its control process, in seconds."""
 GET_S = 600.0
-"""Longest time to fetch a shared value, from another machine at worst."""
+"""Maximum time to fetch a shared value, possibly from another machine, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +42,12 @@ class RayRef(Generic[T]):
     ref: Any
 
     def get(self) -> T:
-        try:  # not by ray.get, which in the process of an actor warns that it blocks: this is called in threads
+        try:  # not ray.get, which warns about blocking in an actor, although this is called in threads
             value: T = self.ref.future().result(timeout=GET_S)
         except TimeoutError:
-            raise DeadlineError(f"the object store did not give a value within {GET_S:g} s") from None
+            raise DeadlineError(f"the object store did not return a value within {GET_S:g} s") from None
         except RayError as error:
-            raise ActorDiedError(f"a value is lost with the process that made it: {one_line(error)}") from error
+            raise ActorDiedError(f"a value was lost with the process that created it: {one_line(error)}") from error
         return value
 
 
@@ -52,18 +59,25 @@ class RayStore:
 
 
 class ActorProcess:
-    """The Ray actor around a `ActorHost`."""
+    """Ray actor that runs an `ActorHost`."""
 
     def __init__(self, name: str, log_file: str, folder: str) -> None:
         forget_token()
-        if Path(folder).is_dir():  # else Ray has chosen one, the copy of a job's folder where it has one
+        if Path(folder).is_dir():  # otherwise stay in the folder that Ray chose, such as the copy of a job's folder
             os.chdir(folder)
-        if Path(log_file).parent.is_dir():  # not so on a machine that does not share the run's folder, as will be said
+        if Path(
+            log_file
+        ).parent.is_dir():  # missing on machines that do not share the run folder, which node checks report
             redirect_output(Path(log_file))
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
         )
         self._host = ActorHost(name)
+        LEDGER.report_always(LocalReports(Path(log_file).parent.parent, name).write)
+
+    async def identify(self) -> ProcessId:
+        """Return the process id and machine. Responds immediately, before any code that may hang."""
+        return ProcessId(pid=os.getpid(), node=ray.get_runtime_context().get_node_id())
 
     async def make(self, factory: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         return await self._host.make(factory, args, kwargs)
@@ -74,8 +88,12 @@ class ActorProcess:
     async def close(self) -> Outcome:
         return await self._host.close()
 
-    async def stacks(self) -> str:
-        return await self._host.stacks()
+    async def exit(self) -> None:
+        """End this process, without Ray's control process."""
+        os._exit(0)
+
+    async def report(self) -> ActorReport:
+        return await self._host.report()
 
     async def machine(self, address: str) -> Machine:
         interfaces = psutil.net_if_addrs().items()
@@ -84,24 +102,33 @@ class ActorProcess:
             gpus=tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ())),
             interface=next((name for name, found in interfaces if address in {one.address for one in found}), ""),
         )
-        log.info("on %s with %d cores, GPUs for the run: %s", address, found.cores, ", ".join(found.gpus) or "none")
+        log.info("%s: %d cores, GPUs for the run: %s", address, found.cores, ", ".join(found.gpus) or "none")
         return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessId:
+    """A process of the cluster."""
+
+    pid: int
+    node: str
+    """Ray's id of the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a process says of the machine that it is on."""
+    """Machine of a process, as the process sees it."""
 
     cores: int
     gpus: tuple[str, ...]
-    """Those that were given to the process."""
+    """GPUs assigned to the process."""
     interface: str
-    """Name of the network interface that has the machine's address."""
+    """Network interface with the machine's address."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayActor:
-    """Handle of one process. Picklable: other processes may call it as well."""
+    """Handle of a process. Picklable, so that other processes can call it."""
 
     name: str
     handle: Any
@@ -112,32 +139,28 @@ class RayActor:
 
     async def answer(self, ref: Any, what: str, timeout_s: float) -> Any:
         try:
-            outcome = await asyncio.wait_for(await_ref(ref), timeout_s)
-        except (TimeoutError, GetTimeoutError):
-            await self._note_stacks(what)
-            raise DeadlineError(
-                f"{self.name}.{what}: no answer within {timeout_s:g} s; where it stands is in {self.log_file}"
-            ) from None
+            outcome = await within(timeout_s, f"{self.name}.{what}", await_ref(ref), missing="answer")
         except RayActorError as error:
-            words = last_lines(Path(self.log_file)) or one_line(error)
+            words = last_lines(Path(self.log_file)) or (KILLED if UNEXPECTED in str(error) else one_line(error))
             raise ActorDiedError(f"{self.name} died during {what}: {words} (its log: {self.log_file})") from None
         except RayError as error:
-            raise PlasmidError(f"{self.name}.{what}: {one_line(error)} (its log: {self.log_file})") from error
+            raise ClusterError(f"{self.name}.{what}: {one_line(error)} (its log: {self.log_file})") from error
         return unwrap_outcome(outcome, self.name)
-
-    async def _note_stacks(self, what: str) -> None:
-        """Write the stacks of a silent process into its log. Gives up quickly: the deadline is the news."""
-        with contextlib.suppress(RayError, TimeoutError, OSError):
-            stacks = await asyncio.wait_for(await_ref(self.handle.stacks.remote()), 5)
-            with append_to(Path(self.log_file)) as file:
-                file.write(f"no answer to {what}; stacks:\n{stacks}\n")
 
     async def stop(self, *, grace_s: float = 10.0) -> None:
         try:
-            with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(await_ref(self.handle.close.remote()), grace_s)
+            await self._await_quietly(self.handle.close.remote(), grace_s)
         finally:
             ray.kill(self.handle)
+
+    async def exit(self) -> None:
+        """Stop a process whose cluster has lost its control process, which would kill it."""
+        await self._await_quietly(self.handle.close.remote(), EXIT_S)
+        await self._await_quietly(self.handle.exit.remote(), EXIT_S)
+
+    async def _await_quietly(self, ref: Any, limit_s: float) -> None:
+        with contextlib.suppress(RayError, TimeoutError):
+            await asyncio.wait_for(await_ref(ref), limit_s)
 
 
 async def await_ref(ref: Any) -> Any:

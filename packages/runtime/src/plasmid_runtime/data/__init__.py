@@ -1,4 +1,4 @@
-"""Prompt files, the tokenizer, and numbers of evaluation sets."""
+"""Prompt files, the tokenizer, and pass@k."""
 
 from plasmid_models.tokenization.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Prompts that the policy solves now and then are drawn more often than those that it always or never solves."""
+"""Curriculum: draw prompts with an intermediate pass rate more often than those that are always or never solved."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from plasmid.settings.trust import INERT
 from plasmid.types import Prompt
 from pydantic import Field, SerializeAsAny
 
-from .within import located, seed_for
+from .within import relocate_errors, seed_for
 
 
 class Curriculum(DataSource):
-    """Passes over prompts of a source whose observed pass rate is far from a target.
+    """Skips prompts of a source whose observed pass rate is far from a target.
 
-    A prompt is drawn with the chance max(floor, 1 - |rate - target| / max(target, 1 - target)), one that was never
-    observed always.
+    A prompt is drawn with probability max(floor, 1 - |rate - target| / max(target, 1 - target)), or 1 if its pass rate
+    is unknown.
     """
 
     kind: Literal["curriculum"] = "curriculum"
     source: SerializeAsAny[DataSource]
-    """Where the prompts come from: ``[data.source]`` is a table as ``[data]`` would be."""
+    """Source of the prompts: ``[data.source]`` has the same settings as ``[data]``."""
     by: Annotated[str, INERT] = "none"
-    """Column whose values share a pass rate, such as a level; ``none`` observes each prompt by itself, which takes
-    prompts that come again."""
+    """Column, such as a difficulty level, whose values share a pass rate. ``none`` tracks each prompt individually,
+    which requires a source that repeats its prompts."""
     target: float = Field(0.5, ge=0.0, le=1.0)
-    """The pass rate that is liked best."""
+    """Preferred pass rate."""
     floor: float = Field(0.1, ge=0.01, le=1.0)
-    """Smallest chance of a prompt, so that none is forgotten."""
+    """Minimum probability of drawing a prompt."""
     keep: float = Field(0.5, ge=0.0, lt=1.0)
-    """Share of the old rate when a new one is observed; 0 knows the last rollouts only."""
+    """Decay of the moving average of the pass rate: weight of the old value; 0 uses only the latest rollouts."""
     pass_threshold: float = 1.0
-    """A sample passes if its reward reaches this."""
+    """Minimum reward of a sample that counts as passed."""
 
     def holds_demonstrations(self) -> bool:
         return self.source.holds_demonstrations()
@@ -43,28 +43,28 @@ class Curriculum(DataSource):
     def counts_tokens(self) -> bool:
         return self.source.counts_tokens()
 
-    def without_targets(self, place: str, profile: str = "") -> Iterator[tuple[str, str]]:
-        yield from self.source.without_targets(f"{place}.source", profile)
+    def without_targets(self, key: str, profile: str = "") -> Iterator[tuple[str, str]]:
+        yield from self.source.without_targets(f"{key}.source", profile)
 
     def stream(self, encode: PromptEncoder, *, seed: int) -> CurriculumStream:
-        """Open the source. Raises `DataError` if pass rates could never be used."""
+        """Open the source. Raises `DataError` if it does not support pass rates."""
         if self.holds_demonstrations():
-            raise DataError("data.source.kind: demonstrations are not sampled, so there is no pass rate; leave it out")
-        with located(self.source, "source"):
+            raise DataError(
+                "data.source.kind: demonstrations are not sampled and have no pass rate; use another source"
+            )
+        with relocate_errors(self.source, "source"):
             stream = self.source.stream(encode, seed=seed_for(seed, "source"))
         if self.by == "none" and stream.facts().num_prompts is None:
-            raise DataError(
-                "data.by: the source makes prompts that never come again; name a column whose values share a pass rate"
-            )
+            raise DataError("data.by: the source never repeats a prompt; set a column whose values share a pass rate")
         return CurriculumStream(self, stream, seed=seed)
 
     def prompts(self, encode: PromptEncoder) -> Iterator[Prompt]:
-        """Evaluation sets have no order to choose."""
-        raise DataError("data.kind: an evaluation set is read once, in order; use the source of the curriculum itself")
+        """Raise `DataError`: evaluation sets have no curriculum."""
+        raise DataError("data.kind: an evaluation set cannot be a curriculum; use its source")
 
 
 class CurriculumStream(PromptStream):
-    """What is drawn depends on the source, the seed, and on what `learn` was told before."""
+    """Stream of a curriculum. Draws depend on the source, the seed, and the rewards passed to `learn`."""
 
     def __init__(self, curriculum: Curriculum, stream: PromptStream, *, seed: int) -> None:
         self._settings, self._stream, self._seed = curriculum, stream, seed
@@ -73,9 +73,9 @@ class CurriculumStream(PromptStream):
         self._skipped = 0
 
     def draw(self) -> Prompt | None:
-        """The next prompt of the source that is not passed over."""
+        """Return the next prompt of the source that is not skipped."""
         while True:
-            with located(self._settings.source, "source"):
+            with relocate_errors(self._settings.source, "source"):
                 prompt = self._stream.draw()
             if prompt is None:
                 return None
@@ -100,19 +100,19 @@ class CurriculumStream(PromptStream):
         return str(prompt.metadata[self._settings.by])
 
     def prompt(self, id: str) -> Prompt:
-        """The prompt of an id."""
-        with located(self._settings.source, "source"):
+        """Return the prompt with this id."""
+        with relocate_errors(self._settings.source, "source"):
             return self._stream.prompt(id)
 
     def learn(self, prompt: Prompt, rewards: Sequence[float]) -> None:
-        """Observe the share of samples that pass."""
+        """Update the pass rate with the fraction of samples that passed."""
         key, keep = self._key(prompt), self._settings.keep
         seen = float(np.mean(np.asarray(rewards) >= self._settings.pass_threshold))
         self._rates[key] = keep * self._rates[key] + (1.0 - keep) * seen if key in self._rates else seen
         self._stream.learn(prompt, rewards)
 
     def state(self) -> Mapping[str, Any]:
-        """The observed pass rates, and where the source stands."""
+        """Return the observed pass rates and the state of the source."""
         return {
             "offered": self._offered,
             "skipped": self._skipped,
@@ -121,14 +121,14 @@ class CurriculumStream(PromptStream):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position. Raises `CheckpointError` if the data are others than they were."""
-        with located(self._settings.source, "source"):
+        """Continue from a saved position. Raises `CheckpointError` if the data has changed."""
+        with relocate_errors(self._settings.source, "source"):
             self._stream.restore(state["source"])
         self._offered, self._skipped = int(state["offered"]), int(state["skipped"])
         self._rates = {key: float(rate) for key, rate in state["rates"].items()}
 
     def metrics(self) -> Mapping[str, float]:
-        """How many pass rates are known, their mean, and the share of prompts passed over."""
+        """Return the number of known pass rates, their mean, and the fraction of skipped prompts."""
         metrics = {**self._stream.metrics(), "data/known": float(len(self._rates))}
         if self._rates:
             metrics["data/pass_rate"] = float(np.mean(list(self._rates.values())))
@@ -137,7 +137,7 @@ class CurriculumStream(PromptStream):
         return metrics
 
     def facts(self) -> DataFacts:
-        """Those of the source."""
+        """Return the facts of the source."""
         return self._stream.facts()
 
     def close(self) -> None:

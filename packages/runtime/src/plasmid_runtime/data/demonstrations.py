@@ -1,4 +1,4 @@
-"""Demonstrations from JSONL and Parquet files."""
+"""Demonstrations from JSONL, JSON, CSV and Parquet files."""
 
 from __future__ import annotations
 
@@ -13,50 +13,57 @@ from plasmid.types import Ints, Prompt
 
 from .rows.demonstration_rows import DemonstrationRows
 from .rows.prompt_rows import PromptRows, RowReader
-from .settings import Chats, Epochs, Paths
+from .rows.row_formats import DEMONSTRATIONS
+from .settings import Chats, Epochs, Paths, RowSource
 
 
-class Demonstrations(Epochs, Chats, Paths):
-    """Chats, or prompts with their completions, that the policy learns to write."""
+class Demonstrations(Epochs, Chats, RowSource, Paths):
+    """Demonstrations for supervised fine-tuning: chats, or prompts with completions."""
 
     limited_by: ClassVar[str] = "max_tokens"
     kind: Literal["demonstrations"] = "demonstrations"
     prompt_key: Annotated[str, INERT] = "messages"
-    """Column of the chat, a list of messages; or with completion_key, of the prompt: a string or a list of messages."""
+    """Column of the chat (a list of messages), or with completion_key of the prompt (a string or list of messages)."""
     completion_key: Annotated[str, INERT] = "none"
-    """Column of what the policy is to write after the prompt; ``none`` if it stands in the chat."""
+    """Column of the completion, a string or a list of messages; ``none`` if the chat in prompt_key includes it."""
     prompt_as: Literal["text", "chat"] = "chat"
-    """What a prompt that is a string becomes: ``text`` as it is (the completion then has to spell out the end of text
-    if the policy is to learn it), or the user's message of a ``chat``."""
+    """Interpretation of a string prompt: ``chat`` wraps it in a user message; ``text`` uses it unchanged, and the
+    completion must then include the end-of-text token for the policy to learn it."""
     train_on: Literal["all", "last"] = "all"
-    """Which of the assistant's messages are learned; templates that drop reasoning from earlier turns need last."""
+    """Assistant messages to train on. Chat templates that drop reasoning from earlier turns need ``last``."""
     max_tokens: Literal["none"] | int = "none"
-    """Longest demonstration in tokens. Setting it tokenises all rows when the run starts."""
+    """Maximum length of a demonstration, in tokens. If set, all rows are tokenized when the run starts."""
+    too_long: Literal["error", "drop", "truncate"] = "error"  # type: ignore[assignment]
+    """Treatment of longer demonstrations: ``error``, ``drop`` and count them, or ``truncate`` at the end.
+    Demonstrations whose prompt alone is too long are dropped instead of truncated."""
 
     def holds_demonstrations(self) -> bool:
         return True
 
     def prompts(self, encode: PromptEncoder) -> Iterator[Prompt]:
-        """Demonstrations cannot be evaluated on: they hold the answers."""
-        raise DataError('data.kind: "demonstrations" are no evaluation set; use "files"')
+        """Raise `DataError`: demonstrations include the answers and cannot be an evaluation set."""
+        raise DataError('data.kind: "demonstrations" cannot be an evaluation set; use "files"')
 
     def rows(self, encode: PromptEncoder) -> DemonstrationRows:
+        files = self.map_files(self.files())
+        found = self.detect_format(files, DEMONSTRATIONS, "prompt_key", "completion_key")
+        prompt, completion = (found.prompt, found.target) if found else (self.prompt_key, self.completion_key)
         reader = RowReader(
-            prompt_key=self.prompt_key,
-            target_key=None if self.completion_key == "none" else self.completion_key,
+            prompt_key=prompt,
+            target_key=None if completion == "none" else completion,
             chat=self.prompt_as == "chat",
             system=self.system,
         )
-        plain = PromptRows(self.files(), reader, _as_it_is, self.template)
+        plain = PromptRows(files, reader, _as_it_is, self.template)
         rows = DemonstrationRows(plain, encode, self.template, train_on=self.train_on)
         rows.check()
         if self.limit is not None:
-            rows.limit(self.limit, drop=self.too_long == "drop")
+            rows.limit(self.limit, too_long=self.too_long)
         return rows
 
 
 def _as_it_is(
     prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
 ) -> tuple[Ints, str]:
-    """Leaves the text to `DemonstrationRows`, which tokenises it together with the answer."""
+    """Skip tokenization, which `DemonstrationRows` does together with the answer."""
     return np.zeros(1, np.int32), prompt if isinstance(prompt, str) else ""

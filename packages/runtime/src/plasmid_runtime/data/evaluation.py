@@ -1,4 +1,4 @@
-"""Numbers of an evaluation set."""
+"""Statistics of an evaluation set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of ``k`` samples passes.
+    """Estimate the probability that at least one of ``k`` samples passes, without bias.
 
     ``1 - C(n - c, k) / C(n, k)`` of Chen et al. 2021 (https://arxiv.org/abs/2107.03374), as the product of
     ``1 - k / i`` for i = n - c + 1 .. n, whose terms are all in [0, 1]. Raises `ValueError` unless 1 <= k <= n.

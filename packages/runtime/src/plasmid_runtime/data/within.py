@@ -1,4 +1,4 @@
-"""Sources that are settings of other sources: their seeds, and their errors."""
+"""Nested data sources: their seeds and error messages."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from plasmid.errors import CheckpointError, DataError
 
 
 def seed_for(seed: int, name: str) -> int:
-    """The seed of a part of the data, out of the seed of the whole."""
+    """Derive the seed of a nested source from the seed of the outer one."""
     return int(np.random.SeedSequence([seed, zlib.crc32(name.encode())]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @contextmanager
-def located(source: DataSource, key: str) -> Iterator[None]:
-    """Let errors of the source that is a setting of another one name its settings where the user wrote them."""
+def relocate_errors(source: DataSource, key: str) -> Iterator[None]:
+    """Rewrite the keys in errors of a nested source to where the user set them."""
     try:
         yield
     except DataError as error:
-        raise DataError(relocated(str(error), source, f"data.{key}")) from None
+        raise DataError(relocate_message(str(error), source, f"data.{key}")) from None
     except CheckpointError as error:
-        raise CheckpointError(relocated(str(error), source, f"data.{key}")) from None
+        raise CheckpointError(relocate_message(str(error), source, f"data.{key}")) from None
 
 
-def relocated(message: str, source: DataSource, place: str) -> str:
-    """A message that speaks of ``data.path``, about a source that stands in another table than ``[data]``."""
+def relocate_message(message: str, source: DataSource, place: str) -> str:
+    """Replace ``data.`` in a message by the recipe key of the source."""
     names = "|".join(type(source).model_fields)
     return re.sub(rf"(?<![\w./])data\.(?=({names})\b)", f"{place}.", message)

@@ -13,12 +13,12 @@ from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError, DataError
 from plasmid.types import Prompt
 
-from ..data.within import relocated
+from ..data.within import relocate_message
 
 MOST_VALUES = 64
-"""Values that a column may have which results are split by: each of them is a handful of metrics."""
+"""Maximum number of values of the column ``by``, since each adds several metrics."""
 NO_VALUE = "none"
-"""What prompts without the column are called."""
+"""Value of prompts without the column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class EvaluationSet:
     """For each prompt, the value of the column that results are split by; empty if they are not."""
 
     def is_due(self, batch: int, *, last: bool) -> bool:
-        """True if the set is to be evaluated after this many batches."""
+        """Return True if an evaluation of the set is due after this many batches."""
         if batch == 0:
             return self.settings.at_start
         if last and self.settings.at_end:
@@ -52,26 +52,26 @@ def _open(where: str, settings: EvalConfig, encode: PromptEncoder) -> Evaluation
     try:
         prompts = tuple(islice(settings.data.prompts(encode), limit))
     except DataError as error:
-        # a data source knows itself as [data]; this one stands in a table of [[eval]]
-        raise DataError(relocated(str(error), settings.data, f"{where}.data")) from None
+        # the source's errors name [data], but this one is in a table of [[eval]]
+        raise DataError(relocate_message(str(error), settings.data, f"{where}.data")) from None
     if not prompts:
         raise DataError(f"{where}.data: has no prompt to evaluate")
     return EvaluationSet(settings=settings, prompts=prompts, values=values_of(settings, prompts, where))
 
 
 def values_of(settings: EvalConfig, prompts: Sequence[Prompt], where: str) -> tuple[str, ...]:
-    """The value of the column ``by`` for each prompt; nothing if results are not split. Raises `ConfigError`."""
+    """Return each prompt's value of the column ``by``; empty if results are not split. Raises `ConfigError`."""
     if not settings.by:
         return ()
     found = [_value(prompt, settings.by) for prompt in prompts]
     different = len(set(found))
     if set(found) == {NO_VALUE}:
-        has = ", ".join(sorted({name for prompt in prompts for name in prompt.metadata})) or "none besides these"
+        has = ", ".join(sorted({name for prompt in prompts for name in prompt.metadata})) or "none"
         raise ConfigError(f"{where}.by: no row has a column {settings.by!r}; columns are {has}")
     if different > MOST_VALUES:
         raise ConfigError(
-            f"{where}.by: column {settings.by!r} has {different} values, at most {MOST_VALUES} can be told apart in "
-            "metrics; choose a coarser column"
+            f"{where}.by: must have at most {MOST_VALUES} values, but column {settings.by!r} has {different}; choose a "
+            "coarser column"
         )
     return tuple(found)
 

@@ -1,16 +1,17 @@
-"""Puts the loop together: producer, saving, and what a resumed run takes up again."""
+"""Assemble the training loop: producer, checkpoint saver, and restored state."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import pluggy
-from plasmid.components import PromptStream
 from plasmid.config.run import RunConfig
 from plasmid.types.batch import GroupRef
 from plasmid.utils.seeds import seed_of
+from plasmid_models.routing import read_routing
 
 from ..checkpoint.folder import Progress
 from ..checkpoint.resume import ResumePoint, resume_run
@@ -34,15 +35,18 @@ from ..rollout.producers.stream import StreamProducer
 from ..rollout.producers.waves import WaveProducer
 from ..rollout.worker import Job
 from ..rollout.worker_pool import WorkerPool
+from .export import export_policy
 from .shutdown import LoggingExitStack
 from .startup import RunHandles
+
+log = logging.getLogger(__name__)
 
 
 async def build_loop(
     config: RunConfig,
     handles: RunHandles,
     folder: RunFolder,
-    stream: PromptStream,
+    draws: Draws,
     queues: ObserverQueues,
     evaluator: Evaluator | None,
     *,
@@ -51,12 +55,12 @@ async def build_loop(
     stack: LoggingExitStack,
     plugins: pluggy.PluginManager,
 ) -> Loop:
-    """The loop, ready to run."""
-    producer = _open_producer(config, handles, stream, queues, replay)
+    """Build a loop that is ready to run."""
+    producer = _open_producer(config, handles, draws, queues, replay)
     stack.add_close("rollouts", producer.close)
     monitor = SystemMonitor()
     stack.add_close("the system monitor", monitor.close)
-    recorder = MetricsRecorder(path=folder.metrics, queues=queues, monitor=monitor, data=stream)
+    recorder = MetricsRecorder(path=folder.metrics, queues=queues, monitor=monitor, data_metrics=draws.metrics)
     stack.add_close("the journal", recorder.journal.close)
     progress = Progress()
     if state is not None:
@@ -81,7 +85,7 @@ async def build_loop(
         queues=queues,
         pending_evaluations=evaluator.pending if evaluator is not None else tuple,
     )
-    stack.add_close("the checkpoint under way", saver.close)
+    stack.add_close("the checkpoint in progress", saver.close)
 
     return Loop(
         config=config,
@@ -94,16 +98,17 @@ async def build_loop(
         recorder=recorder,
         write_samples=partial(_write_samples, handles.workers, folder),
         apply_hooks=BatchHooks(plugins).apply,
+        export=partial(_export, config, handles, folder),
         progress=progress,
     )
 
 
 def _open_producer(
-    config: RunConfig, handles: RunHandles, stream: PromptStream, queues: ObserverQueues, replay: Path | None
+    config: RunConfig, handles: RunHandles, draws: Draws, queues: ObserverQueues, replay: Path | None
 ) -> Producer:
     if replay is not None:
-        return ReplayProducer(replay, handles.cluster.store)
-    producer = make_producer(config, handles, Draws(stream), queues)
+        return ReplayProducer(replay, handles.cluster.store, draws.calls)
+    producer = make_producer(config, handles, draws, queues)
     if config.reuse is not None and handles.trainer is not None:
         return ReuseProducer(producer, config.reuse, seed=config.run.seed)
     return producer
@@ -124,6 +129,13 @@ def _policy_sync(
     )
 
 
+async def _export(config: RunConfig, handles: RunHandles, folder: RunFolder, batch: int) -> None:
+    if handles.trainer is not None:
+        target = folder.export_of(batch)
+        await export_policy(config, handles.trainer, target, batch)
+        log.info("batch %d: exported %s", batch, target)
+
+
 async def _write_samples(
     workers: WorkerPool | None, folder: RunFolder, groups: tuple[GroupRef, ...], step: int, name: str
 ) -> None:
@@ -132,14 +144,15 @@ async def _write_samples(
 
 
 def make_producer(config: RunConfig, handles: RunHandles, draws: Draws, queues: ObserverQueues) -> Producer:
-    """Demonstrations as they are, waves if training is on-policy, else a stream as large as the staleness admits."""
+    """Create the producer: demonstrations, on-policy waves, or a stream with as many slots as the staleness allows."""
     workers, engine, run = handles.workers, handles.engine, config.run
     needs = config.algorithm.needs()
     if needs.demonstrations:
         return DemonstrationProducer(draws, handles.cluster.store)
     assert workers is not None and engine is not None
+    routing = read_routing(config.model.path) if config.trainer.replays_routing() else None
 
-    def job(draw: Draw) -> Job:
+    def make_job(draw: Draw) -> Job:
         return Job(
             group_id=draw.id,
             name=str(draw.id),
@@ -149,23 +162,34 @@ def make_producer(config: RunConfig, handles: RunHandles, draws: Draws, queues: 
             seed=seed_of(run.seed, draw.id),
             greedy=needs.greedy_baseline,
             wants_kept_sets=config.rollout is not None and config.rollout.gives_kept_sets(),
+            routing=routing,
         )
 
     async def roll_out(draw: Draw) -> GroupRef:
-        group = await workers.roll_out(job(draw))
+        group = await workers.roll_out(make_job(draw))
         queues.emit("group_scored", group=group)
         return group
 
     async def expect(wave: Sequence[Draw]) -> None:
-        sessions = [session for draw in wave for session in job(draw).sessions()]
+        sessions = [session for draw in wave for session in make_job(draw).sessions()]
         await engine.expect(sessions)
+
+    async def snapshot_rollouts() -> set[int]:
+        return {int(name) for name in await workers.snapshot()}
 
     limit = DropLimit(limit=run.max_dropped, failed_limit=run.prompts_per_batch)
     if run.max_staleness == 0:
         return WaveProducer(draws, roll_out, expect, limit=limit)
     slots = round((run.max_staleness + 1) * run.sync_every * run.prompts_per_batch * run.over_sampling)
     return StreamProducer(
-        draws, roll_out, slots=slots, max_staleness=run.max_staleness, limit=limit, policy=config.buffer
+        draws,
+        roll_out,
+        slots=slots,
+        max_staleness=run.max_staleness,
+        sync_every=run.sync_every,
+        limit=limit,
+        policy=config.buffer,
+        snapshot_rollouts=snapshot_rollouts,
     )
 
 
@@ -180,7 +204,7 @@ def open_evaluator(
     state: ResumePoint | None = None,
     training: bool = True,
 ) -> Evaluator | None:
-    """What evaluates the sets and writes their journal; None where nothing can be sampled."""
+    """Create the evaluator and its journal; None for runs that cannot sample."""
     if handles.workers is None or handles.engine is None:
         return None
     journal = EvaluationJournal(folder, queues)
@@ -195,7 +219,7 @@ def open_evaluator(
         own=own,
         samples_dir=folder.samples,
         journal=journal,
-        known=_known(folder, state) if state is not None else {},
+        known=_read_known_results(folder, state) if state is not None else {},
         pending=[(str(name), int(batch)) for name, batch in state.state.evaluations] if state is not None else (),
         training=training and handles.trainer is not None,
     )
@@ -203,7 +227,7 @@ def open_evaluator(
     return evaluator
 
 
-def _known(folder: RunFolder, restored: ResumePoint) -> dict[Due, Mapping[str, float]]:
-    """Evaluations that were made up to the checkpoint: a run stopped before its first batch has made those of 0."""
+def _read_known_results(folder: RunFolder, state: ResumePoint) -> dict[Due, Mapping[str, float]]:
+    """Return the evaluation results up to the checkpoint's batch; batch 0 is the evaluation before training."""
     entries = read_journal(folder.evaluations)
-    return {(entry.name, entry.step): entry.metrics for entry in entries if entry.step <= restored.state.batch}
+    return {(entry.name, entry.step): entry.metrics for entry in entries if entry.step <= state.state.batch}

@@ -1,94 +1,92 @@
-"""Deadlines for every call to trainer and engine, so that one that hangs ends the run with its name."""
+"""Deadlines for calls to trainer and engine, so that a hanging call ends the run with an error that names it.
+
+Weight syncs have a single deadline for both sides, which `loop.device_scheduler` enforces. `close` has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from functools import partial
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from plasmid.config.loop import LoopConfig
 from plasmid.protocols import EngineClient, Finish, PauseMode, RolloutEngine, ScoresRef, SyncPlan, Trainer, TrainReport
 from plasmid.types import Role, SyncReceipt
 from plasmid.types.batch import BatchRef
-from plasmid.utils.waiting import GRACE, deadline
+from plasmid.utils.waiting import GRACE
+
+from ..loop.call_limits import CallLimits
+
+T = TypeVar("T")
 
 
-class DeadlineTrainer:
-    """Implements `protocols.Trainer` over another one; each call may take `run.train_timeout_s`.
+class _Deadlines:
+    """Limits the duration of calls to the trainer or the engine."""
 
-    A weight sync has a deadline as a whole, which `loop.weight_sync` keeps.
-    """
+    def __init__(self, name: str, setting: str, limit_s: float, limits: CallLimits) -> None:
+        self._name, self._setting, self._limit_s, self._limits = name, setting, limit_s * GRACE, limits
 
-    def __init__(self, trainer: Trainer, timeout_s: float) -> None:
-        self.inner, self._limit_s = trainer, timeout_s * GRACE
+    async def _limit(self, method: str, call: Awaitable[T]) -> T:
+        name = f"{self._name}.{method}"
+        async with self._limits.deadline(name, self._limit_s, f"{name} ({self._setting})"):
+            return await call
 
-    def _deadline(self, call: str) -> AbstractAsyncContextManager[None]:
-        return deadline(self._limit_s, f"trainer.{call} (run.train_timeout_s)")
+
+class DeadlineTrainer(_Deadlines):
+    """Wraps a `protocols.Trainer`, and limits each call to `run.train_timeout_s`."""
+
+    def __init__(self, trainer: Trainer, run: LoopConfig, limits: CallLimits) -> None:
+        super().__init__("trainer", "run.train_timeout_s", run.train_timeout_s, limits)
+        self.inner = trainer
 
     @property
     def step(self) -> int:
         return self.inner.step
 
     async def score(self, batch: BatchRef, roles: Sequence[Role]) -> ScoresRef:
-        async with self._deadline("score"):
-            return await self.inner.score(batch, roles)
+        return await self._limit("score", self.inner.score(batch, roles))
 
     async def train(self, batch: BatchRef, scores: ScoresRef) -> TrainReport:
-        async with self._deadline("train"):
-            return await self.inner.train(batch, scores)
+        return await self._limit("train", self.inner.train(batch, scores))
 
     async def logprobs(self, batch: BatchRef) -> tuple[Any, ...]:
-        async with self._deadline("logprobs"):
-            return await self.inner.logprobs(batch)
+        return await self._limit("logprobs", self.inner.logprobs(batch))
 
     async def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
         return await self.inner.send(plan, version)
 
     async def save(self, path: Path) -> Finish | None:
-        async with self._deadline("save"):
-            finish = await self.inner.save(path)
-        return None if finish is None else partial(self._finish_save, finish)
-
-    async def _finish_save(self, finish: Finish) -> None:
-        async with self._deadline("save"):
-            await finish()
+        finish = await self._limit("save", self.inner.save(path))
+        return None if finish is None else lambda: self._limit("save", finish())
 
     async def load(self, path: Path) -> None:
-        async with self._deadline("load"):
-            await self.inner.load(path)
+        await self._limit("load", self.inner.load(path))
 
     async def export(self, path: Path) -> None:
-        async with self._deadline("export"):
-            await self.inner.export(path)
+        await self._limit("export", self.inner.export(path))
 
     async def offload(self) -> None:
-        async with self._deadline("offload"):
-            await self.inner.offload()
+        await self._limit("offload", self.inner.offload())
 
     async def onload(self) -> None:
-        async with self._deadline("onload"):
-            await self.inner.onload()
+        await self._limit("onload", self.inner.onload())
 
     async def metrics(self) -> Mapping[str, float]:
-        async with self._deadline("metrics"):
-            return await self.inner.metrics()
+        return await self._limit("metrics", self.inner.metrics())
 
     async def close(self) -> None:
         await self.inner.close()
 
 
-class DeadlineEngine:
-    """Implements `protocols.RolloutEngine` over another one; each call may take `run.sync_timeout_s`.
+class DeadlineEngine(_Deadlines):
+    """Wraps a `protocols.RolloutEngine`, and limits each call to `run.sync_timeout_s`.
 
-    Requests of rollouts have deadlines of their own, and so has a weight sync.
+    `WorkerPool` limits the requests of rollouts.
     """
 
-    def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
-        self.inner, self._limit_s = engine, timeout_s * GRACE
-
-    def _deadline(self, call: str) -> AbstractAsyncContextManager[None]:
-        return deadline(self._limit_s, f"engine.{call} (run.sync_timeout_s)")
+    def __init__(self, engine: RolloutEngine, run: LoopConfig, limits: CallLimits) -> None:
+        super().__init__("engine", "run.sync_timeout_s", run.sync_timeout_s, limits)
+        self.inner = engine
 
     @property
     def client(self) -> EngineClient:
@@ -102,16 +100,13 @@ class DeadlineEngine:
         return self.inner.needs_weights()
 
     async def expect(self, session_ids: Sequence[str]) -> None:
-        async with self._deadline("expect"):
-            await self.inner.expect(session_ids)
+        await self._limit("expect", self.inner.expect(session_ids))
 
     async def pause(self, mode: PauseMode) -> None:
-        async with self._deadline("pause"):
-            await self.inner.pause(mode)
+        await self._limit("pause", self.inner.pause(mode))
 
     async def resume(self) -> None:
-        async with self._deadline("resume"):
-            await self.inner.resume()
+        await self._limit("resume", self.inner.resume())
 
     async def plan_sync(self) -> SyncPlan:
         return await self.inner.plan_sync()
@@ -123,19 +118,16 @@ class DeadlineEngine:
         return await self.inner.checksum()
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        async with self._deadline("sleep"):
-            await self.inner.sleep(keep_weights=keep_weights)
+        await self._limit("sleep", self.inner.sleep(keep_weights=keep_weights))
 
     async def wake(self, *, kv_cache: bool = True) -> None:
-        async with self._deadline("wake"):
-            await self.inner.wake(kv_cache=kv_cache)
+        await self._limit("wake", self.inner.wake(kv_cache=kv_cache))
 
     async def health(self) -> None:
-        await self.inner.health()
+        await self._limit("health", self.inner.health())
 
     async def metrics(self) -> Mapping[str, float]:
-        async with self._deadline("metrics"):
-            return await self.inner.metrics()
+        return await self._limit("metrics", self.inner.metrics())
 
     async def close(self) -> None:
         await self.inner.close()

@@ -1,4 +1,4 @@
-"""Evaluates a model folder, a checkpoint, or whatever a server serves, on the sets of a recipe."""
+"""Evaluate a model folder, a checkpoint, or the model of a server on the evaluation sets of a recipe."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plasmid.config.run import RunConfig
+from plasmid_models.source import with_local_models
 from plasmid_models.tokenization.tokenizer import prompt_encoder
 
-from ..checkpoint.folder import read_state
+from ..checkpoint.folder import check_intact, read_state
 from ..checkpoint.run_folder import RunFolder, unused_folder
 from ..evaluation.sets import open_sets
 from ..loop.device_scheduler import DeviceScheduler
 from ..observe.dispatch import ObserverQueues
+from ..observe.driver_log import DriverLog
 from ..observe.observers import check_observers
 from .assembly import open_evaluator
-from .shutdown import Interrupts, LoggingExitStack
+from .hang_report import reporting_hangs
+from .shutdown import Interrupts, LoggingExitStack, ending_with
 from .startup import MakeCluster, RunHandles, interruptible, on_ray, start_run
 from .validation import check
 
@@ -27,45 +30,52 @@ def evaluate(
     observers: Sequence[object] = (),
     make_cluster: MakeCluster | None = None,
 ) -> Mapping[str, Mapping[str, float]]:
-    """Metrics of ``model.path`` on every ``[[eval]]`` set of the recipe, and of their mean if there are several.
+    """Evaluate ``model.path`` on every ``[[eval]]`` set of the recipe. Returns metrics by set, and their mean.
 
-    With a ``checkpoint`` of a run its policy is evaluated instead: the recipe's trainer loads it and sends it to the
-    engine. Samples and metrics are kept in a run folder of their own. Raises `PlasmidError`.
+    With a ``checkpoint``, evaluates its policy instead: the recipe's trainer loads it and sends it to the engine.
+    Samples and metrics are stored in a separate run folder. Raises `PlasmidError`.
     """
     check_observers(observers)
+    config, _ = with_local_models(config)
     unused = ("trackers", "data", "filters", "buffer", *(() if checkpoint is not None else ("trainer",)))
     check(config, training=checkpoint is not None, unused=unused)
     sets = open_sets(config, prompt_encoder(config.model))
-    state = read_state(checkpoint) if checkpoint is not None else None
+    state = None
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        check_intact(checkpoint)
     folder = _folder(config)
 
     async def main() -> Mapping[str, Mapping[str, float]]:
-        with Interrupts():
+        with Interrupts(), DriverLog(config, observers) as log:
             folder.create(config)
-            async with LoggingExitStack() as stack:
-                queues = ObserverQueues.of_objects(observers)
+            async with LoggingExitStack() as stack, reporting_hangs(folder, config.run) as hangs:
+                queues = ObserverQueues.of_objects(log.observers)
                 stack.add_close("observers", queues.close)
+                queues.emit("run_started", run_dir=folder.path, batches=0)
                 handles = await start_run(
                     config,
                     folder,
-                    make_cluster or on_ray(config),
+                    hangs.opening(make_cluster or on_ray(config)),
                     with_trainer=checkpoint is not None,
                     with_engine=True,
                     is_new=True,
                     evaluating=True,
+                    emit=queues.emit,
                 )
                 stack.add_close("the run", handles.close)
-                if checkpoint is not None and state is not None:
-                    await _load(config, handles, checkpoint, state.version)
-                evaluator = open_evaluator(config, handles, folder, sets, queues, stack, training=False)
-                assert evaluator is not None
-                return await evaluator.run_all()
+                async with ending_with(handles.cluster):
+                    if checkpoint is not None and state is not None:
+                        await _load(config, handles, checkpoint, state.version)
+                    evaluator = open_evaluator(config, handles, folder, sets, queues, stack, training=False)
+                    assert evaluator is not None
+                    return await evaluator.run_all()
 
     return interruptible(main())
 
 
 def _folder(config: RunConfig) -> RunFolder:
-    """A folder for what is written: never that of the run which is evaluated."""
+    """Choose an unused folder for the results, separate from that of the evaluated run."""
     if config.run.dir == "auto":
         return unused_folder(Path("runs") / f"{config.recipe}-eval")
     chosen = Path(config.run.dir)
@@ -73,7 +83,7 @@ def _folder(config: RunConfig) -> RunFolder:
 
 
 async def _load(config: RunConfig, handles: RunHandles, checkpoint: Path, version: int) -> None:
-    """Bring the policy of the checkpoint into the engine, by way of its trainer."""
+    """Load the checkpoint's policy into the trainer, and send it to the engine."""
     assert handles.trainer is not None and handles.engine is not None
     await handles.trainer.load(checkpoint / "trainer")
     await DeviceScheduler(config=config, trainer=handles.trainer, engine=handles.engine).start(version)

@@ -1,7 +1,8 @@
-"""Hugging Face folders out of the policies of runs: the last one, or that of any checkpoint."""
+"""Export the final policy of a run, or the policy of a checkpoint, as a Hugging Face folder."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import tempfile
@@ -11,29 +12,38 @@ from pathlib import Path
 
 from plasmid.config.run import RunConfig
 from plasmid.config.stored_recipe import resolve_stored
-from plasmid.errors import CheckpointError
+from plasmid.errors import CheckpointError, one_line
 from plasmid.protocols import Trainer
 from plasmid.utils.json_text import read_json
+from plasmid.utils.safe_files import sync_tree, write_text
+from plasmid_models.manifest import STATE
+from plasmid_models.source import with_local_models
 
-from ..checkpoint.folder import STATE, CheckpointFolder, read_state
+from ..checkpoint.folder import check_intact, newest_intact, read_state
 from ..checkpoint.run_folder import RunFolder
-from .shutdown import Interrupts, LoggingExitStack
+from ..observe.driver_log import Transcript
+from .hang_report import reporting_hangs
+from .shutdown import Interrupts, LoggingExitStack, ending_with
 from .startup import MakeCluster, interruptible, on_ray, start_run
 from .validation import check
 
 log = logging.getLogger(__name__)
 ORIGIN = "plasmid.json"
-"""Written into an exported folder, last of all: which run and batch its weights come from."""
+"""File with the recipe and batch of exported weights. Written last, so it marks a complete export."""
 
 
 async def export_policy(config: RunConfig, trainer: Trainer, target: Path, batch: int) -> None:
-    """Write the policy of a trainer that has trained this many batches. Raises `CheckpointError`, `DeadlineError`."""
+    """Export the trainer's policy, trained on ``batch`` batches. Raises `CheckpointError` and `DeadlineError`."""
     await trainer.export(target)
-    (target / ORIGIN).write_text(json.dumps({"recipe": config.recipe, "batch": batch}))
+    try:
+        await asyncio.to_thread(sync_tree, target)
+        write_text(target / ORIGIN, json.dumps({"recipe": config.recipe, "batch": batch}), durable=True)
+    except OSError as error:
+        raise CheckpointError(f"{target}: the model cannot be written: {one_line(error)}") from error
 
 
 def is_exported(target: Path, batch: int) -> bool:
-    """True if the folder holds the policy after this batch, complete."""
+    """Return True if the folder contains the complete policy after this batch."""
     try:
         return bool(read_json(target / ORIGIN)["batch"] == batch)
     except (OSError, ValueError, KeyError, TypeError):
@@ -49,52 +59,67 @@ def export_checkpoint(
     trust_recipe: bool = False,
     warn: Callable[[str], None] = log.warning,
     make_cluster: MakeCluster | None = None,
+    transcript: Transcript | None = None,
 ) -> int:
-    """Write the policy of a checkpoint, or of the newest one of a run's folder, and return its batch.
+    """Export the policy of a checkpoint, or of the newest one in a run folder, and return its batch.
 
-    Starts the trainer that has written it, as the checkpoint's own recipe says, or ``config``. Of that recipe only
-    inert settings are taken (`plasmid.config.stored_recipe`) unless ``trust_recipe``; ``warn`` is told of others.
-    Raises `PlasmidError`.
+    Starts the trainer configured by ``config`` or by the checkpoint's recipe. Unless ``trust_recipe``,
+    only its inert settings are used, which cannot execute code; ``warn`` receives a notice about the others. The
+    ``transcript`` is appended to the log of the run. Raises `PlasmidError`.
     """
     checkpoint = _checkpoint(source)
     state = read_state(checkpoint)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())) and config is None:
-        raise CheckpointError(f"{target}: exists already; remove it or choose another folder")
     if config is None:
+        _check_targets(target)
         config, notice = resolve_stored(state.config, checkpoint, overrides=overrides, trust=trust_recipe)
         if notice:
             warn(notice)
+    config, _ = with_local_models(config)
     check(config, unused=[name for name in RunConfig.model_fields if name not in ("model", "trainer", "algorithm")])
     with ExitStack() as stack:
         run_dir = checkpoint.parent.parent
-        if not (run_dir / "config.json").exists():  # it was copied out of its run
+        if not (run_dir / "config.json").exists():  # the checkpoint was copied out of its run
             run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = RunFolder(run_dir)
         folder.check_links()
         folder.logs.mkdir(exist_ok=True)
+        if transcript is not None:
+            transcript.run_started(run_dir)
         interruptible(_export(config, checkpoint, target, state.batch, folder, make_cluster or on_ray(config)))
     return state.batch
+
+
+def _check_targets(target: Path) -> None:
+    """Raise `CheckpointError` if a target of policy, adapter or critic exists and is not an empty folder."""
+    for path in (target, *(target.parent / f"{target.name}-{part}" for part in ("adapter", "critic"))):
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise CheckpointError(f"{path}: already exists; remove it or choose another folder")
 
 
 async def _export(
     config: RunConfig, checkpoint: Path, target: Path, batch: int, folder: RunFolder, make_cluster: MakeCluster
 ) -> None:
     with Interrupts():
-        async with LoggingExitStack() as stack:
-            handles = await start_run(config, folder, make_cluster, with_trainer=True, with_engine=False, is_new=False)
+        async with LoggingExitStack() as stack, reporting_hangs(folder, config.run) as hangs:
+            handles = await start_run(
+                config, folder, hangs.opening(make_cluster), with_trainer=True, with_engine=False, is_new=False
+            )
             stack.add_close("the trainer", handles.close)
             assert handles.trainer is not None
-            await handles.trainer.load(checkpoint / "trainer")
-            await export_policy(config, handles.trainer, target, batch)
+            async with ending_with(handles.cluster):
+                await handles.trainer.load(checkpoint / "trainer")
+                await export_policy(config, handles.trainer, target, batch)
 
 
 def _checkpoint(source: Path) -> Path:
-    """The checkpoint itself, or the newest of a run's folder."""
+    """Return ``source`` if it is a checkpoint, or the newest intact checkpoint if it is a run folder."""
     if (source / STATE).is_file():
+        read_state(source)
+        check_intact(source)
         return source
     if not (source / "checkpoints").is_dir():
-        raise CheckpointError(f"{source}: is neither a checkpoint (it has no {STATE}) nor the folder of a run")
-    found = CheckpointFolder.complete(source / "checkpoints")
-    if not found:
-        raise CheckpointError(f"{source}: has no complete checkpoint")
-    return found[-1]
+        raise CheckpointError(f"{source}: neither a checkpoint (it has no {STATE}) nor the folder of a run")
+    found = newest_intact(source / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"{source}: no complete checkpoint")
+    return found

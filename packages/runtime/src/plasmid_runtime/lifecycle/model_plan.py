@@ -1,4 +1,4 @@
-"""Whether a recipe's models can be laid out as it says, from each one's ``config.json`` alone."""
+"""Check from ``config.json`` whether a recipe's models can be split over its ranks as configured."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from plasmid_models.folder import read_config
 from plasmid_models.source import needed_models
 
 DESCRIPTIONS = "models"
-"""Folder beside recipes that has a folder with a ``config.json`` for each model, by the name of the model's own."""
+"""Folder next to recipes. Its subfolders, named like the model folders, contain the ``config.json`` of each model."""
 
 
 def plan_models(config: RunConfig, *, recipes: Sequence[Path] = ()) -> list[PlanRow]:
-    """How trainer and engine hold the recipe's models. Raises `ConfigError` where they cannot.
+    """Plan the layout of the recipe's models on trainer and engine. Raises `ConfigError` if it is impossible.
 
-    A model that is not there is taken from its description in the folder `DESCRIPTIONS` beside one of ``recipes``.
+    For models that do not exist locally, uses their description in the folder `DESCRIPTIONS` next to ``recipes``.
     """
     place, rows = config.placement, list[PlanRow]()
     for table, path in needed_models(config):
-        model, origin = _config_of(table, path, recipes)
+        model, origin = find_config(table, path, recipes)
         planned = list(config.trainer.plan(model, place.trainer_ranks))
         if table == "model":
             rows += [("model", str(model.get("model_type", "")), str(origin)), *planned]
@@ -32,11 +32,11 @@ def plan_models(config: RunConfig, *, recipes: Sequence[Path] = ()) -> list[Plan
     return rows
 
 
-def _config_of(table: str, path: Path, recipes: Sequence[Path]) -> tuple[Mapping[str, Any], Path]:
-    """The model's ``config.json``, and the folder it was found in."""
+def find_config(table: str, path: Path, recipes: Sequence[Path]) -> tuple[Mapping[str, Any], Path]:
+    """Read the model's ``config.json``; also returns its folder. Raises `ConfigError` or `ModelError`."""
     described = [recipe.parent / DESCRIPTIONS / path.name for recipe in recipes]
     for folder in (path, *described):
         if (folder / "config.json").is_file():
             return read_config(table, folder), folder
-    looked = f", and {described[0]} does not describe it" if described else ""
-    raise ConfigError(f"{table}.path: {path} has no config.json{looked}; put the model's config.json there")
+    searched = f", nor has {described[0]}" if described else ""
+    raise ConfigError(f"{table}.path: {path} has no config.json{searched}; put the model's config.json there")

@@ -1,4 +1,4 @@
-"""Checks everything before a run starts its first process, for `rl train` and its dry run."""
+"""Validate everything before a run starts its first process, for `rl train` and its dry run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from plasmid.config.profiles import check_named
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
 from plasmid.types.runs import Mode
+from plasmid.utils.json_text import read_json
+from plasmid_models.source import pin_revisions, with_local_models
 from plasmid_models.tokenization.tokenizer import prompt_encoder
 
+from ..checkpoint.folder import CheckpointFolder, check_intact
 from ..checkpoint.resume import ResumePoint, open_resume_point, read_resume_point
-from ..checkpoint.run_folder import RunFolder, check_lockable, lock_folder, new_folder, newest_folder
+from ..checkpoint.run_folder import RunFolder, check_lockable, lock_folder, new_folder, newest_folder, resumable_folder
+from ..data.data_thread import DataCalls, DataThread
 from ..evaluation.sets import EvaluationSet, open_sets
 from ..observe.observers import check_observers
+from ..planning.offload import with_offload
 from ..rollout.producers.replay import check_replay, stored_batches
 from .model_plan import plan_models
 from .validation import check, text_encoder
@@ -29,17 +34,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedRun:
-    """What a run begins with."""
+    """Validated inputs of a run."""
 
     config: RunConfig
-    """With the number of batches that the data are enough for."""
+    """The recipe, with `run.batches` reduced if the data ends earlier."""
     folder: RunFolder
     stream: PromptStream
+    data: DataCalls
+    """Thread that runs all calls to the data stream."""
+    facts: DataFacts
     sets: tuple[EvaluationSet, ...]
     state: ResumePoint | None
-    """None for a new run."""
+    """Checkpoint to resume from; None for a new run."""
     models: Sequence[PlanRow] = ()
-    """How trainer and engine hold the models."""
+    """Layout of the models on trainer and engine."""
 
 
 def prepare_run(
@@ -47,67 +55,131 @@ def prepare_run(
 ) -> PreparedRun:
     """Validate everything possible before starting processes, and lock the run folder.
 
-    A dry run writes nothing, and opens the tokenizer only where prompts are chats or are limited in tokens. Raises
+    A dry run writes nothing, and opens the tokenizer only if prompts are chats or have a limit on tokens. Raises
     `PlasmidError`.
     """
     check_observers(observers)
     training = not mode.rollouts_only
-    check(config, training=training, unused=mode.unused_tables())
-    models = plan_models(config) if training else ()
+    config, lacking = with_local_models(_pin_saved_revisions(config, mode), weights=not dry_run)
+    config, reason = with_offload(config)
+    check(config, training=training, unused=mode.unused_tables(), weights=not lacking)
+    models = plan_models(config) if training else []
+    if reason:
+        models.append(("moved out of GPU memory", _offloaded(config), reason))
+        if not dry_run:
+            log.info("moved out of GPU memory: %s (%s)", _offloaded(config), reason)
+    models += [
+        ("weights to download", name, f"rl train downloads them; to do it now: hf download {name}") for name in lacking
+    ]
     if mode.replay is not None:
         check_replay(config, mode.replay)
-    folder = newest_folder(config) if mode.resume else new_folder(config)
+    folder, resume = _find_folder(config, mode)
+    if training and not resume and config.checkpoint.start_from != "none":
+        check_intact(Path(config.checkpoint.start_from))
     encode = text_encoder(config) if dry_run else prompt_encoder(config.model)
-    stream = open_data(config, encode, stack)
-    sets = open_sets(config, encode) if mode.replay is None and config.rollout is not None else ()
-    config = with_planned_batches(config, stream.facts(), mode.replay)
+    data = stack.enter_context(DataThread())
+    stream, facts = open_data(config, encode, stack, data)
+    with_sets = mode.replay is None and config.rollout is not None
+    sets = data.submit(lambda: open_sets(config, encode)).result() if with_sets else ()
+    config = with_planned_batches(config, facts, mode.replay)
+    folder.check_links()
     if dry_run:
         check_lockable(folder.path)
+        if mode.resume == "auto" and not resume:
+            folder.check_unsaved()
     else:
         stack.enter_context(lock_folder(folder.path))
+        if mode.resume == "auto" and not resume:
+            # before the folder was locked, another process may have saved a checkpoint
+            resume = bool(CheckpointFolder.complete(folder.checkpoints))
+            if not resume:
+                folder.clear()
     state = None
-    if mode.resume:
+    if resume:
         state = (read_resume_point if dry_run else open_resume_point)(folder, config)
         if mode.replay is None and state.state.batch < config.run.batches:
-            _restore(stream, state)
-    return PreparedRun(config=config, folder=folder, stream=stream, sets=sets, state=state, models=models)
+            data.submit(lambda: _restore(stream, state)).result()
+    return PreparedRun(
+        config=config,
+        folder=folder,
+        stream=stream,
+        data=data,
+        facts=facts,
+        sets=sets,
+        state=state,
+        models=models,
+    )
 
 
-def open_data(config: RunConfig, encode: PromptEncoder, stack: ExitStack) -> PromptStream:
-    """The training prompts, closed with ``stack``. Raises `DataError`, also for profiles that there are not."""
-    stream = config.data.stream(encode, seed=config.run.seed)
-    stack.callback(stream.close)
-    check_named(stream.facts(), config.profiles)
-    return stream
+def _offloaded(config: RunConfig) -> str:
+    parts = {"trainer": config.placement.offload_trainer, "engine": config.placement.offload_engine}
+    return " and ".join(name for name, is_moved in parts.items() if is_moved) or "nothing"
+
+
+def _pin_saved_revisions(config: RunConfig, mode: Mode) -> RunConfig:
+    """Pin models of the Hub to the revisions with which the resumed run started."""
+    folder = resumable_folder(config) if mode.resume else None
+    if folder is None:
+        return config
+    try:
+        saved = read_json(folder.config)
+    except (OSError, ValueError):  # reading the checkpoint reports the problem later
+        return config
+    return pin_revisions(config, saved) if isinstance(saved, dict) else config
+
+
+def _find_folder(config: RunConfig, mode: Mode) -> tuple[RunFolder, bool]:
+    """Return the run folder, and whether the run resumes from a checkpoint in it."""
+    if mode.resume != "auto":
+        return (newest_folder(config), True) if mode.resume else (new_folder(config), False)
+    found = resumable_folder(config)
+    if found is not None:
+        return found, True
+    folder = new_folder(config) if config.run.dir == "auto" else RunFolder(Path(config.run.dir))
+    log.warning("%s: no checkpoint to resume from; starting a new run", folder.path)
+    return folder, False
+
+
+def open_data(
+    config: RunConfig, encode: PromptEncoder, stack: ExitStack, data: DataThread
+) -> tuple[PromptStream, DataFacts]:
+    """Open the training prompts; ``stack`` closes them. Raises `DataError`, also for unknown profiles."""
+    stream = data.submit(lambda: config.data.stream(encode, seed=config.run.seed)).result()
+    stack.callback(data.close, stream)
+    facts = data.submit(stream.facts).result()
+    check_named(facts, config.profiles)
+    return stream, facts
 
 
 def _restore(stream: PromptStream, restored: ResumePoint) -> None:
-    """Raises `CheckpointError` if the data are not those of the checkpoint; the producer restores them once more."""
+    """Raise `CheckpointError` if the data differs from that of the checkpoint. The producer restores it again later."""
     state = restored.state.producer.get("stream")
     if state is None:
-        raise CheckpointError(f"{restored.path}: is of a run with --replay, which begins anew; leave out --resume")
+        raise CheckpointError(
+            f"{restored.path}: checkpoint of a run with --replay, which cannot be resumed; remove --resume"
+        )
     stream.restore(state)
 
 
 def data_batches(config: RunConfig, facts: DataFacts, replay: Path | None = None) -> int | None:
-    """Most batches that the data, or the stored samples of a run, are enough for; None where there is no limit."""
+    """Return the maximum number of batches that the data, or a run's stored samples, provide; None if unlimited."""
     if replay is not None:
         return len(stored_batches(replay))
     return None if facts.num_draws is None else math.ceil(facts.num_draws / config.run.prompts_per_batch)
 
 
 def with_planned_batches(config: RunConfig, facts: DataFacts, replay: Path | None = None) -> RunConfig:
-    """The recipe with the number of batches that is really trained as `run.batches`.
+    """Reduce `run.batches` to the number of batches that the data provides.
 
-    Learning-rate schedules, the last evaluation and everything else that looks at the end of the run depend on it.
-    Where filters may end the data sooner still, the loop says so when they do.
+    Learning-rate schedules, the last evaluation and everything else that depends on the end of the run use it. If
+    filters drop so many groups that the data ends even earlier, the loop logs a warning.
     """
     limit = data_batches(config, facts, replay)
     if limit is None or limit >= config.run.batches:
         return config
-    planned = max(1, limit)  # without any prompt the loop says what is wrong
-    what = f"--replay {replay} holds" if replay is not None else "the data are enough for"
+    planned = max(1, limit)  # if there are no prompts at all, the loop raises the error
+    what = f"--replay {replay} has" if replay is not None else "the data has prompts for"
     log.warning(
-        "%s %d batches, so run.batches = %d is not reached; planned for %d", what, limit, config.run.batches, planned
+        "%s %d batches, fewer than run.batches = %d; training %d batches", what, limit, config.run.batches, planned
     )
     return config.model_copy(update={"run": config.run.model_copy(update={"batches": planned})})

@@ -1,4 +1,4 @@
-"""A few prompts, and what becomes of them: sampled and scored as a run would, without training."""
+"""Sample and score a few prompts as a run does, without training."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.types import Prompt, PromptGroup
 from plasmid.utils.seeds import seed_of
-from plasmid.utils.waiting import together
+from plasmid.utils.waiting import run_together
+from plasmid_models.source import with_local_models
 from plasmid_models.tokenization.tokenizer import prompt_encoder
 
 from ..checkpoint.run_folder import RunFolder
 from ..cluster.opening import cluster_address
+from ..observe.driver_log import Transcript
 from ..rollout.worker import Job
-from .shutdown import Interrupts, LoggingExitStack
+from .hang_report import reporting_hangs
+from .shutdown import Interrupts, LoggingExitStack, ending_with
 from .startup import MakeCluster, interruptible, on_ray, start_run
 from .validation import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledGroup:
-    """One prompt group, and the filter that would drop it."""
+    """One prompt group, and the filter that drops it, if any."""
 
     group: PromptGroup
     dropped_by: str
 
 
 def draw_prompts(config: RunConfig, count: int, *, eval_set: str = "") -> list[Prompt]:
-    """The first prompts that a run would draw, or those of an evaluation set. Raises `DataError`."""
+    """Draw the first prompts of a run or of an evaluation set. Raises `DataError`."""
+    config, _ = with_local_models(config, weights=False)
     encode = prompt_encoder(config.model)
     if eval_set:
         return list(islice(_set(config, eval_set).data.prompts(encode), count))
@@ -52,19 +56,26 @@ def sample(
     each: int,
     eval_set: str = "",
     make_cluster: MakeCluster | None = None,
+    transcript: Transcript | None = None,
 ) -> list[SampledGroup]:
-    """``each`` rollouts of every prompt by the recipe's engine and workflow, scored. Raises `PlasmidError`."""
+    """Roll out every prompt ``each`` times with the recipe's engine and workflow, and score.
+
+    The run folder is temporary. After an error it is kept, with its logs and the ``transcript``. Raises `PlasmidError`.
+    """
+    config, _ = with_local_models(config)
     check(config, training=False, unused=("trackers", "trainer", "buffer", "data" if eval_set else "eval"))
     folder = RunFolder(_folder(config))
 
     async def main() -> list[SampledGroup]:
         with Interrupts():
             folder.create(config)
-            async with LoggingExitStack() as stack:
+            if transcript is not None:
+                transcript.run_started(folder.path)
+            async with LoggingExitStack() as stack, reporting_hangs(folder, config.run) as hangs:
                 handles = await start_run(
                     config,
                     folder,
-                    make_cluster or on_ray(config),
+                    hangs.opening(make_cluster or on_ray(config)),
                     with_trainer=False,
                     with_engine=True,
                     is_new=True,
@@ -75,16 +86,17 @@ def sample(
                 jobs = [_job(config, index, prompt, each, eval_set) for index, prompt in enumerate(prompts)]
                 sessions = [session for job in jobs for session in job.sessions()]
                 await handles.engine.expect(sessions)
-                groups = await together(handles.workers.roll_out(job) for job in jobs)
+                async with ending_with(handles.cluster):
+                    groups = await run_together(handles.workers.roll_out(job) for job in jobs)
                 return [SampledGroup(group=ref.whole.get(), dropped_by=ref.dropped_by) for ref in groups]
 
     found = interruptible(main())
-    shutil.rmtree(folder.path, ignore_errors=True)  # kept where something failed: its logs say what
+    shutil.rmtree(folder.path, ignore_errors=True)  # after an error the folder is kept, for its logs
     return found
 
 
 def _folder(config: RunConfig) -> Path:
-    """A temporary one; in a cluster it lies beside the runs, where all machines see it."""
+    """Create a temporary folder; on a cluster it is next to the runs, where all machines can access it."""
     if cluster_address(config.placement) is None:
         return Path(tempfile.mkdtemp(prefix="plasmid-sample-"))
     runs = Path("runs") if config.run.dir == "auto" else Path(config.run.dir).parent
@@ -97,7 +109,7 @@ def _set(config: RunConfig, name: str) -> EvalConfig:
         if set_.name == name:
             return set_
     names = ", ".join(set_.name for set_ in config.eval) or "none"
-    raise ConfigError(f"eval: there is no evaluation set {name!r}; there are {names}")
+    raise ConfigError(f"eval: no evaluation set is named {name!r}; sets are {names}")
 
 
 def _job(config: RunConfig, index: int, prompt: Prompt, each: int, eval_set: str) -> Job:

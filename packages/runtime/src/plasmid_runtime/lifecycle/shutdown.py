@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, and closing what a run has opened."""
+"""Handle Ctrl-C and SIGTERM, and close the resources of a run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import contextlib
 import inspect
 import logging
 import signal
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from plasmid.errors import ActorDiedError
+from plasmid.protocols import Cluster
+
 log = logging.getLogger(__name__)
+CAUSE_S = 2.0
+"""Maximum time to wait for the report of the cluster failure that killed a process, in seconds."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """A context in which signals end the task that entered it, in good order.
+    """A context in which signals end the current task cleanly.
 
-    While the run can be saved (`save_with`), the first signal asks it to; every other signal cancels the task, so that
-    what has been started is stopped on the way out. Outside the main thread somebody else handles signals.
+    While the run can be saved (`save_with`), the first signal requests that. Any other signal cancels the task, which
+    stops everything it has started. Has no effect outside the main thread, which cannot handle signals.
     """
 
     def __init__(self) -> None:
@@ -31,40 +35,66 @@ class Interrupts:
         for number in SIGNALS:
             before = signal.getsignal(number)
             try:
-                loop.add_signal_handler(number, self._received)
+                loop.add_signal_handler(number, self._on_signal)
             except (ValueError, RuntimeError):
                 break
             self._before[number] = before
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def save_with(self, stop: Callable[[], None] | None) -> None:
-        """What the first signal is to call from now on; None if it is too early or too late to save anything."""
+        """Set the function that the first signal calls; None while the run cannot be saved."""
         self._stop = stop
 
-    def _received(self) -> None:
+    def _on_signal(self) -> None:
         stop, self._stop = self._stop, None
         if stop is not None:
-            log.warning("stopping: saving the run; press Ctrl-C again to quit without")
+            log.warning("stopping: saving the run; press Ctrl-C again to quit without saving")
             stop()
         elif self._task is not None:
-            log.warning("stopping: ending the processes of the run")
+            log.warning("stopping: terminating the processes of the run")
             self._task.cancel()
 
 
+@contextlib.asynccontextmanager
+async def ending_with(cluster: Cluster) -> AsyncIterator[None]:
+    """A context that raises `ActorDiedError` when the cluster fails, instead of the errors that this causes."""
+    task, failures, is_running = asyncio.current_task(), list[str](), True
+    assert task is not None
+
+    async def watch() -> None:
+        failures.append(await cluster.failure())
+        if is_running:
+            task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except ActorDiedError as error:
+        is_running = False
+        await asyncio.wait({watcher}, timeout=CAUSE_S)
+        if failures:
+            raise ActorDiedError(failures[0]) from error
+        raise
+    except asyncio.CancelledError:
+        if not failures or task.uncancel():
+            raise  # it was also cancelled from outside
+        raise ActorDiedError(failures[0]) from None
+    finally:
+        watcher.cancel()
+
+
 class LoggingExitStack(contextlib.AsyncExitStack):
-    """Closes what was opened, last first. What fails to close is logged, and the others are closed all the same."""
+    """Closes resources in reverse order. Logs errors and closes the remaining resources nevertheless."""
 
     def add_close(self, what: str, close: Callable[[], Any]) -> None:
-        """Call ``close``, a function or coroutine function, at the end."""
+        """Call ``close``, a sync or async function, at the end."""
 
-        async def guarded() -> None:
+        async def guard() -> None:
             try:
                 result = close()
                 if inspect.isawaitable(result):
@@ -72,4 +102,4 @@ class LoggingExitStack(contextlib.AsyncExitStack):
             except Exception:  # boundary: trackers and data sources are users' code
                 log.exception("%s did not close", what)
 
-        self.push_async_callback(guarded)
+        self.push_async_callback(guard)

@@ -1,4 +1,4 @@
-"""The running parts of one run, and how they are started and stopped."""
+"""Start and stop trainer, engine and workers of a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from typing import Any, TypeVar
 
 from plasmid.components import BuildContext
 from plasmid.config.run import RunConfig
-from plasmid.protocols import Actor, Bundle, Cluster, Resources, RolloutEngine, Trainer, call
-from plasmid.utils.waiting import together
+from plasmid.protocols import Bundle, Cluster, Resources, RolloutEngine, Trainer
+from plasmid.utils.waiting import run_together
 
 from ..checkpoint.run_folder import RunFolder
 from ..cluster import open_cluster
 from ..cluster.layout import Layout
 from ..cluster.node_checks import prepare_nodes
 from ..cluster.opening import cluster_address
+from ..loop.call_limits import CallLimits
+from ..observe.start_watch import StartWatch, ignore_events
+from ..planning.offload import with_offload
 from ..rollout.worker import RolloutWorker
 from ..rollout.worker_pool import WorkerPool
 from .deadlines import DeadlineEngine, DeadlineTrainer
+from .shutdown import ending_with
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,16 +34,16 @@ MakeCluster = Callable[[RunFolder], Cluster]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunHandles:
-    """Whatever of trainer, engine and workers a run has."""
+    """Handles of a run's cluster, trainer, engines and workers; None for parts that it does not have."""
 
     cluster: Cluster
     trainer: Trainer | None = None
     engine: RolloutEngine | None = None
     workers: WorkerPool | None = None
     eval_engine: RolloutEngine | None = None
-    """An engine for evaluation sets alone (`placement.eval_ranks`)."""
+    """Separate engine for evaluation sets (`placement.eval_ranks`)."""
     eval_workers: WorkerPool | None = None
-    """Who asks it."""
+    """Workers of the evaluation engine."""
 
     async def close(self) -> None:
         """Stop everything, the cluster last."""
@@ -47,7 +51,7 @@ class RunHandles:
             if part is not None:
                 try:
                     await part.close()
-                except Exception:  # boundary: the others must be stopped too, and why the run ends is said elsewhere
+                except Exception:  # boundary: stop the others as well; the run's own error is reported elsewhere
                     log.exception("%s did not close", type(getattr(part, "inner", part)).__name__)
         try:
             await self.cluster.close()
@@ -64,43 +68,47 @@ async def start_processes(
     with_engine: bool,
     evaluating: bool = False,
 ) -> RunHandles:
-    """Start what the run needs, all at once. Stops everything again if a part fails.
+    """Start all processes of the run concurrently. If one fails, stops all of them.
 
-    ``evaluating`` is for runs that do nothing else: their engine is free for evaluations, so none gets one of its own.
+    ``evaluating`` is for runs that only evaluate and therefore need no separate evaluation engine.
     """
+    config, _ = with_offload(config)  # in runs without a trainer; in others it has been chosen
     handles = RunHandles(cluster=cluster)
     with_eval = with_trainer and with_engine and not evaluating and config.placement.eval_ranks > 0
     try:
         layout = Layout.of(
             config, cluster.num_gpus, with_trainer=with_trainer, with_engine=with_engine, with_eval=with_eval
         )
-        site = await _site(config, cluster, run_dir, layout)
+        options, limits = await _prepare_options(config, cluster, run_dir, layout), CallLimits(config.run)
 
         async def start_trainer() -> None:
-            trainer = await config.trainer.build(site.context(layout.trainer))
-            handles.trainer = DeadlineTrainer(trainer, config.run.train_timeout_s)
+            trainer = await config.trainer.build(options.context(layout.trainer))
+            handles.trainer = DeadlineTrainer(trainer, config.run, limits)
 
         async def start_engine() -> None:
             assert config.rollout is not None
-            engine = await config.rollout.build(site.context(layout.engine))
-            handles.engine = DeadlineEngine(engine, config.run.sync_timeout_s)
+            engine = await config.rollout.build(options.context(layout.engine))
+            handles.engine = DeadlineEngine(engine, config.run, limits)
 
         async def start_eval_engine() -> None:
             assert config.rollout is not None
-            engine = await config.rollout.build(site.of_evaluation())
-            handles.eval_engine = DeadlineEngine(engine, config.run.sync_timeout_s)
+            engine = await config.rollout.build(options.of_evaluation())
+            handles.eval_engine = DeadlineEngine(engine, config.run, limits)
+
+        async def start_workers() -> None:
+            in_order = config.run.max_staleness == 0
+            handles.workers = await _start_workers(options, layout.workers, name="rollout-worker", in_order=in_order)
+
+        async def start_eval_workers() -> None:
+            handles.eval_workers = await _start_workers(options, layout.workers[:1], name="eval-worker", in_order=False)
 
         wanted = [(with_trainer, start_trainer), (with_engine, start_engine), (with_eval, start_eval_engine)]
-        await together(start() for needed, start in wanted if needed)
-        if handles.engine is not None:
-            in_order = config.run.max_staleness == 0
-            handles.workers = await _start_workers(
-                site, handles.engine, layout.workers, name="rollout-worker", in_order=in_order
-            )
-        if handles.eval_engine is not None:
-            handles.eval_workers = await _start_workers(
-                site, handles.eval_engine, layout.workers[:1], name="eval-worker", in_order=False
-            )
+        wanted += [(with_engine, start_workers), (with_eval, start_eval_workers)]
+        await run_together(start() for needed, start in wanted if needed)
+        limit = config.placement.start_timeout_s
+        for workers, engine in ((handles.workers, handles.engine), (handles.eval_workers, handles.eval_engine)):
+            if workers is not None and engine is not None:
+                await workers.open(engine.client, limit_s=limit)
     except BaseException:
         await handles.close()
         raise
@@ -108,34 +116,34 @@ async def start_processes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Site:
-    """What all parts are built with."""
+class _BuildOptions:
+    """Shared options for building trainer, engines and workers."""
 
     cluster: Cluster
     config: RunConfig
-    """As processes on every machine of the run can use it."""
+    """Configuration that is valid on every machine of the run."""
     run_dir: Path
     layout: Layout
     threads: int
 
     def context(self, bundles: tuple[Bundle, ...]) -> BuildContext:
-        """Of one part."""
+        """Create the context for building a trainer or an engine on these bundles."""
         return BuildContext(
             cluster=self.cluster, config=self.config, run_dir=self.run_dir, bundles=bundles, threads=self.threads
         )
 
     def of_evaluation(self) -> BuildContext:
-        """Of the engine for evaluation sets alone, which sees its own number of ranks where it looks for it."""
+        """Create the context of the evaluation engine, with its own number of ranks as `engine_ranks`."""
         place = self.config.placement.model_copy(update={"engine_ranks": self.config.placement.eval_ranks})
         own = self.config.model_copy(update={"placement": place})
         return replace(self.context(self.layout.evaluation), config=own, engine_name="eval-engine")
 
 
-async def _site(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layout) -> _Site:
-    """Take the machines, and check them."""
+async def _prepare_options(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layout) -> _BuildOptions:
+    """Reserve and check the machines."""
     given = config.placement.threads
     nodes = await cluster.reserve(layout.shares(1 if given == "auto" else given))
-    return _Site(
+    return _BuildOptions(
         cluster=cluster,
         config=await prepare_nodes(config, nodes, run_dir),
         run_dir=run_dir,
@@ -145,39 +153,36 @@ async def _site(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layo
 
 
 async def _start_workers(
-    site: _Site, engine: RolloutEngine, bundles: tuple[Bundle, ...], *, name: str, in_order: bool
+    options: _BuildOptions, bundles: tuple[Bundle, ...], *, name: str, in_order: bool
 ) -> WorkerPool:
-    config, cluster, run_dir = site.config, site.cluster, site.run_dir
+    """Start worker processes, which import modules while trainer and engine start. `WorkerPool.open` connects them."""
+    config = options.config
     dump = config.model_dump(mode="json")
-    limit = config.placement.start_timeout_s
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-
-    async def start(index: int, bundle: Bundle) -> Actor:
-        actor = await cluster.start(
+    starts = [
+        options.cluster.start(
             RolloutWorker,
             dump,
-            run_dir,
-            engine.client,
-            cluster.store,
+            options.run_dir,
+            options.cluster.store,
             name=f"{name}-{index}",
             resources=Resources(bundles=(bundle,), env=env),
-            timeout_s=limit,
+            timeout_s=config.placement.start_timeout_s,
         )
-        await call(actor, limit, RolloutWorker.open)
-        return actor
-
+        for index, bundle in enumerate(bundles)
+    ]
     rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
-    actors = await together(start(i, bundle) for i, bundle in enumerate(bundles))
     return WorkerPool(
-        actors=tuple(actors),
+        actors=tuple(await run_together(starts)),
         rollout_s=config.run.rollout_timeout_s,
         reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
+        write_s=config.run.write_timeout_s,
         in_order=in_order,
     )
 
 
 def interruptible(main: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine on a loop of its own; one that `Interrupts` has cancelled raises `KeyboardInterrupt`."""
+    """Run a coroutine on a new event loop. Raises `KeyboardInterrupt` if `Interrupts` cancelled it."""
     try:
         return asyncio.run(main)
     except asyncio.CancelledError:
@@ -185,7 +190,7 @@ def interruptible(main: Coroutine[Any, Any, T]) -> T:
 
 
 def on_ray(config: RunConfig) -> MakeCluster:
-    """Makes a cluster as the recipe says, whose processes log into the run's folder."""
+    """Return a factory of the recipe's cluster, whose processes log into the run folder."""
 
     def make(folder: RunFolder) -> Cluster:
         place = config.placement
@@ -203,19 +208,26 @@ async def start_run(
     with_engine: bool,
     is_new: bool,
     evaluating: bool = False,
+    emit: Callable[..., None] = ignore_events,
 ) -> RunHandles:
-    """Start the processes of the run. A new run that could not start has not taken its folder."""
+    """Start the processes of the run. If a new run fails to start, its folder can be used again.
+
+    ``emit`` tells observers what the start is waiting for.
+    """
+    watch = StartWatch(emit)
     try:
-        cluster = make_cluster(folder)
-        return await start_processes(
-            config,
-            cluster,
-            folder.path,
-            with_trainer=with_trainer,
-            with_engine=with_engine,
-            evaluating=evaluating,
-        )
+        with watch.opening_cluster():
+            cluster = make_cluster(folder)
+        async with watch.polling(), ending_with(cluster):
+            return await start_processes(
+                config,
+                cluster,
+                folder.path,
+                with_trainer=with_trainer,
+                with_engine=with_engine,
+                evaluating=evaluating,
+            )
     except BaseException:
         if is_new:
-            folder.vacate()
+            folder.move_aside()
         raise

@@ -1,4 +1,4 @@
-"""What can be checked before any process is started: what the recipe names and this machine lacks."""
+"""Check, before any process starts, that this machine has everything the recipe names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plasmid.components import Component, DataSource, PromptEncoder, Reward, components_in
+from plasmid.components import DataSource, PromptEncoder, Reward, components_in, kind_of
 from plasmid.config.profiles import reward_names
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.types import Ints, SamplingParams
-from plasmid_models.folder import is_torch_dist, longest_sample
+from plasmid_models.folder import describe_torch_dist, is_torch_dist, longest_sample
 from plasmid_models.tokenization.tokenizer import prompt_encoder
 from plasmid_training.plugin import is_custom
 from plasmid_workflows.conversation import Conversation
@@ -21,39 +21,38 @@ from ..cluster.model_files import linked_files, missing_files
 from ..cluster.opening import cluster_address
 
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Files under /dev that GPUs show up as: of NVIDIA, of AMD, and in WSL."""
+"""Device files of GPUs under /dev: NVIDIA, AMD, and WSL."""
 
 
-def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = ()) -> None:
-    """Raise one `ConfigError` with a line for each thing that is missing.
+def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = (), weights: bool = True) -> None:
+    """Raise a `ConfigError` with one line per missing item.
 
-    ``unused`` are tables of the recipe whose components are never called. With ``training`` the trainer looks at its
-    models, too. Raises `ModelError`.
+    ``unused`` are tables of the recipe whose components are never called. With ``training``, the trainer also checks
+    its models, and may raise `ModelError`. Without ``weights``, weight files may be missing.
     """
-    served = config.rollout is not None and not config.rollout.owns_weights
-    if config.rollout is not None and served and training:
-        kind = type(config.rollout).model_fields["kind"].default
+    is_remote = config.rollout is not None and not config.rollout.owns_weights
+    if config.rollout is not None and is_remote and training:
         raise ConfigError(
-            f"rollout.kind: {kind!r} takes no weights from a trainer; choose another engine to train with, or only "
-            "sample with this one: rl eval, rl sample, rl train --rollouts-only"
+            f"rollout.kind: {kind_of(config.rollout)!r} cannot receive weights from a trainer; choose another engine "
+            "for training, or only sample with this one: rl eval, rl sample, rl train --rollouts-only"
         )
-    if not training and not served and is_torch_dist(Path(config.model.path)):
-        raise ConfigError(
-            f"model.path: {config.model.path} is of Megatron's distributed format, which engines do not read; make a "
-            f"Hugging Face folder of it: rl convert {config.model.path} FOLDER"
-        )
-    problems = [*missing_files(config), *_cluster_problems(config), *_run_dir_problems(config)]
-    problems += linked_files(config) if training else []
-    problems += component_mistakes(config, unused=unused)
+    if not training and not is_remote and is_torch_dist(Path(config.model.path)):
+        raise ConfigError(describe_torch_dist("model", config.model.path, "engines do not read"))
+    problems = [*missing_files(config, weights=weights), *_cluster_problems(config), *_run_dir_problems(config)]
+    problems += linked_files(config) if training else [f"trainer.{line}" for line in config.trainer.unread_settings()]
+    problems += find_component_errors(config, unused=unused)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+    if weights and config.rollout is not None and "rollout" not in unused:
+        config.rollout.check(config)
     if training:
-        config.trainer.check(config)
+        if weights:
+            config.trainer.check(config)
         _check_algorithm(config)
 
 
 def _check_algorithm(config: RunConfig) -> None:
-    """Run an algorithm that does not come with Plasmid on a small random batch. Raises `AlgorithmError`."""
+    """Test a third-party algorithm on a small random batch. Raises `AlgorithmError`."""
     if not is_custom(config.algorithm):
         return
     from plasmid_training.testing import MetadataReadError, check_algorithm  # imports torch
@@ -62,11 +61,11 @@ def _check_algorithm(config: RunConfig) -> None:
     try:
         check_algorithm(config.algorithm, components=names, restricted=restricted, invariances=False)
     except MetadataReadError:
-        return  # nothing is known of what workflows leave there
+        return  # the metadata that workflows store is unknown
 
 
 def _cluster_problems(config: RunConfig) -> list[str]:
-    """What is wrong with where the run is to compute."""
+    """Return the problems of the cluster settings."""
     place = config.placement
     try:
         address = cluster_address(place)
@@ -74,29 +73,29 @@ def _cluster_problems(config: RunConfig) -> list[str]:
         return [str(error)]
     if address is None and place.nodes > 1:
         return [
-            f"placement.nodes: {place.nodes} machines need a Ray cluster, and neither placement.address nor "
-            "RAY_ADDRESS names one; start Ray on each machine and set one of them, or set nodes to 1"
+            f"placement.nodes: {place.nodes} machines need a Ray cluster, but neither placement.address nor "
+            "RAY_ADDRESS is set; start Ray on each machine and set one of them, or set nodes to 1"
         ]
     if address is None and place.device == "cuda" and not _has_gpu():
-        return ['placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"']
+        return ['placement.device: is "cuda", but this machine has no GPU; set it to "auto" or "cpu"']
     return []
 
 
 def _run_dir_problems(config: RunConfig) -> list[str]:
-    """Ray unpacks the working folder of a job under a name of its own, and makes room there when it needs some."""
+    """Return an error if the run folder is inside Ray's copy of a job's working folder, which Ray may remove."""
     path = Path("runs" if config.run.dir == "auto" else config.run.dir).absolute()
     if not any(part.startswith("_ray_pkg_") for part in path.parts):
         return []
     return [
-        f"run.dir: {path} is in the copy of a folder that Ray has made for this job and may remove after it; set it to "
-        "a folder that stays, and that all machines share if there are several"
+        f"run.dir: {path} is in Ray's copy of the job's working folder, which Ray may remove after the job; set it to "
+        "a permanent folder, which all machines share if there are several"
     ]
 
 
 def text_encoder(config: RunConfig, *, offline: bool = False) -> PromptEncoder:
-    """For a dry run: makes no tokens of plain text unless they are counted, and none at all ``offline``.
+    """Create the encoder of a dry run, which tokenizes plain text only to count tokens, and nothing if ``offline``.
 
-    A tokenizer takes seconds to open. One that cannot be opened, or refuses a chat, is found all the same.
+    Opening a tokenizer takes seconds. Tokenizers that cannot be opened or reject a chat are still detected.
     """
     tokenizer = prompt_encoder(config.model)
     counted = any(source.counts_tokens() for source in (config.data, *(set_.data for set_ in config.eval)))
@@ -112,47 +111,49 @@ def text_encoder(config: RunConfig, *, offline: bool = False) -> PromptEncoder:
 
 
 def _has_gpu() -> bool:
-    """Whether this machine may have a GPU. Asks neither torch nor Ray, which take seconds to start."""
+    """Return True if this machine may have a GPU, without torch or Ray, which take seconds to import."""
     return any(any(Path("/dev").glob(pattern)) for pattern in GPU_DEVICES)
 
 
-def component_mistakes(config: RunConfig, *, unused: Sequence[str] = ()) -> Iterator[str]:
-    """One line for each thing that is missing; tables that are ``unused`` are not looked at."""
+def find_component_errors(config: RunConfig, *, unused: Sequence[str] = ()) -> Iterator[str]:
+    """Yield one line per missing item, ignoring ``unused`` tables."""
     found = [(at, one) for at, one in components_in(config) if at.partition(".")[0] not in unused]
     for place, component in found:
         yield from (f"{place}.{line}" for line in component.lacks())
     if "rewards" not in unused:
-        yield from _missing_targets(config, unused)
+        yield from _find_missing_targets(config, unused)
     if "rollout" not in unused and config.rollout is not None and config.rollout.owns_weights:
-        yield from _too_many_tokens(config, [(at, one) for at, one in found if isinstance(one, Conversation)])
+        yield from _find_token_limit_errors(config, [(at, one) for at, one in found if isinstance(one, Conversation)])
 
 
-def _missing_targets(config: RunConfig, unused: Sequence[str]) -> Iterator[str]:
+def _find_missing_targets(config: RunConfig, unused: Sequence[str]) -> Iterator[str]:
     if "data" not in unused:
-        yield from _missing_targets_of(config, "data", config.data, "rewards", config.rewards)
+        yield from _find_missing_targets_of(config, "data", config.data, "rewards", config.rewards)
     for index, set_ in enumerate(config.eval if "eval" not in unused else ()):
         own = f"eval.{index}.rewards" if set_.rewards else "rewards"
-        yield from _missing_targets_of(config, f"eval.{index}.data", set_.data, own, set_.rewards or config.rewards)
+        yield from _find_missing_targets_of(
+            config, f"eval.{index}.data", set_.data, own, set_.rewards or config.rewards
+        )
 
 
-def _missing_targets_of(
+def _find_missing_targets_of(
     config: RunConfig, at: str, data: DataSource, where: str, rewards: Sequence[Reward]
 ) -> Iterator[str]:
-    """Rewards that compare with targets, for prompts that have none."""
+    """Yield errors for rewards that need targets if prompts have none."""
     names = reward_names(rewards)
     for setting, profile in data.without_targets(at):
         chosen = config.profiles[profile].rewards if profile in config.profiles and where == "rewards" else "all"
         for index, reward in enumerate(rewards):
             if chosen == "all" or names[index] in chosen:
-                reading = [one for _, one in components_in(reward) if isinstance(one, Reward) and one.reads_target]
-                for one in reading:
+                needing = [one for _, one in components_in(reward) if isinstance(one, Reward) and one.reads_target]
+                for one in needing:
                     yield (
-                        f'{where}.{index}: kind {_kind(one)!r} compares with a target, and with {setting} = "none" '
-                        "prompts have none; set it to the column of the targets, or use another reward"
+                        f"{where}.{index}: kind {kind_of(one)!r} needs a target, but with {setting} = "
+                        '"none" prompts have none; set it to the column of the targets, or use another reward'
                     )
 
 
-def _too_many_tokens(config: RunConfig, conversations: Sequence[tuple[str, Conversation]]) -> Iterator[str]:
+def _find_token_limit_errors(config: RunConfig, conversations: Sequence[tuple[str, Conversation]]) -> Iterator[str]:
     if not (Path(config.model.path) / "config.json").is_file():
         return
     limit = longest_sample(config.model)
@@ -161,16 +162,11 @@ def _too_many_tokens(config: RunConfig, conversations: Sequence[tuple[str, Conve
         count = sampling.explicit().get("max_new_tokens", default)
         if limit is not None and count != default and count > limit:
             yield (
-                f"{place}.max_new_tokens: {count} is more than the {limit} tokens that the model takes, prompt "
-                "included; lower it"
+                f"{place}.max_new_tokens: must be at most {limit}, the model's limit including the prompt, got {count}"
             )
     for place, workflow in conversations:
         if limit is not None and isinstance(workflow.max_tokens, int) and workflow.max_tokens > limit:
             yield (
-                f"{place}.max_tokens: {workflow.max_tokens} is more than the {limit} tokens that the model takes; "
-                'lower it, or set it to "model"'
+                f"{place}.max_tokens: must be at most {limit}, the model's limit, got {workflow.max_tokens}; lower it, "
+                'or set it to "model"'
             )
-
-
-def _kind(component: Component) -> str:
-    return str(type(component).model_fields["kind"].default)

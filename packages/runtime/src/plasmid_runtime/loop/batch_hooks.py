@@ -1,4 +1,4 @@
-"""Plugins that change a batch before it is trained on."""
+"""Plugin hooks that change a batch before training."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ from typing import Any
 
 import numpy as np
 import pluggy
-from plasmid.errors import PluginError, one_line
+from plasmid.errors import DeadlineError, PluginError, one_line
 from plasmid.types.batch import GroupRef
 
 MAY_CHANGE = ("rewards", "components")
-"""Fields of a group that a plugin may change: tokens have been shared with the trainer's ranks already."""
+"""Fields of a group that a plugin may change; tokens have already been shared with the trainer's ranks."""
 
 
 class BatchHooks:
-    """Asks every plugin with `batch_ready`, one after another, in the order in which they were loaded."""
+    """Calls the `batch_ready` hooks of all plugins, in the order in which they were loaded."""
 
     def __init__(self, plugins: pluggy.PluginManager) -> None:
         self._asked = plugins.hook.batch_ready.get_hookimpls()
 
     def apply(self, batch: int, groups: tuple[GroupRef, ...]) -> tuple[GroupRef, ...]:
-        """The groups as the plugins leave them. Raises `PluginError` for changes that are against the rules."""
+        """Return the groups as changed by the plugins. Raises `PluginError` for changes that are not allowed."""
         for implementation in self._asked:
             given: dict[str, Any] = {"batch": batch, "groups": groups}
             where = f"plugin {implementation.plugin_name!r}: batch_ready"
             try:
                 answer: Any = implementation.function(*(given[name] for name in implementation.argnames))
+            except DeadlineError as error:  # of the watch over the event loop
+                raise DeadlineError(f"{where}: {error}") from None
             except Exception as error:  # boundary: plugins are users' code
                 raise PluginError(f"{where} raised on batch {batch}: {one_line(error)}") from error
             if answer is not None:
-                for mistake in _mistakes(groups, answer):
-                    raise PluginError(f"{where} {mistake}")
+                for wrong in find_group_errors(groups, answer):
+                    raise PluginError(f"{where} {wrong}")
                 groups = tuple(answer)
         return groups
 
 
-def _mistakes(before: Sequence[GroupRef], after: Any) -> Iterator[str]:
+def find_group_errors(before: Sequence[GroupRef], after: Any) -> Iterator[str]:
+    """Yield invalid changes of groups by users' code."""
     if not isinstance(after, list | tuple) or not all(isinstance(group, GroupRef) for group in after):
-        yield f"must return the groups or nothing, got {after!r:.100}"
+        yield f"must return the groups or None, got {after!r:.100}"
         return
     if [group.id for group in before] != [group.id for group in after]:
         yield "must return the same groups in the same order; to drop some, write a Filter"

@@ -1,4 +1,4 @@
-"""Compares log-probabilities of trainer and engine on one prompt before a new version is trained on."""
+"""Compare log-probabilities of trainer and engine on one prompt before training on a new version."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from plasmid.utils.waiting import within
 
 log = logging.getLogger(__name__)
 PROMPT = np.arange(5, 21, dtype=np.int32)
-"""Any tokens will do that every vocabulary has."""
+"""Arbitrary tokens that exist in every vocabulary."""
 SAMPLING = SamplingParams(max_new_tokens=16)
 
 
 class Canary:
-    """Asks the engine after a weight sync, beside the first requests, and the trainer before it trains again.
+    """Queries the engine after a weight sync, along with the first requests, and the trainer before it trains again.
 
-    Checksums prove what crossed the wire; this proves that the engine computes with it as the trainer does.
+    Checksums verify the transferred weights; the canary verifies that the engine computes the same as the trainer.
     """
 
     def __init__(
         self, engine: RolloutEngine, trainer: Trainer, plan: CanaryPlan, *, copies: int, limit_s: float
     ) -> None:
-        """``copies``: samples that a batch of the trainer must have at least, one for each rank."""
+        """``copies``: minimum number of samples in a batch of the trainer, one per rank."""
         self._engine, self._trainer = engine, trainer
         self.plan, self._copies, self._limit_s = plan, copies, limit_s
-        self._asked: tuple[int, asyncio.Task[Completion]] | None = None
+        self._pending: tuple[int, asyncio.Task[Completion]] | None = None
 
     def ask(self, version: int) -> None:
-        """The engine serves this version now."""
-        if self._asked is not None:
-            self._asked[1].cancel()
-            self._asked = None
+        """Send the canary request to the engine, which now serves this version."""
+        if self._pending is not None:
+            self._pending[1].cancel()
+            self._pending = None
         if version % self.plan.every:
             return
-        self._asked = version, asyncio.create_task(self._generate(version))
+        self._pending = version, asyncio.create_task(self._generate(version))
 
     @property
-    def asked(self) -> asyncio.Future[Any] | None:
-        """Done when the engine has answered; None if there is nothing to check."""
-        return None if self._asked is None else self._asked[1]
+    def pending(self) -> asyncio.Future[Any] | None:
+        """Future of the engine's answer; None if there is nothing to check."""
+        return None if self._pending is None else self._pending[1]
 
     async def _generate(self, version: int) -> Completion:
         request = GenerateRequest(
@@ -69,39 +69,39 @@ class Canary:
             deadline_s=self._limit_s,
         )
         completion = await self._engine.client.generate(request)
-        await self._engine.client.leave([request.session_id])
+        await self._engine.client.end_sessions([request.session_id])
         if completion.stop_reason is StopReason.ERROR:
             raise EngineError(f"the canary of version {version} failed: {completion.error}")
         return completion
 
     async def check(self) -> dict[str, float]:
-        """Raises `SyncError` if they differ by too much. Metrics; none if this version has been checked."""
-        if self._asked is None:
+        """Compare both and return metrics; empty if this version has been checked. Raises `SyncError` on a mismatch."""
+        if self._pending is None:
             return {}
-        version, asked = self._asked
-        self._asked = None
+        version, asked = self._pending
+        self._pending = None
         completion = await within(self._limit_s, f"canary of version {version} (run.sync_timeout_s)", asked)
         if len(completion.token_ids) == 0 or {span.version for span in completion.versions} != {version}:
-            log.warning("the canary of version %d was cut off before it was of use", version)
+            log.warning("the canary of version %d was aborted before it could be checked", version)
             return {}
         sample = _sample(completion)
         found = (await self._trainer.logprobs(_batch(sample, self._copies)))[0][len(PROMPT) :]
-        # the mean: with weights of bfloat16 a single improbable token may differ by half a nat
+        # compare the mean: with bfloat16 weights, a single improbable token may differ by half a nat
         difference = float(np.abs(found - completion.logprobs).mean())
         if not difference <= self.plan.tolerance:
             raise SyncError(
                 f"weight sync of version {version}: trainer and engine differ by {difference:.3g} in the mean "
-                f"log-probability of a canary, {self.plan.tolerance:g} is allowed; the engine does not hold this "
-                "version, or does not compute this model as the trainer does"
+                f"log-probability of the canary prompt, more than {self.plan.tolerance:g}; the engine does not have "
+                "this version, or computes the model differently"
             )
         return {"sync/canary_difference": difference}
 
     async def close(self) -> None:
         """Cancel the open request."""
-        if self._asked is not None:
-            self._asked[1].cancel()
-            await asyncio.gather(self._asked[1], return_exceptions=True)
-            self._asked = None
+        if self._pending is not None:
+            self._pending[1].cancel()
+            await asyncio.gather(self._pending[1], return_exceptions=True)
+            self._pending = None
 
 
 def _sample(completion: Completion) -> Sample:
@@ -125,7 +125,7 @@ def _sample(completion: Completion) -> Sample:
 
 
 def _batch(sample: Sample, copies: int) -> BatchRef:
-    """The sample once for every rank."""
+    """Create a batch with a copy of the sample for every rank."""
     prompt = Prompt(id="canary", token_ids=PROMPT)
     groups = [share(PromptGroup(id=i, prompt=prompt, samples=(sample,)), LocalStore()) for i in range(copies)]
     return BatchRef(index=0, groups=tuple(groups), steps=1)

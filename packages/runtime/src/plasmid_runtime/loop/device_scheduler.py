@@ -1,4 +1,4 @@
-"""Memory and weights of trainer and engine, side by side or on the GPUs that they share."""
+"""Move memory and weights between trainer and engine, on separate or shared GPUs."""
 
 from __future__ import annotations
 
@@ -7,62 +7,90 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from plasmid.config.run import RunConfig
 from plasmid.errors import EngineLostError
 from plasmid.protocols import RolloutEngine, Trainer
 from plasmid.types import SyncReceipt
+from plasmid.types.receipts import compare
+from plasmid.utils.waiting import run_together
 
-from .weight_sync import transfer
+from .call_limits import CallLimits
+
+
+async def transfer(
+    trainer: Trainer, engine: RolloutEngine, *, version: int, timeout_s: float, limits: CallLimits
+) -> SyncReceipt:
+    """Send and receive one version concurrently and compare both receipts. The engine must be paused, and stays so.
+
+    Raises `SyncError` if the receipts differ, `DeadlineError` if the two do not finish in time.
+    """
+    started = time.monotonic()
+    async with limits.deadline("sync", timeout_s, f"weight sync of version {version} (run.sync_timeout_s)"):
+        sent, received = await _send_and_receive(trainer, engine, version)
+    compare(sent, received)
+    phases = {**sent.phases, **received.phases}
+    return replace(sent, version=version, seconds=time.monotonic() - started, phases=phases)
+
+
+async def _send_and_receive(trainer: Trainer, engine: RolloutEngine, version: int) -> list[SyncReceipt]:
+    plan = await engine.plan_sync()
+    # concurrently: a broadcast needs both sides, and shared memory must not outlive its tensor
+    return await run_together([trainer.send(plan, version), engine.receive(plan, version)])
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 RETRY_S = 1.0
-"""Interval between two tries of a weight sync."""
+"""Interval between attempts of a weight sync, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DeviceScheduler:
-    """Moves trainer and engine, in an order in which they never both need the memory of a GPU that they share.
+    """Moves trainer and engine so that they never need the memory of a shared GPU at the same time.
 
-    A colocated engine draws no token between `enter_training` and `enter_sampling` or `publish`: it may be without
-    memory, and what it would sample is not on-policy.
+    A colocated engine generates nothing between `enter_training` and `enter_sampling` or `publish`: it may have no
+    memory, and its samples would not be on-policy.
     """
 
     config: RunConfig
     trainer: Trainer
     engine: RolloutEngine
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of moves between trainer and engine, by name, until `take_seconds`."""
+    """Durations of moves since the last `take_seconds`, by name, in seconds."""
+    _limits: CallLimits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._limits = CallLimits(self.config.run)
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds since the last call, by what they were spent on."""
+        """Return and reset the durations of moves, by name."""
         found = dict(self.seconds)
         self.seconds.clear()
         return found
 
     async def start(self, version: int) -> None:
-        """Publish the first version of this process. Trainer and engine are both up and have all their memory."""
+        """Publish the first version of this process. Trainer and engine have both started, with all their memory."""
         await self._clear(keep_weights=False)
         await self.publish(version)
 
     async def enter_training(self, *, will_publish: bool = False) -> None:
-        """Before a batch is scored and trained. ``will_publish``: `publish` follows, not `enter_sampling`."""
+        """Prepare for scoring and training. ``will_publish``: the next call is `publish`, not `enter_sampling`."""
         await self._clear(keep_weights=not will_publish)
         if self.config.placement.offload_trainer:
-            await self._timed("onload", self.trainer.onload())
+            await self._record_time("onload", self.trainer.onload())
 
     async def enter_sampling(self) -> None:
-        """After a batch was trained whose weights are not published yet."""
+        """Resume sampling after a batch whose weights are not published yet."""
         if self.config.placement.colocated:
             await self._make_room()
-            await self._timed("resume", self.engine.resume())
+            await self._record_time("resume", self.engine.resume())
 
     @asynccontextmanager
     async def trainer_loaded(self) -> AsyncIterator[None]:
-        """A context in which a trainer that gives up its memory has it, to save or export."""
+        """Return a context in which the trainer's model and optimizer are on the device, to save or export."""
         if self.config.placement.offload_trainer:
             await self.enter_training()
         yield
@@ -70,64 +98,61 @@ class DeviceScheduler:
             await self.enter_sampling()
 
     async def send_to(self, engine: RolloutEngine, version: int) -> None:
-        """Give the trainer's weights to another engine, which then serves this version. It must have no requests.
+        """Send the trainer's weights to another engine, which then serves this version. It must have no requests.
 
         Raises `SyncError`, `DeadlineError`.
         """
         await self.enter_training()
-        await self._timed("pause", engine.pause(engine.pause_mode))
-        await transfer(self.trainer, engine, version=version, timeout_s=self.config.run.sync_timeout_s)
-        await self._timed("resume", engine.resume())
+        await self._record_time("pause", engine.pause(engine.pause_mode))
+        await self._send(engine, version)
+        await self._record_time("resume", engine.resume())
         await self.enter_sampling()
 
-    async def resend(self, version: int) -> None:
-        """Send what the engine holds once more, to parts of it that were started anew. The trainer must be idle."""
-        await self.enter_training(will_publish=True)
-        await self.publish(version)
-
     async def publish(self, version: int) -> SyncReceipt:
-        """Send the trainer's weights as this version; afterwards the engine samples.
+        """Send the trainer's weights as this version, and resume sampling. `enter_training` must precede it.
 
-        The engine stays paused if anything fails: it may hold half of the new weights. Raises `SyncError`,
-        `DeadlineError`.
+        If this fails, the engine stays paused, since it may have received only some of the weights. Raises `SyncError`
+        and `DeadlineError`.
         """
         place = self.config.placement
         if not place.colocated:
-            await self._timed("pause", self.engine.pause(self.engine.pause_mode))
+            await self._record_time("pause", self.engine.pause(self.engine.pause_mode))
         if place.offload_engine:
-            await self._timed("wake", self.engine.wake(kv_cache=False))
+            await self._record_time("wake", self.engine.wake(kv_cache=False))
         receipt = await self._transfer(version)
         await self._make_room()
-        await self._timed("resume", self.engine.resume())
+        await self._record_time("resume", self.engine.resume())
         return receipt
 
     async def _transfer(self, version: int) -> SyncReceipt:
-        """Try again with the servers that come up when all that were to take the weights have gone meanwhile."""
+        """Transfer the weights, and retry with newly started servers if all receiving ones died."""
         while True:
             try:
-                return await transfer(
-                    self.trainer, self.engine, version=version, timeout_s=self.config.run.sync_timeout_s
-                )
+                return await self._send(self.engine, version)
             except EngineLostError as error:
                 log.warning("weight sync of version %d: trying again: %s", version, error)
                 await self.engine.health()  # raises when too little of the engine is left to wait for
                 await asyncio.sleep(RETRY_S)
 
+    async def _send(self, engine: RolloutEngine, version: int) -> SyncReceipt:
+        timeout_s = self.config.run.sync_timeout_s
+        return await transfer(self.trainer, engine, version=version, timeout_s=timeout_s, limits=self._limits)
+
     async def _clear(self, *, keep_weights: bool) -> None:
-        """A colocated engine stops; its memory is the trainer's."""
+        """Stop a colocated engine and release its memory for the trainer."""
         if self.config.placement.colocated:
-            await self._timed("pause", self.engine.pause(self.engine.pause_mode))
+            await self._record_time("pause", self.engine.pause(self.engine.pause_mode))
         if self.config.placement.offload_engine:
-            await self._timed("sleep", self.engine.sleep(keep_weights=keep_weights))
+            await self._record_time("sleep", self.engine.sleep(keep_weights=keep_weights))
 
     async def _make_room(self) -> None:
-        """The trainer leaves before the engine takes memory for its KV cache."""
+        """Offload the trainer before the engine allocates its KV cache."""
         if self.config.placement.offload_trainer:
-            await self._timed("offload", self.trainer.offload())
+            await self._record_time("offload", self.trainer.offload())
         if self.config.placement.offload_engine:
-            await self._timed("wake", self.engine.wake(kv_cache=True))
+            await self._record_time("wake", self.engine.wake(kv_cache=True))
 
-    async def _timed(self, what: str, work: Awaitable[T]) -> T:
+    async def _record_time(self, what: str, work: Awaitable[T]) -> T:
         began = time.monotonic()
         try:
             return await work

@@ -1,4 +1,4 @@
-"""The training loop. It knows the Protocols and nothing behind them.
+"""The training loop. It only depends on the interfaces in `protocols`.
 
     sample              score               train               publish             save
     producer.take ----> trainer.score ----> trainer.train ----> sync.publish -----> saver.save
@@ -23,7 +23,7 @@ from typing import Any
 
 from plasmid.config.run import RunConfig
 from plasmid.errors import DataError
-from plasmid.protocols import RolloutEngine, Trainer
+from plasmid.protocols import RolloutEngine, ScoresRef, Trainer
 from plasmid.types.batch import BatchRef, GroupRef
 
 from ..checkpoint.folder import Progress
@@ -31,44 +31,66 @@ from ..checkpoint.saver import CheckpointSaver
 from ..evaluation.evaluator import Evaluator
 from ..observe.metrics import step_metrics
 from ..observe.recorder import MetricsRecorder
-from ..rollout.producers.producer import Producer, Taken
+from ..rollout.producers.producer import ProducedGroups, Producer
 from .batch_metrics import batch_rollout_metrics, check_failures, timing_metrics, warn_of_mismatch
 from .policy_sync import PolicySync
+from .requests import LoopRequests
 
 log = logging.getLogger(__name__)
+LEFT_OUT = "left-out"
+"""Reason of groups that the filters kept but that the caller did not pass to `Loop.score`."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """A batch in the loop."""
+
+    taken: ProducedGroups
+    """The groups of the batch, and those dropped since the previous batch."""
+    slots: int
+    """Number of groups taken from the producer."""
+    ref: BatchRef
+    will_publish: bool
+    """Whether `Loop.publish` follows the training of this batch."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    scores: ScoresRef | None = None
+    """Scores; None before `Loop.score`, and without a trainer."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Loop:
-    """One run. `stop` makes `run` return after the current batch, with everything saved."""
+    """The loop of one run. `stop` makes `run` save everything and return after the current batch."""
 
     config: RunConfig
     trainer: Trainer | None
-    """None: roll out only."""
+    """None if the run only samples."""
     engine: RolloutEngine | None
-    """None: groups come from an earlier run, or from data alone."""
+    """None if groups come from an earlier run or from demonstrations."""
     producer: Producer
     sync: PolicySync | None
-    """None unless there are both trainer and engine."""
+    """None without a trainer or an engine."""
     evaluator: Evaluator | None
-    """None where nothing can be sampled."""
+    """None if the run cannot sample."""
     saver: CheckpointSaver
     recorder: MetricsRecorder
     write_samples: Callable[[tuple[GroupRef, ...], int, str], Awaitable[None]]
-    """Store groups under a step and a name: ``batch``, or ``end`` for what was dropped after the last batch."""
+    """Stores groups under a step and a name: ``batch``, or ``end`` for groups dropped after the last batch."""
     apply_hooks: Callable[[int, tuple[GroupRef, ...]], tuple[GroupRef, ...]]
     """Lets plugins change a batch, named by its number from 1, before it is trained on."""
+    export: Callable[[int], Awaitable[None]]
+    """Exports the trainer's policy after this many batches."""
     progress: Progress
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: LoopRequests = field(default_factory=LoopRequests)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of the present batch, by phase."""
-    begun: float = 0.0
-    """When the present batch began."""
+    """Durations of the current batch by phase, in seconds."""
+    batch_start: float = 0.0
+    """Start time of the current batch."""
 
     async def run(self) -> bool:
-        """Train until the configured number of batches, the end of the data, or `stop`. True if it was stopped.
+        """Train until the configured number of batches, the end of the data, or `stop`. Returns True if stopped.
 
-        A checkpoint that is under way is completed in any case, unless the run is cancelled.
+        Completes a checkpoint in progress in any case, unless the run is cancelled.
         """
         try:
             await self._run()
@@ -78,6 +100,13 @@ class Loop:
         return self._is_cut_short()
 
     async def _run(self) -> None:
+        await self.start()
+        while self.progress.batch < self.config.run.batches and await self._handle_requests() and await self._step():
+            pass
+        await self.finish()
+
+    async def start(self) -> None:
+        """Publish the current weights, and run the evaluations that are due before the next batch."""
         if self.sync is not None:
             await self.sync.start()
         if self.evaluator is not None:
@@ -85,38 +114,57 @@ class Loop:
         if self.progress.batch == 0:
             await self._evaluate()
         await self.saver.settle()
-        while self.progress.batch < self.config.run.batches and not self._may_stop() and await self._step():
-            pass
-        await self._finish()
+
+    async def _handle_requests(self) -> bool:
+        """Write a requested checkpoint, and wait while the run is paused. Returns False if the run is stopping."""
+        requests = self.requests
+        while not self._may_stop():
+            requests.changed.clear()
+            if requests.wants_checkpoint and self.progress.unpublished == 0:
+                requests.wants_checkpoint = False
+                await self._save_now()
+            elif self.stopping.is_set() or not requests.is_paused:
+                return True
+            else:
+                self._begin_phase("paused")
+                waits = {asyncio.ensure_future(event.wait()) for event in (requests.changed, self.stopping)}
+                try:
+                    await self._wait(set(waits))
+                finally:
+                    for task in waits:
+                        task.cancel()
+        return False
 
     async def _step(self) -> bool:
-        """Sample, score, train, publish and save one batch; False if there is none, or the run is to stop first.
+        """Sample, score, train, publish and save one batch. Returns False at the end of the data or if stopped.
 
-        The batch is freed when this returns: no token of it is held while the next one is sampled.
+        The batch is freed on return, so that none of its tokens stay in memory while the next one is sampled.
         """
-        taken = await self._sample()
+        taken = await self.sample()
         if taken is None:
             return False
-        if not taken.groups:
-            await self._end_of_data(taken)
-            return False
-        check_failures(taken, limit=self.config.run.max_failed)
-        taken = replace(taken, groups=self.apply_hooks(self.progress.batch + 1, taken.groups))
-        metrics = await self._rollout_metrics(taken)
-        if self.trainer is not None:
-            metrics |= await self._score_and_train(self.trainer, taken)
-        self.progress.batch += 1
-        self.progress.unpublished += len(taken.groups)
-        metrics |= await self._publish_if_due()
-        await self._record(taken, metrics)
-        await self._evaluate()
-        await self._save_if_due()
+        batch = await self.score(taken, taken.groups)
+        await self.train(batch)
+        if batch.will_publish:
+            await self.publish(batch)
+        await self.end_batch(batch)
         return True
 
-    async def _sample(self) -> Taken | None:
-        """Groups for the next batch; None if the run is to stop first."""
+    async def sample(self) -> ProducedGroups | None:
+        """Return scored and filtered groups for the next batch; None at the end of the data or if stopped."""
+        taken = await self._sample()
+        if taken is None:
+            return None
+        if not taken.groups:
+            await self._end_of_data(taken)
+            return None
+        check_failures(taken, limit=self.config.run.max_failed)
+        return replace(taken, groups=self.apply_hooks(self.progress.batch + 1, taken.groups))
+
+    async def _sample(self) -> ProducedGroups | None:
+        """Return groups for the next batch; None if the run is stopped."""
         self._begin_phase("sample")
-        self.seconds, self.begun = {}, time.monotonic()
+        self.seconds, self.batch_start = {}, time.monotonic()
         count = self.config.run.prompts_per_batch
         take = asyncio.ensure_future(self.producer.take(count, version=self.progress.version))
         stop = asyncio.ensure_future(self.stopping.wait())
@@ -126,7 +174,7 @@ class Loop:
             await self._wait({take, stop})
             if not take.done():
                 return None
-            self.seconds["sample"] = time.monotonic() - self.begun
+            self.seconds["sample"] = time.monotonic() - self.batch_start
             return take.result()
         finally:
             stop.cancel()
@@ -141,55 +189,83 @@ class Loop:
         else:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _rollout_metrics(self, taken: Taken) -> dict[str, float]:
-        """Of the rollouts, and what the engine says of itself just after them."""
+    async def _rollout_metrics(self, taken: ProducedGroups) -> dict[str, float]:
+        """Compute metrics of the rollouts, and add the engine's own metrics."""
         metrics = batch_rollout_metrics(
-            taken, version=self.progress.version, scored=bool(self.config.rewards), published=self.sync is not None
+            taken,
+            version=self.progress.version,
+            run=self.config.run,
+            scored=bool(self.config.rewards),
+            published=self.sync is not None,
         )
         if self.engine is not None:
             metrics |= await self.engine.metrics()
         return metrics
 
-    async def _score_and_train(self, trainer: Trainer, taken: Taken) -> dict[str, float]:
-        """Score and train one batch, with the engine out of the way if it shares the GPU."""
-        steps = min(self.config.run.steps_per_batch, _num_rollouts(taken))
-        version = self.progress.version
-        if self.sync is None:  # a replay: what it was in the run itself
-            version = self.progress.batch // self.config.run.sync_every
-        batch = BatchRef(index=self.progress.batch, groups=taken.groups, steps=steps, policy_version=version)
-        will_publish = self.sync is not None and self.sync.is_due(self.progress.batch + 1)
-        proof = {} if self.sync is None else await self.sync.enter_training(will_publish=will_publish)
-        roles = self.config.algorithm.roles(steps=steps)
-        self._begin_phase("score")
-        with self._timed("score"):
-            scores = await trainer.score(batch, roles)
-        self._begin_phase("train")
-        with self._timed("train"):
-            report = await trainer.train(batch, scores)
-        gauges = {"train/step": float(trainer.step), **await trainer.metrics()}
-        if self.sync is not None and not will_publish:
-            await self.sync.enter_sampling()
-        return {**proof, **scores.metrics, **step_metrics(report.steps), **gauges}
+    async def score(self, taken: ProducedGroups, groups: tuple[GroupRef, ...]) -> Batch:
+        """Create a batch from all or some groups of ``taken``, and compute the required log-probabilities and values.
 
-    async def _publish_if_due(self) -> dict[str, float]:
+        A colocated engine is paused until the weights are published or, if they are not, until the batch is trained.
+        """
+        slots, chosen = len(taken.groups), {group.id for group in groups}
+        left_out = [replace(group, dropped_by=LEFT_OUT) for group in taken.groups if group.id not in chosen]
+        taken = replace(taken, groups=groups, dropped=(*taken.dropped, *left_out))
+        steps = min(self.config.run.steps_per_batch, _num_rollouts(groups))
+        version = self.progress.version
+        if self.sync is None:  # a replay: use the version of the original run
+            version = self.progress.batch // self.config.run.sync_every
+        ref = BatchRef(index=self.progress.batch, groups=groups, steps=steps, policy_version=version)
+        due = self.sync is None or self.sync.is_due(self.progress.batch + 1)
+        batch = Batch(taken=taken, slots=slots, ref=ref, will_publish=due, metrics=await self._rollout_metrics(taken))
+        if self.trainer is None:
+            return batch
+        if self.sync is not None:
+            batch.metrics |= await self.sync.enter_training(will_publish=due)
+        self._begin_phase("score")
+        with self._record_time("score"):
+            batch.scores = await self.trainer.score(ref, self.config.algorithm.roles(steps=steps))
+        batch.metrics |= batch.scores.metrics
+        return batch
+
+    async def train(self, batch: Batch) -> None:
+        """Take the optimizer steps for a scored batch."""
+        if self.trainer is not None and batch.scores is not None:
+            self._begin_phase("train")
+            with self._record_time("train"):
+                report = await self.trainer.train(batch.ref, batch.scores)
+            batch.metrics |= step_metrics(report.steps)
+            batch.metrics |= {"train/step": float(self.trainer.step), **await self.trainer.metrics()}
+            if self.sync is not None and not batch.will_publish:
+                await self.sync.enter_sampling()
+        self.progress.batch += 1
+        self.progress.unpublished += batch.slots
+
+    async def publish(self, batch: Batch) -> None:
         """Send the weights of the trained groups to the engine, and release the groups' slots."""
         if self.sync is None:
             self.producer.release(self.progress.unpublished, version=self.progress.version)
             self.progress.unpublished = 0
-        elif self.sync.is_due(self.progress.batch):
-            return await self.sync.publish()
-        return {}
+            return
+        if not batch.will_publish:  # earlier than due: the engine may be sampling
+            batch.metrics |= await self.sync.enter_training(will_publish=True)
+        batch.metrics |= await self.sync.publish()
 
-    async def _record(self, taken: Taken, metrics: dict[str, float]) -> None:
-        """Store the samples and the metrics of the batch, and tell observers."""
-        step = self.progress.batch
-        await self.write_samples((*taken.groups, *taken.dropped), step, "batch")
+    async def end_batch(self, batch: Batch) -> None:
+        """Store samples and metrics, and run the evaluations and the checkpoint that are due."""
+        await self._record(batch)
+        await self._evaluate()
+        await self._save_if_due()
+
+    async def _record(self, batch: Batch) -> None:
+        """Store samples and metrics of the batch, and notify observers."""
+        number, taken, metrics = self.progress.batch, batch.taken, batch.metrics
+        await self.write_samples((*taken.groups, *taken.dropped), number, "batch")
         self.seconds |= {} if self.sync is None else self.sync.take_seconds()
-        metrics |= timing_metrics(self.seconds, time.monotonic() - self.begun, taken.groups)
+        metrics |= timing_metrics(self.seconds, time.monotonic() - self.batch_start, batch.ref.groups)
         metrics |= self.saver.metrics()
         metrics["version"] = float(self.progress.version)
-        warn_of_mismatch(metrics, batch=step, limit=self.config.run.warn_mismatch)
-        self.recorder.emit("step_finished", step=step, metrics=metrics)
+        warn_of_mismatch(metrics, batch=number, limit=self.config.run.warn_mismatch)
+        self.recorder.emit("batch_finished", batch=number, metrics=metrics)
 
     async def _evaluate(self, *, last: bool = False) -> None:
         if self.config.eval and self.evaluator is not None:
@@ -198,7 +274,7 @@ class Loop:
             await self.evaluator.run_due(self.progress.batch, last=last, send=self._send)
 
     async def _send(self, engine: RolloutEngine) -> None:
-        """Give an engine that evaluates what the other one has; only between publishes do both hold one version."""
+        """Send the current version to an evaluation engine. Trainer and rollout engine must both have that version."""
         assert self.sync is not None and self.progress.unpublished == 0
         await self.sync.send_to(engine)
 
@@ -207,9 +283,18 @@ class Loop:
             await self.saver.settle()
         step, every = self.progress.batch, self.config.checkpoint.every
         if every and step % every == 0 and step < self.config.run.batches:
-            await self._save()
-            if self.sync is not None and self.config.placement.offload_trainer:
-                await self.sync.ask_canary()  # the engine was stopped for it, and has its memory back
+            await self._save_now()
+        every = self.config.checkpoint.export_every
+        if every and step % every == 0 and self.trainer is not None:
+            self._begin_phase("export")
+            async with self.trainer_loaded():
+                await self.export(step)
+
+    async def _save_now(self) -> None:
+        """Write a checkpoint between two batches."""
+        await self._save()
+        if self.sync is not None and self.config.placement.offload_trainer:
+            await self.sync.ask_canary()  # the engine was stopped for the checkpoint and has its memory back
 
     async def _save(self) -> None:
         if self.evaluator is not None:
@@ -219,27 +304,29 @@ class Loop:
             await self.saver.save(self.progress)
 
     def trainer_loaded(self) -> AbstractAsyncContextManager[None]:
-        """A context in which the trainer has its memory, to save or export."""
+        """Return a context in which the trainer's model and optimizer are on the device, to save or export."""
         return nullcontext() if self.sync is None else self.sync.trainer_loaded()
 
-    async def _end_of_data(self, taken: Taken) -> None:
-        """The data ended before the last batch: the policy trained so far is the final one."""
+    async def _end_of_data(self, taken: ProducedGroups) -> None:
+        """Handle data that ends before the last batch: the current policy is the final one."""
         if self.progress.batch == 0:
             why = ", ".join(sorted({group.dropped_by for group in taken.dropped})) or "there are no prompts"
-            raise DataError(f"data: ended before anything was trained on: {why}; add prompts or loosen the filters")
+            raise DataError(f"data: ended before the first batch: {why}; add prompts or loosen the filters")
         if self.progress.batch < self.config.run.batches:
             log.warning(
-                "the data ended after %d of %d planned batches; learning-rate schedules have not come to their end",
+                "the data ended after %d of %d planned batches; learning-rate schedules are incomplete",
                 self.progress.batch,
                 self.config.run.batches,
             )
         if self.progress.unpublished and self.sync is not None:
+            await self.sync.enter_training(will_publish=True)  # the engine sampled what did not suffice for a batch
             await self.sync.publish()
         if taken.dropped:
             await self.write_samples(taken.dropped, self.progress.batch, "end")
         await self._evaluate(last=True)
 
-    async def _finish(self) -> None:
+    async def finish(self) -> None:
+        """Complete evaluations and write the last checkpoint."""
         if self.sync is not None:
             await self.sync.close()
         if self.evaluator is not None and self.evaluator.pending() and not self._is_cut_short():
@@ -250,19 +337,19 @@ class Loop:
         await self.saver.finish()
 
     def stop(self) -> None:
-        """Ask for a clean end."""
+        """Request a clean end of the run."""
         self.stopping.set()
 
     def _may_stop(self) -> bool:
-        """Only between publishes is the engine's policy the one that a checkpoint holds."""
+        """Return True if a stop is requested and possible: trainer and engine must be at the same version."""
         return self.stopping.is_set() and self.progress.unpublished == 0
 
     def _is_cut_short(self) -> bool:
-        """True if the run was stopped before its last batch."""
+        """Return True if the run was stopped before its last batch."""
         return self.stopping.is_set() and self.progress.batch < self.config.run.batches
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _record_time(self, phase: str) -> Iterator[None]:
         started = time.monotonic()
         yield
         self.seconds[phase] = time.monotonic() - started
@@ -271,5 +358,5 @@ class Loop:
         self.recorder.begin_phase(phase, self.progress.batch, self.progress.version)
 
 
-def _num_rollouts(taken: Taken) -> int:
-    return len({id_ for group in taken.groups for id_ in group.rollout_ids})
+def _num_rollouts(groups: tuple[GroupRef, ...]) -> int:
+    return len({id_ for group in groups for id_ in group.rollout_ids})

@@ -1,4 +1,4 @@
-"""Keeps the engine on the trainer's policy: publishes versions, checks them by a canary, repairs restarted servers."""
+"""Publish policy versions to the engine, check them with a canary prompt, and update restarted servers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from plasmid.config.run import RunConfig
 from plasmid.protocols import RolloutEngine, Trainer
+from plasmid.utils.waiting import deadline
 
 from ..checkpoint.folder import Progress
 from ..rollout.producers.producer import Producer
@@ -18,15 +19,15 @@ from .canary import Canary
 from .device_scheduler import DeviceScheduler
 
 POLL_S = 1.0
-"""Interval between two checks for servers that lack weights."""
+"""Interval between checks for restarted servers that need weights, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PolicySync:
     """Publishes the trainer's weights to the engine and counts versions in ``progress``.
 
-    The canary is part of it: its answer must be awaited before the engine is paused, and an engine that lost the
-    weights meanwhile can answer only once they are sent again.
+    Also runs the canary, for two reasons: its answer must arrive before the engine is paused, and a restarted server
+    can answer only after it has received the weights again.
     """
 
     config: RunConfig
@@ -35,10 +36,10 @@ class PolicySync:
     producer: Producer
     progress: Progress
     begin_phase: Callable[[str, int, int], None]
-    """Tells observers of a phase, the batch and the version."""
+    """Notifies observers of a phase, with batch and version."""
     devices: DeviceScheduler = field(init=False)
     canary: Canary | None = field(init=False, default=None)
-    """None for engines that need none."""
+    """None for engines that do not need a canary."""
 
     def __post_init__(self) -> None:
         self.devices = DeviceScheduler(config=self.config, trainer=self.trainer, engine=self.engine)
@@ -48,53 +49,56 @@ class PolicySync:
             self.canary = Canary(self.engine, self.trainer, plan, copies=ranks, limit_s=limit_s)
 
     async def start(self) -> None:
-        """Publish the first version of this process."""
+        """Publish the policy that the trainer loaded at start-up."""
         self._begin_phase()
         await self.devices.start(self.progress.version)
         await self.ask_canary()
 
     def is_due(self, batch: int) -> bool:
-        """True if the weights are to be published after this many batches."""
+        """Return True if the weights must be published after this many trained batches."""
         return batch % self.config.run.sync_every == 0 or batch >= self.config.run.batches
 
     async def publish(self) -> dict[str, float]:
-        """Send the trainer's weights as the next version and release the groups trained on. Returns metrics."""
+        """Send the trainer's weights as the next version and release the groups trained on. Returns metrics.
+
+        Call `enter_training` first.
+        """
         self._begin_phase()
         started = time.monotonic()
         receipt = await self.devices.publish(self.progress.version + 1)
         self.devices.seconds["sync"] = time.monotonic() - started
         self.progress.version += 1
+        published, self.progress.unpublished = self.progress.unpublished, 0
         await self.ask_canary()
-        self.producer.release(self.progress.unpublished, version=self.progress.version)
-        self.progress.unpublished = 0
+        self.producer.release(published, version=self.progress.version)
         phases = {f"sync/{name}_s": seconds for name, seconds in receipt.phases.items()}
         return {"sync/bytes": float(receipt.num_bytes), "sync/transfer_s": receipt.seconds, **phases}
 
     async def send_to(self, engine: RolloutEngine) -> None:
-        """Send the present version to another engine."""
+        """Send the current version to another engine."""
         await self.devices.send_to(engine, self.progress.version)
 
     async def enter_training(self, *, will_publish: bool) -> dict[str, float]:
-        """Free the trainer's memory and have the canary prove the version that sampled. Returns metrics.
+        """Make GPU memory available to the trainer, and run the canary check of the current version. Returns metrics.
 
-        ``will_publish``: `publish` follows, not `enter_sampling`.
+        ``will_publish`` is True if the caller calls `publish` next, False if it calls `enter_sampling`.
         """
-        await self._canary_answered()
+        await self._await_canary()
         await self.devices.enter_training(will_publish=will_publish)
         return {} if self.canary is None else await self.canary.check()
 
     async def enter_sampling(self) -> None:
-        """Let the engine go on after a batch whose weights are not published yet."""
+        """Resume the engine after a batch whose weights are not published yet."""
         await self.devices.enter_sampling()
 
     def trainer_loaded(self) -> AbstractAsyncContextManager[None]:
-        """A context in which the trainer has its memory."""
+        """Return a context in which the trainer's model and optimizer are on the device."""
         return self.devices.trainer_loaded()
 
     async def wait(self, work: set[asyncio.Future[Any]]) -> None:
-        """Wait for the first of ``work``; send weights again to parts of the engine that were started anew.
+        """Wait until one of ``work`` is done; meanwhile, send the weights to restarted servers.
 
-        The trainer must be idle. Raises `EngineError` when too little of the engine is left.
+        The trainer must be idle. Raises `EngineError` if too few servers are left.
         """
         while True:
             done, _ = await asyncio.wait(work, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -104,26 +108,31 @@ class PolicySync:
                 await self._resend()
 
     async def _resend(self) -> None:
-        if self.progress.unpublished:  # the trainer is ahead of what the engine held
+        await self.devices.enter_training(will_publish=True)
+        if self.progress.unpublished:  # the trainer is ahead of the engine's version
             await self.publish()
         else:
-            await self.devices.resend(self.progress.version)
+            await self.devices.publish(self.progress.version)
             await self.ask_canary()
 
     async def ask_canary(self) -> None:
-        """Ask about the present version. Waits for the answer only if nothing else may be asked meanwhile."""
+        """Send the canary request for the current version. Waits for the answer only if it must run alone."""
         if self.canary is not None:
             self.canary.ask(self.progress.version)
             if self.canary.plan.alone:
-                await self._canary_answered()
+                await self._await_canary()
 
-    async def _canary_answered(self) -> None:
-        """Wait for an answer while the engine may draw. One that lacks weights by now gets them and is asked anew."""
-        while self.canary is not None and self.canary.asked is not None and not self.canary.asked.done():
-            await self.wait({self.canary.asked})
+    async def _await_canary(self) -> None:
+        """Wait for the canary's answer. If a server lacks weights, sends them and repeats the request."""
+        limit_s = (
+            self.config.run.sync_timeout_s + self.config.placement.start_timeout_s
+        )  # includes the start of a new server
+        async with deadline(limit_s, f"canary of version {self.progress.version}", missing="answer"):
+            while self.canary is not None and self.canary.pending is not None and not self.canary.pending.done():
+                await self.wait({self.canary.pending})
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds of syncs and of moves between trainer and engine since the last call."""
+        """Return and reset the durations of weight syncs and of memory moves between trainer and engine."""
         return self.devices.take_seconds()
 
     async def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Metrics, trackers and the sample store: what a run tells about itself."""
+"""Metrics, trackers, observers and the sample store of a run."""

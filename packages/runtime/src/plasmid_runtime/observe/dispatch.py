@@ -1,4 +1,4 @@
-"""Keeps observers away from the loop: each has a thread and a queue of its own, and may be slow or broken."""
+"""Dispatch events to observers: each has its own queue and thread, so that slow ones do not delay the loop."""
 
 from __future__ import annotations
 
@@ -19,44 +19,48 @@ log = logging.getLogger(__name__)
 
 
 class ObserverQueues:
-    """Tells observers what happens in a run, without ever waiting for one of them.
+    """Sends events of a run to observers, without ever waiting for them.
 
-    An observer is any object with methods named like observer hooks (which may leave out arguments). One that raises
-    is switched off with a single log message. One that lags loses its oldest events beyond ``capacity``, which is
+    An observer is any object with methods named like observer hooks, which can omit arguments. One that raises is
+    disabled with a single log message. For one that lags by more than ``capacity`` events, the oldest are dropped,
     counted and logged.
     """
 
     def __init__(self, observers: Iterable[tuple[str, object]], *, capacity: int = 1024) -> None:
-        self._lanes = [lane for name, o in observers if (lane := _Lane(name, o, capacity)).hooks]
+        self._lanes = [lane for name, o in observers if (lane := _ObserverThread(name, o, capacity)).hooks]
         for lane in self._lanes:
             lane.thread.start()
 
     @staticmethod
     def of(plugins: pluggy.PluginManager, *extra: object, capacity: int = 1024) -> ObserverQueues:
-        """Queues for every plugin of the manager that observes, and for the ``extra`` objects."""
+        """Create queues for every plugin of the manager with observer hooks, and for the ``extra`` objects."""
         named = [(name, plugin) for name, plugin in plugins.list_name_plugin() if plugin is not None]
         return ObserverQueues([*named, *((observer_name(o), o) for o in extra)], capacity=capacity)
 
     @staticmethod
     def of_objects(observers: Iterable[object]) -> ObserverQueues:
-        """Queues for these objects alone."""
+        """Create queues for these objects only."""
         return ObserverQueues([(observer_name(o), o) for o in observers])
 
     def emit(self, hook: str, /, **arguments: Any) -> None:
-        """Queue one event for every observer that implements the hook. Returns at once."""
+        """Queue an event for every observer that implements the hook. Returns immediately."""
         if hook not in OBSERVER_HOOKS:
-            raise ValueError(f"no observer hook {hook!r}; there are {', '.join(OBSERVER_HOOKS)}")
+            raise ValueError(f"no observer hook {hook!r}; hooks are {', '.join(OBSERVER_HOOKS)}")
         for lane in self._lanes:
             if hook in lane.hooks:
                 lane.put(hook, arguments)
 
+    def depths(self) -> dict[str, int]:
+        """Return the number of queued events by observer."""
+        return {f"events for {lane.name}": lane.depth() for lane in self._lanes}
+
     def flush(self, *, timeout_s: float) -> bool:
-        """Wait until every observer has seen everything so far; False if the time did not suffice."""
+        """Wait until all queued events have been processed. Returns False on timeout."""
         deadline = time.monotonic() + timeout_s
         return all([lane.wait_idle(deadline) for lane in self._lanes])
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Let the observers finish what is queued, then end their threads. What is left after the timeout is lost."""
+        """Process queued events, then end the threads. Events that remain after the timeout are lost."""
         deadline = time.monotonic() + timeout_s
         for lane in self._lanes:
             lane.close()
@@ -66,25 +70,25 @@ class ObserverQueues:
 
 
 class TrackerObserver:
-    """Hands the metrics of batches and of evaluations to a tracker."""
+    """Forwards metrics of batches and evaluations to a tracker."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
     @hookimpl
-    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tracker.log(step, metrics)
+    def batch_finished(self, batch: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(batch, metrics)
 
     @hookimpl
-    def evaluation_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tracker.log(step, metrics)
+    def evaluation_finished(self, batch: int, metrics: Mapping[str, float]) -> None:
+        self._tracker.log(batch, metrics)
 
     def __str__(self) -> str:
         return f"tracker {type(self._tracker).model_fields['kind'].default!r}"
 
 
-class _Lane:
-    """One observer, its queue and its thread."""
+class _ObserverThread:
+    """An observer with its queue and thread."""
 
     def __init__(self, name: str, observer: object, capacity: int) -> None:
         self.name = name
@@ -107,9 +111,12 @@ class _Lane:
                 self._events.popleft()
                 self._dropped += 1
                 if self._dropped == 1:
-                    log.warning("observer %s lags by %d events; the oldest are lost", self.name, self._capacity)
+                    log.warning("observer %s lags by %d events; the oldest are dropped", self.name, self._capacity)
             self._events.append((hook, arguments))
             self._changed.notify_all()
+
+    def depth(self) -> int:
+        return len(self._events)
 
     def wait_idle(self, deadline: float) -> bool:
         with self._changed:
@@ -126,15 +133,15 @@ class _Lane:
         if alive:
             log.warning("observer %s did not finish in time; %d events are lost", self.name, len(self._events))
         if self._dropped:
-            log.warning("observer %s was too slow: %d events were lost in all", self.name, self._dropped)
+            log.warning("observer %s was too slow: %d events were dropped in total", self.name, self._dropped)
 
     def _work(self) -> None:
         while (event := self._next()) is not None:
             hook, arguments = event
             try:
                 self.hooks[hook](**arguments)
-            except Exception:  # boundary: an observer is a third party's code and must not end the run
-                log.exception("observer %s failed in %s and is switched off; the run goes on", self.name, hook)
+            except Exception:  # boundary: observers are third-party code and must not end the run
+                log.exception("observer %s failed in %s and is disabled; the run continues", self.name, hook)
                 with self._changed:
                     self._closed = True
                     self._events.clear()

@@ -1,6 +1,6 @@
-"""Metrics on disk: one JSON object a line, readable while the run goes on, whole again after a ``kill -9``.
+"""Journals of metrics: files with one JSON object per line, readable during the run, and repaired after ``kill -9``.
 
-JSON has no number for them, so nan and the infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+Nan and infinities, which JSON lacks, are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import IO
 
 from plasmid.errors import CheckpointError
-from plasmid.utils.safe_files import append_to, replacing
+from plasmid.utils.safe_files import append_to, check_readable, replace_file
 
 log = logging.getLogger(__name__)
 MAX_STEP = 1 << 53
-"""Larger numbers are no batches, and no floats either."""
+"""Upper bound on batch numbers; larger integers are not exact as floats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One line of a journal."""
+    """A line of a journal."""
 
     step: int
-    """Batches trained."""
+    """Number of batches trained."""
     time: float
     """Seconds since 1970."""
     metrics: Mapping[str, float]
@@ -44,7 +44,7 @@ class Journal:
     _file: IO[str] | None = field(default=None, init=False, repr=False)
 
     def append(self, step: int, *, metrics: Mapping[str, float], name: str = "") -> None:
-        """Write one line and flush it, so that it outlives the process."""
+        """Write and flush one line, so that it survives a crash of the process."""
         line = _encode(Entry(step=step, time=time.time(), metrics=metrics, name=name))
         try:
             if self._file is None:
@@ -53,42 +53,61 @@ class Journal:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            raise _cannot("write", self.path, error) from error
+            raise _journal_error("write", self.path, error) from error
 
     def truncate_after(self, step: int) -> None:
-        """Forget every entry past this step: a resumed run writes them again."""
+        """Remove the entries after this step, which a resumed run writes again."""
         self.close()
         if not self.path.exists():
             return
         kept = [entry for entry in read_journal(self.path) if entry.step <= step]
         try:
-            with replacing(self.path, durable=True) as file:
+            with replace_file(self.path, durable=True) as file:
                 file.write("".join(map(_encode, kept)).encode("utf-8"))
         except OSError as error:
-            raise _cannot("write", self.path, error) from error
+            raise _journal_error("write", self.path, error) from error
 
     def close(self) -> None:
-        """Close the file; the next `append` opens it again."""
+        """Close the file; the next `append` reopens it."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def read_journal(path: Path) -> list[Entry]:
-    """All entries; none if there is no file. A last line that a crash cut short is left out.
+    """Read all entries; none if there is no file. Ignores an incomplete last line, which a crash leaves.
 
-    Raises `CheckpointError` for any other line that is not an entry.
+    Raises `CheckpointError` for any other invalid line.
     """
     try:
+        check_readable(path)
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise _cannot("read", path, error) from error
+        raise _journal_error("read", path, error) from error
     *lines, torn = text.split("\n")
     if torn:
-        log.warning("%s: dropped its last line, which a crash had cut short", path)
+        log.warning("%s: removed an incomplete last line, left by a crash", path)
     return list(_entries(path, lines))
+
+
+def whole_lines(text: bytes, *, after: int | None = None) -> int:
+    """Return the number of bytes of complete and valid lines at the start of ``text``.
+
+    With ``after``, the steps of lines must increase from this step on.
+    """
+    end = 0
+    for line in text.splitlines(keepends=True):
+        try:
+            (entry,) = _entries(Path(), [line.decode("utf-8")])
+        except (CheckpointError, UnicodeDecodeError):
+            return end
+        if not line.endswith(b"\n") or (after is not None and entry.step <= after):
+            return end
+        end += len(line)
+        after = None if after is None else entry.step
+    return end
 
 
 def _entries(path: Path, lines: Iterable[str]) -> Iterable[Entry]:
@@ -96,7 +115,7 @@ def _entries(path: Path, lines: Iterable[str]) -> Iterable[Entry]:
         try:
             record = json.loads(line)
             if abs(record["step"]) > MAX_STEP:
-                raise ValueError("no number of a batch")
+                raise ValueError("not a batch number")
             yield Entry(
                 step=int(record["step"]),
                 time=float(record["time"]),
@@ -125,9 +144,9 @@ def _drop_torn_line(path: Path) -> None:
     whole = path.read_bytes()
     end = whole.rfind(b"\n") + 1
     if end < len(whole):
-        log.warning("%s: dropped its last line, which a crash had cut short", path)
+        log.warning("%s: removed an incomplete last line, left by a crash", path)
         os.truncate(path, end)
 
 
-def _cannot(verb: str, path: Path, error: OSError) -> CheckpointError:
+def _journal_error(verb: str, path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot {verb} metrics: {(error.strerror or str(error)).lower()}")

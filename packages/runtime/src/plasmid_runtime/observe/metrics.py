@@ -1,4 +1,4 @@
-"""What a batch's rollouts and optimizer steps come to, as the flat ``area/name`` numbers that trackers take."""
+"""Compute metrics of a batch's rollouts and optimizer steps, named ``area/name``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from plasmid.types.batch import GroupRef
+from plasmid.types.batch import COUNTS, GroupRef
 
 LAST = frozenset({"train/lr", "train/critic_lr", "train/step"})
-"""Gauges: of several optimizer steps the last one's value counts, not their mean."""
+"""Gauges, for which the value of the last optimizer step is reported, not the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that carries its count, so that parts of different size add up to the mean of the whole."""
+    """A mean with its count, so that means of parts of different sizes can be added."""
 
     total: float = 0.0
     count: float = 0.0
@@ -29,13 +29,14 @@ class Mean:
 
 
 def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, float]:
-    """Rewards, lengths, failures and staleness of scored groups, as ``reward/...`` and ``rollout/...``.
+    """Compute rewards, lengths, failures and staleness of scored groups, as ``reward/...`` and ``rollout/...``.
 
-    Means are over samples, those of staleness over the groups that a policy drew any token of; ``rollout/failed`` is a
-    fraction of all rollouts' samples, failed ones included. ``rollout/tokens`` and ``rollout/length_mean`` count the
-    tokens after the prompt. Groups with a ``dropped_by`` count like the others and are counted again under
-    ``rollout/dropped/<kind>``. Of groups from a mixture, ``reward/source/<name>`` is the mean reward of each source and
-    ``rollout/source/<name>`` its share of the groups. What has nothing to be the mean of is left out.
+    Means are over samples, except staleness: over groups with generated tokens. ``rollout/failed`` is the fraction of
+    failed samples. ``rollout/tokens`` and ``rollout/length_mean`` count the tokens after the prompt. Dropped groups are
+    included, and also counted under ``rollout/dropped/<kind>``. ``rollout/turns_mean`` and ``rollout/calls_mean`` are
+    means over rollouts, ``rollout/failed_calls`` is the fraction of failed calls. For mixtures,
+    ``reward/source/<name>`` is the mean reward of a source, and ``rollout/source/<name>`` its fraction of the groups.
+    Means over nothing are omitted.
     """
     rewards = np.concatenate([np.zeros(0), *(g.rewards for g in groups)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(g.lengths - g.prompt_lengths for g in groups)])
@@ -55,11 +56,11 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
     if staleness:
         metrics["rollout/staleness_mean"] = float(np.mean(staleness))
         metrics["rollout/staleness_max"] = float(max(staleness))
-    return metrics | _components(groups) | _sources(groups) | _dropped(groups)
+    return metrics | _components(groups) | _counts(groups) | _sources(groups) | _drop_counts(groups)
 
 
 def step_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A batch's ``train/...`` metrics out of those of its optimizer steps: means, except ``*_max`` and `LAST`."""
+    """Combine the ``train/...`` metrics of a batch's optimizer steps: means, except for ``*_max`` and `LAST`."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: _reduce(name, [step[name] for step in steps if name in step]) for name in names}
 
@@ -79,6 +80,15 @@ def _components(groups: Sequence[GroupRef]) -> dict[str, float]:
     return {f"reward/{name}": mean.value for name, mean in sorted(means.items()) if mean.count}
 
 
+def _counts(groups: Sequence[GroupRef]) -> dict[str, float]:
+    """Compute the means of turns and tool calls over rollouts, and the fraction of failed calls."""
+    found = {name: np.concatenate([np.zeros(0), *(g.counts.get(name, ()) for g in groups)]) for name in COUNTS}
+    metrics = {f"rollout/{name}_mean": float(found[name].mean()) for name in ("turns", "calls") if len(found[name])}
+    if found["calls"].sum():
+        metrics["rollout/failed_calls"] = float(found["failed_calls"].sum() / found["calls"].sum())
+    return metrics
+
+
 def _sources(groups: Sequence[GroupRef]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in sorted({group.source for group in groups if group.source}):
@@ -90,6 +100,6 @@ def _sources(groups: Sequence[GroupRef]) -> dict[str, float]:
     return metrics
 
 
-def _dropped(groups: Sequence[GroupRef]) -> dict[str, float]:
+def _drop_counts(groups: Sequence[GroupRef]) -> dict[str, float]:
     kinds = [g.dropped_by for g in groups if g.dropped_by]
     return {f"rollout/dropped/{kind}": float(kinds.count(kind)) for kind in sorted(set(kinds))}

@@ -1,4 +1,4 @@
-"""Objects that observe a run: their methods named like hooks, with or without ``@hookimpl``."""
+"""Objects that observe a run: their methods have names of hooks, with or without ``@hookimpl``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from collections.abc import Iterable, Iterator
 import pluggy
 from plasmid.errors import PluginError
 from plasmid.plugins import hookspecs
+from plasmid.plugins.registry import describe_arguments
 
 OBSERVER_HOOKS = (
     "run_started",
+    "start_advanced",
     "phase_started",
     "group_scored",
-    "step_finished",
+    "batch_finished",
     "evaluation_advanced",
     "evaluation_finished",
-    "checkpoint_begun",
+    "checkpoint_started",
     "checkpoint_saved",
 )
 ALIKE = 0.85
-"""Similarity from which the name of a method is taken for a misspelt hook."""
+"""Minimum similarity at which the name of a method counts as a misspelled hook."""
 UNMARKED = pluggy.HookimplOpts(
     wrapper=False, hookwrapper=False, optionalhook=False, tryfirst=False, trylast=False, specname=None
 )
@@ -29,14 +31,14 @@ UNMARKED = pluggy.HookimplOpts(
 
 
 class ObserverManager(pluggy.PluginManager):
-    """A plugin manager that takes methods named like an observer hook for implementations of it."""
+    """A plugin manager that treats methods with the name of an observer hook as its implementations."""
 
     def __init__(self) -> None:
         super().__init__("plasmid")
         self.add_hookspecs(hookspecs)
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
-        """Options of ``@hookimpl``; defaults for a plain method with the name of an observer hook."""
+        """Return the options of ``@hookimpl``, or defaults for a plain method with the name of an observer hook."""
         marked = super().parse_hookimpl_opts(plugin, name)
         if marked is None and name in OBSERVER_HOOKS and inspect.isroutine(getattr(plugin, name, None)):
             return UNMARKED
@@ -44,7 +46,7 @@ class ObserverManager(pluggy.PluginManager):
 
 
 def observer_name(observer: object) -> str:
-    """Name of an observer in messages: its ``str`` if its class defines one, else its class."""
+    """Return the name of an observer in messages: its ``str`` if its class defines one, else its class."""
     if inspect.isclass(observer):
         return observer.__qualname__
     own = type(observer).__str__ is not object.__str__
@@ -52,21 +54,21 @@ def observer_name(observer: object) -> str:
 
 
 def check_observers(observers: Iterable[object]) -> None:
-    """Raise `PluginError` for objects of which a run would call nothing, or not what they mean."""
+    """Raise `PluginError` for objects with invalid or misspelled hooks, or with none."""
     for observer in observers:
-        for mistake in _mistakes(observer):
-            raise PluginError(f"observer {observer_name(observer)!r}: {mistake}")
+        for error in _find_errors(observer):
+            raise PluginError(f"observer {observer_name(observer)!r}: {error}")
 
 
-def _mistakes(observer: object) -> Iterator[str]:
+def _find_errors(observer: object) -> Iterator[str]:
     if inspect.isclass(observer):
-        yield f"is a class; pass an object of it, {observer.__qualname__}()"
+        yield f"must be an object, got a class; pass {observer.__qualname__}()"
         return
     manager = ObserverManager()
     try:
         manager.register(observer)
     except pluggy.PluginValidationError as error:
-        yield " ".join(str(error).split()).rpartition(" hookimpl definition: ")[2]
+        yield describe_arguments(error)
         return
     implemented = [caller.name for caller in manager.get_hookcallers(observer) or ()]
     everything = [name for name, value in vars(hookspecs).items() if hasattr(value, "plasmid_spec")]
@@ -76,12 +78,14 @@ def _mistakes(observer: object) -> Iterator[str]:
     for name in dict.fromkeys([*implemented, *methods]):
         if name in OBSERVER_HOOKS:
             if inspect.iscoroutinefunction(getattr(observer, name, None)):
-                yield f"{name} must not be async; it is called from a thread of its own"
+                yield f"{name} must not be async; it is called from a separate thread"
         elif name in everything:
-            yield f"{name} is not asked of observers; put it into a plugin file (plugins, or --plugin)"
+            yield f"{name} is not an observer hook; put it into a plugin file (plugins, or --plugin)"
+        elif name in hookspecs.RENAMED:
+            yield f"no such hook: {name!r}; {hookspecs.RENAMED[name]}"
         elif close := difflib.get_close_matches(name, OBSERVER_HOOKS, n=1, cutoff=ALIKE):
-            yield f"there is no hook {name!r}; did you mean {close[0]!r}? (a name that begins with _ is never a hook)"
+            yield f"no such hook: {name!r}; did you mean {close[0]!r}? (names that start with _ are not checked)"
         elif name in implemented:
-            yield f"there is no hook {name!r}; there are {', '.join(OBSERVER_HOOKS)}"
+            yield f"no such hook: {name!r}; hooks are {', '.join(OBSERVER_HOOKS)}"
     if not set(implemented) & set(OBSERVER_HOOKS):
-        yield f"has no method that a run would call; there are {', '.join(OBSERVER_HOOKS)}"
+        yield f"has no observer hook; hooks are {', '.join(OBSERVER_HOOKS)}"

@@ -1,8 +1,8 @@
-"""The columns of the sample store, and how values that Parquet does not know become columns and come back."""
+"""Columns of the sample store, and conversion of values that Parquet does not support."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from plasmid.types import SamplingParams
 from plasmid.types.kept_sets import KeptSet
+from plasmid.types.routing import Experts
+from plasmid.utils.json_text import from_json
 
 _NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
 _SPAN = pa.struct({"version": pa.int64(), "start": pa.int64(), "end": pa.int64()})
@@ -28,6 +30,7 @@ _KEPT = pa.struct(
     # 64 bits of offsets: the sets of a batch may have more than 2^31 tokens
     {"token_ids": pa.large_list(pa.int32()), "offsets": pa.list_(pa.int64()), "log_mass": pa.list_(pa.float32())}
 )
+_EXPERTS = pa.struct({"bits": pa.int32(), "layers": pa.int32(), "choices": pa.int32(), "ids": pa.large_binary()})
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -55,15 +58,20 @@ SCHEMA = pa.schema(
         ("rollout_logprobs", pa.list_(pa.float32())),
         ("versions", pa.list_(_SPAN)),
         ("kept", _KEPT),
+        ("experts", _EXPERTS),
         ("sampling", _SAMPLING),
+        ("sampling_options", pa.string()),
+        ("token_rewards", pa.map_(pa.int32(), pa.float64())),
         ("timings", _NAMED_NUMBERS),
     ]
 )
-"""One row per sample; ``messages``, ``target`` and the two ``metadata`` columns hold JSON."""
+"""One row per sample; ``messages``, ``target``, ``sampling_options`` and the two ``metadata`` columns are JSON."""
+ADDED = ("sampling_options", "token_rewards", "experts")
+"""Columns that files of earlier versions lack; they are read as null."""
 
 
 def lists(arrays: Sequence[NDArray[Any]], type_: pa.DataType) -> pa.Array:
-    """A list column of numpy arrays, without a Python object per element."""
+    """Create a list column from numpy arrays, without a Python object per element."""
     large = pa.types.is_large_list(type_)
     offsets = np.cumsum([0, *(len(a) for a in arrays)]).astype(np.int64 if large else np.int32)
     empty = np.zeros(0, type_.value_type.to_pandas_dtype())
@@ -72,7 +80,7 @@ def lists(arrays: Sequence[NDArray[Any]], type_: pa.DataType) -> pa.Array:
 
 
 def kept_column(sets: Sequence[KeptSet | None]) -> pa.Array:
-    """The ``kept`` column."""
+    """Create the ``kept`` column."""
     known = [KeptSet.whole(0) if kept is None else kept for kept in sets]
     fields = [lists([getattr(kept, field.name) for kept in known], field.type) for field in _KEPT]
     return pa.StructArray.from_arrays(
@@ -81,7 +89,7 @@ def kept_column(sets: Sequence[KeptSet | None]) -> pa.Array:
 
 
 def kept_sets(column: pa.ChunkedArray) -> list[KeptSet | None]:
-    """What `kept_column` was given. Raises ValueError for sets without their mass."""
+    """Read the output of `kept_column`. Raises ValueError if a field is missing."""
     array = column.combine_chunks()
     if array.null_count == len(array):
         return [None] * len(array)
@@ -93,8 +101,31 @@ def kept_sets(column: pa.ChunkedArray) -> list[KeptSet | None]:
     return [KeptSet(**{name: f[i] for name, f in fields.items()}) if valid[i] else None for i in range(len(array))]
 
 
+def expert_rows(experts: Sequence[Experts | None]) -> list[dict[str, Any] | None]:
+    """Return the values of the ``experts`` column."""
+    return [
+        None
+        if e is None
+        else {
+            "bits": 8 * e.itemsize,
+            "layers": e.shape[1],
+            "choices": e.shape[2],
+            "ids": np.ascontiguousarray(e).tobytes(),
+        }
+        for e in experts
+    ]
+
+
+def read_experts(row: Mapping[str, Any] | None, count: int) -> Experts | None:
+    """Read a value of the ``experts`` column of ``count`` tokens. Raises ValueError if its size is wrong."""
+    if row is None:
+        return None
+    dtype = {8: np.uint8, 16: np.uint16}[row["bits"]]
+    return np.frombuffer(row["ids"], dtype).reshape(count, row["layers"], row["choices"]).copy()
+
+
 class Lists:
-    """A list column as numpy arrays by row; each is a copy of its own."""
+    """A list column as numpy arrays by row; each access returns a copy."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         array = column.combine_chunks()
@@ -107,5 +138,12 @@ class Lists:
 
 
 def sampling_row(sampling: SamplingParams) -> dict[str, Any]:
-    """The settings as the ``sampling`` column holds them."""
-    return {**sampling.model_dump(), "top_k": None if sampling.top_k == "all" else sampling.top_k}
+    """The settings as the ``sampling`` column holds them; those of `SamplingParams.OPTIONAL` have a column."""
+    row = {name: getattr(sampling, name) for name in _SAMPLING.names}
+    return {**row, "top_k": None if sampling.top_k == "all" else sampling.top_k}
+
+
+def read_sampling(row: Mapping[str, Any], options: str | None) -> SamplingParams:
+    """Return the settings of a row of the columns ``sampling`` and ``sampling_options``."""
+    top_k = "all" if row["top_k"] is None else row["top_k"]
+    return SamplingParams.model_validate({**row, "top_k": top_k, **from_json(options or "{}")})

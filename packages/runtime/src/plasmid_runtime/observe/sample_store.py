@@ -1,6 +1,6 @@
-"""Whole samples on disk: one Parquet file per batch, one row per sample, read back bit by bit.
+"""Sample store: one Parquet file per batch, one row per sample, restored bit by bit.
 
-Replays and checkpoints are made of these files, and any Parquet reader can open them.
+Replays and checkpoints use these files, and any Parquet reader can open them.
 """
 
 from __future__ import annotations
@@ -17,30 +17,53 @@ from plasmid.errors import CheckpointError
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 from plasmid.types.kept_sets import KeptSet
 from plasmid.utils.json_text import from_json, to_json
-from plasmid.utils.safe_files import replacing
+from plasmid.utils.safe_files import check_readable, replace_file
 
-from .sample_columns import SCHEMA, Lists, kept_column, kept_sets, lists, sampling_row
+from .sample_columns import (
+    ADDED,
+    SCHEMA,
+    Lists,
+    expert_rows,
+    kept_column,
+    kept_sets,
+    lists,
+    read_experts,
+    read_sampling,
+    sampling_row,
+)
+
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    pa.ArrowException,
+)
+"""Errors raised when reading a damaged file."""
 
 
 def write_samples(
     path: Path, groups: Sequence[PromptGroup], *, step: int, dropped_by: Mapping[int, str] | None = None
 ) -> None:
-    """Write the groups in their order; the file is complete or absent afterwards. Raises `CheckpointError`.
+    """Write groups in order, atomically. Raises `CheckpointError`.
 
-    ``dropped_by`` is the kind of filter by group id. Metadata, targets and messages are kept as JSON, so values that
-    JSON does not know come back as lists or strings. A group without samples leaves no trace.
+    ``dropped_by`` has the kind of filter by group id. Metadata, targets and messages are stored as JSON, so values that
+    JSON does not support are read as lists or strings. Groups without samples are not stored.
     """
     table = _table(groups, step, dropped_by or {})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, durable=True) as file:
-            pq.write_table(table, file, compression="zstd")
+        with replace_file(path, durable=True) as file:
+            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot write samples: {_reason(error)}") from error
 
 
 def read_samples(path: Path) -> list[PromptGroup]:
-    """The groups that `write_samples` was given. Raises `CheckpointError`."""
+    """Read the groups of a file of `write_samples`. Raises `CheckpointError`."""
     table = read_table(path)
     try:
         rows = zip(_samples(table, kept_sets(table.column("kept"))), _prompts(table), strict=True)
@@ -48,29 +71,54 @@ def read_samples(path: Path) -> list[PromptGroup]:
             PromptGroup(id=group_id, prompt=(members := list(found))[0][1], samples=tuple(s for s, _ in members))
             for group_id, found in groupby(rows, key=lambda row: row[0].group_id)
         ]
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, pa.ArrowException) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{path}: not a file of samples: {_first_line(error)}") from None
 
 
+def sample_files(folder: Path) -> list[Path]:
+    """Return the sample files of a run, by set and then by step: numbers have more than six digits after 999,999."""
+
+    def place(file: Path) -> tuple[str, int, str]:
+        name, _, number = file.stem.rpartition("-")
+        return name, int(number) if number.isdecimal() else -1, number
+
+    return sorted(folder.glob("*.parquet"), key=place)
+
+
+def numbered_files(folder: Path, prefix: str) -> dict[int, Path]:
+    """Return the sample files whose names are ``prefix`` and a number, by that number, in order."""
+    found = {file.stem.removeprefix(prefix): file for file in sample_files(folder) if file.stem.startswith(prefix)}
+    return {int(number): file for number, file in found.items() if number.isdecimal()}
+
+
 def read_dropped(path: Path) -> dict[int, str]:
-    """Which groups of the file a filter dropped: its kind by group id."""
+    """Read the groups that filters dropped, as kinds of filters by group id."""
     table = read_table(path, columns=("group_id", "dropped_by"))
     ids, kinds = (table.column(name).to_pylist() for name in ("group_id", "dropped_by"))
     return {id_: kind for id_, kind in zip(ids, kinds, strict=True) if kind}
 
 
 def read_table(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """The file as an Arrow table with the columns of `SCHEMA`, all of them or these. Raises `CheckpointError`."""
+    """Read the file as an Arrow table with all ``columns``, by default those of `SCHEMA`. Raises `CheckpointError`."""
     try:
+        check_readable(path)
         found = pq.read_schema(path)
         missing = [name for name in SCHEMA.names if name not in found.names]
-        if missing:
-            raise CheckpointError(f"{path}: not a file of samples: it has no column {missing[0]!r}")
-        return pq.read_table(path, columns=list(columns) if columns else SCHEMA.names)
+        if lost := [name for name in missing if name not in ADDED]:
+            raise CheckpointError(f"{path}: not a file of samples: it has no column {lost[0]!r}")
+        for name in set(SCHEMA.names).difference(missing):
+            if name != "kept" and found.field(name).type != SCHEMA.field(name).type:  # see `kept_sets`
+                raise CheckpointError(f"{path}: not a file of samples: column {name!r} is {found.field(name).type}")
+        wanted = list(columns or SCHEMA.names)
+        present = [name for name in wanted if name not in missing]
+        table = pq.read_table(path, columns=present, page_checksum_verification=True)
+        for name in missing if columns is None else ():
+            table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
+        return table
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read samples: {_reason(error)}") from error
-    except pa.ArrowException as error:
-        raise CheckpointError(f"{path}: not a file of samples: {str(error).splitlines()[0]}") from error
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}: not a file of samples: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -80,18 +128,18 @@ def _first_line(error: Exception) -> str:
 def _reason(error: OSError) -> str:
     return (
         os.strerror(error.errno).lower() if error.errno else str(error).splitlines()[0]
-    )  # Arrow's texts name the path
+    )  # Arrow's messages contain the path
 
 
 def _table(groups: Sequence[PromptGroup], step: int, dropped_by: Mapping[int, str]) -> pa.Table:
     ids = [group.id for group in groups]
     if len(set(ids)) != len(ids):
-        raise ValueError("groups must have distinct ids")
+        raise ValueError("groups must have unique ids")
     pairs = [(group.prompt, sample) for group in groups for sample in group.samples]
     for group in groups:
         for s in group.samples:
             if (s.group_id, s.prompt_id) != (group.id, group.prompt.id):
-                raise ValueError(f"sample {s.id}: is not of group {group.id} and prompt {group.prompt.id}")
+                raise ValueError(f"sample {s.id}: must belong to group {group.id} and prompt {group.prompt.id}")
     columns: dict[str, Any] = {
         "step": [step] * len(pairs),
         "dropped_by": [dropped_by.get(sample.group_id, "") for _, sample in pairs],
@@ -126,12 +174,15 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
         "rollout_logprobs": lists([s.rollout_logprobs for s in samples], SCHEMA.field("rollout_logprobs").type),
         "versions": [[{"version": v.version, "start": v.start, "end": v.end} for v in s.versions] for s in samples],
         "sampling": [sampling_row(s.sampling) for s in samples],
+        "sampling_options": [to_json(s.sampling.optional) if s.sampling.optional else None for s in samples],
         "stop_reason": [s.stop_reason.value for s in samples],
         "error": [s.error for s in samples],
         "reward": [score and score.value for score in scores],
         "components": [list(score.components.items()) if score else None for score in scores],
         "reward_error": [score.error if score else None for score in scores],
+        "token_rewards": [list(s.token_rewards.items()) if s and s.token_rewards else None for s in scores],
         "kept": kept_column([s.kept for s in samples]),
+        "experts": expert_rows([s.experts for s in samples]),
         "metadata": [to_json(s.metadata) for s in samples],
         "timings": [list(s.timings.items()) for s in samples],
     }
@@ -169,11 +220,12 @@ def _samples(table: pa.Table, kept: Sequence[KeptSet | None]) -> Iterator[Sample
             prompt_id=row["prompt_id"],
             **{name: array[i] for name, array in arrays.items()},
             versions=tuple(VersionSpan(**span) for span in row["versions"]),
-            sampling=_sampling(row["sampling"], known),
+            sampling=_sampling(row, known),
             text=row["text"],
             stop_reason=StopReason(row["stop_reason"]),
             error=row["error"],
             kept=kept[i],
+            experts=read_experts(row["experts"], len(arrays["token_ids"][i])),
             score=_score(row),
             metadata=from_json(row["metadata"]),
             timings=dict(row["timings"]),
@@ -188,12 +240,16 @@ def _rows(table: pa.Table, names: Iterable[str]) -> list[dict[str, Any]]:
 def _score(row: Mapping[str, Any]) -> Score | None:
     if row["reward"] is None:
         return None
-    return Score(value=row["reward"], components=dict(row["components"]), error=row["reward_error"])
+    return Score(
+        value=row["reward"],
+        components=dict(row["components"]),
+        error=row["reward_error"],
+        token_rewards=dict(row["token_rewards"] or ()),
+    )
 
 
 def _sampling(row: Mapping[str, Any], known: dict[str, SamplingParams]) -> SamplingParams:
-    key = to_json(row)
+    key = to_json([row["sampling"], row["sampling_options"]])
     if key not in known:
-        top_k = "all" if row["top_k"] is None else row["top_k"]
-        known[key] = SamplingParams.model_validate({**row, "top_k": top_k})
+        known[key] = read_sampling(row["sampling"], row["sampling_options"])
     return known[key]

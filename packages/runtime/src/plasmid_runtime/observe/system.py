@@ -1,39 +1,46 @@
-"""Gauges of this machine: memory of all processes of the run, and what its GPUs do."""
+"""Gauges of this machine: memory of the run's processes, and utilization, memory and power of GPUs."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import psutil
 
 GIB = 2**30
+PSS_INTERVAL_S = 30.0
+"""Minimum time between two measurements of shared pages: the kernel walks all pages of a process, which blocks it."""
 
 
 class SystemMonitor:
-    """Samples in a thread of its own, so that a peak between two batches is seen too.
+    """Samples gauges in a separate thread, to detect peaks between two batches.
 
-    Counted are this process, all its descendants (with a Ray started by it: Ray's own processes and every actor), and
-    the processes named by ``pids`` with theirs.
+    Includes this process and all its descendants (with a private Ray cluster, also Ray's processes and every actor),
+    and the processes ``pids`` with their descendants.
     """
 
-    def __init__(self, *, interval_s: float = 2.0, pids: Iterable[int] = ()) -> None:
-        self._interval_s = interval_s
+    def __init__(
+        self, *, interval_s: float = 2.0, pss_interval_s: float = PSS_INTERVAL_S, pids: Iterable[int] = ()
+    ) -> None:
+        self._interval_s, self._pss_interval_s = interval_s, pss_interval_s
         self._pids = (psutil.Process().pid, *pids)
         self._gpus = Gpus()
         self._peak = 0.0
+        self._pss, self._pss_until = 0.0, 0.0
         self._utilization: list[list[float]] = []
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="system-monitor", daemon=True)
         self._thread.start()
 
     def metrics(self) -> dict[str, float]:
-        """Gauges now, and peaks and means since the last call.
+        """Return current gauges, and peaks and means since the last call.
 
-        ``memory/rss_gib`` is the sum over the processes (pages that they share count several times), ``memory/pss_gib``
-        counts shared pages once where the system tells, ``memory/rss_peak_gib`` is the largest sum seen. Of each GPU:
+        ``memory/rss_gib`` is the sum over processes, in which shared pages count several times; ``memory/pss_gib``
+        counts them once, if the system supports it, and is measured every ``pss_interval_s``;
+        ``memory/rss_peak_gib`` is the largest sum. For each GPU:
         ``gpu/<index>/utilization`` (mean, percent), ``gpu/<index>/memory_gib``, ``gpu/<index>/power_w``.
         """
         found = self._processes()
@@ -42,8 +49,11 @@ class SystemMonitor:
             peak, self._peak = max(self._peak, rss), 0.0
             seen, self._utilization = self._utilization, []
         metrics = {"memory/rss_gib": rss / GIB, "memory/rss_peak_gib": peak / GIB}
-        if pss := _pss(found):
-            metrics["memory/pss_gib"] = pss / GIB
+        if time.monotonic() >= self._pss_until:
+            self._pss = _pss(found)
+            self._pss_until = time.monotonic() + self._pss_interval_s
+        if self._pss:
+            metrics["memory/pss_gib"] = self._pss / GIB
         return metrics | self._gpus.metrics(seen)
 
     def close(self) -> None:
@@ -69,7 +79,7 @@ class SystemMonitor:
 
 
 class Gpus:
-    """The GPUs that NVIDIA's driver shows; none where there is no driver or no ``nvidia-ml-py``."""
+    """GPUs reported by NVIDIA's driver; none without a driver or without ``nvidia-ml-py``."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -80,7 +90,7 @@ class Gpus:
             self._nvml = pynvml
         if self._nvml is None:
             return
-        with contextlib.suppress(self._nvml.NVMLError):  # no driver, or no right to ask it: gauges are an extra
+        with contextlib.suppress(self._nvml.NVMLError):  # no driver, or no permission: gauges are optional
             self._nvml.nvmlInit()
             self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
 
@@ -88,11 +98,11 @@ class Gpus:
         return len(self._handles)
 
     def utilization(self) -> list[float]:
-        """[GPUs] percent of the last moments in which a kernel ran."""
+        """Return the utilization of each GPU over the driver's last sampling period, in percent."""
         return [self._ask(h, lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu) for h in self._handles]
 
     def metrics(self, utilization: list[list[float]]) -> dict[str, float]:
-        """Gauges by GPU; the utilisation is the mean over these and the present one."""
+        """Return gauges by GPU; utilization is the mean over these samples and the current one."""
         rows = [*utilization, self.utilization()]
         metrics: dict[str, float] = {}
         for i, handle in enumerate(self._handles):
@@ -105,7 +115,7 @@ class Gpus:
         return metrics
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Close the connection to the driver."""
         if self._handles:
             self._handles = []
             self._nvml.nvmlShutdown()
@@ -113,7 +123,7 @@ class Gpus:
     def _ask(self, handle: Any, question: Any) -> float:
         try:
             return float(question(self._nvml, handle))
-        except self._nvml.NVMLError:  # some GPUs do not tell everything
+        except self._nvml.NVMLError:  # some GPUs do not support all queries
             return float("nan")
 
 

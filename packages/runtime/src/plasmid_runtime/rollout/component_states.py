@@ -1,4 +1,4 @@
-"""States of rewards, filters and workflows in checkpoints: each worker process saves and restores its own."""
+"""Checkpointed state of rewards, filters and workflows. Each worker process saves and restores its own."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from plasmid.utils.json_text import read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerComponent:
-    """A component that worker processes hold."""
+    """A component that lives in worker processes."""
 
     name: str
-    """The same in every run of a recipe."""
+    """Name that is stable across runs of a recipe."""
     component: Component
     eval_set: str = ""
-    """The evaluation set that it belongs to; empty for training's."""
+    """Evaluation set that the component belongs to; empty for training."""
 
 
 def worker_components(config: RunConfig) -> Iterator[WorkerComponent]:
-    """Every component that worker processes hold."""
+    """Yield all components that live in worker processes."""
     yield WorkerComponent(name="workflow", component=config.workflow)
     for name, profile in config.profiles.items():
         if profile.workflow is not None:
@@ -45,21 +45,21 @@ def worker_components(config: RunConfig) -> Iterator[WorkerComponent]:
 
 
 def has_states(config: RunConfig) -> bool:
-    """True if any of them may have a state."""
+    """Return True if any worker component may have state."""
     return any(type(component.component).state is not Component.state for component in worker_components(config))
 
 
 class ComponentStates:
-    """The states of one worker's components: as they are, as they were at a `mark`, and as files."""
+    """State of one worker's components, captured by `mark` and written by `save`."""
 
     def __init__(self, config: RunConfig, on_rewards: Callable[[str, Callable[[], Any]], Any]) -> None:
-        """``on_rewards`` awaits a function on the thread of an evaluation set's rewards, or of training's ('')."""
+        """``on_rewards`` runs a function on the reward thread of an evaluation set, or of training ('')."""
         self._components = list(worker_components(config))
         self._on_rewards = on_rewards
         self._marked = "{}"
 
     async def mark(self) -> None:
-        """Remember the states as they are now, for `save`. Raises `CheckpointError` if one is not plain JSON."""
+        """Capture the current states for `save`. Raises `CheckpointError` if a state is not plain JSON."""
         states: dict[str, Any] = {}
         for component in self._components:
             state = dict(await self._call(component, component.component.state))
@@ -68,11 +68,11 @@ class ComponentStates:
         self._marked = json.dumps(states)
 
     async def save(self, path: Path) -> None:
-        """Write the states as they were at the last `mark`."""
+        """Write the states captured by the last `mark`."""
         await asyncio.to_thread(path.write_text, self._marked, encoding="utf-8")
 
     async def restore(self, paths: Sequence[Path]) -> None:
-        """Restore what one or several processes saved. Raises `CheckpointError`."""
+        """Restore the states saved by one or several processes. Raises `CheckpointError`."""
         try:
             saved: list[Mapping[str, Any]] = [read_json(path) for path in paths]
         except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def _plain(component: WorkerComponent, state: Mapping[str, Any]) -> Any:
     try:
         plain = json.loads(json.dumps(state, allow_nan=True))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{component.name}: its state must hold JSON types only: {one_line(error)}") from error
+        raise CheckpointError(f"{component.name}: its state must have only JSON types: {one_line(error)}") from error
     return plain
 
 
@@ -101,4 +101,4 @@ def _restore(component: WorkerComponent, states: Sequence[Mapping[str, Any]]) ->
     try:
         held.restore(states[0] if len(states) == 1 else held.merge(states))
     except Exception as error:  # boundary: components are users' code
-        raise CheckpointError(f"{component.name}: cannot take up its state: {one_line(error)}") from error
+        raise CheckpointError(f"{component.name}: cannot restore its state: {one_line(error)}") from error

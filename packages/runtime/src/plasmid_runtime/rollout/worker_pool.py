@@ -1,4 +1,4 @@
-"""The rollout worker processes of a run, called from its driver."""
+"""The driver's handle on the rollout worker processes."""
 
 from __future__ import annotations
 
@@ -6,64 +6,95 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from plasmid.protocols import Actor, call
+from plasmid.protocols import Actor, EngineClient, Ref, call
 from plasmid.types.batch import GroupRef
-from plasmid.utils.waiting import together
+from plasmid.utils.waiting import run_together
+from plasmid_workflows.turns import Turn
 
 from .worker import Job, RolloutWorker
 
 GRACE_S = 60.0
-"""Added to the deadline of a group: rollouts and rewards keep theirs themselves, and their errors say more."""
-WRITE_S = 600.0
-"""Longest time to write the samples of one batch."""
+"""Margin on the deadline of a group, in seconds (at most the rollouts' limit). Rollouts and rewards enforce their own
+deadlines, whose errors are more specific."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerPool:
-    """The rollout worker processes; jobs are dealt out to them by group."""
+    """The rollout worker processes. Jobs are assigned to them by group id."""
 
     actors: tuple[Actor, ...]
     rollout_s: float
-    """Longest time for the rollouts of a group, which run at once."""
+    """Maximum duration of a group's rollouts, which run concurrently, in seconds."""
     reward_s: float
-    """Longest time for all rewards of one sample."""
+    """Maximum duration of all rewards of one sample, in seconds."""
+    write_s: float
+    """Maximum time to write samples, or to save or restore the state of components, in seconds."""
     in_order: bool = False
-    """Groups are judged in the order in which they are asked for, so that what components remember is repeatable."""
+    """Score groups in the order of their requests, so that the state of components is reproducible."""
     last: dict[str, str] = field(default_factory=dict)
-    """The job that was last given to each process."""
+    """The last job of each process."""
+    resumed: dict[str, Ref[tuple[Turn, ...]]] = field(default_factory=dict)
+    """Turns from the checkpoint of the resumed run for jobs that have not ended since, by name."""
+    drawn: dict[str, Ref[tuple[Turn, ...]]] = field(default_factory=dict)
+    """Turns of unfinished jobs at the last `snapshot`."""
+
+    async def open(self, client: EngineClient, *, limit_s: float) -> None:
+        """Open the components of every process, which may ask the engine from now on."""
+        await run_together(call(actor, limit_s, RolloutWorker.open, client) for actor in self.actors)
 
     async def roll_out(self, job: Job) -> GroupRef:
-        """Make one prompt group. Raises what its rewards raise, `ActorDiedError`, `DeadlineError`."""
+        """Generate one prompt group. Raises errors of its rewards, `ActorDiedError` and `DeadlineError`."""
         actor = self.actors[job.group_id % len(self.actors)]
         if self.in_order:
             job = replace(job, after=self.last.get(actor.name, ""))
             self.last[actor.name] = job.name
-        limit_s = self.rollout_s + self.reward_s * len(job.sessions()) + GRACE_S
-        return await call(actor, limit_s, RolloutWorker.roll_out, job)
+        limit_s = self.rollout_s + self.reward_s * len(job.sessions()) + min(GRACE_S, self.rollout_s)
+        group = await call(actor, limit_s, RolloutWorker.roll_out, replace(job, drawn=self.resumed.get(job.name)))
+        self.resumed.pop(job.name, None)
+        return group
+
+    async def snapshot(self) -> set[str]:
+        """Mark the states of components, and store the turns of unfinished jobs for `write_turns`.
+
+        Returns the names of the most recently finished jobs of each process, whose groups the states include.
+        """
+        found = await run_together(call(actor, self.write_s, RolloutWorker.snapshot) for actor in self.actors)
+        finished = {name for snapshot in found for name in snapshot.finished}
+        self.drawn.clear()
+        self.drawn.update((name, turns) for name, turns in self.resumed.items() if name not in finished)
+        for snapshot in found:
+            self.drawn.update(snapshot.drawn)
+        return finished
+
+    async def write_turns(self, path: Path) -> None:
+        """Write the turns of unfinished jobs at the last `snapshot`; no file if there are none."""
+        if self.drawn:
+            await call(self.actors[0], self.write_s, RolloutWorker.write_turns, path, dict(self.drawn))
+            self.drawn.clear()
 
     async def write(self, path: Path, groups: tuple[GroupRef, ...], step: int) -> None:
-        """Write whole groups into the sample store."""
+        """Write complete groups into the sample store."""
         dropped = {group.id: group.dropped_by for group in groups if group.dropped_by}
         refs = [group.whole for group in groups]
-        await call(self.actors[0], WRITE_S, RolloutWorker.write, path, refs, step, dropped)
+        await call(self.actors[0], self.write_s, RolloutWorker.write, path, refs, step, dropped)
 
     async def mark(self) -> None:
-        """Mark the present states of components as those that the next `save` writes."""
-        await together(call(actor, WRITE_S, RolloutWorker.mark) for actor in self.actors)
+        """Capture the current states of components for the next `save`."""
+        await run_together(call(actor, self.write_s, RolloutWorker.mark) for actor in self.actors)
 
     async def save(self, folder: Path) -> None:
-        """Write the marked states of each process's components, one file each."""
+        """Write the states captured by `mark`, one file per process."""
         folder.mkdir()
         files = [folder / f"{index}.json" for index in range(len(self.actors))]
         given = zip(self.actors, files, strict=True)
-        await together(call(actor, WRITE_S, RolloutWorker.save, file) for actor, file in given)
+        await run_together(call(actor, self.write_s, RolloutWorker.save, file) for actor, file in given)
 
     async def restore(self, folder: Path) -> None:
-        """Restore the states. Those of process j then go to process j modulo the number of processes now."""
+        """Restore the states. Process j modulo the current number of processes gets the file of process j."""
         then = len(list(folder.glob("*.json")))
         shares = [[folder / f"{j}.json" for j in range(i, then, len(self.actors))] for i in range(len(self.actors))]
         given = [(actor, files) for actor, files in zip(self.actors, shares, strict=True) if files]
-        await together(call(actor, WRITE_S, RolloutWorker.restore, files) for actor, files in given)
+        await run_together(call(actor, self.write_s, RolloutWorker.restore, files) for actor, files in given)
 
     async def close(self) -> None:
         """Stop the processes."""

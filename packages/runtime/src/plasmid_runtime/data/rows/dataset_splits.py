@@ -1,4 +1,4 @@
-"""Finds the files of one split in a folder of the package ``datasets``, and reads its rows."""
+"""Find the files of a split in a Hugging Face ``datasets`` folder, and read its rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .row_files import RowFile
 
 SHARD = re.compile(r"-\d+-of-\d+$")
 ENDS = 1 << 16
-"""Bytes at either end of a file that its digest covers, besides name and size: these files may be very large."""
+"""Number of bytes at each end of a file that its digest covers, besides name and size; files may be very large."""
 
 
 def open_split(path: str, split: str) -> list[RowFile]:
-    """The rows of one split, ``auto`` for the only one or ``train``. Raises `DataError`."""
+    """Open a split; ``auto`` is the only one, or ``train``. Raises `DataError`."""
     folder = Path(path)
     if not folder.is_dir():
-        raise DataError(f"data.path: no such folder: {folder}, seen from {Path.cwd()}")
+        raise DataError(f"data.path: no such folder: {folder} (searched from {Path.cwd()})")
     if (folder / "dataset_dict.json").is_file():
         name = _choose(_split_names(folder / "dataset_dict.json"), split, folder)
         return [DatasetRows.saved(folder / name)]
@@ -36,15 +36,15 @@ def open_split(path: str, split: str) -> list[RowFile]:
     shards = _shards(folder)
     if not shards:
         raise DataError(
-            f"data.path: {folder} is no folder of the package datasets: it has no dataset_dict.json, no state.json and "
-            "no *.parquet or *.arrow files"
+            f"data.path: {folder} is not a folder of the package datasets: it has no dataset_dict.json, no state.json "
+            "and no *.parquet or *.arrow files"
         )
     files = shards[_choose(list(shards), split, folder)]
     return [_open(file) for file in files]
 
 
 def _split_names(file: Path) -> list[str]:
-    """The splits that a file of ``save_to_disk`` names: all of a folder, or the one in it. Raises `DataError`."""
+    """Read the names of splits from a file written by ``save_to_disk``. Raises `DataError`."""
     try:
         found = read_json(file)
         names = found["splits"] if file.name == "dataset_dict.json" else [found.get("_split") or "train"]
@@ -69,7 +69,7 @@ def _choose(names: list[str], split: str, folder: Path) -> str:
 
 
 def _shards(folder: Path) -> dict[str, list[Path]]:
-    """Files by split: ``train.parquet``, ``data/train-00000-of-00002.parquet``, ``train/0000.parquet``, ..."""
+    """Group files by split: ``train.parquet``, ``data/train-00000-of-00002.parquet``, ``train/0000.parquet``, ..."""
     found: dict[str, list[Path]] = {}
     for file in sorted([*folder.rglob("*.parquet"), *folder.rglob("*.arrow")]):
         stem = SHARD.sub("", file.stem)
@@ -78,7 +78,7 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
         others = found.setdefault(split, [])
         if others and others[0].parent != file.parent:
             raise DataError(
-                f"data.path: {folder} has several data sets with a split {split!r}; name the folder of one: "
+                f"data.path: {folder} has several data sets with a split {split!r}; set the folder of one: "
                 f"{others[0].parent} or {file.parent}"
             )
         others.append(file)
@@ -90,7 +90,7 @@ def _open(file: Path) -> RowFile:
 
 
 class DatasetRows:
-    """Rows that the package ``datasets`` maps from disk."""
+    """Rows that ``datasets`` memory-maps."""
 
     def __init__(self, path: Path, dataset: Any, digest: str) -> None:
         self.path, self.digest, self._dataset = path, digest, dataset
@@ -99,13 +99,13 @@ class DatasetRows:
 
     @classmethod
     def saved(cls, folder: Path) -> DatasetRows:
-        """What ``save_to_disk`` wrote. Raises `DataError`."""
+        """Open a folder written by ``save_to_disk``. Raises `DataError`."""
         files = sorted(folder.glob("*.arrow"))
         return cls(folder, _load(folder), _digest([folder / "state.json", *files]))
 
     @classmethod
     def arrow(cls, file: Path) -> DatasetRows:
-        """One Arrow file. Raises `DataError`."""
+        """Open one Arrow file. Raises `DataError`."""
         return cls(file, _load(file), _digest([file]))
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ def _load(path: Path) -> Any:
         import datasets
     except ModuleNotFoundError:
         raise DataError(
-            f"data.kind: {path} takes the package datasets, which is not installed; "
+            f"data.kind: {path} needs the package datasets, which is not installed; "
             "pip install 'plasmid-runtime[datasets]'"
         ) from None
     try:

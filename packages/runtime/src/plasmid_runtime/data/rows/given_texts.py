@@ -1,4 +1,4 @@
-"""Prompts and responses that are there already, for rewards to score: rows of JSONL or Parquet, or stored samples."""
+"""Existing prompts and responses for rewards to score, from rows of files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .prompt_rows import check_count, check_encodable, check_size
 from .row_files import open_rows
 
 Encode = Callable[[str], Ints]
-"""Text to tokens."""
+"""Converts text to tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Columns of the rows; ``a.b`` reaches into an object."""
+    """Columns of the rows; ``a.b`` addresses a field of an object."""
 
     prompt: str = "prompt"
     response: str = "response"
@@ -30,9 +30,9 @@ class Keys:
 
 
 def read_given(path: str, keys: Keys, encode: Encode) -> list[PromptGroup]:
-    """One group for each row. A response is a text, or a list of texts: samples of one prompt.
+    """Read one group per row. A response is a string, or a list of strings for several samples of the prompt.
 
-    A row without prompt or target has an empty text and no target. Raises `DataError`.
+    A row without a prompt gets an empty one, and a row without a target gets None. Raises `DataError`.
     """
     part = FileSlice.parse(path)
     rows = open_rows(part)
@@ -50,12 +50,12 @@ def _group(index: int, where: str, row: Mapping[str, Any], keys: Keys, encode: E
     for text in texts:
         check_size(f"{where}: {keys.response!r}", text)
         if not isinstance(text, str):
-            raise DataError(f"{where}: {keys.response!r} must be a text or a list of texts, got {type_name(text)}")
+            raise DataError(f"{where}: {keys.response!r} must be a string or a list of strings, got {type_name(text)}")
         check_encodable(f"{where}: {keys.response!r}", text)
     asked = _get(row, keys.prompt)
     check_size(f"{where}: {keys.prompt!r}", asked)
     messages = tuple(asked) if isinstance(asked, list) else ()
-    text = "\n".join(_spoken(message) for message in messages) if messages else str(asked or "")
+    text = "\n".join(_message_text(message) for message in messages) if messages else str(asked or "")
     check_encodable(f"{where}: {keys.prompt!r}", text)
     used = {key.split(".")[0] for key in (keys.prompt, keys.response, keys.target)}
     prompt = Prompt(
@@ -70,7 +70,7 @@ def _group(index: int, where: str, row: Mapping[str, Any], keys: Keys, encode: E
     return PromptGroup(id=index, prompt=prompt, samples=samples)
 
 
-def _spoken(message: object) -> str:
+def _message_text(message: object) -> str:
     return str(message.get("content", "")) if isinstance(message, Mapping) else str(message)
 
 
@@ -98,7 +98,7 @@ def _span(start: int, end: int) -> tuple[VersionSpan, ...]:
 
 
 def _get(row: Mapping[str, Any], key: str) -> Any:
-    """The value under the key; None if there is none. Unlike `RowReader`, which data for training must please."""
+    """Return the value of the key, or None. Less strict than `RowReader`, which reads training data."""
     if key in row:
         return row[key]
     value: Any = row

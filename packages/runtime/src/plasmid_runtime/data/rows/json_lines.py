@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from plasmid.errors import DataError
 
-from .file_slices import FileSlice
+from .file_slices import FileSlice, NumberedRows
 
 
-class JsonLinesFile:
-    """One JSON object a line; blank lines do not count. Lines stay bytes until they are asked for."""
+class JsonLinesFile(NumberedRows):
+    """A file with one JSON object per line. Ignores blank lines, and parses lines on access."""
 
     def __init__(self, part: FileSlice) -> None:
         content = part.path.read_bytes()
         lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
         numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
-        rows = part.bounds(len(numbers))
-        self.path = part.path
-        self._numbers = np.array(numbers[rows.start : rows.stop], np.int64)
-        self._lines = [lines[number - 1] for number in numbers[rows.start : rows.stop]]
-        self.digest = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}:{rows.start}:{rows.stop}"
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def number(self, index: int) -> int:
-        return int(self._numbers[index])
-
-    def index(self, number: int) -> int:
-        return int(np.searchsorted(self._numbers, number))
+        super().__init__(part, content, numbers)
+        self._lines = [lines[number - 1] for number in self._numbers.tolist()]
 
     def row(self, index: int) -> Mapping[str, Any]:
         where = f"{self.path}:{self.number(index)}"
@@ -59,7 +45,7 @@ class JsonLinesFile:
 
 
 def type_name(value: object) -> str:
-    """What JSON calls the type of a value, with its article."""
+    """Return the JSON name of a value's type, with an article."""
     if value is None:
         return "null"
     if isinstance(value, bool):

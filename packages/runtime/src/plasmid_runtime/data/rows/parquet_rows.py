@@ -13,13 +13,13 @@ from plasmid.errors import DataError
 from .file_slices import FileSlice
 
 CHUNK = 1000
-"""Rows that become Python objects at once."""
+"""Number of rows converted to Python objects at a time."""
 GROUPS = 4
-"""Row groups that are kept in memory. Shuffled rows come from all groups: files with many small ones take little."""
+"""Number of cached row groups. Shuffled rows come from all groups, so files with many small ones need little memory."""
 
 
 class ParquetFile:
-    """Rows stay in the file by row groups, and in columns, until they are asked for."""
+    """A Parquet file. Reads row groups on access and converts only requested rows."""
 
     def __init__(self, part: FileSlice) -> None:
         import pyarrow
@@ -30,16 +30,16 @@ class ParquetFile:
             names = self._file.schema_arrow.names
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             what = str(error).splitlines()[0].lower()
-            raise DataError(f"{part.path}: not a Parquet file that can be read: {what}") from None
+            raise DataError(f"{part.path}: not a readable Parquet file: {what}") from None
         if len(set(names)) < len(names):
-            raise DataError(f"{part.path}: two columns have one name: {', '.join(sorted(names))}")
+            raise DataError(f"{part.path}: two columns have the same name: {', '.join(sorted(names))}")
         meta = self._file.metadata
         self._ends = np.cumsum([meta.row_group(i).num_rows for i in range(meta.num_row_groups)])
         in_groups = int(self._ends[-1]) if len(self._ends) else 0
         if in_groups != meta.num_rows:
             raise DataError(
-                f"{part.path}: damaged: it says to have {meta.num_rows} rows, and its row groups have {in_groups}; "
-                "write the file anew"
+                f"{part.path}: damaged: its metadata has {meta.num_rows} rows, but its row groups have {in_groups}; "
+                "write the file again"
             )
         self._rows = part.bounds(meta.num_rows)
         self._groups: OrderedDict[int, Any] = OrderedDict()
@@ -68,7 +68,7 @@ class ParquetFile:
             start += len(rows)
 
     def _read(self, start: int, count: int) -> list[Mapping[str, Any]]:
-        """At most ``count`` rows from ``start`` on, all of one row group."""
+        """Read at most ``count`` rows from ``start`` on, within one row group."""
         at = self._rows[start]
         number = int(np.searchsorted(self._ends, at, side="right"))
         first = int(self._ends[number - 1]) if number else 0
@@ -76,9 +76,9 @@ class ParquetFile:
         try:
             rows: list[Mapping[str, Any]] = self._group(number).slice(at - first, count).to_pylist()
         except UnicodeDecodeError:
-            if count > 1:  # find the row that is wrong
+            if count > 1:  # find the invalid row
                 return [self.row(index) for index in range(start, start + count)]
-            raise DataError(f"{self.path}:{self.number(start)}: not valid UTF-8; write the file anew") from None
+            raise DataError(f"{self.path}:{self.number(start)}: not valid UTF-8; write the file again") from None
         return rows
 
     def _group(self, number: int) -> Any:
@@ -90,10 +90,11 @@ class ParquetFile:
             except (pyarrow.ArrowException, OSError) as error:
                 what = str(error).splitlines()[0].lower()
                 raise DataError(f"{self.path}: row group {number} cannot be read: {what}") from None
-            read, said = self._groups[number].num_rows, self._file.metadata.row_group(number).num_rows
-            if read != said:
+            read, expected = self._groups[number].num_rows, self._file.metadata.row_group(number).num_rows
+            if read != expected:
                 raise DataError(
-                    f"{self.path}: damaged: row group {number} has {read} rows instead of {said}; write the file anew"
+                    f"{self.path}: damaged: row group {number} has {read} rows instead of {expected}; write the file "
+                    "again"
                 )
             if len(self._groups) > GROUPS:
                 self._groups.popitem(last=False)

@@ -1,13 +1,14 @@
-"""From rows to prompts: which column is what, what a row must look like, and how it is tokenised."""
+"""Convert rows to prompts: columns, checks, and tokenization."""
 
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from plasmid.components import PromptEncoder
@@ -19,9 +20,9 @@ from .row_files import RowFile
 
 log = logging.getLogger(__name__)
 MAX_MESSAGES = 10_000
-"""Messages of a prompt. Templates and tokenizers take seconds for more, in which no other prompt can be drawn."""
+"""Maximum number of messages of a prompt. Longer chats take seconds to tokenize, which blocks other draws."""
 MAX_CHARACTERS = 4_000_000
-"""Characters of a prompt, about a million tokens."""
+"""Maximum number of characters of a prompt, about a million tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,17 +37,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReader:
-    """Says which column is what."""
+    """Reads prompt, target and profile from the columns of a row."""
 
     prompt_key: str
     target_key: str | None
     chat: bool
-    """Strings are messages of the user."""
+    """True to wrap strings in a user message."""
     system: str
     profile_key: str | None = None
+    last_answer: Literal["error", "drop", "keep"] = "keep"
+    """Treatment of chats that end with an assistant message."""
 
     def read(self, where: str, row: Mapping[str, Any]) -> Row:
-        """Check one row. Raises `DataError` that begins with ``where``."""
+        """Check a row. Raises a `DataError` that starts with ``where``."""
         prompt = self._prompt(where, _get(where, row, self.prompt_key, "prompt_key", ""))
         target = None
         if self.target_key is not None:
@@ -54,8 +57,14 @@ class RowReader:
             target = _get(where, row, self.target_key, "target_key", way_out)
             if target is None:
                 raise DataError(
-                    f"{where}: {self.target_key!r} is null; leave the row out, or set data.target_key{way_out}"
+                    f"{where}: {self.target_key!r} is null; remove the row, or set data.target_key{way_out}"
                 )
+            for number in target if isinstance(target, list) else [target]:
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise DataError(
+                        f"{where}: {self.target_key!r} must not contain {number}, which no answer equals; write a "
+                        "finite number or a string, or remove the row"
+                    )
         used = {key if key in row else key.split(".")[0] for key in (self.prompt_key, self.target_key) if key}
         metadata = {k: v for k, v in row.items() if k not in used}
         return Row(prompt=prompt, target=target, metadata=metadata, profile=self._profile(where, row))
@@ -79,11 +88,27 @@ class RowReader:
         if not isinstance(value, list):
             raise DataError(f"{at} must be a string or a list of messages, got {type_name(value)}")
         if not value:
-            raise DataError(f"{at} is a chat without messages; leave the row out")
-        messages = [_message(f"{at}.{i}", message) for i, message in enumerate(value)]
+            raise DataError(f"{at} is a chat without messages; remove the row")
+        messages = check_messages(at, value)
+        if messages[-1]["role"] == "assistant" and self.last_answer != "keep":
+            messages = self._without_answer(at, messages)
         if self.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
         return tuple(messages)
+
+    def _without_answer(self, at: str, messages: list[Message]) -> list[Message]:
+        """Remove the assistant's messages at the end of a chat. Raises `DataError`."""
+        if self.last_answer == "error":
+            raise DataError(
+                f"{at} ends with the assistant's answer, so there is nothing to sample; set data.last_answer = "
+                '"drop" to remove the answer, or train on it: data.kind = "demonstrations", algorithm.kind = "sft"'
+            )
+        count = len(messages)
+        while count and messages[count - 1]["role"] == "assistant":
+            count -= 1
+        if not count:
+            raise DataError(f"{at} has only messages of the assistant; remove the row")
+        return messages[:count]
 
 
 def _get(where: str, row: Mapping[str, Any], key: str, setting: str, way_out: str) -> Any:
@@ -99,13 +124,13 @@ def _get(where: str, row: Mapping[str, Any], key: str, setting: str, way_out: st
 
 
 def check_count(at: str, items: list[Any], name: str) -> None:
-    """Raises `DataError` that begins with ``at`` for more items than `MAX_MESSAGES`."""
+    """Raise a `DataError` that starts with ``at`` for more items than `MAX_MESSAGES`."""
     if len(items) > MAX_MESSAGES:
-        raise DataError(f"{at} has {len(items)} {name}, at most {MAX_MESSAGES} are taken; leave the row out")
+        raise DataError(f"{at} has {len(items)} {name}, more than the limit of {MAX_MESSAGES}; remove the row")
 
 
 def check_size(at: str, value: object) -> int:
-    """Characters of a text or of messages. Raises `DataError` for what a template or tokenizer would take long for."""
+    """Count the characters of a text or of messages. Raises `DataError` if they would take too long to process."""
     if isinstance(value, list):
         check_count(at, value, "messages")
     left, characters = [value], 0
@@ -114,30 +139,44 @@ def check_size(at: str, value: object) -> int:
         characters += len(item) if isinstance(item, str | Mapping | list) else 1
         left.extend((*item, *item.values()) if isinstance(item, Mapping) else item if isinstance(item, list) else ())
         if characters > MAX_CHARACTERS:
-            raise DataError(f"{at} has more than {MAX_CHARACTERS} characters; leave the row out")
+            raise DataError(f"{at} has more than {MAX_CHARACTERS} characters; remove the row")
     return characters
+
+
+def check_chat_settings(system: str, template: Mapping[str, Any]) -> None:
+    """Raise `DataError` if settings of chats are given for prompts none of which is a chat."""
+    if system or template:
+        name = "system" if system else "template"
+        raise DataError(
+            f'data.{name}: has no effect, since no prompt is a chat; set data.prompt_as = "chat" or remove it'
+        )
+
+
+def check_messages(at: str, values: list[Any]) -> list[Message]:
+    """Check the messages of a chat. Raises a `DataError` that starts with ``at``."""
+    return [_message(f"{at}.{i}", message) for i, message in enumerate(values)]
 
 
 def _check_text(at: str, text: str) -> None:
     if not text:
-        raise DataError(f"{at} is empty; leave the row out")
+        raise DataError(f"{at} is empty; remove the row")
     check_encodable(at, text)
 
 
 def check_encodable(at: str, text: str) -> None:
-    """Raises `DataError` that begins with ``at`` for text that is no Unicode."""
+    """Raise a `DataError` that starts with ``at`` for text that is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{at} has half a surrogate pair at character {error.start + 1}; no tokenizer takes it"
+            f"{at} has half a surrogate pair at character {error.start + 1}, which cannot be tokenized"
         ) from None
 
 
 def _message(at: str, message: object) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{at} must be a message with role and content, got {type_name(message)}")
-    # The columns of a Parquet file give every message every key; null says that it has none.
+    # In a Parquet file every message has every key; null means that the key is absent.
     message = {key: value for key, value in message.items() if value is not None}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{at} is a message without a role; it has: {', '.join(message) or 'nothing'}")
@@ -161,22 +200,22 @@ class PromptRows:
         self._labels = _labels(files)
         self._used = np.arange(self._ends[-1])
         self.profiles: dict[str, str] = {}
-        """Each profile that rows name, and where the first of them stands; complete after `check`."""
+        """Profiles that rows select, each with the location of the first such row; complete after `check`."""
 
     def __len__(self) -> int:
         return len(self._used)
 
     def digests(self) -> list[list[str]]:
-        """Label and digest of each file, as JSON keeps them."""
+        """Return label and digest of each file, as JSON types."""
         return [[label, file.digest] for label, file in zip(self._labels, self._files, strict=True)]
 
     @property
     def left_out(self) -> int:
-        """Rows that `limit` has left out."""
+        """Number of rows that `limit` dropped."""
         return self._ends[-1] - len(self._used)
 
     def check(self) -> None:
-        """Check every row, and tokenise the first of each form. Raises `DataError`."""
+        """Check every row, and tokenize the first text and the first chat. Raises `DataError`."""
         first: dict[bool, int] = {}
         index = 0
         for file in self._files:
@@ -187,16 +226,13 @@ class PromptRows:
                 if row.profile:
                     self.profiles.setdefault(row.profile, where)
                 index += 1
-        if True not in first and (self._reader.system or self._template):
-            name = "system" if self._reader.system else "template"
-            raise DataError(
-                f'data.{name}: has no effect, no prompt is a chat; set data.prompt_as = "chat" or remove it'
-            )
+        if True not in first:
+            check_chat_settings(self._reader.system, self._template)
         for index in first.values():
             self.prompt(index)
 
     def limit(self, max_tokens: int, *, drop: bool) -> None:
-        """Find prompts of more tokens: raise `DataError`, or leave them out."""
+        """Raise `DataError` for prompts with more tokens, or drop them."""
         lengths = np.array([len(self.prompt(i).token_ids) for i in range(len(self))])
         long = np.flatnonzero(lengths > max_tokens)
         if not len(long):
@@ -204,27 +240,27 @@ class PromptRows:
         if not drop:
             others = f" (and {len(long) - 1} more)" if len(long) > 1 else ""
             raise DataError(
-                f"{self._locate(int(long[0]))[1]}: the prompt has {lengths[long[0]]} tokens, data.max_prompt_tokens is "
-                f'{max_tokens}{others}; raise it, or set data.too_long = "drop"'
+                f"{self._locate(int(long[0]))[1]}: the prompt has {lengths[long[0]]} tokens, more than "
+                f'data.max_prompt_tokens = {max_tokens}{others}; raise it, or set data.too_long = "drop"'
             )
         if len(long) == len(self):
             raise DataError(f"data.max_prompt_tokens: all {len(self)} prompts are longer than {max_tokens} tokens")
-        log.warning("data: left out %d of %d prompts with more than %d tokens", len(long), len(self), max_tokens)
+        log.warning("data: dropped %d of %d prompts with more than %d tokens", len(long), len(self), max_tokens)
         self._used = np.flatnonzero(lengths <= max_tokens)
 
     def _locate(self, index: int) -> tuple[int, str, int]:
-        """Number of the file, where the row is for messages, index in the file."""
+        """Return the number of the file, the row's location for messages, and its index in the file."""
         at = int(self._used[index])
         number = bisect_right(self._ends, at)
         local = at - (self._ends[number - 1] if number else 0)
         return number, f"{self._files[number].path}:{self._files[number].number(local)}", local
 
     def prompt(self, index: int) -> Prompt:
-        """One row as a prompt. Raises `DataError`."""
+        """Return a row as a prompt. Raises `DataError`."""
         return self._prompt(*self._locate(index))
 
     def find(self, id: str) -> Prompt:
-        """The prompt of an id, which must be that of a row."""
+        """Return the prompt with this id, which must exist."""
         label, _, line = id.rpartition(":")
         number = self._labels.index(label)
         file = self._files[number]
@@ -237,14 +273,14 @@ class PromptRows:
 
 
 def as_prompt(id: str, where: str, row: Row, encode: PromptEncoder, template: Mapping[str, Any]) -> Prompt:
-    """A checked row in tokens; ``template`` is for chats. Raises `DataError` that begins with ``where``."""
+    """Tokenize a checked row; ``template`` applies to chats. Raises a `DataError` that starts with ``where``."""
     messages = () if isinstance(row.prompt, str) else row.prompt
     try:
         token_ids, text = encode(row.prompt, template if messages else {})
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     if not len(token_ids):
-        raise DataError(f"{where}: the tokenizer makes no token of the prompt")
+        raise DataError(f"{where}: the tokenizer returns no tokens for the prompt")
     return Prompt(
         id=id,
         token_ids=token_ids,
@@ -258,7 +294,7 @@ def as_prompt(id: str, where: str, row: Row, encode: PromptEncoder, template: Ma
 
 
 def _labels(files: Sequence[RowFile]) -> list[str]:
-    """File names; the second file of one name is ``name#2``, and so on."""
+    """Return unique labels: the file name, then ``name#2`` for the second file of that name, and so on."""
     names = [file.path.name for file in files]
     counts = [names[:i].count(name) + 1 for i, name in enumerate(names)]
     return [name if count == 1 else f"{name}#{count}" for name, count in zip(names, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""In which order groups that wait for training are taken."""
+"""Buffer policies: the order in which finished groups are trained on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
+from plasmid.components import RecipeView
 from plasmid.components.buffer_policy import BufferPolicy
 from plasmid.errors import PlasmidError, one_line
 from plasmid.plugins.functions import FunctionName
@@ -18,7 +19,7 @@ SPREAD = "reward-spread"
 
 
 class OldestFirst(BufferPolicy):
-    """Groups are trained on in the order of their draws, as far as they are finished."""
+    """Trains on finished groups in the order of their draws."""
 
     kind: Literal["oldest-first"] = "oldest-first"
 
@@ -27,9 +28,10 @@ class OldestFirst(BufferPolicy):
 
 
 class FreshestFirst(BufferPolicy):
-    """Groups whose oldest token is of the newest policy version are trained on first.
+    """Trains on the groups with the newest oldest token first.
 
-    The others wait, and are past the bound sooner: it takes `run.over_sampling` above 1 to have a choice.
+    Other groups wait and reach the staleness bound sooner. Only effective with `run.over_sampling` above 1, which
+    provides more groups than a batch needs.
     """
 
     kind: Literal["freshest-first"] = "freshest-first"
@@ -39,14 +41,15 @@ class FreshestFirst(BufferPolicy):
 
 
 class Priority(BufferPolicy):
-    """Groups that are worth most are trained on first. It takes `run.over_sampling` above 1 to have a choice."""
+    """Trains on the groups with the highest priority first. Only effective with `run.over_sampling` above 1."""
 
     kind: Literal["priority"] = "priority"
     by: str = SPREAD
-    """What a group is worth: ``reward-spread`` is the standard deviation of its rewards; else ``module:function`` or
-    ``file.py:function``, which gets the `GroupRef` (ids, rewards, lengths, versions) and returns a number."""
+    """Priority of a group: ``reward-spread``, the standard deviation of its rewards, or a function, as
+    ``module:function`` or ``file.py:function``. It receives a `GroupRef` (ids, rewards, lengths, versions) and returns
+    a number."""
     arguments: Mapping[str, Any] = Field(default_factory=dict)
-    """Further arguments of the function by name."""
+    """Additional keyword arguments of the function."""
 
     @field_validator("by")
     @classmethod
@@ -63,8 +66,8 @@ class Priority(BufferPolicy):
             raise ValueError(f"{value} cannot be loaded: {one_line(error)}") from error
         return value
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         if self.by == SPREAD:
             if self.arguments:
                 yield f"arguments has no effect with by = {SPREAD!r}; remove it"

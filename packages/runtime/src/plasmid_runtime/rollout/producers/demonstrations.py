@@ -1,4 +1,4 @@
-"""Groups out of demonstrations: nothing is sampled, each row is a group of one sample."""
+"""Create groups from demonstrations: each row is a group of one sample, without sampling."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from plasmid.types.batch import GroupRef
 from plasmid.types.shared_groups import share
 
 from .draws import Draw, Draws
-from .producer import BoundaryProducer, Taken
+from .producer import BoundaryProducer, ProducedGroups
 
 
 class DemonstrationProducer(BoundaryProducer):
-    """Implements `producer.Producer`. Rows are tokenised on the driver when they are taken."""
+    """Implements `producer.Producer`. Tokenizes rows in a thread of the driver, one batch ahead."""
 
     def __init__(self, draws: Draws, store: Store) -> None:
         super().__init__(draws)
         self._store = store
 
-    async def take(self, count: int, *, version: int) -> Taken:
-        """The next rows; fewer only if the data have ended."""
-        draws = [draw for _ in range(count) if (draw := self._draws.draw()) is not None]
-        return Taken(groups=tuple(self._group(draw) for draw in draws), dropped=())
+    async def take(self, count: int, *, version: int) -> ProducedGroups:
+        """Return the next ``count`` rows, fewer only at the end of the data. All calls must have the same count."""
+        await self._begin_take()
+        drawn = await self._draws.draw(count)
+        if drawn:
+            self._draws.read_ahead(count)  # while the trainer computes
+        return ProducedGroups(groups=tuple(self._group(draw) for draw in drawn), dropped=())
 
     def _group(self, draw: Draw) -> GroupRef:
         sample = demonstration(draw)
         return share(PromptGroup(id=draw.id, prompt=draw.prompt, samples=(sample,)), self._store)
 
     async def close(self) -> None:
-        """Nothing is in flight."""
+        """Stop reading ahead."""
+        self._draws.close()
 
 
 def demonstration(draw: Draw) -> Sample:
-    """A drawn demonstration as a sample that no policy drew."""
+    """Convert a demonstration to a sample without generated tokens."""
     prompt = draw.prompt
     if prompt.trained is None:
-        raise ValueError(f"prompt {prompt.id} is no demonstration")
+        raise ValueError(f"prompt {prompt.id} is not a demonstration")
     return Sample(
         id=f"{draw.id}/0",
         rollout_id=f"{draw.id}/0",

@@ -1,4 +1,4 @@
-"""Where the loop gets its prompt groups: what every producer promises."""
+"""Interface of producers, which supply the training loop with prompt groups."""
 
 from __future__ import annotations
 
@@ -16,102 +16,103 @@ RollOut = Callable[[Draw], Coroutine[Any, Any, GroupRef]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Taken:
-    """Groups to train on, and those that were dropped since the last take."""
+class ProducedGroups:
+    """Groups to train on, and groups dropped since the last take."""
 
     groups: tuple[GroupRef, ...]
-    """New ones in order of their draw, fewer than asked for only if the data have ended. With ``[reuse]`` there are
-    groups of earlier batches between them."""
+    """New groups in draw order, fewer than requested only at the end of the data. With ``[reuse]``, groups of earlier
+    batches are mixed in."""
     dropped: tuple[GroupRef, ...]
-    """With the reason in ``dropped_by``."""
+    """Dropped groups, with the reason in ``dropped_by``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else is worth logging about them."""
+    """Additional metrics to log."""
 
     @property
     def new(self) -> tuple[GroupRef, ...]:
-        """The groups that were not trained on before."""
+        """The groups that have not been trained on before."""
         return tuple(group for group in self.groups if not group.uses)
 
 
 class Producer(Protocol):
-    """What the loop asks for groups."""
+    """Supplies the training loop with prompt groups."""
 
-    async def take(self, count: int, *, version: int) -> Taken:
+    async def take(self, count: int, *, version: int) -> ProducedGroups:
         """Wait for ``count`` groups that may be trained on at this policy version."""
-        ...
 
     def release(self, count: int, *, version: int) -> None:
-        """The weights trained on this many groups have reached the engine, as this version."""
-        ...
+        """Free the slots of ``count`` groups: the engine has received the weights trained on them, as ``version``."""
 
-    def state(self) -> dict[str, Any]:
-        """Everything but finished groups, which `finished` lists."""
-        ...
+    async def snapshot(self) -> tuple[dict[str, Any], tuple[GroupRef, ...]]:
+        """Return a consistent state, and the finished groups to store with it.
 
-    def finished(self) -> tuple[GroupRef, ...]:
-        """Groups that are ready but not taken, and those that were dropped since the last take."""
-        ...
+        These groups are ready but not taken, or were dropped since the last take.
+        """
 
-    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
-        """Continue from what `state` and `finished` gave at one moment; call it before the first take."""
-        ...
+    async def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+        """Continue from a `snapshot`. Call this before the first take."""
+
+    def depths(self) -> Mapping[str, int]:
+        """Return the lengths of the queues, by name."""
 
     async def close(self) -> None:
-        """Abandon what is in flight."""
-        ...
+        """Cancel everything in flight."""
 
 
 @dataclass(slots=True)
 class DropLimit:
-    """Ends a run whose filters drop everything, or whose rollouts all fail."""
+    """Ends a run in which filters drop all groups or all rollouts fail."""
 
     limit: int
-    """Groups in a row that may be dropped."""
+    """Maximum number of consecutive dropped groups."""
     failed_limit: int
-    """Groups in a row that may fail whole: one batch of them is no bad luck any more."""
+    """Maximum number of consecutive groups in which all rollouts fail, usually one batch."""
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def kept(self) -> None:
-        """A group passed: start counting anew."""
+    def count_kept(self) -> None:
+        """Count a group that passed the filters, which resets the counters."""
         self.reasons.clear()
 
-    def dropped(self, group: GroupRef) -> None:
-        """A group was dropped. Raises `PlasmidError` at the limit."""
+    def count_dropped(self, group: GroupRef) -> None:
+        """Count a dropped group. Raises `PlasmidError` at the limit."""
         self.reasons[group.dropped_by] += 1
         if self.reasons["failed"] >= self.failed_limit and self.reasons["failed"] == self.reasons.total():
             raise EngineError(
-                f"rollouts: all samples of {self.reasons['failed']} prompt groups in a row failed; "
-                f"the last error was: {group.errors[-1]}"
+                f"rollouts: all samples of {self.reasons['failed']} consecutive prompt groups failed; "
+                f"the last error: {group.errors[-1]}"
             )
         if self.reasons.total() >= self.limit:
             why = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
-            last = f"; the last error was: {group.errors[-1]}" if group.errors else ""
+            last = f"; the last error: {group.errors[-1]}" if group.errors else ""
             raise PlasmidError(
-                f"filters: {self.limit} groups in a row were dropped ({why}){last}; loosen the filters, "
+                f"filters: {self.limit} consecutive groups were dropped ({why}){last}; loosen the filters, "
                 "use other prompts, or raise run.max_dropped"
             )
 
 
 class BoundaryProducer:
-    """Half a `producer.Producer`: a resume draws everything again that was drawn since the last batch was trained."""
+    """Partial implementation of `Producer` that, on resume, repeats all draws since the last trained batch."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
-        self._boundary = draws.state([])
+        self._boundary: dict[str, Any] | None = None
+        """State before the first batch that is taken but not yet trained; None without such a batch."""
+
+    async def _begin_take(self) -> None:
+        if self._boundary is None:
+            self._boundary = await self._draws.state({})
 
     def release(self, count: int, *, version: int) -> None:
-        """What was taken has been trained on."""
-        self._boundary = self._draws.state([])
+        """Mark the taken batches as trained."""
+        self._boundary = None
 
-    def state(self) -> dict[str, Any]:
-        """As it was when the last batch had been trained."""
-        return self._boundary
+    async def snapshot(self) -> tuple[dict[str, Any], tuple[GroupRef, ...]]:
+        """Return the state after the last trained batch. Batches are taken whole, so no finished groups remain."""
+        return (await self._draws.state({}) if self._boundary is None else self._boundary), ()
 
-    def finished(self) -> tuple[GroupRef, ...]:
-        """Nothing: whole batches are taken."""
-        return ()
+    async def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+        """Continue after the last trained batch."""
+        await self._draws.restore(state)
 
-    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
-        """Continue between the two batches."""
-        self._draws.restore(state)
-        self._boundary = self._draws.state([])
+    def depths(self) -> Mapping[str, int]:
+        """Return nothing: batches are drawn and taken whole, without queues."""
+        return {}

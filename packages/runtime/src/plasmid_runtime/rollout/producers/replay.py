@@ -1,4 +1,4 @@
-"""Groups out of the sample store of an earlier run: to debug a trainer without an engine."""
+"""Replay groups from the sample store of an earlier run, for debugging a trainer without an engine."""
 
 from __future__ import annotations
 
@@ -14,68 +14,91 @@ from plasmid.protocols import Store
 from plasmid.types.batch import GroupRef
 from plasmid.types.shared_groups import share
 
-from ...observe.sample_store import read_dropped, read_samples, read_table
-from .producer import Taken
+from ...data.data_thread import DataCalls, DirectCalls, outcome
+from ...observe.sample_store import numbered_files, read_dropped, read_samples, read_table
+from .producer import ProducedGroups
 
 
 def stored_batches(run_dir: Path) -> list[Path]:
-    """Sample files of a run, in order. Raises `CheckpointError` if there are none."""
-    files = sorted((run_dir / "samples").glob("batch-*.parquet"))
+    """Return the sample files of a run, in order. Raises `CheckpointError` if files are missing."""
+    files = numbered_files(run_dir / "samples", "batch-")
     if not files:
         raise CheckpointError(
-            f"--replay: {run_dir} holds no samples (samples/batch-*.parquet); name the folder of a run that has some"
+            f"--replay: {run_dir} has no samples (samples/batch-*.parquet); give the folder of a run that has"
         )
-    return files
+    missing = min(set(range(1, max(files) + 1)) - files.keys(), default=None)
+    if missing is not None:
+        raise CheckpointError(
+            f"--replay: {run_dir}/samples: batch-{missing:06d}.parquet is missing, although later batches exist; "
+            "restore it, or replay another run"
+        )
+    return list(files.values())
 
 
 def check_replay(config: RunConfig, run_dir: Path) -> None:
-    """Raises `CheckpointError` if the run's samples are not there, or lack what the algorithm reads of them."""
+    """Raise `CheckpointError` if the run has no samples, or if they lack data that the algorithm needs."""
     first = stored_batches(run_dir)[0]
+    if config.trainer.replays_routing():
+        _check_experts(first)
     if not config.algorithm.reads_rollout_logprobs():
         return
     for sample in (sample for group in read_samples(first) for sample in group.samples):
         if sample.sampling.is_restricted and sample.kept is None and sample.num_generated:
             name, value = next(iter(sample.sampling.restrictions.items()))
             raise CheckpointError(
-                f"--replay: {first}: sample {sample.id} was drawn with {name} = {value}, and what that left to draw "
-                "from was not stored; ratios to its log-probabilities, which this algorithm corrects with, would be "
-                'wrong; set algorithm.old_policy = "trainer" and algorithm.opsm = "off", or replay another run'
+                f"--replay: {first}: sample {sample.id} was sampled with {name} = {value}, but the remaining tokens "
+                "were not stored, so the algorithm's ratios to its log-probabilities would be wrong; "
+                'set algorithm.old_policy = "trainer" and algorithm.opsm = "off", or replay another run'
+            )
+
+
+def _check_experts(path: Path) -> None:
+    for sample in (sample for group in read_samples(path) for sample in group.samples):
+        if sample.experts is None and sample.num_generated:
+            raise CheckpointError(
+                f"--replay: {path}: sample {sample.id} has no experts, which trainer.routing_replay needs; set it to "
+                "false, or replay another run"
             )
 
 
 class ReplayProducer:
-    """Implements `rollout.producer.Producer`: the batches of one run, in their order, dropped groups left out."""
+    """Implements `producer.Producer`: yields the batches of a run in order, without dropped groups."""
 
-    def __init__(self, run_dir: Path, store: Store) -> None:
+    def __init__(self, run_dir: Path, store: Store, calls: DataCalls | None = None) -> None:
         self._files = stored_batches(run_dir)
-        self._store = store
+        self._store, self._calls = store, calls or DirectCalls()
         self._next = 0
         self._uses: Counter[int] = Counter()
 
-    async def take(self, count: int, *, version: int) -> Taken:
-        """The groups of the next batch, however many it had; none when all batches have been replayed."""
+    async def take(self, count: int, *, version: int) -> ProducedGroups:
+        """Return all groups of the next batch, regardless of ``count``; none after the last batch."""
         if self._next == len(self._files):
-            return Taken(groups=(), dropped=())
+            return ProducedGroups(groups=(), dropped=())
         file, self._next = self._files[self._next], self._next + 1
-        dropped = read_dropped(file)
-        groups = [group for group in read_samples(file) if group.id not in dropped]
+        dropped, read = await outcome(self._calls.submit(lambda: (read_dropped(file), read_samples(file))))
+        groups = [group for group in read if group.id not in dropped]
         shared = [replace(share(group, self._store), uses=self._uses[group.id]) for group in groups]
         self._uses.update(group.id for group in groups)
-        return Taken(groups=tuple(shared), dropped=())
+        return ProducedGroups(groups=tuple(shared), dropped=())
 
     def release(self, count: int, *, version: int) -> None:
-        """Nothing waits for slots here."""
+        """Do nothing: replay has no slots."""
 
-    def state(self) -> dict[str, Any]:
-        return {"next": self._next}
+    async def snapshot(self) -> tuple[dict[str, Any], tuple[GroupRef, ...]]:
+        return {"next": self._next}, ()
 
-    def finished(self) -> tuple[GroupRef, ...]:
-        return ()
-
-    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+    async def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
         self._next = int(state["next"])
+        self._uses.update(await outcome(self._calls.submit(self._past_uses)))
+
+    def _past_uses(self) -> Counter[int]:
+        uses: Counter[int] = Counter()
         for file in self._files[: self._next]:
-            self._uses.update(set(read_table(file, columns=("group_id",)).column("group_id").to_pylist()))
+            uses.update(set(read_table(file, columns=("group_id",)).column("group_id").to_pylist()))
+        return uses
+
+    def depths(self) -> Mapping[str, int]:
+        return {}
 
     async def close(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: nothing is in flight."""

@@ -1,4 +1,4 @@
-"""Groups that were trained on, written back and drawn again: off-policy reuse."""
+"""Experience replay: trained groups go back to a pool and are drawn again."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from plasmid.config.reuse import ReuseConfig
+from plasmid.config.loop import ReuseConfig
 from plasmid.types.batch import GroupRef
 from plasmid.utils.seeds import seed_of
 
-from .producer import Producer, Taken
+from .producer import ProducedGroups, Producer
 
 
 @dataclass(slots=True)
 class _Batch:
-    """A batch whose weights have not reached the engine."""
+    """A batch whose trained weights have not reached the engine yet."""
 
     new: int
     reused: int
 
 
 class ReuseProducer:
-    """Implements `producer.Producer` around another one: new groups are its own, reused ones join them.
+    """Wraps another `producer.Producer`, and adds reused groups to its new ones.
 
-    Reused groups hold no slot of the other producer: it is told of the release of new ones only. The draw depends on
-    the run's seed and the number of batches taken, so a resumed run draws as an uninterrupted one.
+    Reused groups occupy no slot of the inner producer, so only new groups are released to it. Draws depend on the run's
+    seed and the number of batches taken, so a resumed run repeats them exactly.
     """
 
     def __init__(self, producer: Producer, settings: ReuseConfig, *, seed: int) -> None:
@@ -36,7 +36,7 @@ class ReuseProducer:
         self._taken = 0
         self._training: deque[_Batch] = deque()
 
-    async def take(self, count: int, *, version: int) -> Taken:
+    async def take(self, count: int, *, version: int) -> ProducedGroups:
         new = await self._producer.take(count, version=version)
         if not new.groups:
             return new
@@ -46,8 +46,8 @@ class ReuseProducer:
         self._taken += 1
         self._training.append(_Batch(new=len(new.groups), reused=len(reused)))
         self._write_back([*new.groups, *reused])
-        return Taken(
-            groups=_mixed([*new.groups, *reused], generator) if reused else new.groups,
+        return ProducedGroups(
+            groups=_shuffle([*new.groups, *reused], generator) if reused else new.groups,
             dropped=new.dropped,
             metrics={**new.metrics, **self._metrics(reused, version)},
         )
@@ -57,7 +57,7 @@ class ReuseProducer:
         return [self._pool[index] for index in sorted(generator.choice(len(self._pool), count, replace=False))]
 
     def _write_back(self, trained: Iterable[GroupRef]) -> None:
-        """Count a use of every group; keep those that may have another one, the newest if there are too many."""
+        """Count a use of every group. Keep groups that may be used again, and only the newest above `capacity`."""
         pool = {group.id: group for group in self._pool}
         for group in trained:
             pool[group.id] = replace(group, uses=group.uses + 1)
@@ -78,28 +78,29 @@ class ReuseProducer:
             new, count = new + batch.new, count - batch.new - batch.reused
         self._producer.release(new, version=version)
 
-    def state(self) -> dict[str, Any]:
+    async def snapshot(self) -> tuple[dict[str, Any], tuple[GroupRef, ...]]:
+        state, finished = await self._producer.snapshot()
         uses = {str(group.id): group.uses for group in self._pool}
-        return {**self._producer.state(), "reuse": {"taken": self._taken, "uses": uses}}
+        return {**state, "reuse": {"taken": self._taken, "uses": uses}}, (*finished, *self._pool)
 
-    def finished(self) -> tuple[GroupRef, ...]:
-        return (*self._producer.finished(), *self._pool)
-
-    def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
+    async def restore(self, state: Mapping[str, Any], finished: Sequence[GroupRef]) -> None:
         uses: Mapping[str, int] = state["reuse"]["uses"]
-        self._producer.restore(state, [group for group in finished if str(group.id) not in uses])
+        await self._producer.restore(state, [group for group in finished if str(group.id) not in uses])
         self._pool = [replace(group, uses=uses[str(group.id)]) for group in finished if str(group.id) in uses]
         self._taken = int(state["reuse"]["taken"])
+
+    def depths(self) -> Mapping[str, int]:
+        return {**self._producer.depths(), "groups to reuse": len(self._pool)}
 
     async def close(self) -> None:
         await self._producer.close()
 
 
-def _mixed(groups: Sequence[GroupRef], generator: np.random.Generator) -> tuple[GroupRef, ...]:
-    """In random order: a batch of several optimizer steps has then some of both kinds in each."""
+def _shuffle(groups: Sequence[GroupRef], generator: np.random.Generator) -> tuple[GroupRef, ...]:
+    """Shuffle groups, so that each of several optimizer steps gets both new and reused ones."""
     return tuple(groups[index] for index in generator.permutation(len(groups)))
 
 
 def _age(group: GroupRef, version: int) -> int:
-    """Policy versions since the oldest token; 0 if no policy drew any."""
+    """Return the age of the oldest token, in policy versions; 0 without generated tokens."""
     return 0 if group.oldest_version is None else version - group.oldest_version

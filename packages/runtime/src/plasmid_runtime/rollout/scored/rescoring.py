@@ -1,4 +1,4 @@
-"""Scores samples that are there already with a recipe's rewards: no engine, no model."""
+"""Score existing samples with a recipe's rewards, without engine or model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class RescoredGroup:
 
     group: PromptGroup
     samples: Sequence[Sample]
-    """With their scores; without, if a reward raised."""
+    """Samples with scores, or without if a reward raised."""
     error: str
-    """What it raised; empty if none did."""
+    """Error of the reward; empty if none raised."""
     seconds: float
-    """That scoring the group took."""
+    """Time to score the group, in seconds."""
 
 
 async def rescore(config: RunConfig, groups: Sequence[PromptGroup], *, eval_set: str = "") -> list[RescoredGroup]:
-    """Score every group, one after another, with training's rewards or those of an evaluation set.
+    """Score every group in order, with the rewards of training or of an evaluation set.
 
-    A reward that raises costs its group the scores and nothing more: this is where such rewards are looked into.
+    A reward that raises does not end the loop, so that it can be debugged; only its group stays without scores.
     """
     where, rewards = "rewards", config.rewards
     for index, set_ in enumerate(config.eval):

@@ -1,4 +1,4 @@
-"""Rewards, run away from the event loop, each with a deadline."""
+"""Run rewards on a separate thread, with deadlines."""
 
 from __future__ import annotations
 
@@ -7,47 +7,96 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+import numpy as np
+import pluggy
 from plasmid.components import Reward
-from plasmid.components.reward_calls import call_reward, named, shortened
+from plasmid.components.reward_calls import call_reward, describe_samples, shorten
 from plasmid.config.profiles import Profile, profile_of, reward_names
-from plasmid.errors import RewardError, one_line, place_in_class
+from plasmid.errors import PluginError, RewardError, locate_in_class, one_line
 from plasmid.protocols import RunContext
 from plasmid.types import Prompt, Sample, Score, StopReason
+from plasmid.utils.waiting import serve_loop
+from plasmid.utils.waits.stacks import LOOPS
 from plasmid.utils.work_clock import QueueingExecutor
+
+MAY_CHANGE = ("loss_mask", "text", "metadata", "stop_reason")
+"""Fields of a sample that a plugin may change; generated tokens and their log-probabilities are fixed."""
+
+
+class SampleHooks:
+    """Calls the `sample_generated` hooks of all plugins, in the order in which they were loaded."""
+
+    def __init__(self, plugins: pluggy.PluginManager) -> None:
+        self._asked = plugins.hook.sample_generated.get_hookimpls()
+
+    def apply(self, sample: Sample, prompt: Prompt) -> Sample:
+        """Return the sample as changed by the plugins. Raises `PluginError` for changes that are not allowed."""
+        for implementation in self._asked:
+            given: dict[str, Any] = {"sample": sample, "prompt": prompt}
+            where = f"plugin {implementation.plugin_name!r}: sample_generated"
+            try:
+                answer: Any = implementation.function(*(given[name] for name in implementation.argnames))
+            except Exception as error:  # boundary: plugins are users' code
+                raise PluginError(f"{where} raised on sample {sample.id}: {one_line(error)}") from error
+            if answer is not None:
+                for mistake in _find_errors(sample, answer):
+                    raise PluginError(f"{where} {mistake}")
+                sample = answer
+        return sample
+
+
+def _find_errors(before: Sample, after: Any) -> Iterator[str]:
+    if not isinstance(after, Sample):
+        yield f"must return a Sample or None, got {after!r:.100} for sample {before.id}"
+        return
+    for field in fields(Sample):
+        if field.name not in MAY_CHANGE and not _same(getattr(before, field.name), getattr(after, field.name)):
+            allowed = ", ".join(MAY_CHANGE)
+            yield f"changed {field.name} of sample {before.id}; it may change {allowed} (a reward belongs in a Reward)"
+    if len(after.loss_mask) == len(before.loss_mask) and (after.loss_mask & ~before.loss_mask).any():
+        yield f"added tokens of sample {before.id} to the loss; it may only remove tokens from the loss"
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, np.ndarray):
+        return before is after or np.array_equal(before, after)
+    return before is after or bool(before == after)
+
 
 T = TypeVar("T")
 CLOSE_S = 1.0
-"""Time that a reward has to close."""
+"""Maximum time for a reward to close, in seconds."""
 log = logging.getLogger(__name__)
 
 
 class Scorer:
-    """Opens the rewards of a recipe and scores samples with their weighted sum.
+    """Scores samples with the weighted sum of a recipe's rewards.
 
-    Rewards run on a thread with an event loop of its own: one that blocks stalls neither the engine's requests nor the
-    deadline that ends the run with the reward's name.
+    Rewards run in a separate thread with its own event loop, so that a blocking reward delays neither requests to the
+    engine nor the deadline that ends the run with the reward's name.
     """
 
     def __init__(
         self, rewards: Sequence[Reward], *, where: str = "rewards", profiles: Mapping[str, Profile] | None = None
     ) -> None:
-        """``where`` is the table of the recipe that lists them, for messages; ``profiles`` choose among them."""
+        """``where`` is the recipe table of the rewards, for messages; ``profiles`` select among the rewards."""
         self._rewards = tuple(rewards)
         self._table = where
         self._names = reward_names(rewards)
         self._profiles = profiles or {}
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(QueueingExecutor(thread_name_prefix="reward-threads"))
-        threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+        LOOPS.add(self._loop)
+        threading.Thread(target=serve_loop, args=(self._loop,), name="rewards", daemon=True).start()
 
     async def open(self, context: RunContext) -> None:
         """Open every reward."""
         for reward in self._rewards:
-            await self._elsewhere(reward.open(context))
+            await self._submit(reward.open(context))
 
     @property
     def in_order(self) -> bool:
@@ -55,25 +104,25 @@ class Scorer:
         return any(reward.in_order() for reward in self._rewards)
 
     async def on_thread(self, function: Callable[[], Any]) -> Any:
-        """Call a function where the rewards run, between two of their steps."""
+        """Call a function on the thread of the rewards."""
 
         async def call() -> Any:
             return function()
 
-        return await self._elsewhere(call())
+        return await self._submit(call())
 
     async def close(self) -> None:
-        """Close every reward and end the thread. One that blocks is not waited for: it may be why the run ends."""
+        """Close every reward and end the thread. Does not wait for a blocked reward: it may be why the run ends."""
         for reward in self._rewards:
             try:
-                await asyncio.wait_for(self._elsewhere(reward.close()), CLOSE_S)
+                await asyncio.wait_for(self._submit(reward.close()), CLOSE_S)
             except TimeoutError:
                 log.warning("%s did not close within %g s", self._where(reward), CLOSE_S)
                 break
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with their scores. A failed rollout is not shown to any reward and scores 0.
+        """Return the samples with scores. Failed rollouts score 0 without calling any reward.
 
         Raises `RewardError` if a reward raises or takes longer than its ``timeout_s``.
         """
@@ -81,7 +130,7 @@ class Scorer:
         started = time.monotonic()
         parts: list[list[Score]] = []
         timings: dict[str, float] = {}
-        chosen = self._chosen(prompt)
+        chosen = self._choose_rewards(prompt)
         for index in chosen if shown else ():
             name, reward = self._names[index], self._rewards[index]
             begun = time.monotonic()
@@ -103,40 +152,46 @@ class Scorer:
         where = self._where(reward)
 
         def raised(error: Exception, samples: Sequence[Sample]) -> RewardError:
-            said = f"{where}: raised on {named(samples)}: {one_line(error)}{place_in_class(type(reward), error)}"
-            return RewardError(f"{said}; {_quoted(samples)}")
+            place = locate_in_class(type(reward), error)
+            message = f"{where}: raised on {describe_samples(samples)}: {one_line(error)}{place}"
+            return RewardError(f"{message}; {_quote(samples)}")
 
-        return await call_reward(reward, prompt, samples, where=where, start=self._elsewhere, raised=raised)
+        return await call_reward(reward, prompt, samples, where=where, start=self._submit, raised=raised)
 
-    def _elsewhere(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    def _submit(self, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def _where(self, reward: Reward) -> str:
         index = next(i for i, r in enumerate(self._rewards) if r is reward)
         return f"{self._table}.{index} ({self._names[index]})"
 
-    def _chosen(self, prompt: Prompt) -> list[int]:
-        """Which rewards judge the samples of a prompt."""
+    def _choose_rewards(self, prompt: Prompt) -> list[int]:
+        """Return the indices of the rewards that score the samples of a prompt."""
         names = profile_of(prompt, self._profiles).rewards if self._profiles else "all"
         return [index for index, name in enumerate(self._names) if names == "all" or name in names]
 
     def _sum(self, chosen: Sequence[int], scores: Sequence[Score]) -> Score:
         total = 0.0
         components: dict[str, float] = {}
+        tokens: dict[int, float] = {}
         for index, score in zip(chosen, scores, strict=True):
             reward, name = self._rewards[index], self._names[index]
             total += reward.weight * score.value
             components[name] = score.value
             components |= {f"{name}.{part}": value for part, value in score.components.items()}
+            for position, value in score.token_rewards.items():
+                tokens[position] = tokens.get(position, 0.0) + reward.weight * value
         errors = [score.error for score in scores if score.error]
         if not math.isfinite(total):
             total = sum(self._rewards[index].weight * self._rewards[index].failure() for index in chosen)
-            errors.append("the sum of the rewards is too large a number")
-        return Score(value=total, components=components, error="; ".join(map(shortened, errors)) or None)
+            errors.append("the sum of the rewards is too large for a float")
+            tokens = {}
+        error = "; ".join(map(shorten, errors)) or None
+        return Score(value=total, components=components, error=error, token_rewards=tokens)
 
 
-def _quoted(samples: Sequence[Sample], longest: int = 200) -> str:
-    """What was to be scored, for whoever has to find out why it could not be."""
+def _quote(samples: Sequence[Sample], longest: int = 200) -> str:
+    """Quote the text that could not be scored, for error messages."""
     text = samples[0].text
     cut = f" ... ({len(text)} characters)" if len(text) > longest else ""
     return f"the {'' if len(samples) == 1 else 'first '}text was {text[:longest]!r}{cut}"

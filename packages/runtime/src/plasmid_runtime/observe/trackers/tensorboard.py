@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard event files, written with the ``tensorboard`` package alone."""
+"""TensorBoard tracker, which only needs the ``tensorboard`` package."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from plasmid.components import Tracker
-from plasmid.errors import PluginError
 from plasmid.protocols import RunContext
 from pydantic import Field, PrivateAttr
+
+from .run_identity import import_package
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class TensorBoard(Tracker):
-    """Event files in the run's folder ``tensorboard/``: `tensorboard --logdir runs`."""
+    """Writes event files to ``tensorboard/`` in the run folder: `tensorboard --logdir runs`."""
 
     kind: Literal["tensorboard"] = "tensorboard"
     flush_s: float = Field(10.0, gt=0)
-    """Longest time that metrics wait in memory."""
+    """Maximum time that metrics are buffered in memory, in seconds."""
 
     _writer: EventFileWriter | None = PrivateAttr(None)
     _resumed: bool = PrivateAttr(False)
@@ -30,19 +31,14 @@ class TensorBoard(Tracker):
 
     async def open(self, context: RunContext) -> None:
         """Start a new event file. Raises `PluginError` if TensorBoard is not installed."""
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event  # noqa: F401 (what `log` needs)
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError:
-            raise PluginError(
-                "trackers: kind 'tensorboard' needs the package tensorboard; pip install 'plasmid[tensorboard]'"
-            ) from None
+        import_package("tensorboard.compat.proto.event_pb2")  # what `log` needs
+        writers = import_package("tensorboard.summary.writer.event_file_writer")
         folder = context.run_dir / "tensorboard"
         self._resumed = any(folder.glob("events.out.tfevents.*"))
-        self._writer = EventFileWriter(str(folder), flush_secs=max(1, round(self.flush_s)))
+        self._writer = writers.EventFileWriter(str(folder), flush_secs=max(1, round(self.flush_s)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar per metric. In a resumed run the first call tells readers to forget what comes after it."""
+        """Write one scalar per metric. In a resumed run, the first call invalidates later steps of the earlier one."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -50,7 +46,7 @@ class TensorBoard(Tracker):
             raise ValueError("the tracker is not open")
         if self._resumed:
             self._resumed = False
-            # an evaluation comes after the metrics of its batch, which must stay
+            # an evaluation follows the metrics of its batch, which must remain valid
             first = step + 1 if all(name.startswith("eval/") for name in metrics) else step
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
@@ -58,7 +54,7 @@ class TensorBoard(Tracker):
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     async def close(self) -> None:
-        """Write what is still in memory."""
+        """Write buffered metrics."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

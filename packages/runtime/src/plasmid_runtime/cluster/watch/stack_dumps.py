@@ -1,0 +1,132 @@
+"""Stacks of processes that are asked from outside, and what the kernel tells about those that do not write any."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from plasmid.protocols import ProcessState
+from plasmid.utils.log_files import STACKS_MEMORY, STACKS_SIGNAL
+from plasmid.utils.waits.stacks import locate_in_dump, wait_until_grown
+
+DUMP_S = 3.0
+"""Maximum time for processes to write their stacks, in seconds."""
+LEAST_S = 0.5
+"""Minimum time to read the stacks of each of several processes, in seconds."""
+CONDITIONS = {
+    psutil.STATUS_STOPPED: "stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_ZOMBIE: "ended",
+    psutil.STATUS_DEAD: "ended",
+    psutil.STATUS_DISK_SLEEP: "waiting for a disk or a device",
+}
+STATUS_LINES = ("State:", "PPid:", "Threads:", "VmRSS:", "VmSwap:", "SigBlk:", "SigCgt:")
+MAX_THREADS = 100
+
+
+def condition_of(process: psutil.Process) -> str:
+    """Return the problem of a process that its state shows; empty if there is none."""
+    return CONDITIONS.get(process.status(), "")
+
+
+def inspect_children(children: Iterable[psutil.Process]) -> tuple[tuple[ProcessState, ...], list[str]]:
+    """Return the states of processes of servers, which write their stacks, and a line for each of the others."""
+    servers: list[tuple[psutil.Process, str, str, Path]] = []
+    others = []
+    for child in children:
+        try:
+            memory, name, condition = stacks_memory(child.pid), child.name(), condition_of(child)
+            if memory is None:
+                command = " ".join(child.cmdline())[:200]
+                others.append(f"{child.pid} {child.status()}, in the kernel at {_waits_at(child.pid)}: {command}")
+            else:
+                servers.append((child, name, condition, memory))
+        except psutil.Error:
+            others.append(f"{child.pid}: ended")
+    dumps = dump_stacks({child.pid: memory for child, _, _, memory in servers})
+    states = []
+    for child, name, condition, _ in servers:
+        dump = dumps[child.pid]
+        found = dump or f"process {child.pid} ({name}) writes no stacks\n{describe_kernel_state(child.pid)}"
+        problem = condition or ("" if dump else "not responding")
+        position = _main_position(dump) if problem else ""  # all threads of an idle server wait somewhere
+        states.append(ProcessState(name=name, pid=child.pid, condition=problem, position=position, stacks=found))
+    return tuple(states), others
+
+
+def _main_position(dump: str) -> str:
+    """Return where the main thread is, which comes last, or another busy one."""
+    return locate_in_dump("\n\n".join(reversed(dump.split("\n\n"))))
+
+
+def stacks_memory(pid: int) -> Path | None:
+    """Return the file in memory to which a process writes its stacks on request; None if it has none."""
+    if not _catches(pid, STACKS_SIGNAL):
+        return None
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(link).startswith(f"/memfd:{STACKS_MEMORY}{pid} "):
+                    return link
+    return None
+
+
+def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
+    """Make processes write the stacks of all threads with `faulthandler` to their files, and return them by id.
+
+    Continues stopped processes. The text of a process that does not write is empty.
+    """
+    sizes = {pid: _size(file) for pid, file in files.items() if _catches(pid, STACKS_SIGNAL)}
+    for pid in sizes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, STACKS_SIGNAL)
+            os.kill(pid, signal.SIGCONT)
+    end, dumps = time.monotonic() + DUMP_S, dict.fromkeys(files, "")
+    for pid, size in sizes.items():
+        with suppress(OSError):  # it has ended
+            dumps[pid] = wait_until_grown(files[pid], size, timeout_s=max(LEAST_S, end - time.monotonic()))
+    return dumps
+
+
+def describe_kernel_state(pid: int) -> str:
+    """Return what the kernel tells about a process: its state, and where each thread waits, as lines."""
+    lines = [line for line in _read(Path(f"/proc/{pid}/status")).splitlines() if line.startswith(STATUS_LINES)]
+    with suppress(OSError):
+        for thread in sorted(Path(f"/proc/{pid}/task").iterdir())[:MAX_THREADS]:
+            stack = _read(thread / "stack").splitlines() or ["kernel stack not readable"]
+            waits_at = _waits_at(int(thread.name))
+            lines += [f"thread {thread.name} ({_read(thread / 'comm').strip()}): in the kernel at {waits_at}"]
+            lines += [f"  {line}" for line in stack]
+    return "\n".join(lines) or "the process has ended"
+
+
+def _waits_at(pid: int) -> str:
+    """Return the kernel function in which a process or thread waits."""
+    found = _read(Path(f"/proc/{pid}/wchan")).strip()
+    return found if found not in ("", "0") else "no named function"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Return True if a process handles a signal that would otherwise kill it."""
+    lines = _read(Path(f"/proc/{pid}/status")).splitlines()
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (number - 1) & 1)

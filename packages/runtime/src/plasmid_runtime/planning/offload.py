@@ -1,0 +1,70 @@
+"""Choose what is moved out of the memory of GPUs that trainer and engine share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from plasmid.config.run import RunConfig
+from plasmid.errors import PlasmidError
+from plasmid_models.estimates.accelerators import match_accelerator
+from plasmid_models.folder import read_config
+from plasmid_models.source import needed_models
+
+from .load import Lengths, batch_load
+from .plan import GIB, Plan, gpu_names, make_plan
+
+MARGIN = 0.08
+"""Fraction of a GPU's memory that must be free by the plan. Measured peaks of trainers were up to 11% above theirs, of
+which `RESERVE` covers a part."""
+
+
+def with_offload(config: RunConfig) -> tuple[RunConfig, str]:
+    """Replace ``auto`` in the offload settings by what this machine's GPUs need, and return the reason for it.
+
+    Without GPUs nothing is moved; with GPUs or models that cannot be planned, everything. The reason is empty if there
+    was nothing to choose.
+    """
+    place = config.placement
+    if "auto" not in (place.offload_trainer, place.offload_engine):
+        return config, ""
+    names = gpu_names()
+    on_gpu = place.device == "cuda" or (place.device == "auto" and bool(names))
+    if not (_is_shared(config) and on_gpu):
+        return _replace(config, trainer=False, engine=False), ""
+    device = match_accelerator(names[0]) if names else None
+    if device is None:
+        return _replace(config, trainer=True, engine=True), "the memory of the GPUs is unknown here"
+    try:
+        models = {table: dict(read_config(table, path)) for table, path in needed_models(config)}
+        if config.algorithm.needs().critic:
+            models.setdefault("critic", models["model"])
+        load, _ = batch_load(config, models["model"], Lengths())
+        return choose_offload(config, lambda changed: make_plan(changed, models, device, load))
+    except PlasmidError as error:
+        return _replace(config, trainer=True, engine=True), f"there is no plan: {error}"
+
+
+def choose_offload(config: RunConfig, make: Callable[[RunConfig], Plan]) -> tuple[RunConfig, str]:
+    """Replace ``auto`` by the first of nothing, the engine, and both with which the plan leaves memory free."""
+    for trainer, engine in ((False, False), (False, True)):
+        changed = _replace(config, trainer=trainer, engine=engine)
+        plan = make(changed)
+        if plan.device is None or not _is_shared(config):
+            return changed, ""
+        peak = max((usage.total for usage in plan.usages), default=math.inf)
+        if peak <= (1 - MARGIN) * plan.limit and plan.trainer and plan.engine:
+            return changed, f"{peak / GIB:.0f} of {plan.limit / GIB:.0f} GiB in use by the plan"
+    return _replace(config, trainer=True, engine=True), "less would leave too little memory by the plan"
+
+
+def _is_shared(config: RunConfig) -> bool:
+    return config.placement.colocated and config.engine_ranks > 0
+
+
+def _replace(config: RunConfig, *, trainer: bool, engine: bool) -> RunConfig:
+    """Replace only settings that are ``auto``."""
+    place = config.placement
+    chosen = {"offload_trainer": trainer, "offload_engine": engine}
+    update = {name: value for name, value in chosen.items() if getattr(place, name) == "auto"}
+    return config.model_copy(update={"placement": place.model_copy(update=update)})

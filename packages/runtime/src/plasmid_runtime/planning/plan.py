@@ -1,0 +1,224 @@
+"""Plan memory and time of a recipe, from the estimates of its trainer and engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from plasmid.config.run import RunConfig
+from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, Phase, PhaseEstimate
+from plasmid_models.estimates.accelerators import ACCELERATORS, DEFAULT, find_accelerator, match_accelerator
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+MODEL = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
+
+
+def host_memory() -> float:
+    """Return the memory of this machine, in bytes."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def gpu_names(driver: Path = DRIVER) -> list[str]:
+    """Return the product names of this machine's GPUs, from the driver's files."""
+    names = []
+    for file in sorted(driver.glob("*/information")):
+        try:
+            names += MODEL.findall(file.read_text(errors="replace"))
+        except OSError:
+            continue
+    return names
+
+
+def choose_device(config: RunConfig, name: str | None) -> tuple[Accelerator | None, str]:
+    """Return the GPU to plan for and the reason; None for a CPU. Raises `ConfigError` for unknown names."""
+    if name is not None:
+        return find_accelerator(name), "--gpu"
+    if config.placement.device == "cpu":
+        return None, 'placement.device = "cpu"'
+    found = gpu_names()
+    known = match_accelerator(found[0]) if found else None
+    if known is not None:
+        return known, f"this machine: {found[0]}"
+    if config.placement.device == "cuda":
+        return ACCELERATORS[DEFAULT], "no known GPU in this machine; --gpu selects another"
+    return None, "no known GPU in this machine; --gpu plans for one"
+
+
+GIB = float(2**30)
+CONTEXT = 0.6 * GIB
+"""Memory of CUDA and its libraries per process, in bytes."""
+RESERVE = 0.05
+"""Fragmentation of a trainer's memory, as a fraction of its allocations."""
+PROCESS = 0.7 * GIB
+"""Memory of a process on a CPU that has loaded torch, in bytes."""
+PHASES: tuple[Phase, ...] = ("sample", "score", "train", "sync")
+Place = Literal["shared", "trainer", "engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Usage:
+    """Memory of a place in a phase: of its GPU with the highest usage, or on a CPU its process."""
+
+    place: Place
+    phase: Phase
+    memory: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Memory and time of a recipe."""
+
+    config: RunConfig
+    device: Accelerator | None
+    """None for a CPU."""
+    load: BatchLoad
+    trainer: Mapping[Phase, PhaseEstimate]
+    """Empty if the trainer has no estimates."""
+    engine: Mapping[Phase, PhaseEstimate]
+    """Empty without an engine that computes in the run, or if it has no estimates."""
+
+    @cached_property
+    def usages(self) -> tuple[Usage, ...]:
+        """Memory usages, ordered by place, then by phase."""
+        if self.config.placement.colocated and self.engine and self.device is not None:
+            return tuple(self._use_together())
+        return (*self._use_separately("trainer", self.trainer), *self._use_separately("engine", self.engine))
+
+    @property
+    def limit(self) -> float:
+        """Memory of one GPU, or of this machine, in bytes."""
+        return host_memory() if self.device is None else self.device.memory
+
+    @property
+    def overfull(self) -> tuple[Usage, ...]:
+        """Usages above the limit, the largest first."""
+        if self.device is None:
+            together = sum(self.processes(place) * self.peak(place) for place in ("trainer", "engine"))
+            worst = [max(self.usages, key=lambda usage: usage.total)] if self.usages else []
+            return tuple(worst) if together > self.limit else ()
+        return tuple(sorted((u for u in self.usages if u.total > self.limit), key=lambda usage: -usage.total))
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Reasons other than memory for which the run cannot start."""
+        every = (*self.trainer.values(), *self.engine.values())
+        return tuple(estimate.obstacle for estimate in every if estimate.obstacle)
+
+    @property
+    def fits(self) -> bool:
+        """True if the run has enough memory and no obstacles."""
+        return not (self.overfull or self.obstacles)
+
+    def processes(self, place: Place) -> int:
+        """Return the number of ranks of a part."""
+        return self.config.placement.trainer_ranks if place == "trainer" else self.config.engine_ranks
+
+    def peak(self, place: Place) -> float:
+        """Return the maximum memory of a place over all phases, in bytes; 0 without estimates."""
+        return max((usage.total for usage in self.usages if usage.place == place), default=0.0)
+
+    @property
+    def seconds(self) -> Mapping[Phase, float]:
+        """Estimated seconds per batch, by phase."""
+        found: dict[Phase, float] = {}
+        for phase in PHASES:
+            parts = [part[phase].seconds for part in (self.trainer, self.engine) if phase in part]
+            known = [seconds for seconds in parts if seconds is not None]
+            if known:
+                found[phase] = sum(known)
+        return found
+
+    @property
+    def batch_seconds(self) -> float | None:
+        """Seconds per batch. Sampling overlaps with training if it may be stale and has separate GPUs."""
+        seconds = self.seconds
+        if "train" not in seconds or (self.config.engine_ranks and "sample" not in seconds):
+            return None
+        training = seconds.get("score", 0.0) + seconds["train"]
+        sampling = seconds.get("sample", 0.0)
+        apart = self.config.run.max_staleness > 0 and not self.config.placement.colocated
+        sync = seconds.get("sync", 0.0) / self.config.run.sync_every
+        return (max(training, sampling) if apart else training + sampling) + sync
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of the run."""
+        place = self.config.placement
+        slots = place.slots(trainers=place.trainer_ranks, engines=self.config.engine_ranks, evals=place.eval_ranks)
+        return len(slots.nodes)
+
+    @property
+    def hours(self) -> float | None:
+        """Hours for all batches, excluding start, evaluations and checkpoints."""
+        return None if self.batch_seconds is None else self.batch_seconds * self.config.run.batches / 3600
+
+    def basis(self, phase: Phase) -> str:
+        """Return how the time of a phase is computed."""
+        parts = [part[phase].basis for part in (self.engine, self.trainer) if phase in part]
+        return "; ".join(text for text in parts if text)
+
+    def facts(self) -> dict[str, str]:
+        """Additional facts from trainer and engine."""
+        return {
+            name: text for part in (*self.trainer.values(), *self.engine.values()) for name, text in part.facts.items()
+        }
+
+    def _use_separately(self, place: Place, estimates: Mapping[Phase, PhaseEstimate]) -> Iterator[Usage]:
+        """Yield the usages of a part with separate GPUs or processes."""
+        for phase in PHASES:
+            if phase in estimates:
+                yield Usage(
+                    place=place,
+                    phase=phase,
+                    memory={**estimates[phase].memory, **self._add_overhead(place, estimates[phase])},
+                )
+
+    def _use_together(self) -> Iterator[Usage]:
+        """Yield the usages of GPUs that trainer and engine share in alternation."""
+        for phase in PHASES:
+            parts = [(name, part.get(phase, part.get("idle"))) for name, part in self._parts()]
+            if not any(phase in part for _, part in self._parts()):
+                continue
+            memory: dict[str, float] = {}
+            for name, estimate in parts:
+                if estimate is not None:
+                    for what, size in (*estimate.memory.items(), *self._add_overhead(name, estimate).items()):
+                        memory[what] = memory.get(what, 0.0) + size
+            yield Usage(place="shared", phase=phase, memory=memory)
+
+    def _parts(self) -> Sequence[tuple[Place, Mapping[Phase, PhaseEstimate]]]:
+        return (("trainer", self.trainer), ("engine", self.engine))
+
+    def _add_overhead(self, place: Place, estimate: PhaseEstimate) -> dict[str, float]:
+        if self.device is None:
+            return {"Python and libraries": PROCESS}
+        reserve = RESERVE * estimate.total if place == "trainer" else 0.0
+        return {"CUDA and reserve": CONTEXT + reserve}
+
+
+def make_plan(
+    config: RunConfig,
+    models: Mapping[str, Mapping[str, Any]],
+    device: Accelerator | None,
+    load: BatchLoad,
+) -> Plan:
+    """Plan a recipe whose models have these ``config.json``, by table. Raises `ConfigError`."""
+    context = EstimateContext(config=config, models=models, device=device, load=load)
+    engine = config.rollout.estimate(context) if config.rollout is not None and config.engine_ranks else ()
+    return Plan(
+        config=config,
+        device=device,
+        load=load,
+        trainer={estimate.phase: estimate for estimate in config.trainer.estimate(context)},
+        engine={estimate.phase: estimate for estimate in engine},
+    )
