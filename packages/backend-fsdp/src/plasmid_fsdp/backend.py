@@ -9,19 +9,21 @@ import torch
 import torch.distributed as dist
 from plasmid.config.run import RunConfig
 from plasmid_models.source import Source
+from plasmid_training.compiling import compiled_graphs
 from plasmid_training.rank.peers import PeerRanks
 
-from .model.building import compiled_graphs
-from .model.policy import build_policy
+from .model.building import gathers_once
+from .model.policy import Policy, build_policy
 from .model.sharded import ShardedModel
-from .model.value_model import build_value_model
+from .model.value_model import ValueModel, build_value_model
+from .optimizer_settings import OptimizerSettings
 from .settings import FSDP
 from .state import load_state, save_state
 from .weights.shards import Shard
 
 
 class FSDPBackend:
-    """Shards every model over all ranks."""
+    """One rank of trainer 'fsdp'; every model is sharded over all ranks."""
 
     def __init__(self, config: RunConfig, device: str) -> None:
         assert isinstance(config.trainer, FSDP), "built by another trainer's settings"
@@ -39,7 +41,7 @@ class FSDPBackend:
 
     def build_critic(self, source: Source) -> ShardedModel:
         module = build_value_model(self._settings, source, device=self._device, shard=self._shard, seed=self._seed)
-        self._trained["critic"] = critic = ShardedModel(module, self._settings.critic, peers=self._peers)
+        self._trained["critic"] = critic = self._sharded(module, self._settings.critic)
         return critic
 
     def build_frozen(self, source: Source) -> ShardedModel:
@@ -62,5 +64,11 @@ class FSDPBackend:
         return Shard(rank=self._peers.rank, num_ranks=self._peers.num_ranks)
 
     def _language_model(self, source: Source, *, trained: bool) -> ShardedModel:
-        module = build_policy(self._settings, source, device=self._device, shard=self._shard, trained=trained)
-        return ShardedModel(module, self._settings, peers=self._peers)
+        module = build_policy(
+            self._settings, source, device=self._device, shard=self._shard, trained=trained, seed=self._seed
+        )
+        return self._sharded(module, self._settings)
+
+    def _sharded(self, module: Policy | ValueModel, learning: OptimizerSettings) -> ShardedModel:
+        once = gathers_once(self._settings, self._peers.num_ranks)
+        return ShardedModel(module, learning, peers=self._peers, gathers_once=once)

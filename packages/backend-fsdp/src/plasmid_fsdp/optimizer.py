@@ -1,4 +1,4 @@
-"""The optimizer over sharded fp32 weights: its construction, the gradient's norm, one guarded step."""
+"""Optimizers over sharded fp32 weights: construction, gradient norm, and steps that skip non-finite gradients."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class ShardedOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = lr
         max_norm = self._settings.max_grad_norm
-        return Update(norm, guarded_step(self.inner, self._parameters, norm=norm, max_norm=max_norm))
+        return Update(norm, clip_and_step(self.inner, self._parameters, norm=norm, max_norm=max_norm))
 
     def state(self) -> Iterator[Tensor]:
-        """This rank's parts of all its tensors."""
+        """Yield this rank's shards of all tensors of the optimizer state."""
         for of_parameter in self.inner.state.values():
             yield from (local(value) for value in of_parameter.values() if isinstance(value, Tensor))
 
 
 def make_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) or SGD; matrices decay, vectors (biases, norms) do not.
+    """Create AdamW (Loshchilov & Hutter 2019) or SGD, with weight decay on matrices but not on biases and norms.
 
-    Its state exists from the start, as zeros, which is what the first step would make of it: memory is known early,
-    and saving and loading need no special case.
+    The optimizer state is allocated right away, as the zeros that the first step would start from: memory use is known
+    early, and saving and loading need no special case.
     """
     trained = [p for p in parameters if p.requires_grad]
     groups = [
@@ -67,7 +67,7 @@ def make_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Paramete
 
 
 def grad_norm(parameters: Sequence[nn.Parameter], all_reduce: AllReduce, device: torch.device) -> float:
-    """Norm of the whole gradient over all ranks; nothing is counted twice, because every gradient is sharded."""
+    """Return the norm of the whole gradient over all ranks; every gradient is sharded, so none is counted twice."""
     grads = _grads(parameters)
     squares = torch.stack([norm.double() for norm in torch._foreach_norm(grads)]).square().sum() if grads else None
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -76,8 +76,11 @@ def grad_norm(parameters: Sequence[nn.Parameter], all_reduce: AllReduce, device:
     return math.sqrt(float(all_reduce(total)))
 
 
-def guarded_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float) -> bool:
-    """Clip by ``norm`` and take the step, unless the norm is not finite. Gradients are gone afterwards either way."""
+def clip_and_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float) -> bool:
+    """Clip to ``max_norm`` and take the step if ``norm`` is finite; clear the gradients in any case.
+
+    Returns True if the step was taken.
+    """
     finite = math.isfinite(norm)
     if finite:
         if 0 < max_norm < norm:

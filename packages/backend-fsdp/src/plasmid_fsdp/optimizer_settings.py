@@ -1,10 +1,11 @@
-"""Settings of one optimizer: the policy's are in the trainer's own table, the critic's in one below it."""
+"""Optimizer settings: the policy's are in ``[trainer]``, the critic's in ``[trainer.critic]``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Literal
 
+from plasmid.components import RecipeView
 from plasmid_training.learning_settings import CriticLearning, LearningSettings
 from pydantic import Field, field_validator
 
@@ -12,18 +13,18 @@ OPTIMIZER_ONLY = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov
 
 
 class OptimizerSettings(LearningSettings):
-    """How one model's weights are changed by its gradient, and which of them."""
+    """Optimizer, learning-rate schedule and frozen parameters of one model."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """How gradients change the weights."""
+    """Optimizer algorithm."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """adamw: decay of the averages of the gradient and of its square."""
+    """adamw: decay rates of the running averages of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
-    """adamw: added to the divisor."""
+    """adamw: term added to the denominator for numerical stability."""
     momentum: float = Field(0.0, ge=0, lt=1)
-    """sgd: how much of the last step is added to the next."""
+    """sgd: momentum factor."""
     nesterov: bool = False
-    """sgd: look ahead along the momentum."""
+    """sgd: use Nesterov momentum."""
 
     @field_validator("betas")
     @classmethod
@@ -32,8 +33,8 @@ class OptimizerSettings(LearningSettings):
             raise ValueError(f"both must be at least 0 and below 1, got {list(value)}")
         return value
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         for name, owner in OPTIMIZER_ONLY.items():
             if self.optimizer != owner and self._is_set(name):
                 yield f"{name} has no effect with optimizer = {self.optimizer!r}; remove it"
@@ -42,4 +43,4 @@ class OptimizerSettings(LearningSettings):
 
 
 class CriticSettings(CriticLearning, OptimizerSettings):
-    """The critic: a value head on a backbone of its own. Everything not said here is as for the policy."""
+    """The critic: a value head on its own backbone. Settings that are not listed here are as for the policy."""

@@ -2,68 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
 
 from plasmid import RunConfig
-from plasmid.components import Algorithm, BuildContext, TrainerConfig
+from plasmid.components import AdapterSpec, BuildContext, RecipeView
 from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
+from plasmid.types.estimates import EstimateContext, PhaseEstimate
+from plasmid_models.lora.peft_folder import check_adapter
 from plasmid_models.source import check_models
-from pydantic import Field
+from plasmid_training.learning_settings import RankedTrainerConfig
+from plasmid_training.lora_settings import LoRASettings
+from plasmid_training.routing import check_routing_replay
 
 from .optimizer_settings import CriticSettings, OptimizerSettings
 
-ON_CPU = "trainer.cpu_offload: moves weights between GPU and host, but the trainer runs on the cpu"
+ON_CPU = "trainer.cpu_offload: requires GPUs, but the trainer is placed on the CPU; remove the setting"
 
 
-class FSDP(OptimizerSettings, TrainerConfig):
-    """PyTorch FSDP2 over Hugging Face models: parameters, gradients and optimizer are sharded over the ranks.
+class FSDP(OptimizerSettings, RankedTrainerConfig):
+    """PyTorch FSDP2 with Hugging Face models: parameters, gradients and optimizer state are sharded over the ranks.
 
-    Weights and optimizer are always kept in fp32, and gradients are always summed in fp32, whatever `dtype` says.
+    Weights and optimizer state are kept in fp32 and gradients are summed in fp32, whatever `dtype` is.
     """
 
     kind: Literal["fsdp"] = "fsdp"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What forward and backward compute in; ``auto`` is what the engine computes in, as far as it is one of these."""
+    """Compute dtype of the forward and backward passes. ``auto`` is the engine's dtype if it is one of these, else
+    bfloat16 on a GPU and float32 on a CPU."""
     activation_checkpointing: bool = False
-    """Keep only the input of every decoder layer for the backward pass and compute the rest again."""
+    """Store only the input of each decoder layer for the backward pass and recompute its activations."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer in host memory and compute on the GPU layer by layer."""
-    microbatch_tokens: int = Field(16384, ge=1)
-    """Maximum tokens of a microbatch of one rank, padding included where `attention` is not ``auto``; a longer sample
-    has a microbatch of its own."""
-    microbatch_samples: Literal["auto"] | int = "auto"
-    """Fixed number of samples in a microbatch; ``auto`` fills microbatches up to `microbatch_tokens`."""
+    """Keep parameters, gradients and optimizer state in host memory; each layer is copied to the GPU to compute."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Implementation of attention; ``auto`` packs samples one after another without padding, the others pad them."""
+    """Attention implementation; ``auto`` packs samples without padding, ``sdpa`` and ``eager`` pad them."""
+    share_prefixes: Literal["auto"] | bool = "auto"
+    """Compute the common prefix of a group's samples once per microbatch. ``auto`` does so if it saves at least 20% of
+    the group's tokens on a GPU, 5% on a CPU; requires attention = "auto"."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU for models without experts."""
-    logprob_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Tokens whose logits exist at one time; ``auto`` lets them take 1.25 GiB on a GPU and 128 MiB on a CPU."""
+    """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with attention = "auto", for models
+    without experts."""
+    lora: LoRASettings | None = None
+    """Low-rank adapter (LoRA) to train instead of the policy's weights; by default the weights are trained."""
     critic: CriticSettings = CriticSettings()
-    """Optimizer and first weights of the critic, for algorithms that have one."""
+    """Optimizer and initial weights of the critic, for algorithms that have one."""
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
-        if self.microbatch_samples != "auto" and self._is_set("microbatch_tokens"):
-            yield "microbatch_tokens has no effect where microbatch_samples is set; remove one of them"
-        if isinstance(self.microbatch_samples, int) and self.microbatch_samples < 1:
-            yield f"microbatch_samples must be 'auto' or at least 1, got {self.microbatch_samples}"
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        if self.lora is not None and self.freeze:
+            yield "freeze has no effect with lora, which trains only the adapter; remove it, or set lora.targets"
 
-    def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
-        """A critic's settings without a critic."""
-        if self.critic != CriticSettings() and not algorithm.needs().critic:
-            yield "trainer.critic: the algorithm has no critic, so it is never read; remove the table"
+        if self.routing_replay and self.compile is True:
+            yield "compile must be 'auto' or false with routing_replay, which changes the routers' choices"
+        if self.share_prefixes is True and self.attention != "auto":
+            yield f"share_prefixes needs attention = 'auto', got {self.attention!r}: padded samples share no tokens"
+
+    def saved_bytes_per_weight(self) -> int:
+        state = {"adamw": 8, "sgd": 4 if self.momentum else 0}[self.optimizer]
+        return 4 + (0 if self.freeze else state)  # all in fp32; frozen weights have no optimizer state
+
+    def adapter(self) -> AdapterSpec | None:
+        return None if self.lora is None else self.lora.spec()
+
+    def unread_settings(self) -> Iterator[str]:
+        if self.lora is not None and self.lora.start_from != "none":
+            yield (
+                "lora.start_from: is never read without a trainer; export the run and set model.path to the merged "
+                "folder"
+            )
 
     def check(self, config: RunConfig) -> None:
-        """The folders of models, and what needs a GPU."""
+        """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
         if self.cpu_offload and config.placement.device == "cpu":
             raise ConfigError(ON_CPU)
         check_models(config)
+        check_routing_replay(config)
+        if self.lora is not None and self.lora.start_from != "none":
+            check_adapter(Path(self.lora.start_from), self.lora.spec())
+
+    def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
+        from .estimate import estimate
+
+        return estimate(self, context)
 
     async def build(self, context: BuildContext) -> Trainer:
-        """Start one process for each rank. Raises `ConfigError` or `ModelError` before any is started, where it can."""
+        """Start one process per rank. Raises `ConfigError` or `ModelError`, if possible before starting any."""
         from .trainer import start
 
         return await start(self, context)

@@ -1,15 +1,18 @@
-"""The trainer's state on disk: sharded, and readable by any number of ranks (torch.distributed.checkpoint)."""
+"""Checkpoints of the trainer: sharded, loadable on any number of ranks (torch.distributed.checkpoint)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from plasmid.errors import CheckpointError, ModelError, some_of
+from plasmid.errors import CheckpointError, ModelError, one_line, some_of
+from plasmid.utils.json_text import read_json
 from plasmid_convert.distributed_files import TensorReader
+from plasmid_training.rank.state import failure_cause, generator_states, set_generators
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -17,51 +20,56 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from .model.adapter import ShardedAdapter
 from .model.sharded import ShardedModel
 
 STEPS = {"policy": "numbers.step", "critic": "numbers.critic_step"}
-"""Names in a checkpoint of the optimizer steps of each model."""
+"""Names of each model's optimizer step in a checkpoint."""
+BASE = "base.json"
+"""File in the checkpoint of an adapter that identifies its base."""
 PREFIXES = {"policy": "", "critic": "critic."}
-"""Before the names of each model's weights."""
+"""Prefixes of the names of each model's weights."""
 
 
 def save_state(path: Path, models: Mapping[str, ShardedModel], steps: Mapping[str, int]) -> None:
-    """Write weights, optimizers, steps and generators; all ranks call it. Raises `CheckpointError`."""
+    """Write weights, optimizer states, steps and random generators; all ranks call it. Raises `CheckpointError`."""
     numbers = {STEPS[role]: torch.tensor(step) for role, step in steps.items()}
     try:
         save(_tensors(models) | numbers | _generators(), storage_writer=FileSystemWriter(path))
+        _save_base(path, models["policy"].adapter)
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: the trainer's state cannot be written: {_cause(error)}") from None
+        raise CheckpointError(f"{path}: cannot write the trainer state: {failure_cause(error)}") from None
 
 
 def load_state(path: Path, models: Mapping[str, ShardedModel]) -> dict[str, int]:
-    """Fill weights and optimizers in place; returns the optimizer steps of each model.
+    """Load weights and optimizer states in place; return the optimizer steps of each model.
 
-    Generators come back for ranks that existed when it was saved; others keep what they have. Raises `CheckpointError`
-    if the checkpoint cannot be read, or is one of another model or optimizer.
+    Random generators are restored on ranks that existed when the checkpoint was saved. Raises `CheckpointError` if the
+    checkpoint cannot be read, or is from another model or optimizer.
     """
     try:
         metadata = TensorReader(path).read_metadata()
     except ModelError as error:
-        raise CheckpointError(f"{path} holds no trainer state that can be read: {_cause(error)}") from error
+        raise CheckpointError(f"{path}: cannot read the trainer state: {failure_cause(error)}") from error
     tensors = _tensors(models)
     _check(path, tensors, metadata)
+    _check_base(path, models["policy"].adapter)
     numbers = {STEPS[role]: torch.tensor(0) for role in models}
     generators = {name: value for name, value in _generators().items() if name in metadata.state_dict_metadata}
     try:
         load(tensors | numbers | generators, storage_reader=TensorReader(path))
     except (CheckpointException, ModelError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: the trainer's state cannot be read: {_cause(error)}") from None
-    _set_generators(generators)
+        raise CheckpointError(f"{path}: cannot read the trainer state: {failure_cause(error)}") from None
+    set_generators({name.rpartition(".")[2]: state for name, state in generators.items()})
     return {role: int(numbers[STEPS[role]]) for role in models}
 
 
 def _tensors(models: Mapping[str, ShardedModel]) -> dict[str, Any]:
-    """Weights, and under each weight's name its optimizer's tensors for it; all share memory with the live ones."""
+    """Return weights and the optimizer state of each weight by name; they share memory with the live tensors."""
     weights: dict[str, Any] = {}
     optimizers: dict[str, Any] = {}
     for role, model in models.items():
-        for own_name, tensor in model.module.named().items():
+        for own_name, tensor in model.learned().items():
             name = PREFIXES[role] + own_name
             weights[f"weights.{name}"] = tensor.detach()
             if isinstance(tensor, nn.Parameter):
@@ -74,8 +82,14 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
     saved = metadata.state_dict_metadata
     if _has_critic(saved) != _has_critic(expected):
         has = "a critic" if _has_critic(saved) else "no critic"
-        raise CheckpointError(f"{path}: it is a checkpoint of another algorithm: it has {has}")
-    for part, hint in (("weights.", "it is a checkpoint of another model"), ("optimizer.", "see [trainer] optimizer")):
+        raise CheckpointError(f"{path}: the checkpoint is of another algorithm: it has {has}")
+    if _has_adapter(saved) != _has_adapter(expected):
+        has, change = ("an adapter", "set") if _has_adapter(saved) else ("full weights", "remove")
+        raise CheckpointError(f"{path}: the checkpoint has {has}; {change} trainer.lora to resume from it")
+    for part, hint in (
+        ("weights.", "the checkpoint is of another model"),
+        ("optimizer.", "the optimizer state does not match [trainer]"),
+    ):
         ours = {name for name in expected if name.startswith(part)}
         theirs = {name for name in saved if name.startswith(part)}
         for what, names in (("lacks", sorted(ours - theirs)), ("has unknown", sorted(theirs - ours))):
@@ -86,7 +100,7 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
         if not isinstance(entry, TensorStorageMetadata) or list(entry.size) != list(tensor.shape):
             size = list(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
             raise CheckpointError(
-                f"{path}: it is a checkpoint of another model: {name} is {size} instead of {list(tensor.shape)}"
+                f"{path}: the checkpoint is of another model: {name} is {size} instead of {list(tensor.shape)}"
             )
 
 
@@ -94,25 +108,30 @@ def _has_critic(names: Collection[str]) -> bool:
     return any(name.startswith(f"weights.{PREFIXES['critic']}") for name in names)
 
 
+def _has_adapter(names: Collection[str]) -> bool:
+    return any(name.startswith("weights.") and name.endswith(".lora_A") for name in names)
+
+
+def _save_base(path: Path, adapter: ShardedAdapter | None) -> None:
+    if adapter is not None and dist.get_rank() == 0:
+        (path / BASE).write_text(json.dumps(adapter.base), encoding="utf-8")
+
+
+def _check_base(path: Path, adapter: ShardedAdapter | None) -> None:
+    """Raise `CheckpointError` if the adapter was trained on another base model."""
+    if adapter is None:
+        return
+    try:
+        saved = read_json(path / BASE)
+        is_same = saved["sha256"] == adapter.base["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / BASE}: cannot be read: {one_line(error)}") from None
+    if not is_same:
+        raise CheckpointError(
+            f"{path}: the adapter was trained on another base model ({saved.get('path')!r}); the weights in "
+            f"model.path = {adapter.base['path']!r} differ"
+        )
+
+
 def _generators() -> dict[str, Tensor]:
-    rank = dist.get_rank()
-    states = {f"generators.{rank}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"generators.{rank}.cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_generators(states: Mapping[str, Tensor]) -> None:
-    for name, value in states.items():
-        if name.endswith(".cuda"):
-            torch.cuda.set_rng_state(value)
-        else:
-            torch.set_rng_state(value)
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost reason on one line: a failure on any rank is wrapped in one for all ranks."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+    return {f"generators.{dist.get_rank()}.{device}": state for device, state in generator_states().items()}

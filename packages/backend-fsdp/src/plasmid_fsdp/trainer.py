@@ -1,14 +1,16 @@
-"""Checks that need no process, and the start of all ranks."""
+"""Checks before any process is started, and the start of all ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plasmid.components import BuildContext
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
+from plasmid_models.folder import read_config
 from plasmid_models.source import check_models
-from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.batches.schedule import min_saving
 from plasmid_training.ranked_trainer import RankedTrainer, start_ranks
 
 from .settings import FSDP, ON_CPU
@@ -18,21 +20,21 @@ if TYPE_CHECKING:
 
 
 async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
-    """Start all ranks and load the model. Raises `ConfigError` and `ModelError`; nothing is left running then."""
+    """Start all ranks and load the models. Raises `ConfigError` or `ModelError` and leaves no process running."""
     if settings.cpu_offload and not context.on_gpu:
         raise ConfigError(ON_CPU)
     check_models(context.config)
-    fixed = settings.microbatch_samples
-    microbatching = (
-        Microbatching(unit="packed" if settings.attention == "auto" else "tokens", size=settings.microbatch_tokens)
-        if fixed == "auto"
-        else Microbatching(unit="samples", size=fixed)
+    packs = settings.attention == "auto"
+    microbatching = settings.microbatching(
+        "packed" if packs else "tokens",
+        read_config("model", Path(context.config.model.path)),
+        min_saving=min_saving(settings.share_prefixes, on_gpu=context.on_gpu) if packs else None,
     )
     return await start_ranks(context, make_backend, microbatching=microbatching)
 
 
 def make_backend(config: RunConfig, device: str) -> FSDPBackend:
-    """Make the backend of one rank, in its own process."""
+    """Create the backend of one rank, in the rank's process."""
     from .backend import FSDPBackend
 
     return FSDPBackend(config, device)

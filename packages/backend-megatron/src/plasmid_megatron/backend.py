@@ -11,9 +11,10 @@ import torch
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 from plasmid_models.source import Source
+from plasmid_training.compiling import compiled_graphs
 from plasmid_training.rank.peers import PeerRanks
 
-from .checkpoint.saving import Writing
+from .checkpoint.saving import PendingSave
 from .checkpoint.state import load_state, save_state
 from .model.building import build_language_model, build_value_model
 from .model.network import Network
@@ -23,20 +24,20 @@ from .weights.bridge import read_architecture
 
 
 class MegatronBackend:
-    """Splits models over ranks as the settings say."""
+    """One rank of trainer 'megatron'; models are split over the ranks according to the settings."""
 
     def __init__(self, config: RunConfig, device: str) -> None:
         assert isinstance(config.trainer, Megatron), "built by another trainer's settings"
         self._settings, self._seed = config.trainer, config.run.seed
         self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._trained: dict[str, Network] = {}
-        logging.getLogger("megatron").setLevel(logging.ERROR)  # it tells every rank's configuration
+        logging.getLogger("megatron").setLevel(logging.ERROR)  # else every rank logs its configuration
 
     def open(self) -> PeerRanks:
         try:
             make_groups(self._settings, seed=self._seed)
         except (RuntimeError, AssertionError) as error:
-            raise ModelError(f"trainer: Megatron refuses this layout: {error}") from None
+            raise ModelError(f"trainer: Megatron rejects this parallel layout: {error}") from None
         return peers(self._device)
 
     def build_policy(self, source: Source) -> Network:
@@ -52,9 +53,9 @@ class MegatronBackend:
         return self._language_model(source, trained=False)
 
     def step_metrics(self) -> dict[str, float]:
-        return {}
+        return compiled_graphs()
 
-    def save(self, path: Path, steps: Mapping[str, int]) -> Writing:
+    def save(self, path: Path, steps: Mapping[str, int]) -> PendingSave:
         return save_state(path, self._trained, steps, copy=self._settings.async_save)
 
     def load(self, path: Path) -> Mapping[str, int]:
@@ -62,7 +63,7 @@ class MegatronBackend:
 
     def close(self) -> None:
         self._trained.clear()
-        gc.collect()  # layers name their groups
+        gc.collect()  # layers reference their groups
         leave_groups()
 
     def _language_model(self, source: Source, *, trained: bool) -> Network:

@@ -1,6 +1,6 @@
-"""What must be there before ranks are started: GPUs, and TransformerEngine where it is asked for.
+"""Checks for GPUs and TransformerEngine before ranks are started.
 
-Megatron-Core asks for CUDA everywhere. A package may make it run without, for tests; none of ours does.
+Megatron-Core requires CUDA everywhere. A package may make it run without, for tests; none of Plasmid's does.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from plasmid.errors import ConfigError
 
 ENGINE = "transformer-engine"
 GROUP = "plasmid_megatron.cpu"
-"""Entry points of functions without arguments that are called in a rank's process before megatron is imported."""
+"""Group of entry points of functions that a rank's process calls, without arguments, before importing megatron."""
 
 
 def cpu_support() -> tuple[EntryPoint, ...]:
-    """What is installed that makes Megatron-Core run without a GPU."""
+    """Return the installed entry points that make Megatron-Core run without a GPU."""
     return tuple(entry_points(group=GROUP))
 
 
 def check_device(device: str) -> None:
-    """Raises `ConfigError` for a CPU that nothing makes Megatron-Core run on."""
+    """Raise `ConfigError` if the device is a CPU and Megatron-Core cannot run on it."""
     if device == "cpu" and not cpu_support():
         raise ConfigError(
-            "trainer.kind: 'megatron' needs GPUs, but the trainer is placed on the cpu; "
-            'take kind = "fsdp", or set placement.device = "cuda" where there are GPUs'
+            "trainer.kind: 'megatron' needs GPUs, but the trainer is placed on the CPU; "
+            'set trainer.kind = "fsdp", or placement.device = "cuda" on a machine with GPUs'
         )
 
 
 def check_transformer_engine(device: str) -> None:
-    """Raises `ConfigError` where layers cannot be made of it: on a CPU, and without a release for Megatron-Core."""
+    """Raise `ConfigError` on a CPU, or if TransformerEngine is not installed in a version for Megatron-Core."""
     where = "trainer.transformer_engine: "
     if device == "cpu":
-        raise ConfigError(f"{where}it needs GPUs, but the trainer is placed on the cpu; remove the setting")
+        raise ConfigError(f"{where}needs GPUs, but the trainer is placed on the CPU; remove the setting")
     named = [Requirement(line) for line in requires("megatron-core") or ()]
     (wanted,) = {one.specifier for one in named if one.name == ENGINE}
     try:
@@ -45,12 +45,12 @@ def check_transformer_engine(device: str) -> None:
         raise ConfigError(f"{where}{ENGINE} is not installed; install {ENGINE}{wanted}, or remove the setting")
     if not wanted.contains(found, prereleases=True):
         raise ConfigError(
-            f"{where}megatron-core {version('megatron-core')} takes {ENGINE}{wanted}, but {found} is installed; "
-            "install another one, or remove the setting"
+            f"{where}megatron-core {version('megatron-core')} needs {ENGINE}{wanted}, but {found} is installed; "
+            "install a supported version, or remove the setting"
         )
 
 
 def prepare_cpu() -> None:
-    """Call what is installed for it."""
+    """Call the functions of `cpu_support`."""
     for entry in cpu_support():
         entry.load()()

@@ -1,4 +1,4 @@
-"""Megatron's optimizer of one model: its construction, the gradient's norm, one guarded step."""
+"""Megatron's optimizer of one model: construction, and steps that skip non-finite gradients."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .settings import Megatron
-from .upstream.compat import let_ranks_without_experts_be_saved, let_sgd_be_loaded
+from .upstream.compat import fix_saving_without_experts, fix_sgd_loading, fuse_gradient_norms
 from .weights.bridge import optimizer_config
 
 DEFAULTS = {"optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
-"""As those of trainer 'fsdp'."""
+"""Defaults, as in trainer 'fsdp'."""
 
 
 def wrap(chunks: Sequence[nn.Module], settings: Megatron) -> list[DistributedDataParallel]:
-    """Give the parts of a model gradients that are summed, in fp32, over the ranks that have the same part."""
+    """Wrap the chunks of a model in `DistributedDataParallel`, which sums fp32 gradients over data-parallel ranks."""
     config = chunks[0].config
     config.finalize_model_grads_func = _finish_gradients  # type: ignore[union-attr]
     options = DistributedDataParallelConfig(
@@ -39,7 +39,7 @@ def wrap(chunks: Sequence[nn.Module], settings: Megatron) -> list[DistributedDat
 
 
 def _finish_gradients(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Loss weights already make the sum over ranks right, so nothing is divided by a number of tokens."""
+    """Finalize gradients without division by the number of tokens: loss weights already normalize the sum."""
     finalize_model_grads(model, None, **options)
 
 
@@ -49,8 +49,9 @@ class MegatronOptimizer:
     def __init__(
         self, settings: Megatron, learning: LearningSettings, chunks: Sequence[DistributedDataParallel]
     ) -> None:
-        """``settings`` say how weights are kept and updated, ``learning`` how fast."""
+        """``settings`` are the trainer's, ``learning`` those of this model."""
         self._learning, self._chunks = learning, list(chunks)
+        fuse_gradient_norms()
         values = DEFAULTS | settings.optimizer
         self.inner = get_megatron_optimizer(
             optimizer_config(
@@ -66,8 +67,9 @@ class MegatronOptimizer:
         )
         for part in self._parts():
             _start_state(part)
-        let_sgd_be_loaded(self.inner)
-        let_ranks_without_experts_be_saved(self.inner)
+        self.fuse()
+        fix_sgd_loading(self.inner)
+        fix_saving_without_experts(self.inner)
         self._clear()
 
     def step(self, lr: float) -> Update:
@@ -84,7 +86,7 @@ class MegatronOptimizer:
         return Update(norm, taken)
 
     def state(self) -> Iterator[Tensor]:
-        """All of its tensors that a step reads and writes, main weights included."""
+        """Yield all tensors of the optimizer state, including main weights."""
         for part in self._parts():
             for group in part.param_groups:
                 yield from group["params"]
@@ -92,18 +94,27 @@ class MegatronOptimizer:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def gradients(self) -> Iterator[Tensor]:
-        """What gradients are summed in."""
+        """Yield the gradient buffers."""
         for chunk in self._chunks:
             yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
+    def fuse(self) -> None:
+        """Compute each step of torch's Adam in one kernel; called again after its settings and state were loaded."""
+        for part in self._parts():
+            if isinstance(part, Adam | AdamW):
+                for group in part.param_groups:
+                    group["fused"], group["foreach"] = True, False
+                for parameter, state in part.state.items():
+                    state["step"] = state["step"].to(parameter.device, torch.float32)
+
     def _parts(self) -> Iterator[Optimizer]:
-        """torch's optimizers: of all weights but experts, and of those."""
+        """Yield torch's optimizers: one for experts, one for all other weights."""
         for part in self.inner.chained_optimizers:
             if part.optimizer is not None:
                 yield part.optimizer
 
     def _clear(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
@@ -118,7 +129,7 @@ class MegatronOptimizer:
 
 
 def _start_state(optimizer: Optimizer) -> None:
-    """The state as zeros, which is what the first step starts from: memory is known early, a save has all of it."""
+    """Allocate the state as the zeros that the first step starts from: memory is known early, saves are complete."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, Adam | AdamW):

@@ -1,4 +1,4 @@
-"""Registers the trainer and the layouts of checkpoints. Imports neither torch nor megatron nor ray."""
+"""Registers the trainer and the checkpoint layouts. Imports neither torch nor megatron nor ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks are laid out: sizes of every kind of parallelism, and this rank's place in them."""
+"""Megatron's process groups, and this rank's position in them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from plasmid_training.rank.peers import PeerRanks
 
 from .settings import Megatron
-from .upstream.compat import define_router_gemm, tell_latent_attention_what_is_installed
+from .upstream.compat import define_router_gemm, fix_latent_attention
 
 
 def make_groups(settings: Megatron, *, seed: int) -> None:
-    """Tell Megatron-Core how the ranks of the process group, which exists, are laid out."""
+    """Initialize Megatron-Core's process groups; torch's default group must exist."""
     define_router_gemm()
-    tell_latent_attention_what_is_installed()
+    fix_latent_attention()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=settings.tensor_parallel,
         pipeline_model_parallel_size=settings.pipeline_parallel,
@@ -34,7 +34,7 @@ def leave_groups() -> None:
 
 
 def peers(device: torch.device) -> PeerRanks:
-    """The ranks at this rank's place in the other model replicas, once the groups are made."""
+    """Return the data-parallel peers of this rank; the groups must exist."""
     has_loss = bool(mpu.is_pipeline_last_stage(ignore_virtual=True))
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     return PeerRanks(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from plasmid import RunConfig
-from plasmid.components import Algorithm, BuildContext, PlanRow, TrainerConfig
+from plasmid.components import BuildContext, PlanRow, RecipeView
 from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
-from plasmid_training.learning_settings import CriticLearning, LearningSettings
+from plasmid.types.estimates import EstimateContext, PhaseEstimate
+from plasmid_training.learning_settings import RankedTrainerConfig
 from pydantic import Field, field_validator
 
 from .upstream.fields import check_fields
@@ -31,7 +32,7 @@ OWNED = {
     "clip_grad": "max_grad_norm",
     "min_lr": "min_lr_fraction",
 }
-"""Fields of Megatron that follow from settings of ours, and which."""
+"""Fields of Megatron's configuration that Plasmid sets, and the setting that each follows from."""
 NOT_SUPPORTED = {
     "fp16": "computes in float32 or bfloat16",
     "fp8": "computes in float32 or bfloat16",
@@ -44,78 +45,85 @@ NOT_SUPPORTED = {
     "hybrid_context_parallel": "has one layout of context parallelism",
 }
 OF_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")
-"""Fields of Megatron that it reads with TransformerEngine only."""
+"""Fields of Megatron's configuration that have an effect with TransformerEngine only."""
+COUNT_TOKENS = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_router_bias_update_rate",
+)
+"""Fields of Megatron's configuration that make experts depend on the number of tokens in a microbatch."""
 Fields = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
-"""Texts among them are not inert (`plasmid.settings.trust`): some name a folder to write to or a function."""
+"""String values are not inert (`plasmid.settings.trust`): some name a function or a folder to write to."""
 
 
-class Megatron(LearningSettings, TrainerConfig):
-    """Megatron-Core: models split over ranks by tensors, layers, tokens and experts.
+class Megatron(RankedTrainerConfig):
+    """Megatron-Core: tensor, pipeline, context, expert and data parallelism.
 
-    The architecture follows from the model folder's ``config.json``. Ranks that remain are data-parallel:
-    `placement.trainer_ranks` must be a multiple of tensor_parallel x pipeline_parallel x context_parallel.
+    The architecture is read from the model folder's ``config.json``. `placement.trainer_ranks` must be a multiple of
+    tensor_parallel x pipeline_parallel x context_parallel; the quotient is the data-parallel size.
     """
 
     kind: Literal["megatron"] = "megatron"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What weights are kept in and computed with; with bfloat16 the optimizer keeps fp32 copies, gradients are fp32.
-    ``auto`` is what the engine computes in, as far as it is one of these."""
+    """Dtype of weights and computation; with bfloat16 the optimizer keeps fp32 copies of the weights, and gradients are
+    fp32. ``auto`` is the engine's dtype if it is one of these, else bfloat16 on a GPU and float32 on a CPU."""
     tensor_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
-    """Ranks that every weight matrix is split over."""
+    """Tensor-parallel size: number of ranks that each weight matrix is split over."""
     pipeline_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
-    """Ranks that the layers are split over."""
+    """Pipeline-parallel size: number of ranks that the layers are split over."""
     virtual_pipeline: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
-    """Groups of layers on each pipeline rank; more than 1 interleaves them, so that ranks wait less for each other."""
+    """Number of model chunks per pipeline rank; more than 1 selects the interleaved schedule, whose ranks idle less."""
     context_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
-    """Ranks that the tokens of every sequence are split over; attention splits the heads instead."""
+    """Context-parallel size: number of ranks that the tokens of each sequence are split over; within attention, the
+    heads are split instead."""
     expert_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
-    """Ranks that the experts of a mixture-of-experts layer are split over."""
+    """Expert-parallel size: number of ranks that the experts of a mixture-of-experts layer are split over."""
     expert_tensor_parallel: Annotated[Literal["auto"] | int, MAY_CHANGE] = "auto"
-    """Ranks that every expert's matrices are split over; ``auto`` is tensor_parallel."""
+    """Number of ranks that the matrices of each expert are split over; ``auto`` is tensor_parallel."""
     sequence_parallel: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
-    """Split what lies between the matrices over the ranks of tensor_parallel, too; ``auto`` where there are several."""
+    """Split activations outside of the tensor-parallel matrices by tokens over the tensor-parallel ranks (sequence
+    parallelism); ``auto`` is true if tensor_parallel is more than 1."""
     distributed_optimizer: bool = True
-    """Split the optimizer's state over the data-parallel ranks."""
-    microbatch_tokens: int = Field(16384, ge=1)
-    """Longest microbatch of one model replica in tokens, packed without padding; a longer sample travels alone."""
-    microbatch_samples: Literal["auto"] | int = "auto"
-    """Fixed number of samples in a microbatch; ``auto`` fills microbatches up to `microbatch_tokens`."""
-    logprob_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Tokens whose logits exist at one time; ``auto`` lets them take 1.25 GiB on a GPU and 128 MiB on a CPU."""
+    """Split the optimizer state over the data-parallel ranks."""
     transformer_engine: bool = False
-    """Make layers of TransformerEngine's modules, which must be installed: written against its API, and never run."""
+    """Build layers from TransformerEngine's modules, which must be installed. Written against its API, never run."""
+    share_prefixes: Literal["auto"] | bool = "auto"
+    """Compute the common prefix of a group's samples once per microbatch. ``auto`` does so if it saves at least 20% of
+    the group's tokens on a GPU, 5% on a CPU; requires context_parallel = 1 and a model without latent attention."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with tensor_parallel = 1 and
+    context_parallel = 1, for models without experts, and not with transformer_engine."""
     async_save: Annotated[bool, MAY_CHANGE] = False
-    """Write checkpoints while training goes on, from a copy in host memory."""
+    """Write checkpoints in the background, from a copy in host memory, while training continues."""
     transformer: Fields = Field(default_factory=dict)
-    """Fields of Megatron's `TransformerConfig`, by their names there: recompute_granularity, moe_aux_loss_coeff, ..."""
+    """Fields of Megatron's `TransformerConfig`, by name: recompute_granularity, moe_aux_loss_coeff, ..."""
     optimizer: Fields = Field(default_factory=dict)
-    """Fields of Megatron's `OptimizerConfig`, by their names there: optimizer, adam_beta2, sgd_momentum, ..."""
-    critic: CriticLearning = CriticLearning()
-    """Learning rate and first weights of the critic, for algorithms that have one."""
+    """Fields of Megatron's `OptimizerConfig`, by name: optimizer, adam_beta2, sgd_momentum, ..."""
 
     @property
     def chunks_per_stage(self) -> int | None:
-        """As Megatron wants to be told: None where pipeline ranks have one group of layers."""
+        """virtual_pipeline as Megatron expects it: None for 1."""
         return self.virtual_pipeline if self.virtual_pipeline > 1 else None
 
     @property
     def expert_tensor_size(self) -> int:
-        """expert_tensor_parallel as a number."""
+        """expert_tensor_parallel with ``auto`` resolved."""
         return self.tensor_parallel if self.expert_tensor_parallel == "auto" else self.expert_tensor_parallel
 
     @property
     def splits_sequences(self) -> bool:
-        """sequence_parallel as True or False."""
+        """sequence_parallel with ``auto`` resolved."""
         return self.tensor_parallel > 1 if self.sequence_parallel == "auto" else self.sequence_parallel
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that hold one model together."""
+        """Number of ranks of one model replica."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @field_validator("transformer", "optimizer")
     @classmethod
-    def _known_upstream(cls, value: Fields, info: Any) -> Fields:
+    def _check_fields(cls, value: Fields, info: Any) -> Fields:
         for name in value:
             if name in OWNED:
                 raise ValueError(f"{name} follows from trainer.{OWNED[name]}; set that")
@@ -125,14 +133,10 @@ class Megatron(LearningSettings, TrainerConfig):
             check_fields(info.field_name, value)
         return value
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
-        if self.microbatch_samples != "auto" and self._is_set("microbatch_tokens"):
-            yield "microbatch_tokens has no effect where microbatch_samples is set; remove one of them"
-        if isinstance(self.microbatch_samples, int) and self.microbatch_samples < 1:
-            yield f"microbatch_samples must be 'auto' or at least 1, got {self.microbatch_samples}"
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
-            yield f"virtual_pipeline = {self.virtual_pipeline} has no effect with pipeline_parallel = 1"
+            yield f"virtual_pipeline = {self.virtual_pipeline} has no effect with pipeline_parallel = 1; remove it"
         if self.sequence_parallel is True and self.tensor_parallel == 1:
             yield "sequence_parallel has no effect with tensor_parallel = 1; remove it"
         if self.expert_parallel > 1 and self.tensor_parallel > 1 and not self.splits_sequences:
@@ -140,35 +144,58 @@ class Megatron(LearningSettings, TrainerConfig):
         if self.distributed_optimizer and self.optimizer.get("optimizer", "adam") != "adam":
             yield "distributed_optimizer works with optimizer = 'adam' only; set distributed_optimizer = false"
         if self.transformer_engine and self.dtype != "bfloat16":
-            yield f"transformer_engine = true needs dtype = 'bfloat16' for its packed attention, got {self.dtype!r}"
+            yield f"transformer_engine = true needs dtype = 'bfloat16' for packed attention, got {self.dtype!r}"
+        if self.transformer_engine and self.compile is True:
+            yield "compile = true needs transformer_engine = false"
         for name in () if self.transformer_engine else OF_ENGINE:
             if self.transformer.get(name):
                 yield f"transformer.{name} = true needs transformer_engine = true"
+        if self.routing_replay and self.pipeline_parallel > 1 and self.transformer.get("recompute_granularity"):
+            yield (
+                "transformer.recompute_granularity does not work with routing_replay and pipeline_parallel > 1: layers "
+                "are recomputed after the experts of later microbatches were set; remove one of them"
+            )
+        if self.routing_replay and self.transformer.get("moe_router_fusion"):
+            yield "transformer.moe_router_fusion does not work with routing_replay: the fused router cannot replay"
         if "use_distributed_optimizer" in self.optimizer:
             yield "optimizer.use_distributed_optimizer follows from distributed_optimizer; set that"
 
-    def mistakes(self, algorithm: Algorithm) -> Iterator[str]:
-        """A critic's settings without a critic."""
-        if self.critic != CriticLearning() and not algorithm.needs().critic:
-            yield "trainer.critic: the algorithm has no critic, so it is never read; remove the table"
+    def sharing_obstacle(self, model: Mapping[str, Any]) -> str | None:
+        """Return why samples of the model with this ``config.json`` cannot share prefixes; None if they can."""
+        if self.context_parallel > 1:
+            return f"needs context_parallel = 1, got {self.context_parallel}"
+        if self.transformer_engine:
+            return "needs transformer_engine = false"
+        if model.get("kv_lora_rank"):
+            return "needs a model without latent attention"
+        for name in COUNT_TOKENS:
+            if self.transformer.get(name):
+                return f"needs no transformer.{name}, which counts tokens: shared ones would be counted once"
+        return None
 
     def num_parts(self, ranks: int) -> int:
-        """Model replicas. Raises ValueError if the ranks do not divide into them, or not into groups of experts."""
+        """Return the number of model replicas.
+
+        Raises ValueError if ``ranks`` is not a multiple of the ranks of a replica, or of a group of experts.
+        """
         replica, experts = (
             self.ranks_per_replica,
             self.expert_parallel * self.expert_tensor_size * self.pipeline_parallel,
         )
         if ranks % replica:
             raise ValueError(
-                f"{ranks} do not divide into model replicas of {replica} ranks "
+                f"{ranks} ranks cannot be split into model replicas of {replica} "
                 "(trainer.tensor_parallel x pipeline_parallel x context_parallel)"
             )
         if self.expert_parallel > 1 and ranks % experts:
             raise ValueError(
-                f"{ranks} do not divide into groups of {experts} ranks that hold all experts "
+                f"{ranks} ranks cannot be split into expert-parallel groups of {experts} "
                 "(trainer.expert_parallel x expert_tensor_parallel x pipeline_parallel)"
             )
         return ranks // replica
+
+    def saved_bytes_per_weight(self) -> int:
+        return 12 if self.optimizer.get("optimizer", "adam") == "adam" else 4  # weights and two averages in fp32
 
     def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
         from .shapes import plan
@@ -179,13 +206,18 @@ class Megatron(LearningSettings, TrainerConfig):
         return {"megatron.core": "plasmid-megatron"}
 
     def check(self, config: RunConfig) -> None:
-        """The folders of models, and what needs a GPU."""
+        """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
         from .trainer import check
 
         check(self, config, "cpu" if config.placement.device == "cpu" else None)
 
+    def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
+        from .estimate import estimate
+
+        return estimate(self, context)
+
     async def build(self, context: BuildContext) -> Trainer:
-        """Start one process for each rank. Raises `ConfigError` or `ModelError` before any is started, where it can."""
+        """Start one process per rank. Raises `ConfigError` or `ModelError`, if possible before starting any."""
         from .trainer import start
 
         return await start(self, context)

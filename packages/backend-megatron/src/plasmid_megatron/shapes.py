@@ -1,4 +1,4 @@
-"""How a model is cut into parts, told from its ``config.json``. Imports neither torch nor Megatron."""
+"""Split of a model over ranks, derived from its ``config.json``. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from plasmid.errors import ConfigError
 from .settings import Megatron
 
 MODEL_TYPES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families that were compared with transformers."""
+"""Supported families, which were compared with transformers."""
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 UNEVEN = {
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 }
-"""Other fields of Megatron that give pipeline ranks different numbers of layers."""
+"""Other fields of Megatron's configuration that give pipeline ranks different numbers of layers."""
 Model = Mapping[str, Any]
 
 
 def check_split(settings: Megatron, model: Model) -> None:
-    """Raises `ConfigError` if a model with this ``config.json`` cannot be split as the settings say."""
+    """Raise `ConfigError` if a model with this ``config.json`` cannot be split according to the settings."""
     family = model.get("model_type")
     if family is not None and family not in MODEL_TYPES:
         raise ConfigError(
-            f"model.path: the model is of type {family!r}, which trainer 'megatron' does not train; it trains "
+            f"model.path: model type {family!r} is not supported by trainer 'megatron'; supported types are "
             f"{', '.join(MODEL_TYPES)}"
         )
     quantized = model.get("quantization_config")
@@ -43,7 +43,7 @@ def check_split(settings: Megatron, model: Model) -> None:
 
 
 def plan(settings: Megatron, model: Model, ranks: int) -> Iterator[PlanRow]:
-    """What each rank has of a model with this ``config.json``. Raises `ConfigError` like `check_split`."""
+    """Yield each rank's share of a model with this ``config.json``. Raises `ConfigError` like `check_split`."""
     check_split(settings, model)
     replicas = settings.num_parts(ranks)
     yield "model replicas", str(replicas), f"{ranks} trainer ranks / {settings.ranks_per_replica} of each"
@@ -61,7 +61,7 @@ def plan(settings: Megatron, model: Model, ranks: int) -> Iterator[PlanRow]:
 
 
 def layers_of_stages(settings: Megatron, model: Model) -> list[int] | None:
-    """Layers of each pipeline rank; None if Megatron is told them in another way, or the model does not say."""
+    """Return the number of layers of each pipeline rank; None if other fields of Megatron or no config decide it."""
     layers, stages = model.get("num_hidden_layers"), settings.pipeline_parallel
     if not isinstance(layers, int) or set(settings.transformer) & UNEVEN:
         return None
@@ -82,7 +82,7 @@ def _check_layers(settings: Megatron, model: Model) -> None:
         uneven = f" with {stages[0]} in the first and {stages[-1]} in the last" if len(set(stages)) > 1 else ""
         raise ConfigError(
             f"trainer: the model's num_hidden_layers = {layers} cannot be split into {parts} parts "
-            f"(pipeline_parallel x virtual_pipeline){uneven}; transformer.{LAST} gives the last rank another number"
+            f"(pipeline_parallel x virtual_pipeline){uneven}; set transformer.{LAST} for an uneven split"
         )
 
 
@@ -90,12 +90,16 @@ def _check_experts(settings: Megatron, model: Model) -> None:
     experts = _experts(model)
     if experts and settings.tensor_parallel > 1 and not settings.splits_sequences:
         raise ConfigError(
-            "trainer.sequence_parallel: a model with experts needs it with tensor_parallel; remove the setting"
+            "trainer.sequence_parallel: must be true with experts and tensor_parallel > 1; remove the setting"
+        )
+    if experts and settings.compile is True:
+        raise ConfigError(
+            f"trainer.compile: layers with experts cannot be compiled, and the model has {experts}; remove the setting"
         )
     if settings.expert_parallel > 1 and (not experts or experts % settings.expert_parallel):
-        have = f"{experts} experts" if experts else "no experts"
         raise ConfigError(
-            f"trainer.expert_parallel: the model has {have}, which {settings.expert_parallel} ranks cannot share"
+            f"trainer.expert_parallel: the model has {experts} experts, which cannot be split over "
+            f"{settings.expert_parallel} ranks"
         )
 
 
@@ -104,7 +108,7 @@ def _experts(model: Model) -> int:
 
 
 def _splits(settings: Megatron) -> Iterator[tuple[str, str, int]]:
-    """Keys of a ``config.json``, and into how many parts what they count is split, by which settings."""
+    """Yield keys of ``config.json``, the settings that split what they count, and the number of parts."""
     tensor, experts = settings.tensor_parallel, settings.expert_tensor_size
     yield "num_attention_heads", "tensor_parallel x context_parallel", tensor * settings.context_parallel
     yield "num_key_value_heads", "tensor_parallel", tensor

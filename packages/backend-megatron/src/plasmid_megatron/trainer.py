@@ -1,4 +1,4 @@
-"""Checks that need no process, and the start of all ranks."""
+"""Checks before any process is started, and the start of all ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from plasmid import RunConfig
 from plasmid.components import BuildContext
+from plasmid.errors import ConfigError
 from plasmid_models.folder import read_config
 from plasmid_models.source import check_models
-from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.batches.schedule import min_saving
 from plasmid_training.ranked_trainer import RankedTrainer, start_ranks
+from plasmid_training.routing import check_routing_replay
 
 from .device import check_device, check_transformer_engine, prepare_cpu
 from .settings import Megatron
@@ -21,20 +23,18 @@ if TYPE_CHECKING:
 
 
 async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
-    """Start all ranks and load the model. Raises `ConfigError` and `ModelError`; nothing is left running then."""
+    """Start all ranks and load the models. Raises `ConfigError` or `ModelError` and leaves no process running."""
     check(settings, context.config, "cuda" if context.on_gpu else "cpu")
     multiple = settings.pipeline_parallel if settings.virtual_pipeline > 1 else 1
-    fixed = settings.microbatch_samples
-    microbatching = (
-        Microbatching(unit="packed", size=settings.microbatch_tokens, multiple=multiple)
-        if fixed == "auto"
-        else Microbatching(unit="samples", size=fixed, multiple=multiple)
-    )
-    return await start_ranks(context, make_backend, microbatching=microbatching, saves_behind=settings.async_save)
+    model = read_config("model", Path(context.config.model.path))
+    saving = min_saving(settings.share_prefixes, on_gpu=context.on_gpu)
+    shares = settings.sharing_obstacle(model) is None
+    microbatching = settings.microbatching("packed", model, multiple=multiple, min_saving=saving if shares else None)
+    return await start_ranks(context, make_backend, microbatching=microbatching, async_save=settings.async_save)
 
 
 def make_backend(config: RunConfig, device: str) -> MegatronBackend:
-    """Make the backend of one rank, in its own process."""
+    """Create the backend of one rank, in the rank's process."""
     if device == "cpu":
         prepare_cpu()  # before anything imports megatron
     from .backend import MegatronBackend
@@ -43,10 +43,15 @@ def make_backend(config: RunConfig, device: str) -> MegatronBackend:
 
 
 def check(settings: Megatron, config: RunConfig, device: str | None) -> None:
-    """Raise `ConfigError` or `ModelError` for what cannot be trained; ``device`` is None where nobody knows it yet."""
+    """Raise `ConfigError` or `ModelError` if the recipe cannot be trained; ``device`` is None if not yet known."""
     if device is not None:
         check_device(device)
     if settings.transformer_engine and device is not None:
         check_transformer_engine(device)
     check_models(config, torch_dist=True)
-    check_split(settings, read_config("model", Path(config.model.path)))
+    check_routing_replay(config)
+    model = read_config("model", Path(config.model.path))
+    check_split(settings, model)
+    obstacle = settings.sharing_obstacle(model)
+    if settings.share_prefixes is True and obstacle:
+        raise ConfigError(f"trainer.share_prefixes: {obstacle}; remove the setting")

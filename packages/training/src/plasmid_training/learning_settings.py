@@ -1,50 +1,59 @@
-"""Settings that every trainer has for one model: how its learning rate runs, and which weights are not trained."""
+"""Settings that all trainers share, for one model: learning-rate schedule, gradient clipping, frozen parameters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from plasmid.components import Settings
+from plasmid.components import RecipeView, Settings, TrainerConfig
 from plasmid.settings.trust import INERT
 from pydantic import Field, field_validator
+
+from .batches.sample_costs import attention_length
+from .batches.schedule import Microbatching
 
 DECAY_ONLY = ("min_lr_fraction", "decay_steps")
 
 
+def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the patterns. Raises ValueError if one is not a valid regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+    return patterns
+
+
 class LearningSettings(Settings):
-    """The learning rate of one model, the bound of its gradient, and which of its weights stay as they are."""
+    """Learning-rate schedule, gradient clipping and frozen parameters of one model."""
 
     lr: float = Field(1e-6, ge=0, allow_inf_nan=False)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps in which the learning rate rises from `lr / warmup_steps` to `lr`."""
+    """Number of optimizer steps over which the learning rate rises linearly from `lr / warmup_steps` to `lr`."""
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
-    """linear, cosine: the learning rate falls to this fraction of `lr`."""
+    """linear, cosine: final learning rate as a fraction of `lr`."""
     decay_steps: Literal["auto"] | int = "auto"
-    """linear, cosine: optimizer step at which it has fallen, warm-up included; ``auto`` is the end of the run."""
+    """linear, cosine: optimizer step at which the decay ends, counted from the start of the run, warm-up included;
+    ``auto`` is the end of the run."""
     weight_decay: float = Field(0.0, ge=0)
-    """Fraction of every weight that one step at learning rate 1 takes away; not of biases and norms."""
+    """Weight decay coefficient; biases and norms are not decayed."""
     max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Gradients with a larger norm are scaled down to it; 0 turns this off."""
+    """Maximum gradient norm; larger gradients are scaled down to it. 0 disables clipping."""
     freeze: Annotated[tuple[str, ...], INERT] = ()
-    """Regular expressions; parameters whose Hugging Face name one of them is found in are not trained."""
+    """Regular expressions; parameters whose Hugging Face name matches one of them (`re.search`) are not trained."""
 
     @field_validator("freeze")
     @classmethod
-    def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in value:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        return value
+    def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return check_patterns(value)
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         for name in DECAY_ONLY:
             if self.schedule == "constant" and self._is_set(name):
                 yield f"{name} has no effect with schedule = 'constant'; remove it or change schedule"
@@ -53,11 +62,64 @@ class LearningSettings(Settings):
 
 
 class CriticLearning(LearningSettings):
-    """The critic: a value head on a backbone of its own. Everything not said here is as for the policy."""
+    """The critic: a value head on its own backbone. Settings that are not listed here are as for the policy."""
 
     lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate of the critic."""
     head_std: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Standard deviation of the value head's first weights, where its folder has none; 0 starts with values of 0."""
+    """Standard deviation of the value head's initial weights if the model folder has none; 0 makes all initial values
+    0."""
     export: bool = False
-    """Write the critic beside the final policy, as the folder ``<name of the policy's>-critic``."""
+    """Export the critic next to the final policy, to a folder named ``<policy folder>-critic``."""
+
+
+class RankedTrainerConfig(LearningSettings, TrainerConfig):
+    """Settings of trainers that run one process per rank."""
+
+    critic: CriticLearning = CriticLearning()
+    """Learning rate and initial weights of the critic, for algorithms that have one."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Maximum number of tokens in a microbatch of one model replica, padding included. A longer sample gets its own
+    microbatch."""
+    microbatch_samples: Literal["auto"] | int = "auto"
+    """Fixed number of samples per microbatch; ``auto`` fills microbatches up to `microbatch_tokens`."""
+    logprob_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Maximum number of tokens whose logits are in memory at once; ``auto`` limits the logits to 1.25 GiB on a GPU and
+    128 MiB on a CPU."""
+
+    routing_replay: bool = False
+    """Route each token of a mixture of experts to the experts that the engine chose when it sampled, in training and
+    in scores of the policy. The experts' weights are computed from the trainer's own router."""
+
+    def replays_routing(self) -> bool:
+        return self.routing_replay
+
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        if self.microbatch_samples != "auto" and self._is_set("microbatch_tokens"):
+            yield "microbatch_tokens has no effect if microbatch_samples is set; remove one of them"
+        if isinstance(self.microbatch_samples, int) and self.microbatch_samples < 1:
+            yield f"microbatch_samples must be 'auto' or at least 1, got {self.microbatch_samples}"
+        if recipe is not None and self._is_set("critic") and not recipe.needs.critic:
+            yield "trainer.critic: is never read, because the algorithm has no critic; remove the table"
+
+    def microbatching(
+        self,
+        unit: Literal["tokens", "packed"],
+        model: Mapping[str, Any],
+        *,
+        multiple: int = 1,
+        min_saving: float | None = None,
+    ) -> Microbatching:
+        """Return the microbatch limits: a fixed number of samples, or `microbatch_tokens` counted in ``unit``.
+
+        ``model`` is the policy's ``config.json``; see `Microbatching` for the options.
+        """
+        fixed = self.microbatch_samples
+        return Microbatching(
+            unit=unit if fixed == "auto" else "samples",
+            size=self.microbatch_tokens if fixed == "auto" else fixed,
+            multiple=multiple,
+            attention_length=attention_length(model),
+            min_saving=min_saving,
+        )

@@ -1,4 +1,4 @@
-"""Memory of a rank's process and its GPU: gauges, peaks by phase, and giving back what is free."""
+"""Memory metrics of a rank's process and GPU, and release of free heap memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 
 class Memory:
-    """What one rank takes up. Peaks are those of the phases that were run under `phase`."""
+    """Memory metrics of one rank. Peaks cover the phases that ran under `phase`."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """``name`` is what the metrics call the rank."""
+        """``name`` is the rank's name in the metrics."""
         self._name, self._device = name, device
         self._peak = 0
         self._phases: dict[str, tuple[int, int]] = {}
-        """Bytes by phase: the most that this process had allocated, and what all had taken of the GPU afterwards."""
+        """Bytes by phase: peak allocation of this process, and total use of the GPU by all processes afterwards."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note what is taken up within the context. Costs nothing where there is no GPU."""
+        """Record the memory use within the context. Does nothing without a GPU."""
         if self._device.type != "cuda":
             yield
             return
@@ -34,7 +34,7 @@ class Memory:
         self._peak = max(self._peak, peak)
 
     def metrics(self) -> dict[str, float]:
-        """``memory/<name>/...`` in GB, and ``gpu/<name>/...`` where there is one and its driver can be asked."""
+        """Return ``memory/<name>/...`` in GB, and ``gpu/<name>/...`` if there is a GPU."""
         name, device = self._name, self._device
         metrics = {f"memory/{name}/rss_gb": psutil.Process().memory_info().rss / 1e9}
         if device.type == "cuda":
@@ -46,17 +46,17 @@ class Memory:
                 metrics[f"gpu/{name}/used_{phase}_gb"] = used / 1e9
             free, total = torch.cuda.mem_get_info(device)
             metrics[f"gpu/{name}/used_gb"] = (total - free) / 1e9
-            with contextlib.suppress(ImportError, RuntimeError):  # asking needs the package nvidia-ml-py
+            with contextlib.suppress(ImportError, RuntimeError):  # needs the package nvidia-ml-py
                 metrics[f"gpu/{name}/utilization"] = torch.cuda.utilization(device) / 100
                 metrics[f"gpu/{name}/power_w"] = torch.cuda.power_draw(device) / 1000
         return metrics
 
 
-def give_back_memory() -> None:
+def trim_heap() -> None:
     """Return freed heap pages to the system.
 
-    On a CPU every gathered weight and gradient passes through the heap, and the C library keeps what is freed: without
-    this a trainer of a 135M model was seen to hold 5.4 GB instead of 4. Does nothing where the C library is not GNU's.
+    On a CPU every gathered weight and gradient is allocated on the heap, and the C library keeps freed memory: without
+    this, a trainer of a 135M model was measured at 5.4 GB instead of 4. Does nothing without the GNU C library.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

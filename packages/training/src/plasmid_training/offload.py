@@ -1,4 +1,4 @@
-"""Moves what a model takes of a GPU to the host and back. Views and everything that refers to a tensor stay valid."""
+"""Move the memory of tensors between GPU and host. Views and other references to the tensors stay valid."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from torch import Tensor, UntypedStorage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moved:
-    """Memory of a tensor that is on the host, or nowhere."""
+class MovedStorage:
+    """A GPU storage that was moved out; `content` is its copy on the host, None if it was discarded."""
 
     storage: UntypedStorage
     size: int
     content: Tensor | None
 
 
-class Offloaded:
-    """Memory of tensors on its way: on the host between `out` and `back`.
+class OffloadedMemory:
+    """Memory of tensors that is on the host between `move_out` and `restore`.
 
-    The host's memory is pinned and kept for the next time: pinning takes longer than the copies.
+    Host memory is pinned and reused the next time, because pinning takes longer than copying.
     """
 
     def __init__(self) -> None:
-        self._away: list[Moved] = []
+        self._away: list[MovedStorage] = []
         self._pinned: dict[int, Tensor] = {}
-        """By the storage that it is for."""
+        """Pinned buffers by GPU storage."""
 
-    def out(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
-        """Free the memory of all tensors that lie on a GPU; without ``keep`` they come back as zeros."""
+    def move_out(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
+        """Free the memory of all tensors on a GPU; without ``keep`` they are restored as zeros."""
         found: dict[int, UntypedStorage] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.device.type == "cuda" and storage.nbytes():
                 found[storage._cdata] = storage
-        moved = [Moved(s, s.nbytes(), self._copy(s) if keep else None) for s in found.values()]
+        moved = [MovedStorage(s, s.nbytes(), self._copy(s) if keep else None) for s in found.values()]
         if found:
-            torch.cuda.synchronize()  # the copies are done before what they read is free
+            torch.cuda.synchronize()  # finish the copies before freeing their source
         for one in moved:
             one.storage.resize_(0)
         self._away += moved
 
-    def back(self) -> None:
-        """Undo every `out` since the last time."""
+    def restore(self) -> None:
+        """Undo every `move_out` since the last `restore`."""
         for one in self._away:
             one.storage.resize_(one.size)
             if one.content is None:

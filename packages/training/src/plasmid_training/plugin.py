@@ -23,5 +23,5 @@ def register_components() -> list[type[Component]]:
 
 
 def is_custom(algorithm: Component) -> bool:
-    """True if the algorithm does not come with Plasmid: what it raises is its author's mistake."""
+    """Return True if the algorithm is not part of Plasmid, so that its exceptions are the author's bugs."""
     return type(algorithm) not in register_components()

@@ -1,4 +1,4 @@
-"""From a model folder to a sharded module with its weights: what policy, critic and frozen models have in common."""
+"""Building, freezing, sharding and loading of modules, for policy, critic and frozen models."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from plasmid.errors import ModelError, some_of
-from plasmid_models.building import BUILDING
+from plasmid_models.building import BUILD_LOCK, choose_expert_products
 from plasmid_models.source import Source
+from plasmid_training.compiling import compile_layers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -20,44 +21,48 @@ from ..weights.folder_layout import FolderLayout
 from .decoder_input import PACKED, packing_obstacle
 
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Settings by which families say that their layers have experts, whose loops in transformers do not compile well."""
+"""Config keys of mixture-of-experts families, whose loops over experts in transformers do not compile well."""
 
 
-def on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The folder's causal language model without memory for its weights. Raises `ModelError`."""
+def build_on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Build the folder's causal language model on the meta device. Raises `ModelError`."""
     trust = source.trust_remote_code
     implementation = PACKED if settings.attention == "auto" else settings.attention
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
-        _without_dropout(config)
-        with BUILDING, torch.device("meta"):
+        _disable_dropout(config)
+        with BUILD_LOCK, torch.device("meta"):
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust
             )
     except (ValueError, KeyError, ImportError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"{source.where}.path: {source.path} is no causal language model that loads: {first}"
+            f"{source.where}.path: cannot build a causal language model from {source.path}: {first}"
         ) from None
     if not isinstance(lm.get_output_embeddings(), nn.Linear):  # type: ignore[no-untyped-call]
-        raise ModelError(f"{source.where}.path: {source.path} has no plain linear head, which trainer 'fsdp' needs")
+        raise ModelError(
+            f"{source.where}.path: the head of {source.path} is not a linear layer, as trainer 'fsdp' requires"
+        )
     obstacle = packing_obstacle(lm) if settings.attention == "auto" else None
     if obstacle:
         raise ModelError(
-            f"trainer.attention: 'auto' packs samples, which {source.path} does not allow: {obstacle}; set it to 'sdpa'"
+            f"trainer.attention: 'auto' packs samples, which {source.path} does not support: {obstacle}; "
+            "set it to 'sdpa'"
         )
+    choose_expert_products(lm, getattr(torch, settings.dtype))
     return lm
 
 
-def _without_dropout(config: PreTrainedConfig) -> None:
-    """The engine samples without dropout, so the policy that is trained has none."""
+def _disable_dropout(config: PreTrainedConfig) -> None:
+    """Set all dropout to 0, because the engine samples without it."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and (name.endswith(("dropout", "_pdrop")) or name == "dropout"):
             setattr(config, name, 0.0)
 
 
 def prepare_training(model: PreTrainedModel, settings: FSDP) -> None:
-    """Activation checkpointing as the settings say."""
+    """Enable activation checkpointing if the settings ask for it."""
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
@@ -66,25 +71,25 @@ def prepare_training(model: PreTrainedModel, settings: FSDP) -> None:
 
 
 def freeze(parameters: Mapping[str, nn.Parameter], layout: FolderLayout, patterns: Sequence[str], key: str) -> None:
-    """Freeze the parameters, by the folder's names, that a pattern of the setting ``key`` is found in.
+    """Freeze the parameters whose names in the folder match a pattern of the setting ``key``.
 
-    Raises `ModelError`, also for one that several of a folder's tensors make up and that would be frozen in part.
+    Raises `ModelError`, also if only some of the folder's tensors that a parameter consists of would be frozen.
     """
     names = {name: [part.name for part in layout.parts(name)] for name in parameters}
     for pattern in patterns:
         if not any(re.search(pattern, of_folder) for parts in names.values() for of_folder in parts):
-            raise ModelError(f"{key}: {pattern!r} is found in no parameter, for example not in {next(iter(names))}")
+            raise ModelError(f"{key}: {pattern!r} matches no parameter; parameters are named like {next(iter(names))}")
     for name, parameter in parameters.items():
         free = [part for part in names[name] if not any(re.search(pattern, part) for pattern in patterns)]
         if not free:
             parameter.requires_grad_(False)
         elif len(free) < len(names[name]):
             raise ModelError(
-                f"{key}: transformers has {len(names[name])} tensors of the folder in {name}; freeze all of them, or "
+                f"{key}: transformers fuses {len(names[name])} tensors of the folder into {name}; freeze all or "
                 f"none: {some_of(free)} would still be trained"
             )
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ModelError(f"{key}: {list(patterns)} freezes every parameter; nothing is left to train")
+        raise ModelError(f"{key}: {list(patterns)} freezes all parameters; at least one must be trained")
 
 
 def shard_module(
@@ -96,30 +101,47 @@ def shard_module(
     num_ranks: int,
     exact: Collection[nn.Module] = (),
 ) -> None:
-    """Shard ``root``, which holds ``model``, layer by layer; the modules ``exact`` compute in fp32 in any case."""
+    """Shard ``root``, which contains ``model``, layer by layer; the modules ``exact`` always compute in fp32."""
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("ranks",)),
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
     }
+    if gathers_once(settings, num_ranks):
+        options["reshard_after_forward"] = False
     low, high = _precision(getattr(torch, settings.dtype)), _precision(torch.float32)
-    compiled = _compiles(model, settings, device)
+    if _compiles(model, settings, device):
+        compile_layers(decoder_layers(model))
     for layer in decoder_layers(model):
-        if compiled:
-            # the method and not the module: FSDP's hooks stay outside of the graph, which all layers share
-            layer.forward = torch.compile(layer.forward, dynamic=True)
         fully_shard(layer, mp_policy=low, **options)
     for module in exact:
         fully_shard(module, mp_policy=high, **options)
     fully_shard(root, mp_policy=low, **options)
     for module in root.modules():
         if isinstance(module, FSDPModule) and num_ranks > 1:
-            # loss weights already make the sum over ranks right; plain sums are what gloo can do
+            # loss weights already normalize the sum over ranks; gloo supports plain sums only
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
+def gathers_once(settings: FSDP, num_ranks: int) -> bool:
+    """Return True if all microbatches of an optimizer step share one gathered copy of weights and one gradient sum.
+
+    Only with one rank, where the copy is the only cost: gather and reduce copy each parameter separately, which was 60
+    of the 130 kernels that a layer of Qwen3-0.6B launched per microbatch.
+    """
+    return num_ranks == 1 and not settings.cpu_offload
+
+
+def set_last_microbatch(root: nn.Module, is_last: bool) -> None:
+    """For modules with `gathers_once`: reshard weights and reduce gradients only after the last backward pass."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """What transformers names as not to be split."""
+    """Return the decoder layers, the modules in transformers' `_no_split_modules`."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -131,12 +153,6 @@ def _compiles(model: PreTrainedModel, settings: FSDP, device: torch.device) -> b
     return device.type == "cuda" and settings.attention == "auto" and not experts
 
 
-def compiled_graphs() -> dict[str, float]:
-    """``train/graphs``: graphs that `torch.compile` has made in this process; empty if there are none."""
-    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return {"train/graphs": float(count)} if count else {}
-
-
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -144,7 +160,7 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 def materialize(
     root: nn.Module, model: PreTrainedModel, settings: FSDP, *, device: torch.device, source: Source
 ) -> None:
-    """Give the sharded ``root`` memory, and compute what is in no checkpoint. Its weights are still to be loaded."""
+    """Allocate the sharded ``root`` and compute its non-persistent buffers; weights are loaded afterwards."""
     root.to_empty(device="cpu" if settings.cpu_offload else device)
     for owner in model.modules():
         _move_buffers(owner, device)
@@ -152,21 +168,21 @@ def materialize(
 
 
 def reshard(root: nn.Module) -> None:
-    """Forget gathered weights. Needed after a forward pass without backward: the sharded ones may change next."""
+    """Free gathered weights; needed after a forward pass without backward, because the shards may change next."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """With CPU offload parameters stay on the host, but buffers are used where the layers compute."""
+    """Move buffers to the compute device; with CPU offload only parameters stay on the host."""
     for name, buffer in module.named_buffers(recurse=False):
         module._buffers[name] = buffer.to(device)
 
 
 @torch.no_grad()
 def _compute_buffers(model: PreTrainedModel, source: Source) -> None:
-    """Fill what is in no checkpoint (rotary frequencies), as transformers does when it loads on the meta device."""
+    """Compute non-persistent buffers (rotary frequencies), as transformers does after building on the meta device."""
     saved = model.state_dict().keys()
     owners = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name not in saved}
     for owner in sorted(owners):
@@ -177,6 +193,5 @@ def _compute_buffers(model: PreTrainedModel, source: Source) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and bool(buffer.isnan().any()):
                 raise ModelError(
-                    f"{source.where}.path: {source.path}: transformers cannot compute the buffer {owner}.{name} "
-                    "by itself"
+                    f"{source.where}.path: {source.path}: transformers does not initialize the buffer {owner}.{name}"
                 )

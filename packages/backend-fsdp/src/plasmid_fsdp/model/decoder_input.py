@@ -1,4 +1,4 @@
-"""What the decoder is given of a microbatch: one packed row, or a padded block. B samples, T tokens, W the longest."""
+"""Decoder inputs of a microbatch: one packed row or a padded block. B samples, T tokens, W maximum length."""
 
 from __future__ import annotations
 
@@ -8,46 +8,48 @@ from typing import Any
 
 import torch
 from plasmid_training.batches.collate import Microbatch
-from plasmid_training.batches.packed_attention import Block, attend, dense_attention
+from plasmid_training.batches.packed_attention import Block, attend, dense_attention, dense_width
+from plasmid_training.batches.prefix_attention import PrefixLayout, prefix_layout
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 PACKED = "plasmid_packed"
 """Name of the packed attention in transformers' registry of attention functions."""
-MAX_PADDING = 1.1
-"""Tokens with padding over tokens, up to which a block of long samples is dense: cuDNN's attention over equal rows of
-1,024 to 16,384 tokens takes about half the time of packed attention, and linear layers pay for the padding."""
-LONG = 2048
-"""Mean length from which a block is dense on a GPU; chosen between the lengths that were measured, not tuned."""
-WIDTH_STEP = 512
-"""Widths of dense blocks on a GPU are multiples of this: cuDNN takes 0.13 s to plan each new shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderInput:
-    """Arguments of a transformers decoder, and where to find what it returns."""
+    """Arguments of a transformers decoder, and the positions of interest in its output."""
 
     arguments: dict[str, Any]
     source: Tensor
-    """[P] int64: which of the hidden states, flattened, predicts each token."""
+    """[P] int64: index into the flattened hidden states of the position that predicts each token."""
+    places: Tensor | None = None
+    """[T] int64: index of each token in the flattened hidden states; None if they have only the tokens, in order."""
+
+    def place(self, experts: Tensor | None) -> Tensor | None:
+        """Return the experts of the T tokens in the order of the hidden states; -1 for padding."""
+        if experts is None or self.places is None:
+            return experts
+        placed = experts.new_full((self.arguments["input_ids"].numel(), *experts.shape[1:]), -1)
+        placed[self.places] = experts
+        return placed
 
 
-def decoder_input(batch: Microbatch, attention: str) -> DecoderInput:
-    """Lay a microbatch, which is on its device, out for a model with this attention implementation."""
-    device, lengths = batch.token_ids.device, batch.lengths
+def decoder_input(batch: Microbatch, attention: str, dtype: torch.dtype) -> DecoderInput:
+    """Build the decoder input of a microbatch, which is on its device, for a model with this attention implementation.
+
+    ``dtype`` is the model's compute dtype. Raises ValueError for shared prefixes without packed attention.
+    """
+    if batch.prefix_lengths:
+        return _pack_shared(batch, attention, dtype)
     if attention != PACKED:
-        return _padded(batch, max(lengths), masked=True)
-    width, equal = max(lengths), min(lengths) == max(lengths)
-    if device.type == "cuda" and sum(lengths) >= LONG * len(lengths):
-        width = -(-width // WIDTH_STEP) * WIDTH_STEP
-        if len(lengths) * width <= MAX_PADDING * sum(lengths):
-            return _padded(batch, width, masked=False)
-    if equal and device.type != "cuda":
-        return _padded(batch, width, masked=False)
-    return _packed(batch)
+        return _pad(batch, max(batch.lengths), masked=True)
+    width = dense_width(batch.lengths, batch.token_ids.device)
+    return _pack(batch) if width is None else _pad(batch, width, masked=False)
 
 
-def _packed(batch: Microbatch) -> DecoderInput:
+def _pack(batch: Microbatch) -> DecoderInput:
     device, lengths = batch.token_ids.device, batch.lengths
     bounds = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     arguments = {
@@ -63,8 +65,23 @@ def _packed(batch: Microbatch) -> DecoderInput:
     return DecoderInput(arguments, batch.source)
 
 
-def _padded(batch: Microbatch, width: int, *, masked: bool) -> DecoderInput:
-    """[B, width] on the right; ``masked`` says so to attention that is not causal by itself."""
+def _pack_shared(batch: Microbatch, attention: str, dtype: torch.dtype) -> DecoderInput:
+    """Build a packed row that contains shared prefixes once."""
+    if attention != PACKED:
+        raise ValueError(f"shared prefixes need packed attention, not {attention!r}")
+    device = batch.token_ids.device
+    spans = zip(batch.prefix_lengths, batch.lengths, strict=True)
+    arguments = {
+        "input_ids": batch.token_ids[None],
+        "position_ids": torch.cat([torch.arange(start, end) for start, end in spans])[None].to(device),
+        "attention_mask": None,
+        "prefix_layout": prefix_layout(batch, device, dtype),
+    }
+    return DecoderInput(arguments, batch.source)
+
+
+def _pad(batch: Microbatch, width: int, *, masked: bool) -> DecoderInput:
+    """Build a block [B, width], padded on the right; ``masked`` adds an attention mask."""
     device, lengths = batch.token_ids.device, batch.lengths
     places = _places(lengths, width).to(device)  # [T]
     ids = torch.zeros(len(lengths) * width, dtype=torch.int64, device=device)
@@ -78,7 +95,7 @@ def _padded(batch: Microbatch, width: int, *, masked: bool) -> DecoderInput:
         filled = torch.zeros_like(ids)
         filled[places] = 1
         arguments["attention_mask"] = filled.view(len(lengths), width)
-    return DecoderInput(arguments, places[batch.source])
+    return DecoderInput(arguments, places[batch.source], places)
 
 
 def _places(lengths: Sequence[int], width: int) -> Tensor:
@@ -97,28 +114,35 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     packed_block: Block | None = None,
-    **options: Any,
+    prefix_layout: PrefixLayout | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """[B, W, h, e] for transformers: of query [B, h, W, d], key and value, or of packed ones, where B is 1."""
-    if cu_seq_lens_q is None or max_length_q is None:
-        return dense_attention(query, key, value, scale=scaling, window=sliding_window).transpose(1, 2), None
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend(
-        query, key, value, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window, block=packed_block
-    )
+    """Attention function for transformers: [B, W, h, e] from query [B, h, W, d], key and value; B is 1 if packed."""
+    options: dict[str, Any] = {"scale": scaling, "window": sliding_window}
+    if prefix_layout is not None:
+        out = prefix_layout.attend(*_drop_batch_axis(query, key, value), **options)
+    elif cu_seq_lens_q is not None and max_length_q is not None:
+        out = attend(*_drop_batch_axis(query, key, value), cu_seq_lens_q, max_length_q, block=packed_block, **options)
+    else:
+        return dense_attention(query, key, value, **options).transpose(1, 2), None
     return out[None], None
+
+
+def _drop_batch_axis(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [t, h, d] each from [1, h, t, d]."""
+    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 
 AttentionInterface.register(PACKED, packed_attention)
 
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:
-    """Why samples of this model cannot be packed; None if they can."""
+    """Return the reason why samples of this model cannot be packed; None if they can."""
     mixers = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if mixers:
-        return f"it has layers of kind {sorted(mixers)[0]!r}, which would mix packed samples"
+        return f"it has layers of kind {sorted(mixers)[0]!r}, which mix packed samples"
     if not model._supports_attention_backend or not model._supports_sdpa:
-        return "transformers has no exchangeable attention for its family"
+        return "transformers has no configurable attention for its family"
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
-        return "its attention is soft-capped"
+        return "it caps attention scores (soft-capping)"
     return None

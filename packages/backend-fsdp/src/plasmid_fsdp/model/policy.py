@@ -2,45 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from plasmid.errors import ModelError
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.head.linear_head import ChunkSize
 from plasmid_training.head.logprobs import TokenScores, token_logprobs
+from plasmid_training.head.token_loss import ChunkLoss, LossAndScores, linear_token_loss
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..settings import FSDP
 from ..weights.folder_layout import FolderLayout
 from ..weights.loading import load_weights
-from ..weights.shards import Shard, aliases, named_weights
-from .building import freeze, materialize, on_meta, prepare_training, shard_module
+from ..weights.shards import Shard, find_aliases, named_weights
+from .adapter import ShardedAdapter
+from .building import build_on_meta, freeze, materialize, prepare_training, shard_module
 from .decoder_input import decoder_input
+from .routing_replay import RoutingReplay
 
 CHANGES_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
-"""Settings of some families that transform the logits after the head, and the value that does nothing."""
+"""Config keys of some families that transform the logits after the head, and their neutral values."""
 
 
 class Policy(nn.Module):
-    """Log-probabilities of chosen tokens; the logits of a whole microbatch never exist."""
+    """Language model that returns log-probabilities of given tokens, without materializing all logits."""
 
-    def __init__(self, lm: PreTrainedModel, layout: FolderLayout, *, chunk_size: ChunkSize) -> None:
-        """``layout`` is that of the folder that the model is loaded from."""
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        layout: FolderLayout,
+        *,
+        dtype: torch.dtype,
+        chunk_size: ChunkSize,
+        adapter: ShardedAdapter | None = None,
+        replay: RoutingReplay | None = None,
+    ) -> None:
+        """``layout`` is that of the model's folder, ``adapter`` the one inserted in ``lm``.
+
+        ``dtype`` is the compute dtype.
+        """
         super().__init__()
         self.lm = lm
-        self.layout = layout
-        self._chunk_size = chunk_size
+        self.layout, self.adapter = layout, adapter
+        self._dtype, self._chunk_size, self._replay = dtype, chunk_size, replay
 
-    def forward(self, batch: Microbatch, *, with_entropy: bool = False, entropy_grad: bool = False) -> TokenScores:
-        """[P] log-probabilities and entropies of the predicted tokens, fp32, at each sample's temperature.
+    def forward(
+        self,
+        batch: Microbatch,
+        *,
+        token_loss: Callable[[Microbatch], ChunkLoss] | None = None,
+        with_entropy: bool = False,
+        entropy_grad: bool = False,
+    ) -> TokenScores | LossAndScores:
+        """Return [P] log-probabilities and entropies of the predicted tokens, fp32, at each sample's temperature.
 
-        Log-probabilities are taken within the kept set of a token that has one.
+        Log-probabilities of tokens with a kept set are normalized over it. With ``token_loss``, also computes the loss
+        and its gradient.
         """
-        rows = decoder_input(batch, self.lm.config._attn_implementation)
+        rows = decoder_input(batch, self.lm.config._attn_implementation, self._dtype)
+        if self._replay is not None:
+            self._replay.experts = rows.place(batch.experts)
         hidden = self.lm.base_model(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
         head = self.lm.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return token_logprobs(
+        score: Callable[..., Any] = token_logprobs
+        if token_loss is not None:
+            score = partial(linear_token_loss, loss=token_loss(batch))
+        scored: TokenScores | LossAndScores = score(
             hidden[rows.source],
             head.weight,
             batch.targets,
@@ -51,37 +83,51 @@ class Policy(nn.Module):
             entropy_grad=entropy_grad,
             chunk_size=self._chunk_size,
         )
+        return scored
 
     def named(self) -> dict[str, Tensor]:
-        """Every weight by transformers' name."""
-        return named_weights(self.lm)
+        """Return the weights by transformers' name, without those of an adapter."""
+        own = self.adapter.named() if self.adapter is not None else {}
+        return {name: tensor for name, tensor in named_weights(self.lm).items() if name not in own}
 
     def load(self, source: Source, shard: Shard) -> None:
-        """Fill the weights from a folder of this architecture. Raises `ModelError`."""
+        """Load the weights from a folder of this architecture. Raises `ModelError`."""
         layout = self.layout.of_folder(source)
         load_weights(
-            self.named(), source.path, where=source.where, shard=shard, layout=layout, ignored=aliases(self.lm)
+            self.named(), source.path, where=source.where, shard=shard, layout=layout, ignored=find_aliases(self.lm)
         )
 
 
-def build_policy(settings: FSDP, source: Source, *, device: torch.device, shard: Shard, trained: bool) -> Policy:
+def build_policy(
+    settings: FSDP, source: Source, *, device: torch.device, shard: Shard, trained: bool, seed: int = 0
+) -> Policy:
     """Load a model folder, sharded over all ranks; no rank ever holds the whole model. Raises `ModelError`.
 
-    Weights are kept in fp32, those of a model that is not ``trained`` in what it computes in.
+    Weights are kept in fp32; those of a frozen model and of an adapter's base in the compute dtype. ``seed``
+    initializes a new adapter.
     """
-    lm = on_meta(source, settings, dtype=torch.float32 if trained else getattr(torch, settings.dtype))
+    dtype = getattr(torch, settings.dtype)
+    adapted = trained and settings.lora is not None
+    full = trained and not adapted
+    lm = build_on_meta(source, settings, dtype=torch.float32 if full else dtype)
     _check_logits(lm, source)
     layout = FolderLayout.of(lm, source)
-    if trained:
+    adapter = ShardedAdapter(lm, settings.lora, source) if adapted and settings.lora is not None else None
+    if full:
         freeze(dict(lm.named_parameters()), layout, settings.freeze, "trainer.freeze")
+    elif adapter is None:
+        lm.requires_grad_(False)
+    if trained:
         prepare_training(lm, settings)
     else:
-        lm.requires_grad_(False)
         lm.eval()  # type: ignore[no-untyped-call]
-    policy = Policy(lm, layout, chunk_size=settings.logprob_chunk)
+    replay = RoutingReplay(lm) if trained and settings.routing_replay else None
+    policy = Policy(lm, layout, dtype=dtype, chunk_size=settings.logprob_chunk, adapter=adapter, replay=replay)
     shard_module(policy, lm, settings, device=device, num_ranks=shard.num_ranks)
     materialize(policy, lm, settings, device=device, source=source)
     policy.load(source, shard)
+    if adapter is not None:
+        adapter.fill(shard, seed=seed)
     return policy
 
 
@@ -90,5 +136,5 @@ def _check_logits(lm: PreTrainedModel, source: Source) -> None:
         value = getattr(lm.config, name, neutral)
         if value not in (None, neutral):
             raise ModelError(
-                f"{source.where}.path: {source.path} sets {name} = {value}, which trainer 'fsdp' does not compute"
+                f"{source.where}.path: {source.path} sets {name} = {value}, which trainer 'fsdp' does not support"
             )

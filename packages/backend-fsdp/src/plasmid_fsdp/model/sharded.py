@@ -1,4 +1,4 @@
-"""A module sharded by FSDP2 as the rank process uses it. Implements `plasmid_training.rank.backend.RankModel`."""
+"""A module sharded with FSDP2. Implements `plasmid_training.rank.backend.RankModel`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
-from plasmid_training.offload import Offloaded
+from plasmid_training.offload import OffloadedMemory
 from plasmid_training.rank.backend import Consume
 from plasmid_training.rank.peers import PeerRanks
 from torch import Tensor
 
 from ..optimizer import ShardedOptimizer
 from ..optimizer_settings import OptimizerSettings
-from ..weights.gathering import whole_tensors
+from ..weights.gathering import EMPTY, whole_tensors
 from ..weights.shards import Shard, local
-from .building import reshard
+from .adapter import ShardedAdapter
+from .building import reshard, set_last_microbatch
 from .policy import Policy
 from .value_model import ValueModel
 
@@ -26,20 +27,34 @@ class ShardedModel:
     """One rank's shards of a policy or a critic."""
 
     optimizer: ShardedOptimizer
-    """Of a model that is trained."""
+    """Set for trained models."""
 
-    def __init__(self, module: Policy | ValueModel, learning: OptimizerSettings, *, peers: PeerRanks) -> None:
+    fuses_loss = True
+
+    def __init__(
+        self, module: Policy | ValueModel, learning: OptimizerSettings, *, peers: PeerRanks, gathers_once: bool
+    ) -> None:
         self.module, self.learning = module, learning
-        self._peers = peers
+        self._peers, self._gathers_once = peers, gathers_once
+
+    @property
+    def adapter(self) -> ShardedAdapter | None:
+        return self.module.adapter
+
+    def learned(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint by name: all weights, or only those of the adapter."""
+        return self.module.named() if self.adapter is None else self.adapter.named()
 
     def make_optimizer(self) -> ShardedOptimizer:
         parameters = list(self.module.parameters())
         self.optimizer = ShardedOptimizer(self.learning, parameters, peers=self._peers)
         return self.optimizer
 
-    def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: bool) -> None:
+    def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: Any) -> None:
         try:
-            for microbatch in microbatches:
+            for microbatch, is_last in mark_last(microbatches):
+                if train and self._gathers_once:
+                    set_last_microbatch(self.module, is_last)
                 on_device = microbatch.to(self._peers.device)
                 loss = consume(on_device, self.module(on_device, **options))
                 if train:
@@ -56,18 +71,30 @@ class ShardedModel:
         self.module.load(source, Shard(rank=self._peers.rank, num_ranks=self._peers.num_ranks))
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        return whole_tensors(self.module.named(), self.module.layout, dtype=dtype, device=device)
+        changes = self.adapter.merging(device) if self.adapter is not None and self.adapter.is_on else EMPTY
+        yield from whole_tensors(self.module.named(), self.module.layout, dtype=dtype, device=device, changes=changes)
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         return self.module.layout.sizes(self.module.named(), dtype)
 
-    def untrained(self, source: Source) -> Sequence[Any]:
+    def untrained_weights(self, source: Source) -> Sequence[Any]:
         return ()
 
-    def offload(self, memory: Offloaded) -> None:
-        memory.out(self._state())
+    def offload(self, memory: OffloadedMemory) -> None:
+        memory.move_out(self._state())
 
     def _state(self) -> Iterator[Tensor]:
         yield from (local(tensor) for tensor in (*self.module.parameters(), *self.module.buffers()))
         if hasattr(self, "optimizer"):
             yield from self.optimizer.state()
+
+
+def mark_last(items: Iterable[Microbatch]) -> Iterator[tuple[Microbatch, bool]]:
+    """Yield each item and whether it is the last."""
+    before: Microbatch | None = None
+    for item in items:
+        if before is not None:
+            yield before, False
+        before = item
+    if before is not None:
+        yield before, True

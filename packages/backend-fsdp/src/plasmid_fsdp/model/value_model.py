@@ -1,4 +1,4 @@
-"""The critic's network: the backbone of a language model with a linear head of one output, sharded by FSDP2."""
+"""The critic's network: the backbone of a language model with a linear value head, sharded with FSDP2."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from transformers import PreTrainedModel
 from ..settings import FSDP
 from ..weights.folder_layout import FolderLayout
 from ..weights.loading import load_weights
-from ..weights.shards import Shard, aliases, local, named_weights
-from .building import freeze, materialize, on_meta, prepare_training, shard_module
+from ..weights.shards import Shard, find_aliases, local, named_weights
+from .building import build_on_meta, freeze, materialize, prepare_training, shard_module
 from .decoder_input import decoder_input
 
 HEAD = "score"
-"""What transformers calls the head of its token classifiers, whose folders a critic reads and writes."""
+"""Name of the head in transformers' token classifiers, the format of a critic's folder."""
 
 
 class ValueModel(nn.Module):
-    """The value of the text before each token; what it is worth on average to go on from there."""
+    """Value model: the expected return given the text before each token."""
 
-    def __init__(self, lm: PreTrainedModel, layout: FolderLayout) -> None:
-        """Take the backbone of ``lm``, which is on the meta device; ``layout`` is that of its folder."""
+    adapter: None = None
+
+    def __init__(self, lm: PreTrainedModel, layout: FolderLayout, *, dtype: torch.dtype) -> None:
+        """Use the backbone of ``lm``, which is on the meta device; ``dtype`` is its compute dtype.
+
+        ``layout`` is that of its folder.
+        """
         super().__init__()
-        self.layout = layout
+        self.layout, self._dtype = layout, dtype
         backbone = lm.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.backbone = backbone
@@ -35,29 +40,29 @@ class ValueModel(nn.Module):
         self.score = nn.Linear(head.in_features, 1, device="meta", dtype=torch.float32)
         every = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
         self._ignored = every - self.named().keys()
-        """Names in a folder of what is no part of it: the head, and parameters that are tied to others."""
+        """Names in a folder that are not part of this model: the head, and parameters tied to others."""
 
     def forward(self, batch: Microbatch) -> Tensor:
-        """[P] values of the predicted tokens, fp32 whatever the backbone computes in."""
-        rows = decoder_input(batch, self.backbone.config._attn_implementation)
+        """Return [P] values of the predicted tokens, always in fp32."""
+        rows = decoder_input(batch, self.backbone.config._attn_implementation, self._dtype)
         hidden = self.backbone(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
         values: Tensor = self.score(hidden[rows.source].float())
-        return values[:, 0].clone()  # FSDP warns of views as outputs
+        return values[:, 0].clone()  # FSDP warns if an output is a view
 
     def named(self) -> dict[str, Tensor]:
-        """Every weight by its name in a folder of a transformers token classifier."""
+        """Return all weights by their names in a token classifier of transformers."""
         backbone = {self._prefix + name: tensor for name, tensor in named_weights(self.backbone).items()}
         return backbone | {f"{HEAD}.{name}": tensor for name, tensor in self.score.named_parameters()}
 
     def load(self, source: Source, shard: Shard) -> set[str]:
-        """Fill the weights from a folder of this architecture; names that it lacks. Raises `ModelError`."""
+        """Load the weights from a folder of this architecture; return the names it lacks. Raises `ModelError`."""
         return load_weights(
             self.named(),
             source.path,
             where=source.where,
             shard=shard,
             layout=self.layout.of_folder(source),
-            ignored=self._ignored | {self._prefix + name for name in aliases(self.backbone)},
+            ignored=self._ignored | {self._prefix + name for name in find_aliases(self.backbone)},
             optional=(f"{HEAD}.weight", f"{HEAD}.bias"),
         )
 
@@ -65,14 +70,14 @@ class ValueModel(nn.Module):
 def build_value_model(settings: FSDP, source: Source, *, device: torch.device, shard: Shard, seed: int) -> ValueModel:
     """Load the backbone of a model folder in fp32, sharded over all ranks, and its value head if it has one.
 
-    Else the head's weights are drawn from a normal distribution, the same for any number of ranks, and its bias is 0.
-    Raises `ModelError`.
+    Otherwise the head's weights are sampled from a normal distribution, the same for any number of ranks, and its bias
+    is 0. Raises `ModelError`.
     """
-    lm = on_meta(source, settings)
+    lm = build_on_meta(source, settings)
     if lm.base_model is lm:
-        raise ModelError(f"{source.where}.path: {source.path} has no backbone apart from its head")
+        raise ModelError(f"{source.where}.path: {source.path} has no backbone without the head")
     layout = FolderLayout.of(lm, source)
-    model = ValueModel(lm, layout)
+    model = ValueModel(lm, layout, dtype=getattr(torch, settings.dtype))
     parameters = {name: p for name, p in model.named().items() if isinstance(p, nn.Parameter)}
     freeze(parameters, layout, settings.critic.freeze, "trainer.critic.freeze")
     prepare_training(model.backbone, settings)

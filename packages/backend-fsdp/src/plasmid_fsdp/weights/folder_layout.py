@@ -1,4 +1,4 @@
-"""How the tensors of a model's folder lie in the model: under other names, or several of them in one."""
+"""Mapping between the tensors of a model folder and those of the model, which may be renamed or fused."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderLayout:
-    """Of one folder, whose names are kept by what is sent and exported."""
+    """Layout of one folder; synced and exported weights keep the folder's names."""
 
     pieces: Pieces
-    """What the folder has of the model's tensors that are no tensors of the folder."""
+    """Pieces in the folder of the model's tensors that are not stored in it as they are."""
     known: Pieces
-    """The same, of all folders that the model can be loaded from."""
+    """All pieces that the model can be loaded from."""
     exact: tuple[str, ...]
-    """Parts of names of tensors that stay in fp32, whatever the dtype of the others: engines have them so."""
+    """Substrings of the names of tensors that always stay in fp32, as in engines."""
 
     @classmethod
     def of(cls, lm: PreTrainedModel, source: Source) -> FolderLayout:
-        """How the folder's tensors lie in ``lm``, sharded or not. Raises `ModelError` if it cannot be read."""
+        """Create the layout for a folder of the model ``lm``, sharded or not. Raises `ModelError`."""
         exact = tuple(lm._keep_in_fp32_modules_strict or ())
         return cls(pieces={}, known=pieces_of(lm), exact=exact).of_folder(source)
 
     def of_folder(self, source: Source) -> FolderLayout:
-        """That of another folder of the same model. Raises `ModelError` if it cannot be read."""
+        """Return the layout of another folder of the same model. Raises `ModelError` if it cannot be read."""
         names = tensor_names(source.where, source.path)
         return FolderLayout(pieces=present_pieces(self.known, names), known=self.known, exact=self.exact)
 
     def parts(self, name: str) -> tuple[Piece, ...]:
-        """What the folder has of the model's tensor ``name``."""
+        """Return the pieces in the folder of the model's tensor ``name``."""
         return self.pieces.get(name, (Piece(name),))
 
     def by_dtype(self, named: Mapping[str, Tensor], dtype: torch.dtype) -> list[tuple[torch.dtype, dict[str, Tensor]]]:
-        """The tensors by what they are sent and exported in; most in ``dtype``."""
+        """Group the tensors by the dtype in which they are sent and exported, usually ``dtype``."""
         exact = {name: tensor for name, tensor in named.items() if any(part in name for part in self.exact)}
         return [(dtype, {n: t for n, t in named.items() if n not in exact}), (torch.float32, exact)]
 
     def sizes(self, named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
-        """Bytes of every tensor of the folder, in the order of `by_dtype`."""
+        """Return the bytes of every tensor of the folder, in the order of `by_dtype`."""
         return {
             part.name: torch.Size(part.shape(tensor.shape)).numel() * itemsize
             for kept, group in self.by_dtype(named, dtype)

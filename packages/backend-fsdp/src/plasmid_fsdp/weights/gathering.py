@@ -1,8 +1,8 @@
-"""Whole tensors out of the shards of all ranks, many to a collective: one call for each would cost too much."""
+"""Gathering of whole tensors from the shards of all ranks, many per collective to save launches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,75 +13,88 @@ from torch.distributed.tensor import DTensor
 from .folder_layout import FolderLayout
 from .shards import local
 
+EMPTY: Mapping[str, Callable[[Tensor], Tensor]] = {}
 GATHERED_BYTES = 64 << 20
-"""Of whole tensors that are gathered at once; a larger one travels alone."""
+"""Maximum bytes of whole tensors gathered at once; a larger tensor is gathered by itself."""
 
 
 @dataclass(slots=True, eq=False)
-class Sharded:
+class ShardedTensor:
     """This rank's rows of one tensor."""
 
     name: str
     rows: Tensor
     whole: DTensor
     dtype: torch.dtype
-    """That it is to have."""
+    """Target dtype."""
     padded: int
     """Elements of the largest shard of any rank."""
 
-    def fits(self, other: Sharded) -> bool:
-        """Whether one cast and one collective can take both."""
+    def can_join(self, other: ShardedTensor) -> bool:
+        """Return True if both can share one cast and one collective."""
         return self.dtype == other.dtype and self.rows.dtype == other.rows.dtype
 
 
 def whole_tensors(
-    named: Mapping[str, Tensor], layout: FolderLayout, *, dtype: torch.dtype, device: torch.device
+    named: Mapping[str, Tensor],
+    layout: FolderLayout,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    changes: Mapping[str, Callable[[Tensor], Tensor]] = EMPTY,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name in the folder, cast to ``dtype`` if it is of floats. All ranks iterate together."""
-    for kept, group in layout.by_dtype(named, dtype):
-        for name, tensor in gathered(group, dtype=kept):
+    """Yield all whole weights by name in the folder, floats cast to ``dtype``. All ranks iterate together.
+
+    ``changes`` are functions, by name, that are applied to whole weights before the cast.
+    """
+    for own, group in layout.by_dtype(named, dtype):
+        for name, tensor in gather_tensors(group, dtype=own, uncast=changes):
             whole = tensor.to(device)
+            if name in changes:
+                whole = changes[name](whole).to(own)
             for part in layout.parts(name):
                 yield part.name, part.of(whole)
 
 
-def gathered(named: Mapping[str, Tensor], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor whole, in order, where its shards lie; floats are cast to ``dtype`` first, so that less is sent.
+def gather_tensors(
+    named: Mapping[str, Tensor], *, dtype: torch.dtype, uncast: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all whole tensors, in order, on the device of the shards; floats are cast to ``dtype`` before gathering.
 
-    All ranks iterate together. Shards are rows (`Shard(0)`), as FSDP2 makes them.
+    Tensors named in ``uncast`` keep their dtype. All ranks iterate together. Shards are rows (`Shard(0)`), as in FSDP2.
     """
-    pending: list[Sharded] = []
+    pending: list[ShardedTensor] = []
     size, mesh, ranks = 0, None, 1
     for name, tensor in named.items():
-        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        target = dtype if tensor.is_floating_point() and name not in uncast else tensor.dtype
         if not isinstance(tensor, DTensor):
-            yield from _together(pending)
+            yield from _flush(pending)
             pending, size = [], 0
-            yield name, tensor.detach().to(kept)
+            yield name, tensor.detach().to(target)
             continue
-        if tensor.device_mesh is not mesh:  # asking it for its size takes longer than the copy of a small tensor
+        if tensor.device_mesh is not mesh:  # getting its size takes longer than copying a small tensor
             mesh = tensor.device_mesh
             ranks = _ranks(tensor)
         with torch.no_grad():
-            piece = Sharded(name, local(tensor).detach(), tensor, kept, _padded(tensor.shape, ranks))
-        num_bytes = piece.padded * ranks * kept.itemsize
-        if pending and (size + num_bytes > GATHERED_BYTES or not piece.fits(pending[0])):
-            yield from _together(pending)
+            piece = ShardedTensor(name, local(tensor).detach(), tensor, target, _largest_shard(tensor.shape, ranks))
+        num_bytes = piece.padded * ranks * target.itemsize
+        if pending and (size + num_bytes > GATHERED_BYTES or not piece.can_join(pending[0])):
+            yield from _flush(pending)
             pending, size = [], 0
         pending.append(piece)
         size += num_bytes
-    yield from _together(pending)
+    yield from _flush(pending)
 
 
-def _together(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
-    """One cast and one collective for all pieces: a GPU copies a small tensor faster than a launch takes."""
+def _flush(pieces: list[ShardedTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Use one cast and one collective for all pieces: copying a small tensor is faster than launching the copy."""
     if not pieces:
         return
     yield from _cast(pieces) if _ranks(pieces[0].whole) == 1 else _gather(pieces)
 
 
-def _cast(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
-    """Of one rank, which has everything."""
+def _cast(pieces: list[ShardedTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Cast the tensors of a single rank, which has all rows."""
     first = pieces[0]
     names, rows = [piece.name for piece in pieces], [piece.rows for piece in pieces]
     if first.rows.dtype == first.dtype:
@@ -94,7 +107,7 @@ def _cast(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
     yield from zip(names, whole, strict=True)
 
 
-def _gather(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
+def _gather(pieces: list[ShardedTensor]) -> Iterator[tuple[str, Tensor]]:
     first = pieces[0]
     mesh, ranks = first.whole.device_mesh, _ranks(first.whole)
     lengths = [piece.padded for piece in pieces]
@@ -108,10 +121,10 @@ def _gather(pieces: list[Sharded]) -> Iterator[tuple[str, Tensor]]:
         yield piece.name, shards.reshape(-1)[: piece.whole.numel()].view(piece.whole.shape)
 
 
-def _padded(shape: torch.Size, ranks: int) -> int:
+def _largest_shard(shape: torch.Size, ranks: int) -> int:
     return -(-shape[0] // ranks) * (shape.numel() // shape[0]) if shape[0] else 0
 
 
 def _ranks(tensor: DTensor) -> int:
-    """That hold a part of it."""
+    """Return the number of ranks that the tensor is sharded over."""
     return tensor.device_mesh.shape[0]

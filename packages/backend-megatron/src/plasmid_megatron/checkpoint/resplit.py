@@ -1,8 +1,8 @@
-"""The optimizer's part of a checkpoint where experts are split over other ranks than when it was saved.
+"""Loading of optimizer states that were saved with another split of the experts.
 
-Megatron has one optimizer for all weights, or, on ranks that have a part of the experts only, a second one for these.
-What it says of each in a checkpoint is the first rank's and can be read by such ranks alone; but tensors are there by
-the names of weights, for any split, and settings are the same for both.
+Megatron has one optimizer for all weights and, on ranks with only a part of the experts, a second one for these. Its
+description of the optimizers in a checkpoint is the first rank's and only fits the same split; but tensors are stored
+by the names of weights, for any split, and settings are the same for both optimizers.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ State = Mapping[Any, Any]
 
 
 def is_split_alike(saved: State, own: State) -> bool:
-    """True if Megatron can put the two together itself."""
+    """Return True if Megatron can load the saved state itself."""
     return len(_parts(saved)) == len(_parts(own))
 
 
 def tensors(own: State) -> dict[int, Any]:
-    """What is to be read for each of this rank's optimizers. Raises `CheckpointError`."""
+    """Return the tensors to read for each of this rank's optimizers. Raises `CheckpointError`."""
     parts = _parts(own)
     if any(TENSORS not in part for part in parts):
         raise CheckpointError(
-            "its optimizer's state is of another split of the experts, which needs trainer.distributed_optimizer; set "
-            "trainer.expert_parallel to what it was saved with"
+            "the optimizer state was saved with another trainer.expert_parallel, which requires "
+            "trainer.distributed_optimizer = true; restore the old trainer.expert_parallel"
         )
     return {index: part[TENSORS] for index, part in enumerate(parts)}
 
 
-def put_together(saved: State, own: State, read: Mapping[int, Any]) -> dict[Any, Any]:
-    """What this rank's optimizers load: tensors that were ``read``, and settings and steps as they were saved."""
+def merge_states(saved: State, own: State, read: Mapping[int, Any]) -> dict[Any, Any]:
+    """Build the state for this rank's optimizers from the tensors ``read`` and the saved settings and steps."""
     groups = [group for part in _parts(saved) for group in part["optimizer"]["param_groups"]]
     parts = {
         index: {
-            "optimizer": {**part["optimizer"], "param_groups": _regrouped(part["optimizer"]["param_groups"], groups)},
+            "optimizer": {**part["optimizer"], "param_groups": _regroup(part["optimizer"]["param_groups"], groups)},
             TENSORS: read[index],
             SHARDING: part[SHARDING],
         }
@@ -49,11 +49,11 @@ def put_together(saved: State, own: State, read: Mapping[int, Any]) -> dict[Any,
 
 
 def _parts(state: State) -> list[Any]:
-    """Of each optimizer, which have numbers where there are several."""
+    """Return the state of each optimizer; several are numbered."""
     return [state[index] for index in sorted(state)] if all(isinstance(key, int) for key in state) else [state]
 
 
-def _regrouped(own: Sequence[State], saved: Sequence[State]) -> list[dict[str, Any]]:
+def _regroup(own: Sequence[State], saved: Sequence[State]) -> list[dict[str, Any]]:
     by_kind = {_kind(group): group for group in saved}
     return [{**by_kind[_kind(group)], SPLIT: group[SPLIT]} for group in own]
 

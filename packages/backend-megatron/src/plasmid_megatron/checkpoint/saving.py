@@ -1,8 +1,7 @@
-"""Writing a checkpoint in Megatron's distributed format, which all ranks plan together and each then writes alone.
+"""Saving in Megatron's distributed format: all ranks plan together, then each writes its own files.
 
-Megatron would write in processes that it forks, and meet once more at the end. Here each rank has threads, and its
-results go to the first rank by way of the driver: so nothing outlives a rank that is killed, and no rank has to leave
-its training for it.
+Megatron writes in forked processes and synchronizes the ranks at the end. Here each rank uses threads, and the driver
+passes their results to the first rank: so nothing outlives a killed rank, and no rank has to interrupt training.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,38 +23,39 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from plasmid.errors import CheckpointError
+from plasmid_training.rank.state import failure_cause
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..upstream.compat import keep_results_in_this_process
 
 ERRORS = (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError, ValueError, AssertionError)
-"""What Megatron raises for files that it cannot write or read, and for those of another model."""
+"""Errors of Megatron for files that it cannot write or read, and for those of another model."""
 FORMAT = ("torch_dist", 1)
 Results = list[Any]
-"""What torch's metadata need to know of each thing that was written: in which file, and where."""
+"""Write results for torch's metadata: file and offset of each item."""
 
 
-class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's own way of planning, which stops short of writing."""
+class _PlanStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's save strategy, without writing: it only plans."""
 
     writer: FileSystemWriterAsync
     metadata: Any = None
-    """Of the whole checkpoint; the first rank's alone."""
+    """Metadata of the whole checkpoint; set on the first rank only."""
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, planned: Sequence[Any]) -> AsyncRequest:
         self.writer, self.metadata = writer, planned[1]
         return AsyncRequest(None, (), [])
 
 
-class Writing:
-    """One rank's part of one checkpoint, on its way to the disk."""
+class PendingSave:
+    """One rank's part of a checkpoint that is being written."""
 
     def __init__(self, path: Path, state: dict[str, Any], *, copy: bool) -> None:
-        """Plan with all ranks and begin to write. Empties the state; with ``copy`` its tensors may then change."""
+        """Plan with all ranks and start writing. Empties ``state``; with ``copy`` its tensors may change afterwards."""
         keep_results_in_this_process()
-        self._path, self._plan = path, _Planned(*FORMAT)
+        self._path, self._plan = path, _PlanStrategy(*FORMAT)
         dist_checkpointing.save(state, str(path), sharded_strategy=self._plan, async_sharded_save=True)
-        state.clear()  # what was made for it alone is freed as it is copied
+        state.clear()  # so that temporary tensors are freed as they are copied
         buckets = self._plan.writer.write_buckets or []
         for _, _, (_, tensors) in buckets:
             _to_host(tensors, copy=copy)
@@ -65,42 +64,32 @@ class Writing:
         pool = ThreadPoolExecutor(max(1, len(buckets)), thread_name_prefix="checkpoint")
         self._files = [pool.submit(_write_file, self._plan.writer, bucket) for bucket in buckets]
         pool.shutdown(wait=False)
-        buckets.clear()  # the copies live as long as their threads need them
+        buckets.clear()  # now only the threads hold the copies
 
-    async def written(self) -> bytes:
-        """Wait for this rank's files; what they hold, for `conclude`. Raises `CheckpointError`."""
-        with explained(self._path):
+    async def finish_shards(self) -> bytes:
+        """Wait for this rank's files; return their index for `commit`. Raises `CheckpointError`."""
+        with raise_checkpoint_errors(self._path):
             files = await asyncio.gather(*map(asyncio.wrap_future, self._files))
         return pickle.dumps([result for file in files for result in file])
 
-    def conclude(self, written: Sequence[bytes]) -> None:
-        """Make a checkpoint of all ranks' files; the first rank does it. Raises `CheckpointError`."""
-        with explained(self._path):
+    def commit(self, written: Sequence[bytes]) -> None:
+        """Finish the checkpoint from all ranks' files; called on the first rank. Raises `CheckpointError`."""
+        with raise_checkpoint_errors(self._path):
             self._plan.writer.finish(self._plan.metadata, [pickle.loads(results) for results in written])
             save_config(CheckpointingConfig(*FORMAT), str(self._path))
 
 
-def cause(error: BaseException) -> str:
-    """The innermost reason on one line."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
-        return f"it names {unsafe[1]}, which is not made out of a file of somebody else"
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
-
-
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Raise what goes wrong in it as `CheckpointError`."""
+def raise_checkpoint_errors(path: Path) -> Iterator[None]:
+    """Convert errors within the context to `CheckpointError`."""
     try:
         yield
     except ERRORS as error:
-        raise CheckpointError(f"{path}: the trainer's state cannot be written: {cause(error)}") from None
+        raise CheckpointError(f"{path}: cannot write the trainer state: {failure_cause(error)}") from None
 
 
 def _to_host(tensors: list[tuple[Any, torch.Tensor]], *, copy: bool) -> None:
-    """Replace tensors by what lies in host memory. In place: one copy is freed before the next is made."""
+    """Replace tensors by copies in host memory, in place, so that each original can be freed before the next copy."""
     for index, (item, tensor) in enumerate(tensors):
         if tensor.is_cuda:
             tensors[index] = (item, tensor.to("cpu", non_blocking=True))
@@ -109,11 +98,11 @@ def _to_host(tensors: list[tuple[Any, torch.Tensor]], *, copy: bool) -> None:
 
 
 def _write_file(writer: FileSystemWriterAsync, bucket: Any) -> Results:
-    """Write and flush one file, as one of Megatron's processes would."""
+    """Write and flush one file, like one of Megatron's processes."""
     results: SimpleQueue[tuple[int, Results | Exception]] = SimpleQueue()
     count: Queue[int] = Queue()
     count.put(0)
-    # without what stops Python's garbage collector, for the sake of forked processes
+    # unwrap the decorator that disables garbage collection, which only forked processes need
     write = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
     write([writer.transforms], 0, bucket, results, count, True)
     _, written = results.get()

@@ -1,4 +1,4 @@
-"""Megatron's layouts of checkpoints. Importing this imports neither torch nor megatron."""
+"""Megatron's checkpoint layouts. Importing this imports neither torch nor megatron."""
 
 from .legacy import MegatronTorch
 from .torch_dist import TorchDistFolder

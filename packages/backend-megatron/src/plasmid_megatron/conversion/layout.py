@@ -1,4 +1,4 @@
-"""What Megatron's layouts have in common: where the weights are, whose model they are, how many tokens it has."""
+"""Base class of Megatron's checkpoint layouts: location of the weights, their model, vocabulary size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from plasmid.components import Converter
 from plasmid.errors import ModelError
 from plasmid.utils.safe_files import in_folder
-from plasmid_convert.companions import Described, described
+from plasmid_convert.companions import SourceModel, find_source_model
 from pydantic import Field
 
 if TYPE_CHECKING:
@@ -23,30 +23,32 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 class Weights(Protocol):
-    """The weights of a checkpoint that has been opened."""
+    """The weights of an open checkpoint."""
 
     def read(self, entry: Entry) -> Tensor:
-        """One of Megatron's weights, whole. Raises `ModelError`."""
+        """Read one of Megatron's weights, unsharded. Raises `ModelError`."""
         ...
 
 
 class MegatronLayout(Converter):
-    """A layout with Megatron's names of weights. Which model they are of follows from a ``config.json``."""
+    """A layout with Megatron's weight names; the model's architecture is read from a ``config.json``."""
 
     model: str = "auto"
-    """Hugging Face folder with config and tokenizer; ``auto`` is the checkpoint's own, or that of the run's recipe."""
+    """Hugging Face folder with config and tokenizer; ``auto`` is the checkpoint's own folder, or the model folder in
+    the run's recipe."""
     dtype: Literal["auto", "keep", "float32", "bfloat16", "float16"] = "auto"
-    """What floats become when they are read: ``auto`` is what `rl export` makes of a run's checkpoint, else as is."""
+    """Dtype that floating-point weights are cast to when read. ``auto`` casts a run's checkpoint like `rl export` does
+    and leaves others unchanged; ``keep`` never casts."""
     vocab_size: Literal["auto"] | int = Field("auto")
-    """Rows of the vocabulary that are read, without what fills it up; ``auto`` is what the model's config says."""
+    """Vocabulary size to read, without padding; ``auto`` is that of the model's config."""
 
     @abstractmethod
     def folder_of(self, path: Path) -> Path | None:
-        """The folder with the weights in what the user has named, if there is one."""
+        """Return the folder with the weights for the path that the user gave; None if there is none."""
 
     @abstractmethod
     def open_weights(self, folder: Path, outline: Outline) -> Weights:
-        """Raises `ModelError` if names in it are not those of the model."""
+        """Open the weights. Raises `ModelError` if their names are not those of the model."""
 
     def recognises(self, path: Path) -> bool:
         return self.folder_of(path) is not None
@@ -54,35 +56,35 @@ class MegatronLayout(Converter):
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
         from plasmid_convert.casting import cast
 
-        of = self._described(path)
-        outline = outline_of(of.model, vocab_size=self._rows())
+        source = self._find_model(path)
+        outline = outline_of(source.model, vocab_size=self._rows())
         weights = self.open_weights(self._folder(path), outline)
-        dtype = of.dtype(self.dtype)
+        dtype = source.dtype(self.dtype)
         for entry in outline.entries:
             for name, tensor in outline.to_hf(entry, weights.read(entry)):
                 yield name, tensor if entry.is_correction else cast(tensor, dtype)
-        if of.of_run:
-            yield from outline.untrained()
+        if source.of_run:
+            yield from outline.untrained_tensors()
 
     def write_companions(self, source: Path, target: Path) -> None:
-        of = self._described(source)
-        of.copy(target, dtype=of.dtype(self.dtype), vocab_size=self._rows())
+        model = self._find_model(source)
+        model.copy(target, dtype=model.dtype(self.dtype), vocab_size=self._rows())
 
     def _folder(self, path: Path) -> Path:
         found = self.folder_of(path)
         if found is None:
-            raise ModelError(f"{path}: holds no checkpoint of layout {self.kind}")  # type: ignore[attr-defined]
+            raise ModelError(f"{path}: contains no checkpoint of layout {self.kind}")  # type: ignore[attr-defined]
         return found
 
-    def _described(self, path: Path) -> Described:
-        return described(path, self.model, self._folder(path))
+    def _find_model(self, path: Path) -> SourceModel:
+        return find_source_model(path, self.model, self._folder(path))
 
     def _rows(self) -> int | None:
         return None if self.vocab_size == "auto" else self.vocab_size
 
 
 def outline_of(source: Path, *, vocab_size: int | None = None, multiple: int = 1) -> Outline:
-    """`read_outline`, without what Megatron says of packages that are not installed. Raises `ModelError`."""
+    """Call `read_outline` without Megatron's warnings about missing packages. Raises `ModelError`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from .outline import read_outline
@@ -93,8 +95,8 @@ def outline_of(source: Path, *, vocab_size: int | None = None, multiple: int = 1
             raise ModelError(str(error).removeprefix("model.path: ").removeprefix("trainer: ")) from error
 
 
-def newest(path: Path) -> Path:
-    """The folder of the iteration that Megatron's own scripts would load, or ``path`` where they have left no word."""
+def latest_iteration(path: Path) -> Path:
+    """Return the folder of the iteration that Megatron's scripts would load; ``path`` without a tracker file."""
     try:
         last = (path / LATEST).read_text(encoding="utf-8").strip()
     except OSError:

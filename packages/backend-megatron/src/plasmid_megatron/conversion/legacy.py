@@ -1,4 +1,4 @@
-"""Megatron's older format (`--ckpt-format torch`): a pickle for each rank. Read only."""
+"""Megatron's older format (`--ckpt-format torch`): one pickle per rank. Read only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from plasmid.errors import ModelError
 
-from .layout import MegatronLayout, Weights, newest
+from .layout import MegatronLayout, Weights, latest_iteration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,15 +19,15 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 
 
 class MegatronTorch(MegatronLayout):
-    """Megatron's older format with a folder mp_rank_00_000 for each rank, in any tensor, pipeline and expert layout.
+    """Megatron's older format with a folder mp_rank_00_000 per rank, for any tensor, pipeline and expert layout.
 
-    Can be read only.
+    Read only.
     """
 
     kind: Literal["megatron-torch"] = "megatron-torch"
 
     def folder_of(self, path: Path) -> Path | None:
-        return next((folder for folder in (path, newest(path)) if rank_files(folder)), None)
+        return next((folder for folder in (path, latest_iteration(path)) if rank_files(folder)), None)
 
     def open_weights(self, folder: Path, outline: Outline) -> Weights:
         from .legacy_ranks import RankFiles
@@ -39,7 +39,7 @@ class MegatronTorch(MegatronLayout):
 
 
 def rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
-    """The file of every rank, by its place in tensor, pipeline and expert parallelism."""
+    """Return the file of every rank, by its tensor, pipeline and expert parallel rank."""
     found = {}
     for rank in sorted(folder.glob("mp_rank_*")):
         numbers = [int(part) for part in rank.name.removeprefix("mp_rank_").split("_") if part.isdecimal()]

@@ -1,4 +1,4 @@
-"""The pickles of all ranks of a checkpoint of Megatron's older format, mapped into memory and put together."""
+"""Weights of a checkpoint in Megatron's older format, combined from the memory-mapped pickles of all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUSED = (
     (re.compile(r"\.linear_q_up_proj\.layer_norm_weight$"), ".q_layernorm.weight"),
     (re.compile(r"\.linear_kv_up_proj\.layer_norm_weight$"), ".kv_layernorm.weight"),
 )
-"""Names of norms that TransformerEngine makes parts of other modules, and what they are called here."""
+"""Names of norms that TransformerEngine fuses into other modules, and their names here."""
 RECONSTRUCT = np.empty(0).__reduce__()[0]
 CLASSES: list[Any] = [
     argparse.Namespace,
@@ -42,16 +42,16 @@ CLASSES: list[Any] = [
         if isinstance(item, type) and item.__module__.startswith("megatron.core")
     ),
 ]
-"""What may be made out of the pickles, besides tensors and plain values: Megatron keeps its arguments beside them."""
+"""Classes allowed in the pickles besides tensors and plain values; Megatron saves its arguments with the weights."""
 Ranks = Mapping[tuple[int, int, int], Path]
 
 
 class RankFiles:
-    """Weights by the names of the whole model. The files are mapped, so that what is not read takes no memory."""
+    """Weights by the names of the whole model. The files are memory-mapped, so that only what is read uses memory."""
 
     def __init__(self, folder: Path, files: Ranks, outline: Outline) -> None:
-        """Raises `ModelError` if a rank's file is missing or unreadable, or has other weights than the model."""
-        self._beginning = f"{folder}: the weights do not fit the model in {outline.source}: it"
+        """Open the files. Raises `ModelError` if one is missing or unreadable, or does not have the model's weights."""
+        self._error_prefix = f"{folder}: the weights do not fit the model in {outline.source}: it"
         self._rows = outline.architecture.vocab_size
         tensors, stages, experts = (1 + max(place[axis] for place in files) for axis in range(3))
         self._parts: dict[str, list[Tensor]] = {}
@@ -62,15 +62,15 @@ class RankFiles:
         known = {entry.weight.own_name for entry in outline.entries}
         surplus = sorted(self._parts.keys() - known)
         if surplus:
-            raise ModelError(f"{self._beginning} has unknown {some_of(surplus)}")
+            raise ModelError(f"{self._error_prefix} has unknown {some_of(surplus)}")
 
     def _collect(self, ranks: Sequence[dict[str, Any]], outline: Outline, *, first_expert: int, again: bool) -> None:
-        """Take up the stages of one tensor-parallel rank; ``again`` for those with other experts and all else alike."""
+        """Collect the stages of one tensor-parallel rank; with ``again`` only experts, because all else is the same."""
         first = 0
         chunks = 1 if "model" in ranks[0] else sum(bool(re.fullmatch(r"model\d+", key)) for key in ranks[0])
         for chunk in range(chunks):
             for rank in ranks:
-                state = _weights_of(rank, chunk if chunks > 1 else None, self._beginning)
+                state = _weights_of(rank, chunk if chunks > 1 else None, self._error_prefix)
                 layers = {int(found[1]) for name in state if (found := LAYER.search(name))}
                 for name, tensor in state.items():
                     own = _own_name(name, first, first_expert)
@@ -79,16 +79,16 @@ class RankFiles:
                 first += len(layers)
 
     def read(self, entry: Entry) -> Tensor:
-        """A whole weight. Raises `ModelError`."""
+        """Return a whole weight. Raises `ModelError`."""
         parts, wanted = self._parts.get(entry.weight.own_name), entry.weight.tensor.shape
         if parts is None:
-            raise ModelError(f"{self._beginning} lacks {entry.weight.own_name}")
+            raise ModelError(f"{self._error_prefix} lacks {entry.weight.own_name}")
         if entry.over_vocabulary:
             whole = torch.cat(parts)
             if len(whole) < self._rows:
                 raise ModelError(
-                    f"{self._beginning} has {len(whole)} rows of the vocabulary in {entry.name}, and "
-                    f"{self._rows} are wanted"
+                    f"{self._error_prefix} has {len(whole)} vocabulary rows in {entry.name}, at least {self._rows} are "
+                    "required"
                 )
             whole = whole[: self._rows]
         else:
@@ -96,7 +96,7 @@ class RankFiles:
             whole = join(entry.name, parts, entry.weight) if split else parts[0]
         if whole.shape != wanted:
             shapes = f"{list(whole.shape)} instead of {list(wanted)}"
-            raise ModelError(f"{self._beginning} has other shapes: {entry.weight.own_name} {shapes}")
+            raise ModelError(f"{self._error_prefix} has other shapes: {entry.weight.own_name} {shapes}")
         return whole
 
 
@@ -104,17 +104,17 @@ def _per_rank(outline: Outline, ranks: int) -> int:
     return int(outline.architecture.config.num_moe_experts or 0) // ranks
 
 
-def _weights_of(rank: Mapping[str, Any], chunk: int | None, beginning: str) -> dict[str, Tensor]:
+def _weights_of(rank: Mapping[str, Any], chunk: int | None, error_prefix: str) -> dict[str, Tensor]:
     state = rank.get("model" if chunk is None else f"model{chunk}")
     if not isinstance(state, Mapping):
-        raise ModelError(f"{beginning} has no weights where Megatron keeps them ('model')")
+        raise ModelError(f"{error_prefix} has no weights under 'model'")
     if "language_model" in state:
-        raise ModelError(f"{beginning} is of the modules before Megatron-Core ('language_model'), which are not read")
+        raise ModelError(f"{error_prefix} is older than Megatron-Core ('language_model'); convert it with Megatron")
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor) and "_extra_state" not in name}
 
 
 def _own_name(name: str, first_layer: int, first_expert: int) -> str:
-    """The name in a model of one rank, built of modules without TransformerEngine."""
+    """Return the name in an unsharded model without TransformerEngine."""
     layer = LAYER.search(name)
     if layer:
         name = f"decoder.layers.{first_layer + int(layer[1])}.{name[layer.end() :]}"
@@ -140,8 +140,9 @@ def _load(folder: Path, files: Ranks, place: tuple[int, int, int]) -> dict[str, 
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         unsafe = re.search(r"GLOBAL (\S+)", str(error))
         if unsafe:
-            raise ModelError(f"{file}: names {unsafe[1]}, which is not made out of a file of somebody else") from None
-        raise ModelError(f"{file}: cannot be read: {one_line(error)}; it is cut off, damaged or too old") from error
+            raise ModelError(f"{file}: contains a pickled {unsafe[1]}, which could execute code; not loaded") from None
+        reason = f"{one_line(error)}; the file is truncated, corrupt or too old"
+        raise ModelError(f"{file}: cannot be read: {reason}") from error
     if not isinstance(state, dict):
-        raise ModelError(f"{file}: holds {type(state).__name__}, not a checkpoint of Megatron")
+        raise ModelError(f"{file}: contains {type(state).__name__}, not a checkpoint of Megatron")
     return state

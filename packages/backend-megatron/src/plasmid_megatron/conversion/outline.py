@@ -1,4 +1,4 @@
-"""A model without memory: which weights Megatron has of it, their names, and where each lies in a checkpoint."""
+"""Megatron's weights of a model, their names and places in a checkpoint, from a model on the meta device."""
 
 from __future__ import annotations
 
@@ -12,70 +12,70 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError, some_of
-from plasmid_models.building import BUILDING
+from plasmid_models.building import BUILD_LOCK
 from plasmid_models.source import Source
 from torch import Tensor, nn
 
 from ..model.language_model import LanguageModel
 from ..settings import Megatron
-from ..upstream.compat import define_router_gemm, tell_latent_attention_what_is_installed, without_gpu
+from ..upstream.compat import build_without_gpu, define_router_gemm, fix_latent_attention
 from ..weights.bridge import Architecture, read_architecture
-from ..weights.placement import VOCABULARY, Place, objects, places
+from ..weights.placement import VOCABULARY, Place, find_places, objects
 from ..weights.shards import Weight, hf_names, to_hf, weights
-from ..weights.untrained import Untrained
+from ..weights.untrained import UntrainedWeights
 
 UNWANTED = (".rotary_emb.inv_freq",)
-"""Names that old Hugging Face folders have and no model needs."""
+"""Suffixes of tensors in old Hugging Face folders that no model needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
-    """One weight of Megatron's, whole."""
+    """One unsharded weight of Megatron."""
 
     name: str
-    """mbridge's, with the numbers of layer and expert."""
+    """mbridge's name, with the indices of layer and expert."""
     names: tuple[str, ...]
-    """Hugging Face's names of what it is made of."""
+    """Hugging Face names of the tensors that it consists of."""
     weight: Weight
     places: tuple[Place, ...]
-    """In a checkpoint of the distributed format."""
+    """Places in a checkpoint of the distributed format."""
 
     @property
     def over_vocabulary(self) -> bool:
-        """True if it has a row for each token."""
+        """True if it has a row per token of the vocabulary."""
         return self.name in VOCABULARY
 
     @property
     def is_correction(self) -> bool:
-        """True if it says which experts are taken too often: models have it in float32 whatever their type is."""
+        """True for the expert bias that balances routing, which always stays in float32."""
         return self.name.endswith("expert_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outline:
-    """All of a model."""
+    """All weights of a model."""
 
     source: Path
     architecture: Architecture
     entries: tuple[Entry, ...]
     others: tuple[Any, ...]
-    """What the distributed format keeps besides tensors (`ShardedObject`)."""
+    """Non-tensor entries of the distributed format (`ShardedObject`)."""
 
     @cached_property
     def num_tensors(self) -> int:
-        """As a Hugging Face folder has them."""
+        """Number of tensors in a Hugging Face folder."""
         return sum(len(entry.names) for entry in self.entries)
 
     def to_hf(self, entry: Entry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a folder that a weight makes."""
+        """Yield the Hugging Face tensors of a weight."""
         yield from to_hf(self.architecture, entry.name, whole)
 
-    def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights of the model's folder that no checkpoint of a run has. Raises `ModelError`."""
-        yield from Untrained(self.architecture, self.source, where="from.model")
+    def untrained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the model's folder that checkpoints of runs do not have. Raises `ModelError`."""
+        yield from UntrainedWeights(self.architecture, self.source, where="from.model")
 
     def from_hf(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
-        """Whole weights as soon as all that they are made of has come. Raises `ModelError`."""
+        """Yield each whole weight as soon as all its tensors have been read. Raises `ModelError`."""
         wanted = {name: entry for entry in self.entries for name in entry.names}
         waiting: dict[str, Tensor] = {}
         missing, unknown = set(wanted), []
@@ -84,7 +84,7 @@ class Outline:
                 unknown += [] if name.endswith(UNWANTED) else [name]
                 continue
             if name not in missing:
-                raise ModelError(f"{name}: comes twice in the source")
+                raise ModelError(f"{name}: occurs twice in the source")
             missing.remove(name)
             waiting[name] = tensor
             entry = wanted[name]
@@ -106,21 +106,21 @@ class Outline:
 
 
 def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int = 1) -> Outline:
-    """That of the model which a Hugging Face folder describes. Raises `ModelError`.
+    """Build the outline of a Hugging Face folder's model. Raises `ModelError`.
 
-    ``vocab_size`` replaces the config's; rows of the vocabulary are filled up to a multiple of ``multiple``.
+    ``vocab_size`` replaces the config's; the vocabulary is padded to a multiple of ``multiple``.
     """
     settings = Megatron(transformer={"use_cpu_initialization": True}, dtype="float32")
     described = Source(where="model", path=source, trust_remote_code=False)
-    with _alone():
+    with _make_single_rank_groups():
         architecture = read_architecture(described, settings)
         bridge = architecture.bridge
         if vocab_size is not None:
             architecture.hf.vocab_size = bridge.vocab_size = vocab_size
         bridge.padded_vocab_size = -(-architecture.vocab_size // multiple) * multiple
-        bridge.dtype = None  # weights keep their types
-        architecture.config.moe_token_dispatcher_type = "allgather"  # the other one takes a stream of a GPU
-        with BUILDING, without_gpu():
+        bridge.dtype = None  # weights keep their dtypes
+        architecture.config.moe_token_dispatcher_type = "allgather"  # the default one needs a CUDA stream
+        with BUILD_LOCK, build_without_gpu():
             module = LanguageModel(described, architecture, chunk=None, chunk_size="auto")
         return Outline(
             source=source,
@@ -131,22 +131,22 @@ def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int =
 
 
 def _entries(module: nn.Module, architecture: Architecture) -> Iterator[Entry]:
-    where: Mapping[str, list[Place]] = places(module)
+    where: Mapping[str, list[Place]] = find_places(module)
     for weight in weights([module]):
-        name = weight.named(0, 0)
+        name = weight.full_name(0, 0)
         names = tuple(hf_names(architecture, name))
         yield Entry(name=name, names=names, weight=weight, places=tuple(where[weight.own_name]))
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Groups of one rank, which Megatron asks for wherever it makes a module."""
+def _make_single_rank_groups() -> Iterator[None]:
+    """Create process groups of one rank, which Megatron needs to build modules."""
     if dist.is_initialized():
         raise RuntimeError("checkpoints are converted in a process of their own, not in that of a rank")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         define_router_gemm()
-        tell_latent_attention_what_is_installed()
+        fix_latent_attention()
         mpu.initialize_model_parallel()
         yield
     finally:

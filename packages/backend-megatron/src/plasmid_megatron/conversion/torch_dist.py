@@ -1,4 +1,4 @@
-"""Megatron's distributed format, read and written weight by weight: torch's, with names and metadata of its own."""
+"""Megatron's distributed format (torch's, with its own names and metadata), read and written weight by weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from plasmid.errors import ModelError, some_of
 from pydantic import Field
 
-from .layout import MegatronLayout, Weights, newest, outline_of
+from .layout import MegatronLayout, Weights, latest_iteration, outline_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,14 +32,14 @@ class TorchDistFolder(MegatronLayout):
 
     kind: Literal["torch_dist"] = "torch_dist"
     vocab_multiple: int = Field(1, ge=1)
-    """Rows of the vocabulary are filled up with zeros to a multiple of this when they are written."""
+    """Pad the vocabulary with zeros to a multiple of this when writing."""
     leave_out: tuple[str, ...] = ()
-    """Beginnings of names that are not written, such as those of layers that predict further tokens."""
+    """Prefixes of the names of tensors not to write, such as those of multi-token prediction layers."""
     max_file_gb: float = Field(5.0, gt=0)
-    """Largest file to write, in units of 10^9 bytes; one tensor is never split."""
+    """Maximum size of a file, in units of 10^9 bytes; a larger tensor gets its own file."""
 
     def folder_of(self, path: Path) -> Path | None:
-        folders = (path, path / "trainer", newest(path))
+        folders = (path, path / "trainer", latest_iteration(path))
         return next((f for f in folders if (f / METADATA).is_file() and (f / CONFIG).is_file()), None)
 
     def open_weights(self, folder: Path, outline: Outline) -> Weights:
@@ -59,7 +59,7 @@ class TorchDistFolder(MegatronLayout):
         from plasmid_convert.distributed_files import DistributedWriter
 
         if not (path / "config.json").is_file():
-            raise ModelError("the source has no config.json, from which layout torch_dist derives Megatron's names")
+            raise ModelError("the source has no config.json, which layout torch_dist needs to derive Megatron's names")
         outline = outline_of(path, multiple=self.vocab_multiple)
         writer = DistributedWriter(path, max_file_bytes=round(self.max_file_gb * 1e9))
         try:

@@ -1,4 +1,4 @@
-"""Attention within packed sequences, without TransformerEngine. t tokens, h query heads, g key heads, d head size."""
+"""Attention within packed sequences without TransformerEngine. t tokens, h query heads, g key heads, d head size."""
 
 from __future__ import annotations
 
@@ -8,92 +8,91 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from plasmid_training.batches.packed_attention import attend
+from megatron.core.tensor_parallel.mappings import all_to_all
+from plasmid_training.batches.packed_attention import attend, dense_attention
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from .packing import Sequences
 
 
 class PackedAttention(nn.Module):
-    """Causal attention of every token to its own sequence; Megatron builds and calls it as its core attention.
+    """Causal attention within each packed sequence, used as Megatron's core attention.
 
     Context parallelism exchanges tokens for heads (Jacobs et al. 2023, DeepSpeed-Ulysses): each rank computes whole
-    sequences for its share of the heads. Rings would need the gradient of the log-sum-exp, which torch's kernel drops.
+    sequences for its share of the heads. Ring attention would need the gradient of the log-sum-exp, which torch's
+    kernel does not provide.
     """
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, **unused: Any) -> None:
-        """Options of Megatron's other attentions (masks, dropout, how ranks talk) have no meaning here."""
+    def __init__(self, config: Any, layer_number: int = 1, softmax_scale: float | None = None, **unused: Any) -> None:
+        """Ignores options of Megatron's other attention modules (masks, dropout, communication)."""
         super().__init__()
-        self._scale = softmax_scale
+        self._scale, self._interleaved = softmax_scale, config.rotary_interleaved
+        self._rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **options: Any) -> Tensor:
-        """[t, h * e] from query [t, h, d], key [t, g, d] and value [t, g, e], all of this rank's tokens and heads."""
+        """Compute [t, h * e] from query [t, h, d], key [t, g, d], value [t, g, e] of this rank's tokens and heads.
+
+        Queries and keys are rotated here if the sequences have angles: Megatron would do it sample by sample.
+        """
         sequences: Sequences = options["packed_seq_params"]
-        scale = 1 / math.sqrt(query.shape[-1]) if self._scale is None else self._scale
+        if sequences.rotary is not None and self._rotates:
+            query, key = (rotate(x, sequences.rotary, interleaved=self._interleaved) for x in (query, key))
         if sequences.order is None:
-            return attend(query, key, value, sequences.cu_seqlens, sequences.max_seqlen_q, scale=scale).flatten(1)
+            return self._attend(query, key, value, sequences).flatten(1)
         group, size = mpu.get_context_parallel_group(), mpu.get_context_parallel_world_size()
         heads = _shared_heads(query.shape[1], key.shape[1], size)
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
         inverse = torch.argsort(sequences.order)
-        query, key, value = (_tokens(x, group)[inverse] for x in (query, key, value))
-        out = attend(query, key, value, sequences.cu_seqlens, sequences.max_seqlen_q, scale=scale)
-        whole: Tensor = _TokensForHeads.apply(out[sequences.order], group)  # type: ignore[no-untyped-call]
-        return whole.flatten(1)
+        query, key, value = (_to_heads(x, group)[inverse] for x in (query, key, value))
+        return _to_tokens(self._attend(query, key, value, sequences)[sequences.order], group).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
+        scale = 1 / math.sqrt(query.shape[-1]) if self._scale is None else self._scale
+        if sequences.shared is not None:
+            own = (x[: sequences.num_tokens] for x in (query, key, value))
+            out = sequences.shared.attend(*own, scale=scale, window=None)
+            return pad(out, (0, 0, 0, 0, 0, len(query) - len(out)))
+        if sequences.width is None:
+            bounds, longest = sequences.cu_seqlens, sequences.max_seqlen_q
+            return attend(query, key, value, bounds, longest, scale=scale, block=sequences.block)
+        width = sequences.width
+        query, key, value = (x.view(-1, width, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        return dense_attention(query, key, value, scale=scale).transpose(1, 2).flatten(0, 1)
+
+
+def rotate(x: Tensor, rotary: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first r numbers of each head of ``x`` [t, h, d] by the angles of ``rotary`` [2, t, 1, r].
+
+    The pairs are halves of the r numbers, or neighbours if ``interleaved``.
+    """
+    cos, sin = rotary.unbind()
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if interleaved:
+        crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        crossed = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * cos + crossed * sin, rest), dim=-1)
 
 
 def _shared_heads(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Key heads after repeating them, so that every rank gets those of its query heads."""
+    """Return the number of key heads after repetition, so that every rank gets those of its query heads."""
     heads = math.lcm(key_heads, ranks)
     return heads if query_heads % heads == 0 else query_heads
 
 
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Part r of [ranks, ...] goes to rank r, which puts it where this rank's number says."""
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
-    return received
+def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange [t, h, d] of this rank's tokens for [ranks * t, h / ranks, d] of this rank's heads."""
+    tokens, heads, size = x.shape
+    ranks = group.size()
+    parts: Tensor = all_to_all(group, x.view(tokens, ranks, heads // ranks, size).transpose(0, 1))
+    return parts.reshape(ranks * tokens, heads // ranks, size)
 
 
 def _to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[t, h, d] of this rank's tokens to [ranks * t, h / ranks, d] of this rank's heads."""
-    tokens, heads, size = x.shape
-    ranks = group.size()
-    parts = x.view(tokens, ranks, heads // ranks, size).transpose(0, 1)
-    return _exchange(parts, group).reshape(ranks * tokens, heads // ranks, size)
-
-
-def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back."""
+    """Undo `_to_heads`."""
     ranks = group.size()
     tokens, heads, size = x.shape[0] // ranks, x.shape[1], x.shape[2]
-    parts = _exchange(x.view(ranks, tokens, heads, size), group)
+    parts: Tensor = all_to_all(group, x.view(ranks, tokens, heads, size))
     return parts.transpose(0, 1).reshape(tokens, ranks * heads, size)
-
-
-def _tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    tokens: Tensor = _HeadsForTokens.apply(x, group)  # type: ignore[no-untyped-call]
-    return tokens
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grads[0].contiguous(), ctx.group), None
-
-
-class _TokensForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_heads(x.contiguous(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grads[0].contiguous(), ctx.group), None

@@ -1,4 +1,4 @@
-"""From a model folder to this rank's part of a network with its weights."""
+"""Building and loading of this rank's part of a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ModelError
 from plasmid_models.source import Source
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from ..settings import Megatron
 from ..weights.bridge import Architecture
 from ..weights.shards import HEAD, freeze, load_weights, weights
+from .compiled import compile_chunk
 from .language_model import LanguageModel, ValueModel
 from .network import Network
 from .transformer_engine import mark_parts
@@ -24,6 +26,7 @@ def build_language_model(
     """Load a model folder; no rank ever holds the whole model. Raises `ModelError`."""
     chunks = _build(
         settings,
+        architecture.config,
         lambda chunk: LanguageModel(source, architecture, chunk=chunk, chunk_size=settings.logprob_chunk),
     )
     load_weights(chunks, architecture, source.path, where=source.where)
@@ -38,10 +41,10 @@ def build_language_model(
 def build_value_model(source: Source, architecture: Architecture, settings: Megatron, *, seed: int) -> Network:
     """Load the backbone of a model folder, and its value head if it has one.
 
-    Else the head's weights are drawn from a normal distribution, the same for any layout, and its bias is 0. Raises
-    `ModelError`.
+    Otherwise the head's weights are sampled from a normal distribution, the same for any layout, and its bias is 0.
+    Raises `ModelError`.
     """
-    chunks = _build(settings, lambda chunk: ValueModel(source, architecture, chunk=chunk))
+    chunks = _build(settings, architecture.config, lambda chunk: ValueModel(source, architecture, chunk=chunk))
     absent = load_weights(
         chunks,
         architecture,
@@ -61,13 +64,13 @@ def build_value_model(source: Source, architecture: Architecture, settings: Mega
     return Network(chunks, architecture, settings, settings.critic)
 
 
-def _build(settings: Megatron, make: Callable[[int | None], nn.Module]) -> list[nn.Module]:
+def _build(settings: Megatron, config: TransformerConfig, make: Callable[[int | None], nn.Module]) -> list[nn.Module]:
     numbers = [None] if settings.chunks_per_stage is None else list(range(settings.chunks_per_stage))
     try:
         chunks = [make(number) for number in numbers]
     except (AssertionError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"trainer: Megatron cannot lay this model out: {first}") from None
+        raise ModelError(f"trainer: Megatron cannot build this model with the parallel layout: {first}") from None
     for chunk, number in zip(chunks, numbers, strict=True):
         if settings.transformer_engine:
             mark_parts(chunk)
@@ -77,4 +80,5 @@ def _build(settings: Megatron, make: Callable[[int | None], nn.Module]) -> list[
             chunk.vp_stage = number  # type: ignore[assignment]
         chunk.to(torch.cuda.current_device())
         chunk.train()
+        compile_chunk(chunk, settings, config)
     return chunks

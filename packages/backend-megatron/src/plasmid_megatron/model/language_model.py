@@ -1,19 +1,26 @@
-"""Megatron's language model, ending in log-probabilities or values. P tokens of a microbatch are predicted."""
+"""Megatron's language model with log-probabilities or values as output. P predicted tokens of a microbatch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import MegatronModule
 from plasmid_models.source import Source
+from plasmid_training.batches.collate import Microbatch
 from plasmid_training.head.linear_head import ChunkSize
 from plasmid_training.head.logprobs import TokenScores, token_logprobs
+from plasmid_training.head.token_loss import ChunkLoss, LossAndScores, linear_token_loss
 from plasmid_training.head.vocab_shard import VocabShard
 from torch import Tensor, nn
 
@@ -21,10 +28,13 @@ from ..weights.bridge import Architecture, inverse_frequencies
 from ..weights.families import has_output_norms
 from .packing import Packed
 from .spec import block_spec
+from .transformer_engine import IMPL
 
 
 class Backbone(GPTModel):  # type: ignore[misc]
-    """The part of a model that a pipeline rank has, without its head: hidden states in, hidden states out."""
+    """A pipeline rank's part of a model, without the head: maps hidden states to hidden states."""
+
+    position_embedding_type: str
 
     def __init__(self, source: Source, architecture: Architecture, *, chunk: int | None) -> None:
         config = architecture.config
@@ -41,8 +51,10 @@ class Backbone(GPTModel):  # type: ignore[misc]
         )
         if self.position_embedding_type == "rope" and not config.multi_latent_attention:
             rotary = self.rotary_pos_emb
-            with torch.device("cpu"):  # also where all else is made without memory
+            with torch.device("cpu"):  # even if the model is built on the meta device
                 rotary.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device)
+            if config.transformer_impl != IMPL:
+                self.position_embedding_type = "none"  # `PackedAttention` rotates queries and keys
         padding = getattr(architecture.hf, "pad_token_id", None)
         if self.pre_process and padding is not None:
             keep_embedding(self.embedding.word_embeddings, padding % architecture.vocab_size)
@@ -50,29 +62,36 @@ class Backbone(GPTModel):  # type: ignore[misc]
     shares_embedding = True
 
     def hidden(self, packed: Packed) -> Tensor:
-        """What the layers of this rank make of the microbatch: [T', 1, H], for the next rank or the head."""
-        hidden: Tensor = super().forward(
-            packed.input_ids, packed.position_ids, None, packed_seq_params=packed.sequences
-        )
+        """Run this rank's layers; return hidden states [T', 1, H] for the next rank or the head."""
+        sequences = packed.sequences
+        if self.position_embedding_type == "none":
+            sequences = replace(sequences, rotary=self._angles(packed))
+        hidden: Tensor = super().forward(packed.input_ids, packed.position_ids, None, packed_seq_params=sequences)
         return hidden
 
-    def predicting(self, packed: Packed) -> Tensor:
-        """[p, H] hidden states, on the last rank, of this rank's tokens that predict something."""
+    def _angles(self, packed: Packed) -> Tensor:
+        """Return `Sequences.rotary` of this rank's tokens."""
+        angles = self.rotary_pos_emb.get_emb(packed.sequences.max_seqlen_q)[:, 0, 0]
+        table = torch.stack((angles.cos(), angles.sin())).to(self.config.params_dtype)
+        return table[:, packed.position_ids[0], None]
+
+    def select_predicting(self, packed: Packed) -> Tensor:
+        """Return [p, H] hidden states of this rank's tokens that predict a token; on the last pipeline rank only."""
         hidden = self.hidden(packed)
         if self.config.sequence_parallel:
-            # the head's gradient is whole on every rank already
+            # the head's gradient is already complete on every rank
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[:, 0][packed.source]
 
     def _postprocess(self, hidden_states: Tensor, *unused: Any, **options: Any) -> Tensor:
-        """Megatron would compute the logits of all tokens here."""
+        """Return the hidden states; Megatron would compute the logits of all tokens here."""
         return hidden_states
 
 
 def keep_embedding(embeddings: nn.Module, token: int) -> None:
-    """Let no gradient reach the embedding of one token.
+    """Exclude the embedding of one token from training.
 
-    transformers has the padding's embedding untrained, also where a policy draws the token in the middle of a text.
+    transformers does not train the padding token's embedding, even if a policy samples the token within a text.
     """
 
     def without_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -85,7 +104,7 @@ def keep_embedding(embeddings: nn.Module, token: int) -> None:
 
 
 class LanguageModel(Backbone):
-    """A policy: log-probabilities of chosen tokens; the logits of a whole microbatch never exist."""
+    """Policy that returns log-probabilities of given tokens, without materializing all logits."""
 
     def __init__(self, source: Source, architecture: Architecture, *, chunk: int | None, chunk_size: ChunkSize) -> None:
         super().__init__(source, architecture, chunk=chunk)
@@ -93,17 +112,29 @@ class LanguageModel(Backbone):
         self._num_tokens = architecture.vocab_size
 
     def forward(
-        self, packed: Packed, *, with_entropy: bool = False, entropy_grad: bool = False
-    ) -> Tensor | TokenScores:
-        """[P] log-probabilities and entropies, fp32, at each sample's temperature; hidden states on earlier ranks."""
+        self,
+        packed: Packed,
+        *,
+        token_loss: Callable[[Microbatch], ChunkLoss] | None = None,
+        with_entropy: bool = False,
+        entropy_grad: bool = False,
+    ) -> Tensor | TokenScores | LossAndScores:
+        """Return [P] fp32 log-probabilities and entropies at the sample temperatures; earlier ranks: hidden states.
+
+        With ``token_loss``, also computes the loss and its gradient.
+        """
         if not self.post_process:
             return self.hidden(packed)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         first = mpu.get_tensor_model_parallel_rank() * len(weight)
-        scores = token_logprobs(
-            self.predicting(packed),
-            weight[: max(0, self._num_tokens - first)],  # without the rows that fill the vocabulary up
+        own = max(0, self._num_tokens - first)
+        score: Callable[..., Any] = token_logprobs
+        if token_loss is not None:
+            score = partial(linear_token_loss, loss=_at_places(token_loss(packed.batch), packed))
+        found: TokenScores | LossAndScores = score(
+            self.select_predicting(packed),
+            weight[:own] if own < len(weight) else weight,  # without the padding of the vocabulary
             packed.batch.targets[packed.places],
             packed.batch.temperatures[packed.places],
             kept=packed.kept,
@@ -112,12 +143,13 @@ class LanguageModel(Backbone):
             chunk_size=self._chunk_size,
             shard=_vocab_shard(first),
         )
-        entropy = None if scores.entropy is None else everywhere(scores.entropy, packed)
-        return TokenScores(everywhere(scores.logprobs, packed), entropy)
+        if isinstance(found, LossAndScores):
+            return LossAndScores(_sum_over_context(found.loss, packed), _gather_scores(found.scores, packed))
+        return _gather_scores(found, packed)
 
 
 class ValueModel(Backbone):
-    """A critic: the value of the text before each token, what it is worth on average to go on from there."""
+    """Critic: the expected return given the text before each token."""
 
     shares_embedding = False
 
@@ -131,38 +163,43 @@ class ValueModel(Backbone):
                 set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
     def forward(self, packed: Packed) -> Tensor:
-        """[P] values of the predicted tokens, fp32; hidden states on earlier ranks."""
+        """Return [P] fp32 values of the predicted tokens; hidden states on earlier ranks."""
         if not self.post_process:
             return self.hidden(packed)
-        values: Tensor = self.score(self.predicting(packed).float())
-        return everywhere(values[:, 0], packed)
+        values: Tensor = self.score(self.select_predicting(packed).float())
+        return on_all_context_ranks(values[:, 0], packed)
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> Any:
-        """As of any module: that of Megatron's language models looks for a head over the vocabulary."""
+        """Use the generic implementation: Megatron's for language models expects a head over the vocabulary."""
         return MegatronModule.sharded_state_dict(self, *args, **options)
 
 
-def everywhere(values: Tensor, packed: Packed) -> Tensor:
-    """[P] on every context-parallel rank, from what each has of its own tokens [p]."""
+def on_all_context_ranks(values: Tensor, packed: Packed) -> Tensor:
+    """Combine the values [p] of each context-parallel rank's tokens to [P] on all of them."""
     if packed.sequences.order is None:
         return values
     whole = values.new_zeros(packed.batch.num_predicted).index_copy(0, packed.places, values)
-    summed: Tensor = _Sum.apply(whole, mpu.get_context_parallel_group())  # type: ignore[no-untyped-call]
+    return _sum_over_context(whole, packed)
+
+
+def _sum_over_context(values: Tensor, packed: Packed) -> Tensor:
+    """Sum over context-parallel ranks. Every rank computes the same loss from it, so no gradients are reduced."""
+    if packed.sequences.order is None:
+        return values
+    summed: Tensor = reduce_from_tensor_model_parallel_region(values, group=mpu.get_context_parallel_group())
     return summed
 
 
-class _Sum(torch.autograd.Function):
-    """Every rank computes the same loss from the sum, so each takes the gradient of its own part as it is."""
+def _gather_scores(scores: TokenScores, packed: Packed) -> TokenScores:
+    entropy = None if scores.entropy is None else on_all_context_ranks(scores.entropy, packed)
+    return TokenScores(on_all_context_ranks(scores.logprobs, packed), entropy)
 
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+def _at_places(loss: ChunkLoss, packed: Packed) -> ChunkLoss:
+    """Return the loss of a chunk of this rank's p tokens."""
+    if packed.sequences.order is None:
+        return loss
+    return lambda scores, chunk: loss(scores, packed.places[chunk])
 
 
 def _vocab_shard(first: int) -> VocabShard | None:

@@ -1,4 +1,4 @@
-"""Modules of families that Megatron-Core has otherwise where TransformerEngine is not installed."""
+"""Replacements of modules that Megatron-Core implements differently without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .norm import RMSNorm
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """DeepSeek's attention (MLA), whose matrix down to keys and values is whole on every tensor-parallel rank.
+    """DeepSeek's attention (MLA), whose down-projection of keys and values is replicated on tensor-parallel ranks.
 
-    Megatron-Core splits it where TransformerEngine is not installed, gathers its outputs, and then drops what the heads
-    of other ranks contribute to the gradient of the keys' rotary part.
+    Without TransformerEngine, Megatron-Core splits it, gathers its outputs, and then drops the contribution of other
+    ranks' heads to the gradient of the keys' rotary part.
     """
 
     def __init__(self, config: Any, submodules: Any, **options: Any) -> None:
@@ -26,33 +26,35 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 class _DownProjection(nn.Module):
-    """[t, 1, rank + r] from hidden states [t, 1, H]: a compressed part of size rank, and a rotary one of size r.
+    """Projection of hidden states [t, 1, H] to [t, 1, rank + r]: a compressed part and a rotary part of size r.
 
-    Each tensor-parallel rank has other tokens (``sequence_parallel``). Megatron gathers the rotary part afterwards,
-    whose gradient is then a sum over all ranks' heads.
+    Each tensor-parallel rank has different tokens (``sequence_parallel``). Megatron gathers the rotary part afterwards,
+    so its gradient is summed over all ranks' heads.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        assert config.sequence_parallel or config.tensor_model_parallel_size == 1, "experts need it anyway"
+        assert config.sequence_parallel or config.tensor_model_parallel_size == 1, (
+            "models with experts require sequence_parallel"
+        )
         shape = (config.kv_lora_rank + config.qk_pos_emb_head_dim, config.hidden_size)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """The product, and no bias."""
+        """Return the product, and None as the bias."""
         return linear(hidden, self.weight), None
 
 
 class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """A matrix whose output is normalised, as GLM-4 does after attention and MLP."""
+    """Linear layer with a normalized output, as GLM-4 has after attention and MLP."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         self.norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The normalised product, and the bias that is still to be added."""
+        """Return the normalized product, and the bias that is still to be added."""
         out, bias = super().forward(x)
         return self.norm(out), bias

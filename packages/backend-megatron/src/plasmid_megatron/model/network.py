@@ -1,9 +1,10 @@
-"""This rank's part of one model as the rank process uses it, run by Megatron's pipeline schedules."""
+"""This rank's part of one model, run by Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import tee
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from megatron.core.utils import get_model_config
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.learning_settings import LearningSettings
-from plasmid_training.offload import Offloaded
+from plasmid_training.offload import OffloadedMemory
 from plasmid_training.rank.backend import Consume
 from torch import Tensor, nn
 
@@ -21,15 +22,18 @@ from ..settings import Megatron
 from ..weights.bridge import Architecture
 from ..weights.gathering import Gatherer
 from ..weights.shards import load_weights, weights
-from ..weights.untrained import Untrained
+from ..weights.untrained import UntrainedWeights
+from .experts import RoutingReplay
 from .packing import Packed, pack
 
 
 class Network:
-    """One module, or several where pipeline ranks interleave. Implements `plasmid_training.rank.backend.RankModel`."""
+    """One module, or several with interleaved pipelines. Implements `plasmid_training.rank.backend.RankModel`."""
 
+    adapter: None = None
+    fuses_loss = True
     optimizer: MegatronOptimizer
-    """Of a model that is trained."""
+    """Set for trained models."""
 
     def __init__(
         self, bare: list[nn.Module], architecture: Architecture, settings: Megatron, learning: LearningSettings
@@ -37,30 +41,33 @@ class Network:
         self.bare, self.architecture, self.learning = bare, architecture, learning
         self._settings = settings
         self._chunks: Sequence[nn.Module] = bare
+        self._replays: dict[int, RoutingReplay] = {}
 
     def make_optimizer(self) -> MegatronOptimizer:
         chunks = self._chunks = wrap(self.bare, self._settings)
         self.optimizer = MegatronOptimizer(self._settings, self.learning, chunks)
         return self.optimizer
 
-    def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: bool) -> None:
+    def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: Any) -> None:
         def forward(parts: Iterator[Packed], model: nn.Module) -> tuple[Any, Any]:
             packed = next(parts)
+            if self._settings.routing_replay:
+                self._replay(model).set(packed.experts)
             return model(packed, **options), partial(loss, packed)
 
         def loss(packed: Packed, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
             no_tokens = torch.zeros((), dtype=torch.int, device=packed.input_ids.device)
             return consume(packed.batch, output), no_tokens, {}
 
-        parts = [self._pack(microbatch) for microbatch in microbatches]
-        iterators = [iter(parts) for _ in self._chunks]
+        batches = list(microbatches)
+        iterators = list(tee(map(self._pack, batches), len(self._chunks)))  # Megatron asks for a list
         assert get_model_config(self._chunks[0]).variable_seq_lengths, "microbatches differ in length"
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(self._chunks),
-            num_microbatches=len(parts),
-            seq_length=1,  # ranks tell each other the length of every microbatch
+            num_microbatches=len(batches),
+            seq_length=1,  # ranks exchange the length of every microbatch
             micro_batch_size=1,
             forward_only=not train,
         )
@@ -77,14 +84,19 @@ class Network:
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         return self._gatherer.sizes(dtype)
 
-    def untrained(self, source: Source) -> Untrained:
-        return Untrained(self.architecture, source.path, where=source.where)
+    def untrained_weights(self, source: Source) -> UntrainedWeights:
+        return UntrainedWeights(self.architecture, source.path, where=source.where)
 
-    def offload(self, memory: Offloaded) -> None:
-        memory.out(tensor for chunk in self.bare for tensor in (*chunk.parameters(), *chunk.buffers()))
+    def offload(self, memory: OffloadedMemory) -> None:
+        memory.move_out(tensor for chunk in self.bare for tensor in (*chunk.parameters(), *chunk.buffers()))
         if hasattr(self, "optimizer"):
-            memory.out(self.optimizer.state())
-            memory.out(self.optimizer.gradients(), keep=False)
+            memory.move_out(self.optimizer.state())
+            memory.move_out(self.optimizer.gradients(), keep=False)
+
+    def _replay(self, chunk: nn.Module) -> RoutingReplay:
+        if id(chunk) not in self._replays:
+            self._replays[id(chunk)] = RoutingReplay(chunk)
+        return self._replays[id(chunk)]
 
     @cached_property
     def _gatherer(self) -> Gatherer:
@@ -92,5 +104,13 @@ class Network:
 
     def _pack(self, microbatch: Microbatch) -> Packed:
         settings, device = self._settings, next(self.bare[0].parameters()).device
-        divisor = settings.tensor_parallel if settings.splits_sequences else 1
-        return pack(microbatch, device=device, divisor=divisor, bounds_on_device=settings.transformer_engine)
+        engine = settings.transformer_engine
+        return pack(
+            microbatch,
+            device=device,
+            dtype=self.architecture.config.params_dtype,
+            divisor=settings.tensor_parallel if settings.splits_sequences else 1,
+            bounds_on_device=engine,
+            # losses of experts would count the padding
+            dense=not engine and self.architecture.config.num_moe_experts is None,
+        )

@@ -1,4 +1,4 @@
-"""RMSNorm as Hugging Face models compute it. Megatron's own without TransformerEngine refuses sequence parallelism."""
+"""RMSNorm as in Hugging Face models. Megatron's own without TransformerEngine does not support sequence parallelism."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) in fp32, times a weight (Zhang & Sennrich 2019); takes Megatron's arguments."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        """Options of Megatron's fused norms have no meaning here and are not read."""
+        """Ignores options of Megatron's fused norms."""
         super().__init__()
-        # on the CPU, weights are made where torch makes tensors: a model that is only outlined needs no memory
+        # with CPU initialization use torch's default device, which is meta for outlines of models
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Megatron sums the gradients of marked weights over the tensor-parallel ranks: each has seen other tokens
+        # Megatron sums gradients of marked weights over tensor-parallel ranks, which have different tokens
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised tensor, in the dtype of ``x``."""
+        """Return the normalized tensor in the dtype of ``x``."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         return self.weight * scaled.to(x.dtype)

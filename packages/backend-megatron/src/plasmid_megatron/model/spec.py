@@ -1,4 +1,4 @@
-"""Of which modules Megatron shall build its layers: its own, with our attention and norms, or TransformerEngine's."""
+"""Layer specs: Megatron's own modules with Plasmid's attention and norms, or TransformerEngine's modules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
 from .attention import PackedAttention
+from .experts import GroupedExperts
 from .modules import LatentAttention, NormedRowParallelLinear
 from .norm import RMSNorm
 from .transformer_engine import IMPL, engine_block_spec
@@ -19,9 +20,9 @@ HEAD_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 
 def block_spec(config: TransformerConfig, *, chunk: int | None, output_norms: bool = False) -> Any:
-    """Layers of this pipeline rank, of its group ``chunk`` where it has several.
+    """Return the spec of this pipeline rank's layers, for its model chunk ``chunk`` if it has several.
 
-    With ``output_norms`` those of dense layers normalise what attention and MLP give.
+    With ``output_norms``, the outputs of attention and MLP of dense layers are normalized.
     """
     ours = config.transformer_impl != IMPL
     spec = copy.deepcopy(_local_block_spec(config, chunk) if ours else engine_block_spec(config, chunk=chunk))
@@ -47,6 +48,9 @@ def _replace_parts(config: TransformerConfig, layer: Any) -> None:
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
         layer.self_attention.module = LatentAttention
+    experts = getattr(layer.mlp.submodules, "experts", None)
+    if experts is not None:
+        experts.module = GroupedExperts
     _replace_norms(layer, NORMS)
     _replace_norms(attention, HEAD_NORMS)
 

@@ -1,4 +1,4 @@
-"""Layers made of TransformerEngine's modules, by Megatron-Core's own plan. Written against its API, and never run."""
+"""Layers of TransformerEngine's modules, with Megatron-Core's spec. Written against its API, but never run."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from plasmid.errors import ModelError
 from torch import nn
 
 IMPL = "transformer_engine"
-"""What `TransformerConfig.transformer_impl` says of layers that are made of it."""
+"""Value of `TransformerConfig.transformer_impl` for TransformerEngine."""
 
 
 def engine_block_spec(config: TransformerConfig, *, chunk: int | None) -> Any:
-    """Layers of this pipeline rank, of its group ``chunk`` where it has several. Raises `ModelError` without it."""
+    """Return the spec of this pipeline rank's layers. Raises `ModelError` if TransformerEngine is not installed."""
     if not te.HAVE_TE:
         raise ModelError(
-            "trainer.transformer_engine: transformer_engine cannot be imported where the trainer's ranks run; "
-            "install it there, or remove the setting"
+            "trainer.transformer_engine: transformer_engine cannot be imported by the trainer's ranks; "
+            "install it on their machines, or remove the setting"
         )
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
 
 
 def mark_parts(chunk: nn.Module) -> None:
-    """Say of every matrix how the ranks of tensor parallelism split it, as Megatron's own layers do.
+    """Mark every matrix with its tensor-parallel split, as Megatron's own layers do.
 
-    TransformerEngine marks all of them as split, those that every rank has whole as well, and by rows where Megatron
-    keeps it from talking to other ranks (experts).
+    TransformerEngine marks all matrices as split, including replicated ones, and marks experts, for which Megatron
+    disables its communication, as split by rows.
     """
     rows = (te.TEColumnParallelLinear, te.TELayerNormColumnParallelLinear, te.TEColumnParallelGroupedLinear)
     columns = (te.TERowParallelLinear, te.TERowParallelGroupedLinear)

@@ -1,4 +1,4 @@
-"""What released versions of Megatron-Core get wrong, put right from outside."""
+"""Workarounds for bugs in released versions of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -6,75 +6,98 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from queue import SimpleQueue
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.extensions import transformer_engine
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.moe import moe_utils
-from plasmid_convert.distributed_files import METADATA
+from megatron.core.utils import local_multi_tensor_l2_norm
+from plasmid.errors import ModelError
+from plasmid_convert.distributed_files import METADATA, refuse_compressed
 from plasmid_convert.safe_pickle import load_metadata
+from torch import Tensor
 
 
 def define_router_gemm() -> None:
-    """Give Megatron's router the name that it compares with None where TransformerEngine is not installed.
+    """Define the name ``te_general_gemm`` in Megatron's router as None if TransformerEngine is not installed.
 
-    Megatron-Core 0.16.0 and 0.16.1 define ``te_general_gemm`` in moe_utils only if TransformerEngine imports, and then
+    Megatron-Core 0.16.0 and 0.16.1 define it in moe_utils only if TransformerEngine can be imported, and otherwise
     raise NameError in the forward pass of every mixture-of-experts layer.
     """
     if not moe_utils.HAVE_TE:
-        assert vars(moe_utils).get("te_general_gemm") is None, "upstream has another use of the name now"
+        assert vars(moe_utils).get("te_general_gemm") is None, "Megatron has changed the meaning of this name"
         moe_utils.te_general_gemm = None
 
 
-def tell_latent_attention_what_is_installed() -> None:
-    """Let Megatron's latent attention (MLA) know that TransformerEngine is missing where it is.
+def fix_latent_attention() -> None:
+    """Tell Megatron's latent attention (MLA) whether TransformerEngine is installed.
 
-    Megatron-Core 0.16.1 takes the import of its own wrapper for proof of it, which succeeds with mock objects for
-    classes, and then raises TypeError (isinstance with an object) when a layer is made.
+    Megatron-Core 0.16.1 infers it from importing its own wrapper, which always succeeds, with mock objects in place of
+    classes, and then raises TypeError (isinstance with an object) when a layer is created.
     """
-    assert isinstance(mla.HAVE_TE, bool), "upstream has another use of the name now"
+    assert isinstance(mla.HAVE_TE, bool), "Megatron has changed the meaning of this name"
     mla.HAVE_TE = transformer_engine.HAVE_TE
 
 
 def keep_results_in_this_process() -> None:
-    """Keep Megatron from starting a process for the results of what it writes, where threads write and give them back.
+    """Stop Megatron from starting a process for the results of writers, which are threads of this process here.
 
-    Megatron-Core 0.16.1 starts it with the first checkpoint that is planned, even if nothing will use it; it would
-    outlive a rank that is killed.
+    Megatron-Core 0.16.1 starts it when it plans the first checkpoint, even if it is not used; it would outlive a killed
+    rank.
     """
-    assert hasattr(filesystem_async, "_results_queue"), "upstream has another place for results now"
+    assert hasattr(filesystem_async, "_results_queue"), "Megatron has moved the queue of results"
     filesystem_async._results_queue = SimpleQueue()
 
 
 @contextmanager
-def plain_values_only(path: Path) -> Iterator[None]:
-    """Have Megatron and torch make nothing but tensors and plain values out of the files of a checkpoint.
+def refuse_pickled_code(path: Path) -> Iterator[None]:
+    """Make Megatron and torch load only tensors and plain values from the files of a checkpoint.
 
-    Megatron-Core 0.16.1 unpickles ``.metadata`` as it is, and torch whatever is no tensor: both run the code that a
-    pickle names. Raises `ModelError` if ``.metadata`` names any; torch raises `UnpicklingError` for the other files.
+    Megatron-Core 0.16.1 unpickles ``.metadata``, and torch all non-tensor entries: both execute code named in a pickle.
+    Raises `ModelError` if ``.metadata`` names any; torch raises `UnpicklingError` for other files, and for compressed
+    ones, of which a few bytes could fill the memory.
     """
-    load_metadata(path / METADATA)
+    places = (load_metadata(path / METADATA).storage_data or {}).values()
+    if any(getattr(place, "transform_descriptors", None) for place in places):
+        raise ModelError(f"{path}: compressed checkpoints are not supported")
     force, allow = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
     before = {name: os.environ.pop(name, None) for name in (force, allow)}
     os.environ[force] = "1"
+    load, torch.load = torch.load, _load_stored  # type: ignore[assignment]
     try:
         yield
     finally:
+        torch.load = load
         os.environ.pop(force, None)
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-@contextmanager
-def without_gpu() -> Iterator[None]:
-    """Have modules made on torch's meta device, without memory, also where there is no GPU.
+def _load_stored(file: Any, *args: Any, load: Any = torch.load, **kwargs: Any) -> Any:
+    """Call `torch.load` on an uncompressed file. Raises `UnpicklingError`."""
+    # a copy: torch's view of a part of a file cannot seek from its end
+    stream = BytesIO(Path(file).read_bytes() if isinstance(file, str | os.PathLike) else file.read())
+    try:
+        refuse_compressed(stream)
+    except BadZipFile as error:
+        raise UnpicklingError(f"the file is truncated or corrupt: {error}") from None
+    return load(stream, *args, **kwargs)
 
-    Megatron-Core 0.16.1 asks for the number of the GPU where it makes the routers and latent attentions of a model,
-    even with `use_cpu_initialization`.
+
+@contextmanager
+def build_without_gpu() -> Iterator[None]:
+    """Build modules on torch's meta device, also without a GPU.
+
+    Megatron-Core 0.16.1 queries the current GPU when it creates routers and latent attention, even with
+    `use_cpu_initialization`.
     """
     asked, meta = torch.cuda.current_device, torch.device("meta")
     torch.cuda.current_device = lambda: meta  # type: ignore[assignment, return-value]
@@ -85,21 +108,44 @@ def without_gpu() -> Iterator[None]:
         torch.cuda.current_device = asked
 
 
-def let_sgd_be_loaded(optimizer: Any) -> None:
-    """Give the parts of a chained optimizer the function that Megatron-Core 0.16.1 calls, but does not have, for SGD.
+def fuse_gradient_norms() -> None:
+    """Compute norms of gradients and clip them with few kernels if neither TransformerEngine nor apex is installed.
 
-    It is to make the state that a checkpoint fills, which `MegatronOptimizer` has made already.
+    Megatron-Core 0.16.1 then loops over the tensors, and waits for the GPU after the norm of each.
+    """
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm_of_all
+        clip_grads.multi_tensor_scale_impl = _scale_all
+
+
+def _norm_of_all(chunk_size: int, flag: Any, lists: Any, per_tensor: bool) -> tuple[Tensor, None]:
+    (tensors,) = lists
+    return torch.stack(torch._foreach_norm(tensors)).norm()[None], None
+
+
+def _scale_all(chunk_size: int, flag: Any, lists: Any, factor: float) -> None:
+    source, target = lists
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(source, target, strict=True)), (
+        "gradients are scaled in place"
+    )
+    torch._foreach_mul_(target, factor)
+
+
+def fix_sgd_loading(optimizer: Any) -> None:
+    """Set the missing ``init_state_fn`` that Megatron-Core 0.16.1 calls on the parts of a chained optimizer for SGD.
+
+    It would allocate the state that a checkpoint is loaded into, which `MegatronOptimizer` has already done.
     """
     for part in optimizer.chained_optimizers:
         if part.init_state_fn is None:
             part.init_state_fn = _no_state
 
 
-def let_ranks_without_experts_be_saved(optimizer: Any) -> None:
-    """Have a rank without experts tell the state of the optimizer that Megatron gives it for those of other ranks.
+def fix_saving_without_experts(optimizer: Any) -> None:
+    """Fix ``state_dict`` of the expert optimizer on ranks without experts.
 
-    Megatron-Core 0.16.1 takes the number of steps from the state of torch's Adam, and fails with AssertionError where
-    there are no weights. It is the same as for all other weights.
+    Megatron-Core 0.16.1 reads the number of steps from the state of torch's Adam, and fails with AssertionError if the
+    optimizer has no weights. The number is the same as for all other weights.
     """
     first, *others = optimizer.chained_optimizers
     for part in others:
@@ -118,12 +164,12 @@ def _no_state(optimizer: Any, config: Any = None) -> None:
 
 
 def load_distributed_optimizer(optimizer: Any, state: Any) -> None:
-    """Load what `sharded_state_dict` of a chained optimizer gave.
+    """Load the `sharded_state_dict` of a chained optimizer.
 
-    Megatron-Core 0.16.1 fails for torch's Adam with KeyError 'step': where it fills the state of a distributed
-    optimizer it looks for a tensor of every entry, and the step is none (it is kept with the groups). So the steps are
-    set aside while it does that. Before, it gave all weights one tensor as their step, which every weight would then
-    count up: each gets one of its own. With TransformerEngine's Adam, which has no such entry, nothing is set aside.
+    Megatron-Core 0.16.1 fails for torch's Adam with KeyError 'step': when it loads the state of a distributed
+    optimizer, it expects a saved tensor for every entry, but the step is saved with the parameter groups. So the steps
+    are removed while it loads. It also gives all weights the same step tensor, which every weight would then increment:
+    each weight gets a copy. TransformerEngine's Adam has no such entry.
     """
     parts = optimizer.chained_optimizers
     states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]

@@ -1,6 +1,6 @@
 """Names and types of the fields of Megatron's configuration classes, without importing Megatron.
 
-A process of its own asks the installed release once; the answer is kept by version. Importing Megatron takes seconds.
+Importing Megatron takes seconds, so a subprocess reads the fields once per installed version, and they are cached.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 PACKAGE = "megatron-core"
 CLASSES = {"transformer": "TransformerConfig", "optimizer": "OptimizerConfig"}
-"""Tables of a recipe's ``[trainer]`` and the classes whose fields they take."""
+"""Class whose fields each table of ``[trainer]`` accepts."""
 CHECKS = {
     "bool": lambda value: isinstance(value, bool),
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -30,10 +30,9 @@ CHECKS = {
 
 
 def check_fields(table: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError unless every name is a field of the table's class and every value of its type.
+    """Raise ValueError unless every name is a field of the table's class and every value has its type.
 
-    Where the package is not installed, nothing is known of its fields: a recipe can be read, and is refused when a run
-    is to start.
+    Without the package installed, nothing is checked: the recipe can be read, but a run with it cannot start.
     """
     try:
         version(PACKAGE)
@@ -41,21 +40,21 @@ def check_fields(table: str, values: Mapping[str, Any]) -> None:
         return
     known = fields()[table]
     for name, value in values.items():
-        where = f"{name} is no field of {CLASSES[table]} of {PACKAGE} {version(PACKAGE)}"
+        where = f"{name} is not a field of {CLASSES[table]} of {PACKAGE} {version(PACKAGE)}"
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ValueError(where + (f"; did you mean {close[0]!r}?" if close else ""))
-        takes = known[name]
-        if not takes:
-            raise ValueError(f"{name} holds what a recipe cannot say (a function or an object)")
-        if not any(_takes(kind, value) for kind in takes):
-            raise ValueError(f"{name} must be {' or '.join(_shown(kind) for kind in takes)}, got {value!r}")
+        types = known[name]
+        if not types:
+            raise ValueError(f"{name} is a function or an object, which a recipe cannot express")
+        if not any(_has_type(kind, value) for kind in types):
+            raise ValueError(f"{name} must be {' or '.join(_type_name(kind) for kind in types)}, got {value!r}")
 
 
 @lru_cache(maxsize=1)
 def fields() -> dict[str, dict[str, list[str]]]:
-    """By table and field: the types that it takes; none for what cannot be written in TOML. ``=x`` is the text x."""
-    file = _cache() / f"{PACKAGE}-{version(PACKAGE)}.json"
+    """Return the accepted types by table and field; none if TOML cannot express them. ``=x`` is the literal text x."""
+    file = _cache_folder() / f"{PACKAGE}-{version(PACKAGE)}.json"
     if file.is_file():
         known: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
         return known
@@ -63,27 +62,27 @@ def fields() -> dict[str, dict[str, list[str]]]:
         [sys.executable, "-m", "plasmid_megatron.upstream.read_fields"], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ValueError(f"the fields of {PACKAGE} cannot be read: {last}")
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(f"cannot read the fields of {PACKAGE}: {last}")
     known = json.loads(done.stdout.splitlines()[-1])
-    _keep(file, json.dumps(known))
+    _write_cache(file, json.dumps(known))
     return known
 
 
-def _takes(kind: str, value: Any) -> bool:
+def _has_type(kind: str, value: Any) -> bool:
     return value == kind[1:] if kind.startswith("=") else CHECKS[kind](value)
 
 
-def _shown(kind: str) -> str:
+def _type_name(kind: str) -> str:
     return repr(kind[1:]) if kind.startswith("=") else kind
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plasmid"
 
 
-def _keep(file: Path, text: str) -> None:
-    """Write the file at once, so that nobody reads half of it; a folder that cannot be written costs time only."""
+def _write_cache(file: Path, text: str) -> None:
+    """Write the cache file atomically; ignore errors, which only cost time."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{file.name}.{os.getpid()}")

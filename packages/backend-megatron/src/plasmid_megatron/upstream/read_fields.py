@@ -1,4 +1,4 @@
-"""Prints the fields of Megatron's configuration classes: python -m plasmid_megatron.upstream.read_fields"""
+"""Print the fields of Megatron's configuration classes: python -m plasmid_megatron.upstream.read_fields"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = ["=float32", "=bfloat16", "=float16"]
 
 
 def kinds(hint: Any) -> list[str]:
-    """What a recipe may write for a field with this annotation."""
+    """Return the values that a recipe may set for a field with this annotation, as in `fields.fields`."""
     import torch
 
     origin = typing.get_origin(hint)
@@ -34,7 +34,7 @@ def kinds(hint: Any) -> list[str]:
 
 
 def main() -> None:
-    """One line of JSON on standard output."""
+    """Print one line of JSON."""
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 

@@ -1,4 +1,4 @@
-"""From a model folder's ``config.json`` to Megatron's configuration, and from Megatron's names of weights to theirs."""
+"""Conversion of a model folder's ``config.json`` and weight names to and from Megatron's, based on mbridge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mbridge.core.parallel_states import ParallelStates
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ModelError, one_line
-from plasmid_models.building import BUILDING
+from plasmid_models.building import BUILD_LOCK
 from plasmid_models.source import Source
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
@@ -32,7 +32,7 @@ NORMS: dict[str, dict[str, list[str]]] = {
         "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
     },
 }
-"""Norms have modules of their own here; with TransformerEngine, whose names mbridge has, they are parts of others."""
+"""Norms are separate modules here; mbridge has the names of TransformerEngine, which fuses them into other modules."""
 WITHOUT_FUSION = {
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
@@ -43,56 +43,56 @@ WITHOUT_FUSION = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
 }
-"""What needs TransformerEngine or apex, or changes the order of sums against other trainers."""
+"""Fusions that need TransformerEngine or apex, or change the order of summation compared to other trainers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Architecture:
-    """What a model folder says of its model, in Megatron's words."""
+    """Architecture of a model folder, as configuration of Megatron."""
 
     hf: PreTrainedConfig
     bridge: Any
-    """mbridge's object: configuration, names and layouts of weights. Its own loading and saving is not used."""
+    """mbridge's object with configuration, names and layouts of weights; its loading and saving are not used."""
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's configuration of the model, this rank's."""
+        """Megatron's configuration of the model on this rank."""
         return self.bridge.config
 
     @property
     def tied(self) -> bool:
-        """True if the head's weight is that of the embedding."""
+        """True if the head shares the weight of the embedding."""
         return bool(getattr(self.hf, "tie_word_embeddings", False))
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model has, without padding."""
+        """Vocabulary size without padding."""
         return int(self.hf.vocab_size)
 
 
 def read_architecture(source: Source, settings: Megatron, *, states: ParallelStates | None = None) -> Architecture:
-    """Read a model folder's config, for the groups of ranks that exist, or for ``states``. Raises `ModelError`."""
+    """Read a model folder's config for the current process groups, or for ``states``. Raises `ModelError`."""
     try:
-        with BUILDING:
+        with BUILD_LOCK:
             hf = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
     except (ValueError, KeyError, ImportError, OSError, StrictDataclassError) as error:
         why = one_line(error)
-        raise ModelError(f"{source.where}.path: {source.path} has no config that transformers reads: {why}") from None
+        raise ModelError(f"{source.where}.path: {source.path} transformers cannot read its config: {why}") from None
     family = families.FAMILIES.get(hf.model_type)
     if family is None:
         raise ModelError(
-            f"{source.where}.path: {source.path} is of model type {hf.model_type!r}, which trainer 'megatron' does "
-            f"not train; it trains {', '.join(sorted(families.FAMILIES))}"
+            f"{source.where}.path: model type {hf.model_type!r} of {source.path} is not supported by trainer "
+            f"'megatron'; supported types are {', '.join(sorted(families.FAMILIES))}"
         )
     families.prepare(hf)
     for setting in families.unsupported(hf):
         raise ModelError(f"{source.where}.path: {source.path} has {setting}, which trainer 'megatron' cannot compute")
     try:
-        bridge = _own(family, hf)(hf, dtype=getattr(torch, settings.dtype), parallel_states=states)
+        bridge = _make_bridge_class(family, hf)(hf, dtype=getattr(torch, settings.dtype), parallel_states=states)
         bridge.set_extra_args(**_overrides(hf, settings))
     except (ValueError, AssertionError, NotImplementedError, ZeroDivisionError) as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"trainer: Megatron refuses this layout or configuration: {first}") from None
+        raise ModelError(f"trainer: Megatron rejects this parallel layout or configuration: {first}") from None
     architecture = Architecture(hf=hf, bridge=bridge)
     bridge.vocab_size = architecture.vocab_size
     bridge.make_vocab_size_divisible_by = settings.tensor_parallel
@@ -101,7 +101,7 @@ def read_architecture(source: Source, settings: Megatron, *, states: ParallelSta
 
 
 def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any) -> Tensor:
-    """[d / 2] of the rotary positions, computed by transformers: scaled as the family wants it. Raises `ModelError`."""
+    """Return [d / 2] the inverse rotary frequencies, with the family's scaling by transformers. Raises `ModelError`."""
     kind = (hf.rope_parameters or {}).get("rope_type", "default")
     if kind == "default":
         size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -117,17 +117,17 @@ def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any) -> Te
 
 
 def to_upstream(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a recipe as the class of Megatron wants them: names of members and dtypes become those."""
+    """Convert values of a recipe to those of Megatron's class: names of enum members and dtypes to objects."""
     hints = typing.get_type_hints(cls)
-    return {name: _converted(hints[name], value) for name, value in values.items()}
+    return {name: _convert(hints[name], value) for name, value in values.items()}
 
 
 def optimizer_config(**values: Any) -> OptimizerConfig:
-    """Megatron's, from values of a recipe."""
+    """Create Megatron's `OptimizerConfig` from values of a recipe."""
     return OptimizerConfig(**to_upstream(OptimizerConfig, values))
 
 
-def _converted(hint: Any, value: Any) -> Any:
+def _convert(hint: Any, value: Any) -> Any:
     for part in (hint, *typing.get_args(hint)):
         if isinstance(value, str) and isinstance(part, type) and issubclass(part, enum.Enum):
             return part[value]
@@ -136,20 +136,20 @@ def _converted(hint: Any, value: Any) -> Any:
     return value
 
 
-def _own(family: type[Bridge], hf: PreTrainedConfig) -> type[Bridge]:
-    """A class with tables of its own: mbridge changes those of the family for a model with tied weights."""
+def _make_bridge_class(family: type[Bridge], hf: PreTrainedConfig) -> type[Bridge]:
+    """Return a subclass with its own tables, because mbridge modifies the family's for models with tied weights."""
     tables: dict[str, Any] = {name: {**getattr(family, name), **NORMS.get(name, {})} for name in MAPPINGS}
     if getattr(hf, "tie_word_embeddings", False):
         tables["_DIRECT_MAPPING"]["output_layer.weight"] = tables["_DIRECT_MAPPING"]["embedding.word_embeddings.weight"]
-    # norms first: names are found by parts of them
+    # norms first: mbridge looks names up by substrings
     tables["_MLP_MAPPING"] = {**NORMS["_MLP_MAPPING"], **tables["_MLP_MAPPING"]}
-    # families that predict further tokens look names up otherwise, which we do not train
+    # families with multi-token prediction override this lookup for layers that are not trained here
     names = {"_weight_name_mapping_mcore_to_hf": Bridge._weight_name_mapping_mcore_to_hf}
     return type(family.__name__, (family,), tables | names)
 
 
 def _overrides(hf: PreTrainedConfig, settings: Megatron) -> dict[str, Any]:
-    """What differs from mbridge's configuration of the family; what the recipe says comes last."""
+    """Return the changes to mbridge's configuration of the family; the recipe's fields take precedence."""
     fields: dict[str, Any] = {
         **WITHOUT_FUSION,
         "sequence_parallel": settings.splits_sequences,

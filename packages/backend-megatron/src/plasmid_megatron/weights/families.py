@@ -1,4 +1,4 @@
-"""What families of models need beyond mbridge's tables, or have otherwise than Megatron would assume."""
+"""Additions and corrections to mbridge's tables per model family."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ class Glm4(LLMBridge):  # type: ignore[misc]
 
 
 class DeepseekV3(DeepseekV3Bridge):  # type: ignore[misc]
-    """DeepSeek-V3 and R1, without layers that predict further tokens."""
+    """DeepSeek-V3 and R1, without multi-token prediction layers."""
 
     _ATTENTION_MAPPING: ClassVar[Table] = {
         **DeepseekV3Bridge._ATTENTION_MAPPING,
-        # with TransformerEngine, whose names mbridge has, norms are parts of other modules
+        # mbridge has only the names of TransformerEngine, in which norms are parts of other modules
         "self_attention.q_layernorm.weight": [f"{LAYER}.self_attn.q_a_layernorm.weight"],
         "self_attention.kv_layernorm.weight": [f"{LAYER}.self_attn.kv_a_layernorm.weight"],
     }
 
     def _build_base_config(self, text_config_key: str | None = None, **values: Any) -> Any:
-        values.pop("max_position_embeddings", None)  # no field of Megatron-Core 0.16
+        values.pop("max_position_embeddings", None)  # not a field of Megatron-Core 0.16
         return super()._build_base_config(text_config_key, **values)
 
 
 OWN = {"glm4": Glm4, "deepseek_v3": DeepseekV3}
 FAMILIES: dict[str, type[Bridge]] = {name: OWN.get(name) or _MODEL_REGISTRY[name] for name in MODEL_TYPES}
-"""By model type; mbridge has more, which are not compared with transformers here."""
+"""Supported families by model type. mbridge has more, which were not compared with transformers."""
 
 
 def prepare(hf: PreTrainedConfig) -> None:
-    """Put settings of rotary positions where mbridge looks for them; transformers 5 has moved them."""
+    """Copy the rotary settings, which transformers 5 has moved, to the attributes that mbridge reads."""
     rope = hf.rope_parameters or {}
     if not hasattr(hf, "rope_theta"):
         hf.rope_theta = rope.get("rope_theta", 10000.0)
@@ -71,18 +71,18 @@ def prepare(hf: PreTrainedConfig) -> None:
 
 
 def has_output_norms(hf: PreTrainedConfig) -> bool:
-    """True if what attention and MLP give is normalised before it is added to the hidden states."""
+    """Return True if the outputs of attention and MLP are normalized before they are added to the hidden states."""
     return bool(hf.model_type == "glm4")
 
 
 def prediction_layers(hf: PreTrainedConfig) -> tuple[str, ...]:
-    """Prefixes of weights of layers that predict further tokens (MTP), which are not trained."""
+    """Return the prefixes of the weights of multi-token prediction (MTP) layers, which are not trained."""
     last, more = int(hf.num_hidden_layers), getattr(hf, "num_nextn_predict_layers", 0) or 0
     return tuple(f"model.layers.{last + number}." for number in range(int(more)))
 
 
 def unsupported(hf: PreTrainedConfig) -> Iterator[str]:
-    """What of the model Megatron would compute otherwise, as ``setting = value``."""
+    """Yield the settings of the model that Megatron would compute differently, as ``setting = value``."""
     if getattr(hf, "hidden_act", "silu") != "silu":
         yield f"hidden_act = {hf.hidden_act!r}"
     if "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
@@ -100,7 +100,7 @@ def unsupported(hf: PreTrainedConfig) -> Iterator[str]:
 
 
 def fields(hf: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of Megatron's configuration that mbridge leaves out, or takes from where transformers 5 has them not."""
+    """Return fields of Megatron's configuration that mbridge omits or reads from attributes moved in transformers 5."""
     found: dict[str, Any] = {}
     if _routes_by_sigmoid(hf):
         found |= {

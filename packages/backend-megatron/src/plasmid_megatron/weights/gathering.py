@@ -1,4 +1,4 @@
-"""The whole model as a stream of tensors with Hugging Face names, gathered from all ranks one after another."""
+"""Gather the whole model from all ranks, as a stream of tensors with Hugging Face names."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from .shards import Weight, experts_per_rank, is_split, join, tensor_group, to_h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What comes out of one weight of one pipeline rank."""
+    """Names, shapes and dtypes of the Hugging Face tensors that one weight of a pipeline rank is converted to."""
 
     stage: int
+    """Pipeline rank that has the weight."""
     is_cast: bool
-    """False for what keeps its dtype, whatever that of the other weights is."""
+    """Whether the tensors are cast to the requested dtype; otherwise they keep their own."""
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
-    """Name, shape, and the dtype that it is kept in."""
+    """Name, shape and own dtype of each."""
 
-    def dtype(self, kept: str, wanted: torch.dtype) -> torch.dtype:
-        """Of a tensor that comes out, which is kept as ``kept``, where others come out as ``wanted``."""
-        own: torch.dtype = getattr(torch, kept)
-        return wanted if self.is_cast else own
+    def dtype(self, own: str, requested: torch.dtype) -> torch.dtype:
+        """Return the dtype of a gathered tensor: ``requested`` if it is cast, else its own."""
+        own_dtype: torch.dtype = getattr(torch, own)
+        return requested if self.is_cast else own_dtype
 
 
 class Gatherer:
-    """Gathers one model again and again. All ranks call every method together."""
+    """Gathers one model, any number of times. All ranks must create it and call `tensors` together."""
 
     def __init__(self, chunks: Sequence[nn.Module], architecture: Architecture) -> None:
         self.architecture = architecture
         last = mpu.is_pipeline_last_stage(ignore_virtual=True)
         first = mpu.is_pipeline_first_stage(ignore_virtual=True)
-        # a tied head on another pipeline rank is the embedding once more
-        twice = architecture.tied and last and not first
-        self._weights = [w for w in weights(chunks) if not (twice and w.name == "output_layer.weight")]
+        # with several pipeline ranks, the last one has a copy of the tied embedding as its output layer
+        has_copy = architecture.tied and last and not first
+        self._weights = [w for w in weights(chunks) if not (has_copy and w.name == "output_layer.weight")]
         self._stage = mpu.get_pipeline_model_parallel_rank()
         own = [
             Outline(stage=self._stage, is_cast=_is_cast(weight), tensors=tuple(self._outline(weight)))
@@ -50,29 +51,25 @@ class Gatherer:
         dist.all_gather_object(stages, own, group=mpu.get_pipeline_model_parallel_group())
         self._outlines = [outline for stage in stages for outline in stage]
 
-    def names(self) -> list[str]:
-        """Of all tensors, in the order of `tensors`."""
-        return [name for outline in self._outlines for name, _, _ in outline.tensors]
-
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes of every tensor in the order of `tensors`, weights in ``dtype``."""
+        """Return the size of every tensor in bytes, in the order of `tensors`, if the weights are cast to ``dtype``."""
         return {
-            name: math.prod(shape) * outline.dtype(kept, dtype).itemsize
+            name: math.prod(shape) * outline.dtype(own, dtype).itemsize
             for outline in self._outlines
-            for name, shape, kept in outline.tensors
+            for name, shape, own in outline.tensors
         }
 
     @torch.no_grad()
     def tensors(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole on every rank; weights are cast first, so that less is sent."""
+        """Yield all tensors unsharded, on every rank. Weights are cast before gathering, to send fewer bytes."""
         own = iter(self._weights)
         for outline in self._outlines:
             if outline.stage == self._stage:
                 gathered = list(self._whole(next(own), dtype))
             else:
                 gathered = [
-                    (name, torch.empty(shape, dtype=outline.dtype(kept, dtype)))
-                    for name, shape, kept in outline.tensors
+                    (name, torch.empty(shape, dtype=outline.dtype(own_dtype, dtype)))
+                    for name, shape, own_dtype in outline.tensors
                 ]
             yield from self._from_stage(outline.stage, gathered, device)
 
@@ -94,17 +91,17 @@ class Gatherer:
         experts = [whole] if weight.expert is None else _gather(whole, mpu.get_expert_model_parallel_group())
         per_rank = experts_per_rank(self.architecture)
         for rank, one in enumerate(experts):
-            yield from to_hf(self.architecture, weight.named(rank, per_rank), one)
+            yield from to_hf(self.architecture, weight.full_name(rank, per_rank), one)
 
     def _outline(self, weight: Weight) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        """Shapes without data and without other ranks."""
+        """Yield the name, shape and dtype of each gathered tensor, without communication."""
         ranks = tensor_group(weight).size() if is_split(weight) else 1
         empty = torch.empty_like(weight.tensor, device="meta")
         whole = join(weight.name, [empty] * ranks, weight)
         experts = 1 if weight.expert is None else mpu.get_expert_model_parallel_world_size()
         for rank in range(experts):
             for name, tensor in to_hf(
-                self.architecture, weight.named(rank, experts_per_rank(self.architecture)), whole
+                self.architecture, weight.full_name(rank, experts_per_rank(self.architecture)), whole
             ):
                 yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
@@ -118,5 +115,5 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _is_cast(weight: Weight) -> bool:
-    """The experts' corrections stay in float32: models and engines have them so in folders of any dtype."""
+    """Return False for expert biases, which models and engines keep in float32 for every dtype of the folder."""
     return not weight.name.endswith("expert_bias")

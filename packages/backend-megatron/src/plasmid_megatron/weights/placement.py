@@ -1,4 +1,4 @@
-"""Where Megatron's distributed format (`torch_dist`) keeps the weights of a module, and reading them from there."""
+"""Locations of a module's weights in Megatron's distributed format (`torch_dist`), and reading of them."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from plasmid.errors import ModelError
 from plasmid_convert.distributed_files import DistributedFiles
 from torch import Tensor, nn
 
-OF_MODEL = ("decoder.", "embedding.", "output_layer.", "mtp.", "score.")
-"""What the names of a language model's own weights begin with; optimizers and critics have others."""
+MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", "score.")
+"""Prefixes of the names of a language model's weights; those of optimizers and critics differ."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Their rows are filled up to what the ranks of tensor parallelism can share."""
+"""Weights with a row per token. Their rows are padded, so that they can be split over tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Place:
-    """A region of a tensor in the checkpoint, and the part of a weight that it has."""
+    """A region of a tensor in the checkpoint, and the part of a weight that is stored there."""
 
     key: str
     size: tuple[int, ...]
-    """Of the whole tensor: layers and experts are stacked."""
+    """Shape of the whole tensor, in which layers and experts are stacked."""
     start: tuple[int, ...]
     shape: tuple[int, ...]
     data: Tensor
-    """The part of the weight; it may be without memory."""
+    """The part of the weight; may be on the meta device."""
 
 
-def sharding() -> dict[str, Any]:
-    """How Megatron shall name and stack weights; the groups of ranks exist."""
+def sharding_metadata() -> dict[str, Any]:
+    """Return Megatron's options for names and stacking of weights; the process groups must exist."""
     return {"singleton_local_shards": False, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
 
 
-def places(chunk: nn.Module) -> dict[str, list[Place]]:
-    """By the module's own names of its weights. Several places of one weight lie behind each other in its rows."""
-    state: dict[str, Any] = chunk.sharded_state_dict(prefix="", metadata=sharding())  # type: ignore[operator]
-    return {name: [_place(one) for one in _built(entry)] for name, entry in state.items() if _is_tensor(entry)}
+def find_places(chunk: nn.Module) -> dict[str, list[Place]]:
+    """Return the places of each weight, by its name in the module; several places of a weight are consecutive rows."""
+    state: dict[str, Any] = chunk.sharded_state_dict(prefix="", metadata=sharding_metadata())  # type: ignore[operator]
+    return {name: [_place(one) for one in _build(entry)] for name, entry in state.items() if _is_tensor(entry)}
 
 
 def objects(chunk: nn.Module) -> Iterator[ShardedObject]:
-    """What Megatron keeps besides tensors."""
-    for entry in chunk.sharded_state_dict(prefix="", metadata=sharding()).values():  # type: ignore[operator]
+    """Yield Megatron's entries that are not tensors."""
+    for entry in chunk.sharded_state_dict(prefix="", metadata=sharding_metadata()).values():  # type: ignore[operator]
         if isinstance(entry, ShardedObject):
             yield entry
 
@@ -55,7 +55,7 @@ def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, ShardedTensor | ShardedTensorFactory)
 
 
-def _built(entry: Any) -> list[ShardedTensor]:
+def _build(entry: Any) -> list[ShardedTensor]:
     return list(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
 
 
@@ -70,40 +70,40 @@ def _place(entry: ShardedTensor) -> Place:
 
 
 class TorchDist:
-    """A folder whose weights are read region by region."""
+    """A folder in the distributed format, whose weights are read region by region."""
 
-    def __init__(self, path: Path, beginning: str) -> None:
-        """``beginning`` is that of every error: it ends with what lacks something or has it. Raises `ModelError`."""
-        self._files, self._beginning = DistributedFiles(path), beginning
-        self.names = {name for name in self._files.tensors if name.startswith(OF_MODEL)}
-        """Of all weights of the language model."""
+    def __init__(self, path: Path, error_prefix: str) -> None:
+        """Open the folder. Raises `ModelError`; ``error_prefix`` starts every error and ends with the subject, "it"."""
+        self._files, self._error_prefix = DistributedFiles(path), error_prefix
+        self.names = {name for name in self._files.tensors if name.startswith(MODEL_PREFIXES)}
+        """Names of all weights of the language model."""
 
     def has(self, parts: Sequence[Place]) -> bool:
-        """True if all these parts have a name in the folder."""
+        """Return True if the folder contains all these parts."""
         return all(place.key in self._files.tensors for place in parts)
 
     def read(self, parts: Sequence[Place], *, rows: int | None = None) -> Tensor:
-        """A weight, or this rank's part of it. Raises `ModelError`.
+        """Read a weight, or this rank's part of it. Raises `ModelError`.
 
-        ``rows`` is for tensors over the vocabulary: how many it has without what fills it up, which is read as zeros.
+        ``rows`` is the unpadded size of the vocabulary, for weights with a row per token; padding is read as zeros.
         """
         return torch.cat([self._read(place, rows) for place in parts]) if len(parts) > 1 else self._read(parts[0], rows)
 
     def _read(self, place: Place, rows: int | None) -> Tensor:
         entry = self._files.tensors.get(place.key)
         if entry is None:
-            raise ModelError(f"{self._beginning} lacks {place.key}")
+            raise ModelError(f"{self._error_prefix} lacks {place.key}")
         size, wanted = list(entry.size), list(place.size)
         if rows is None and size == wanted:
             return self._files.read(place.key, place.start, place.shape).reshape(place.data.shape)
         if rows is None or size[1:] != wanted[1:]:
-            raise ModelError(f"{self._beginning} has other shapes: {place.key} {size} instead of {wanted}")
+            raise ModelError(f"{self._error_prefix} has other shapes: {place.key} {size} instead of {wanted}")
         if size[0] < rows:
             raise ModelError(
-                f"{self._beginning} has {size[0]} rows of the vocabulary in {place.key}, and {rows} are wanted"
+                f"{self._error_prefix} has {size[0]} vocabulary rows in {place.key}, at least {rows} are required"
             )
-        there = max(0, min(rows - place.start[0], place.shape[0]))
+        stored = max(0, min(rows - place.start[0], place.shape[0]))
         result = torch.zeros(place.shape, dtype=entry.properties.dtype)
-        if there:
-            result[:there] = self._files.read(place.key, place.start, (there, *place.shape[1:]))
+        if stored:
+            result[:stored] = self._files.read(place.key, place.start, (stored, *place.shape[1:]))
         return result

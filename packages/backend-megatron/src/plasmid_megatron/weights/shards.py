@@ -1,10 +1,9 @@
-"""Weights between Hugging Face folders and the parts of them that this rank has."""
+"""Mapping between the weights of Hugging Face folders and this rank's shards."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError, some_of
-from plasmid_models.folder import is_torch_dist, weight_files
-from safetensors import SafetensorError, safe_open
+from plasmid_models.folder import is_torch_dist, open_weights
 from torch import Tensor, nn
 
 from .bridge import Architecture
 from .families import prediction_layers
-from .placement import VOCABULARY, TorchDist, places
+from .placement import VOCABULARY, TorchDist, find_places
 
 HEAD = "score."
-"""What transformers calls the head of its token classifiers, whose folders a critic reads and writes."""
+"""Prefix of the head in transformers' token classifiers, the format of a critic's folder."""
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)$")
-"""Modules of their own, or numbered matrices of one (TransformerEngine's)."""
+"""Experts are separate modules, or numbered matrices of one module (TransformerEngine)."""
 DERIVED = (".rotary_emb.inv_freq",)
 
 
@@ -34,20 +32,20 @@ class Weight:
     """One tensor of this rank."""
 
     name: str
-    """mbridge's name of it, with the layer's number in the whole model and the expert's number on this rank."""
+    """mbridge's name, with the layer's number in the whole model; for experts, without the expert's number."""
     own_name: str
-    """The module's name of it, which counts from this rank's first layer."""
+    """Name in the module, in which layers are counted from this rank's first."""
     tensor: Tensor
     expert: int | None
     """The expert's number on this rank."""
 
-    def named(self, rank: int, per_rank: int) -> str:
-        """mbridge's name of the expert's weight on an expert-parallel rank."""
+    def full_name(self, rank: int, per_rank: int) -> str:
+        """Return mbridge's name, with the expert's number in the whole model on the expert-parallel ``rank``."""
         return self.name if self.expert is None else f"{self.name}{rank * per_rank + self.expert}"
 
 
 def weights(chunks: Sequence[nn.Module]) -> list[Weight]:
-    """All that a checkpoint of this rank's part of the model has."""
+    """Return all weights in a checkpoint of this rank's part of the model."""
     found = []
     for chunk in chunks:
         named: dict[str, Tensor] = dict(chunk.named_parameters())
@@ -67,7 +65,7 @@ def weights(chunks: Sequence[nn.Module]) -> list[Weight]:
 
 
 def hf_names(architecture: Architecture, name: str) -> list[str]:
-    """Names in a folder of what mbridge calls ``name``."""
+    """Return the names in a Hugging Face folder for mbridge's ``name``."""
     if name.startswith(HEAD):
         return [name]
     found: list[str] = architecture.bridge._weight_name_mapping_mcore_to_hf(name)
@@ -75,7 +73,7 @@ def hf_names(architecture: Architecture, name: str) -> list[str]:
 
 
 def experts_per_rank(architecture: Architecture) -> int:
-    """Experts of a layer on each expert-parallel rank."""
+    """Return the number of experts of a layer on each expert-parallel rank."""
     return int(architecture.config.num_moe_experts or 0) // int(mpu.get_expert_model_parallel_world_size())
 
 
@@ -89,19 +87,18 @@ def load_weights(
     optional: Collection[str] = (),
     ignored: Collection[str] = (),
 ) -> set[str]:
-    """Fill this rank's weights from a Hugging Face folder, or one of Megatron's distributed format, one at a time.
+    """Fill this rank's weights one at a time, from a Hugging Face folder or one in Megatron's distributed format.
 
-    Names in ``ignored`` may be in the files as well, those in ``optional`` may be missing from them; what was missing
-    is returned. Raises `ModelError` if names or shapes do not fit.
+    Returns the names in ``optional`` that the files do not contain. Names in ``ignored`` are not read. Raises
+    `ModelError` if names or shapes differ.
     """
     if is_torch_dist(path):
         return _load_torch_dist(chunks, architecture, path, where=where, optional=optional, ignored=ignored)
     used: set[str] = set()
     absent: set[str] = set()
-    with ExitStack() as stack:
-        found = _open(stack, path, where)
+    with open_weights(where, path) as found:
         for weight in weights(chunks):
-            name = weight.named(mpu.get_expert_model_parallel_rank(), experts_per_rank(architecture))
+            name = weight.full_name(mpu.get_expert_model_parallel_rank(), experts_per_rank(architecture))
             names = hf_names(architecture, name)
             missing = [n for n in names if n not in found]
             if missing and set(missing) <= set(optional):
@@ -135,9 +132,9 @@ def _load_torch_dist(
     used: set[str] = set()
     absent: set[str] = set()
     for chunk in chunks:
-        places_of = places(chunk)
+        places = find_places(chunk)
         for weight in weights([chunk]):
-            parts = places_of[weight.own_name]
+            parts = places[weight.own_name]
             if weight.name in optional and not files.has(parts):
                 absent.add(weight.name)
                 continue
@@ -146,17 +143,6 @@ def _load_torch_dist(
             used.update(place.key for place in parts)
     _check_surplus(files.names, used, path, where, ["output_layer.weight"] if "lm_head.weight" in ignored else [])
     return absent
-
-
-def _open(stack: ExitStack, path: Path, where: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for file in weight_files(where, path):
-        try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            found.update((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
-    return found
 
 
 def _to_megatron(architecture: Architecture, name: str, parts: list[Tensor], path: Path, where: str) -> Tensor:
@@ -169,7 +155,7 @@ def _to_megatron(architecture: Architecture, name: str, parts: list[Tensor], pat
 
 
 def _check_surplus(found: set[str], used: set[str], path: Path, where: str, ignored: Collection[str]) -> None:
-    """All ranks call it together: what no rank has read is of another model."""
+    """Raise `ModelError` for tensors that no rank has used. All ranks call it together."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, used)
     surplus = sorted(n for n in found.difference(*everywhere, ignored) if not n.endswith(DERIVED))
@@ -177,17 +163,17 @@ def _check_surplus(found: set[str], used: set[str], path: Path, where: str, igno
         raise ModelError(_misfit(path, where, f"has unknown {some_of(surplus)}"))
 
 
-def _misfit(path: Path, where: str, what: str) -> str:
-    return f"{where}.path: the weights in {path} do not fit its model: it {what}"
+def _misfit(path: Path, where: str, problem: str) -> str:
+    return f"{where}.path: the weights in {path} do not fit its model: it {problem}"
 
 
 def is_split(weight: Weight) -> bool:
-    """True if the ranks of tensor (or expert-tensor) parallelism have parts of the tensor."""
+    """Return True if the tensor is split over tensor-parallel (or expert-tensor-parallel) ranks."""
     return bool(getattr(weight.tensor, "tensor_model_parallel", False)) and tensor_group(weight).size() > 1
 
 
 def tensor_group(weight: Weight) -> dist.ProcessGroup:
-    """The ranks that have the other parts."""
+    """Return the group of ranks that the tensor is split over."""
     of_expert = weight.expert is not None
     group: dist.ProcessGroup = (
         mpu.get_expert_tensor_parallel_group() if of_expert else mpu.get_tensor_model_parallel_group()
@@ -196,18 +182,18 @@ def tensor_group(weight: Weight) -> dist.ProcessGroup:
 
 
 def split(name: str, whole: Tensor, weight: Weight) -> Tensor:
-    """This rank's part of a whole tensor of Megatron's layout."""
+    """Return this rank's part of a whole tensor, both in Megatron's layout."""
     if not is_split(weight):
         return whole
     group, dim = tensor_group(weight), weight.tensor.partition_dim  # type: ignore[attr-defined]
-    if "linear_fc1" in name:  # gate above up, each split by itself
+    if "linear_fc1" in name:  # gate and up are stacked and split separately
         return torch.cat([half.chunk(group.size(), dim)[group.rank()] for half in whole.chunk(2)])
     parts = whole.chunk(group.size(), dim)
     return parts[group.rank()] if len(parts) == group.size() else whole
 
 
 def join(name: str, parts: Sequence[Tensor], weight: Weight) -> Tensor:
-    """The whole tensor of Megatron's layout from the parts of all ranks."""
+    """Join the parts of all ranks to a whole tensor, both in Megatron's layout."""
     if len(parts) == 1:
         return parts[0]
     if "linear_fc1" in name:
@@ -217,7 +203,7 @@ def join(name: str, parts: Sequence[Tensor], weight: Weight) -> Tensor:
 
 
 def to_hf(architecture: Architecture, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a folder from a whole tensor of Megatron's layout."""
+    """Yield the Hugging Face tensors of a whole tensor in Megatron's layout."""
     if name.startswith(HEAD):
         yield name, whole
         return
@@ -226,27 +212,28 @@ def to_hf(architecture: Architecture, name: str, whole: Tensor) -> Iterator[tupl
 
 
 def freeze(chunks: Sequence[nn.Module], architecture: Architecture, patterns: Sequence[str], key: str) -> None:
-    """Freeze the weights, by Hugging Face name, that a pattern of the setting ``key`` is found in.
+    """Freeze the weights whose Hugging Face names match one of the patterns of the setting ``key``.
 
-    All ranks call it together. Raises `ModelError`, also for a weight of Megatron that several of a folder make up and
-    that would be frozen in part.
+    All ranks call it together. Raises `ModelError`, also if only some of the Hugging Face weights that Megatron fuses
+    into one tensor match.
     """
     own: Mapping[str, bool] = {}
     for weight in weights(chunks):
         names = hf_names(
-            architecture, weight.named(mpu.get_expert_model_parallel_rank(), experts_per_rank(architecture))
+            architecture, weight.full_name(mpu.get_expert_model_parallel_rank(), experts_per_rank(architecture))
         )
-        hit = [any(re.search(pattern, name) for pattern in patterns) for name in names]
-        if any(hit) and not all(hit):
-            free = [name for name, yes in zip(names, hit, strict=True) if not yes]
-            raise ModelError(f"{key}: Megatron has {', '.join(names)} in one tensor; freeze {', '.join(free)} as well")
-        weight.tensor.requires_grad_(weight.tensor.requires_grad and not all(hit))
-        own = {**own, **dict.fromkeys(names, all(hit))}
+        matches = [any(re.search(pattern, name) for pattern in patterns) for name in names]
+        if any(matches) and not all(matches):
+            free = [name for name, match in zip(names, matches, strict=True) if not match]
+            fused = ", ".join(names)
+            raise ModelError(f"{key}: Megatron fuses {fused} into one tensor; freeze {', '.join(free)} as well")
+        weight.tensor.requires_grad_(weight.tensor.requires_grad and not all(matches))
+        own = {**own, **dict.fromkeys(names, all(matches))}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    frozen = {name: yes for part in gathered for name, yes in part.items()}
+    frozen = {name: is_frozen for part in gathered for name, is_frozen in part.items()}
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in frozen):
-            raise ModelError(f"{key}: {pattern!r} is found in no parameter, for example not in {next(iter(frozen))}")
+            raise ModelError(f"{key}: {pattern!r} matches no parameter; parameters are named like {next(iter(frozen))}")
     if all(frozen.values()):
-        raise ModelError(f"{key}: {list(patterns)} freezes every parameter; nothing is left to train")
+        raise ModelError(f"{key}: {list(patterns)} freezes all parameters; at least one must be trained")

@@ -1,4 +1,4 @@
-"""Weights of a model folder that are not trained, and go into an exported folder as they are."""
+"""Weights of a model folder that are not trained, and copied to exported folders unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .bridge import Architecture
 from .families import prediction_layers
 
 
-class Untrained:
-    """Layers that predict further tokens (MTP), which engines draft with."""
+class UntrainedWeights:
+    """Multi-token prediction (MTP) layers, which engines use for speculative decoding."""
 
     def __init__(self, architecture: Architecture, path: Path, *, where: str) -> None:
         """Raises `ModelError` if the folder has no weights any more."""
@@ -25,7 +25,7 @@ class Untrained:
                 self._files |= {name: file for name in opened.keys() if name.startswith(prefixes)}  # noqa: SIM118
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """One after another, read when it is asked for."""
+        """Yield the tensors, read lazily."""
         for name, file in self._files.items():
             with safe_open(file, framework="pt") as opened:
                 yield name, opened.get_tensor(name)

@@ -9,7 +9,7 @@ from plasmid.components import Needs
 
 from .parts.group import GroupNormalization
 from .parts.policy_gradient import RewardPolicyGradient
-from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
+from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio, tokenwise
 
 if TYPE_CHECKING:
     from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
@@ -22,7 +22,7 @@ class GRPO(GroupNormalization, RatioClip, RewardPolicyGradient):
     Formula: A = (r - mean) / (std + std_eps) over the rollouts of the prompt; token loss
     max(-w A, -clip(w, 1 - clip_low, 1 + clip_high) A) with w = p / p_old; plus kl_coef KL(p || p_ref).
     Paper: Shao et al. 2024, arXiv 2402.03300
-    Use: the default for verifiable rewards; several samples of each prompt, no critic.
+    Use: the default for verifiable rewards; needs several samples per prompt, no critic.
     """
 
     kind: Literal["grpo"] = "grpo"
@@ -31,9 +31,10 @@ class GRPO(GroupNormalization, RatioClip, RewardPolicyGradient):
         return replace(super().needs(), groups=True)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """A = (r - mean) / (std + std_eps) over the rollouts of the prompt, the same on all tokens of a sample."""
-        return inputs.spread(self.normalize(self.table(inputs)))
+        """Return A = (r - mean) / (std + std_eps) over the prompt's rollouts, the same for all tokens of a sample."""
+        return self.relative_rewards(inputs, self.table(inputs))
 
+    @tokenwise
     def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        """max(-w A, -clip(w, 1 - clip_low, 1 + clip_high) A) with w = p / p_old."""
+        """Return max(-w A, -clip(w, 1 - clip_low, 1 + clip_high) A) with w = p / p_old."""
         return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 class GSPO(GroupNormalization, RewardPolicyGradient):
-    """GRPO with one probability ratio for each sample in place of one for each token.
+    """GRPO with one probability ratio per sample instead of one per token.
 
     Formula: A as in GRPO; s = exp(mean over the sample's tokens of log p - log p_old); loss
     max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A).
     Paper: Zheng et al. 2025, arXiv 2507.18071
-    Use: mixture-of-experts models and long answers, where ratios of single tokens are noise.
+    Use: mixture-of-experts models and long answers, where the ratios of single tokens are noisy.
     """
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0.0, le=1.0)
-    """The sequence ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the sequence ratio: 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0.0, allow_inf_nan=False)
-    """The sequence ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the sequence ratio: 1 + clip_high."""
 
     def needs(self) -> Needs:
         return replace(super().needs(), groups=True)
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return inputs.spread(self.normalize(self.table(inputs)))
+        return self.relative_rewards(inputs, self.table(inputs))
 
     def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
         ratio = sequence_ratio(inputs, old_logprobs)

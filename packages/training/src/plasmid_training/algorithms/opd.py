@@ -9,20 +9,20 @@ from plasmid.components import Needs
 from plasmid.types import Role
 
 from .parts.policy_gradient import PolicyGradient
-from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
+from .parts.policy_loss import RatioClip
 
 if TYPE_CHECKING:
-    from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
+    from plasmid.components.objective_inputs import AdvantageInputs
     from torch import Tensor
 
 
 class OPD(RatioClip, PolicyGradient):
-    """The policy samples, and each of its tokens is graded by how much more likely the teacher finds it.
+    """Distillation on the policy's own samples; each token's advantage is log p_teacher - log p.
 
-    Formula: A_t = log p_teacher - log p of the drawn token, which descends the reverse KL(p || p_teacher) of each
-    token; PPO's clipped token loss.
+    Formula: A_t = log p_teacher - log p of the sampled token, which minimizes the reverse KL(p || p_teacher) per token;
+    PPO's clipped token loss.
     Paper: Agarwal et al. 2023, arXiv 2306.13649; Gu et al. 2023, arXiv 2306.08543
-    Use: to move the skills of a larger model with the same tokenizer into the policy; needs no rewards.
+    Use: to transfer the skills of a larger model with the same tokenizer to the policy; needs no rewards.
     """
 
     kind: Literal["opd"] = "opd"
@@ -36,8 +36,5 @@ class OPD(RatioClip, PolicyGradient):
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
         policy = inputs.rollout_logprobs if self.old_policy == "rollout" else inputs.old_logprobs
         if inputs.teacher_logprobs is None or policy is None:
-            raise ValueError("policy and teacher must be scored for opd")
+            raise ValueError("opd needs the scores of policy and teacher")
         return inputs.teacher_logprobs - policy
-
-    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

@@ -1,4 +1,4 @@
-"""REINFORCE with PPO's clip and advantages normalised over the whole batch."""
+"""REINFORCE with PPO's clip and advantages normalized over the whole batch."""
 
 from __future__ import annotations
 
@@ -10,49 +10,46 @@ from pydantic import Field
 
 from .parts.group import group_advantages
 from .parts.policy_gradient import RewardPolicyGradient
-from .parts.policy_loss import PolicyLoss, RatioClip, token_ratio
+from .parts.policy_loss import RatioClip
 from .parts.returns import discounted_sums, token_rewards, whiten
 
 if TYPE_CHECKING:
-    from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
+    from plasmid.components.objective_inputs import AdvantageInputs
     from torch import Tensor
 
 
 class ReinforcePlusPlus(RatioClip, RewardPolicyGradient):
-    """Returns of each token, normalised over all tokens of the batch; no critic, no prompt groups.
+    """Per-token returns, normalized over all tokens of the batch; no critic, no prompt groups.
 
     Formula: G_t = sum over k >= t of gamma^(k - t) (r_k - reward_kl_coef KL_k), where r_k is the reward on the last
     token and 0 before; A = (G - mean) / sqrt(var + 1e-8) over the batch; PPO's clipped token loss.
     Paper: Hu et al. 2025, arXiv 2501.03262
-    Use: one sample of each prompt, many prompts.
+    Use: one sample per prompt, many prompts.
     """
 
     kind: Literal["reinforce-plus-plus"] = "reinforce-plus-plus"
     reduction: Reduction = "per-token"
-    """How token losses of a step are averaged: all tokens alike in REINFORCE++."""
+    """How the token losses of an optimizer step are averaged; REINFORCE++ weighs all tokens equally."""
     gamma: float = Field(1.0, gt=0.0, le=1.0)
-    """Discount for each token between a reward and the token that earns it."""
+    """Discount factor per token."""
 
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
         rewards = token_rewards(inputs, self.penalty(inputs))
         return whiten(discounted_sums(rewards, inputs.sample_index, self.gamma), inputs)
 
-    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)
-
 
 class ReinforcePlusPlusBaseline(RatioClip, RewardPolicyGradient):
-    """Rewards relative to the mean of their prompt group, normalised over all tokens of the batch.
+    """Rewards minus the mean of their prompt group, normalized over all tokens of the batch.
 
     Formula: B = r - mean over the rollouts of the prompt, with r = reward - reward_kl_coef KL;
     A = (B - mean) / sqrt(var + 1e-8) over the batch's tokens; PPO's clipped token loss.
     Paper: Hu et al. 2025, arXiv 2501.03262
-    Use: like GRPO, without its division by the standard deviation of small groups.
+    Use: like GRPO, but without dividing by the standard deviation of small groups.
     """
 
     kind: Literal["reinforce-plus-plus-baseline"] = "reinforce-plus-plus-baseline"
     reduction: Reduction = "per-token"
-    """How token losses of a step are averaged: all tokens alike in REINFORCE++."""
+    """How the token losses of an optimizer step are averaged; REINFORCE++ weighs all tokens equally."""
 
     def needs(self) -> Needs:
         return replace(super().needs(), groups=True)
@@ -60,6 +57,3 @@ class ReinforcePlusPlusBaseline(RatioClip, RewardPolicyGradient):
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
         values = group_advantages(self.table(inputs), normalize_std=False)
         return whiten(inputs.spread(values), inputs)
-
-    def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        return self.clipped_loss(token_ratio(inputs, old_logprobs), inputs.advantages)

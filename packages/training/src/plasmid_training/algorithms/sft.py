@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class SFT(Algorithm):
-    """The likelihood of demonstrations; no engine, no rewards.
+    """Maximum likelihood on demonstrations; needs no engine and no rewards.
 
-    Formula: token loss -log p on what the demonstration's assistant writes.
+    Formula: token loss -log p on the assistant's tokens of each demonstration.
     Paper: Ouyang et al. 2022, arXiv 2203.02155, step 1
-    Use: a warm start before reinforcement learning: a format, a language, a tool's syntax.
+    Use: a warm start before reinforcement learning, to teach a format, a language or the syntax of a tool.
     """
 
     kind: Literal["sft"] = "sft"
     reduction: Reduction = "per-token"
-    """How token losses of a step are averaged: all tokens alike; per-rollout gives every demonstration one weight."""
+    """How the token losses of an optimizer step are averaged; ``per-rollout`` weighs all demonstrations equally."""
 
     def needs(self) -> Needs:
         return Needs(rewards=False, engine=False, demonstrations=True)
@@ -31,8 +31,11 @@ class SFT(Algorithm):
     def roles(self, *, steps: int) -> tuple[Role, ...]:
         return ()
 
+    def is_tokenwise(self) -> bool:
+        return type(self).loss is SFT.loss
+
     def advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Every token of a demonstration is worth the same."""
+        """Return 1 for every token."""
         return inputs.rollout_logprobs.new_ones(inputs.rollout_logprobs.shape)
 
     def loss(self, inputs: LossInputs) -> TokenLoss:

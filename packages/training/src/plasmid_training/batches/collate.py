@@ -1,4 +1,4 @@
-"""From a rank's rows to the tensors of one microbatch: B samples one after another, T tokens, P that are predicted."""
+"""Collation of a rank's rows into microbatches: B packed samples, T tokens, P predicted tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from plasmid.types.batch import Rows
+from plasmid.types.routing import unknown
 from torch import Tensor
 
 from ..head.kept_tokens import KeptTokens
@@ -17,20 +18,21 @@ from ..head.kept_tokens import KeptTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
-    """The tokens of whole samples without padding, and what is known of those that are predicted.
+    """The tokens of whole samples without padding, and the data of the predicted tokens.
 
-    Predicted tokens come sample after sample, in order. Without any sample there is one dummy token and P is 0, so that
-    a rank without work still takes part in every collective.
+    Predicted tokens are ordered by sample and position. A microbatch without samples has one dummy token and P = 0, so
+    that a rank without work still takes part in every collective. Among samples that share a prefix, the first has all
+    its tokens and the others only those after the prefix; only `token_ids` and `source` depend on the sharing.
     """
 
     token_ids: Tensor
     """[T] int64."""
     lengths: tuple[int, ...]
-    """Tokens of each of the B samples; of the dummy, if there is none."""
+    """Number of tokens of each of the B samples, including shared ones; (1,) for the dummy token."""
     source: Tensor
-    """[P] int64: which of the T tokens predicts the token (the one before it)."""
+    """[P] int64: index among the T tokens of the one that predicts the token (its predecessor)."""
     targets: Tensor
-    """[P] int64: the token."""
+    """[P] int64: the predicted token."""
     mask: Tensor
     """[P] bool: the loss mask."""
     sample_index: Tensor
@@ -38,23 +40,30 @@ class Microbatch:
     table_index: Tensor
     """[P] int64: row of the batch table."""
     token_index: Tensor
-    """[P] int64: place of the token in the rank's rows, for reading and writing per-token scores [T]."""
+    """[P] int64: index of the token in the rank's rows, to read and write per-token scores."""
     temperatures: Tensor
     """[P] float32."""
     rollout_logprobs: Tensor
-    """[P] float32: of what drew the token, within its kept set."""
+    """[P] float32: log-probability under the sampling policy, within the token's kept set."""
     kept: KeptTokens | None
-    """P positions: what each token was drawn from; None if no sample of the rank has it."""
+    """Kept sets of P positions, from which the tokens were sampled; None if no sample of the rank has any."""
     versions: Tensor
-    """[P] int64: policy version that drew the token, -1 where none did."""
+    """[P] int64: policy version that sampled the token, -1 if it was not sampled."""
+    experts: Tensor | None = None
+    """[T, layers, choices] int16: the experts that the engine chose for each token, -1 if unknown; None if no sample
+    has any. Tokens of a shared prefix have those of the first sample."""
+    prefix_lengths: tuple[int, ...] = ()
+    """[B] number of leading tokens that each sample shares with an earlier one; empty if there are none."""
+    prefix_starts: tuple[int, ...] = ()
+    """[B] where the shared prefixes begin among the T tokens."""
 
     @property
     def num_predicted(self) -> int:
-        """P."""
+        """Number of predicted tokens, P."""
         return self.targets.numel()
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """The same on a device."""
+        """Return a copy on a device."""
         parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, part in parts.items():
             if isinstance(part, Tensor | KeptTokens):
@@ -62,30 +71,53 @@ class Microbatch:
         return Microbatch(**parts)
 
 
-def collate(
-    rows: Rows, indices: Sequence[int], *, table_index: Sequence[int] | NDArray[np.int64], only_masked: bool = True
-) -> Microbatch:
-    """Tensors of the samples ``indices`` of a rank's rows; ``table_index`` [n] are all those rows' rows of the table.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedPrefixes:
+    """Prefixes that a rank's n rows have in common."""
 
-    ``only_masked`` predicts only tokens that the loss sees, which saves the vocabulary head the others. Without it
-    every token but the first of each sample is predicted. Raises ValueError if the loss sees a first token.
+    groups: NDArray[np.int64]
+    """[n] group of each row; rows of a group share a prefix."""
+    lengths: NDArray[np.int64]
+    """[n] length of the prefix in tokens, the same for all rows of a group; 0 for groups that are not shared."""
+
+
+def collate(
+    rows: Rows,
+    indices: Sequence[int],
+    *,
+    table_index: Sequence[int] | NDArray[np.int64],
+    only_masked: bool = True,
+    shared: SharedPrefixes | None = None,
+) -> Microbatch:
+    """Build the microbatch of the samples ``indices`` of a rank's rows; ``table_index`` [n] are the rows of the table.
+
+    With ``only_masked`` only tokens in the loss mask are predicted, which saves computing the vocabulary head for the
+    others; otherwise all tokens except the first of each sample. ``shared`` tokens are included once. Raises ValueError
+    if the loss mask includes a first token, or if shared tokens differ.
     """
     index = np.asarray(indices, np.int64)
     starts, lengths = rows.offsets[index], rows.lengths()[index]
-    begins = np.cumsum(lengths) - lengths
-    sample = np.repeat(np.arange(len(index)), lengths)  # [T]
-    column = np.arange(len(sample)) - begins[sample]
+    first, prefixes = _find_prefixes(index, shared)
+    own = lengths - prefixes
+    begins = np.cumsum(own) - own  # start of each sample's own tokens among the T
+    sample = np.repeat(np.arange(len(index)), lengths)  # of each token; shared tokens are repeated for each sample
+    column = np.arange(len(sample)) - (np.cumsum(lengths) - lengths)[sample]
     places = starts[sample] + column
+    is_own = column >= prefixes[sample]
+    packed = np.where(is_own, begins[sample] + column - prefixes[sample], begins[first[sample]] + column)
+    tokens = rows.token_ids[places[is_own]]
+    if not np.array_equal(tokens[packed], rows.token_ids[places]):
+        raise ValueError("the samples of a group do not begin with their shared prefix")
     loss_mask = rows.loss_mask[places]
     if (loss_mask & (column == 0)).any():
-        first = int(sample[np.flatnonzero(loss_mask & (column == 0))[0]])
-        raise ValueError(f"sample {rows.sample_ids[index[first]]}: nothing predicts the first token; mask it out")
+        wrong = int(sample[np.flatnonzero(loss_mask & (column == 0))[0]])
+        raise ValueError(f"sample {rows.sample_ids[index[wrong]]}: the first token is in the loss mask; mask it out")
     predicted = np.flatnonzero(loss_mask if only_masked else column > 0)
     row, token = sample[predicted], places[predicted]
     return Microbatch(
-        token_ids=_long(rows.token_ids[places] if len(index) else np.zeros(1)),
+        token_ids=_long(tokens if len(index) else np.zeros(1)),
         lengths=tuple(lengths.tolist()) or (1,),
-        source=_long(predicted - 1),
+        source=_long(packed[predicted - 1]),
         targets=_long(rows.token_ids[token]),
         mask=torch.from_numpy(rows.loss_mask[token]),
         sample_index=_long(row),
@@ -93,28 +125,51 @@ def collate(
         token_index=_long(token),
         temperatures=torch.from_numpy(rows.temperatures[index][row]),
         rollout_logprobs=torch.from_numpy(rows.behaviour_logprobs(token)),
-        kept=_kept(rows, token),
+        kept=_kept_tokens(rows, token),
         versions=_long(rows.versions[token]),
+        experts=_experts(rows, places[is_own]),
+        prefix_lengths=tuple(prefixes.tolist()) if prefixes.any() else (),
+        prefix_starts=tuple(begins[first].tolist()) if prefixes.any() else (),
     )
 
 
-def _kept(rows: Rows, token: NDArray[np.int64]) -> KeptTokens | None:
-    """The sets of the tokens [P]. Raises ValueError for a token outside of its own set, which nothing could draw."""
+def _find_prefixes(
+    index: NDArray[np.int64], shared: SharedPrefixes | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return [B] the first sample with the same prefix, and [B] how many of its tokens each sample reuses."""
+    own = np.arange(len(index))
+    if shared is None:
+        return own, np.zeros_like(own)
+    _, firsts, inverse = np.unique(shared.groups[index], return_index=True, return_inverse=True)
+    first = firsts[inverse]
+    return first, np.where(first == own, 0, shared.lengths[index])
+
+
+def _kept_tokens(rows: Rows, token: NDArray[np.int64]) -> KeptTokens | None:
+    """Return the kept sets of the tokens [P]. Raises `ValueError` if a token is not in its kept set."""
     if rows.kept is None:
         return None
     kept = rows.kept.select(token)
     sizes = kept.sizes()
     found = kept.token_ids == np.repeat(rows.token_ids[token], sizes)
     owner = np.repeat(np.arange(len(token)), sizes)
-    lost = np.flatnonzero((sizes > 0) & (np.bincount(owner[found], minlength=len(token)) != 1))
-    if len(lost):
-        place = int(token[lost[0]])
+    wrong = np.flatnonzero((sizes > 0) & (np.bincount(owner[found], minlength=len(token)) != 1))
+    if len(wrong):
+        place = int(token[wrong[0]])
         sample = int(np.searchsorted(rows.offsets, place, side="right")) - 1
         raise ValueError(
-            f"sample {rows.sample_ids[sample]}: token {place - int(rows.offsets[sample])} is not once in the set that "
-            "it was drawn from"
+            f"sample {rows.sample_ids[sample]}: token {place - int(rows.offsets[sample])} must occur once in its "
+            "kept set"
         )
     return KeptTokens.of(kept)
+
+
+def _experts(rows: Rows, places: NDArray[np.int64]) -> Tensor | None:
+    """Return the experts of the tokens that are computed."""
+    if rows.experts is None or not len(places):
+        return None
+    experts = rows.experts[places]
+    return torch.from_numpy(np.where(experts == unknown(experts.dtype), -1, experts.astype(np.int16)))
 
 
 def _long(array: NDArray[np.generic]) -> Tensor:

@@ -1,4 +1,7 @@
-"""Causal attention within samples that lie one after another. t tokens, h query heads, g key heads, d head size."""
+"""Causal attention within packed samples.
+
+Shapes: t tokens, h query heads, g key heads, d size of a query or key head, e size of a value head.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,39 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-REPEATS_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether this release of torch shares key heads among query heads itself."""
+SUPPORTS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether this torch release supports grouped-query attention in `varlen_attn`."""
+MAX_PADDING = 1.1
+"""Maximum ratio of padded to real tokens for a dense block of long samples: cuDNN's attention over equal rows of 1,024
+to 16,384 tokens takes about half the time of packed attention, but all other layers waste time on the padding."""
+MIN_MEAN_LENGTH = 2048
+"""Minimum mean length for a dense block on a GPU; chosen between measured lengths, not tuned."""
+WIDTH_STEP = 512
+"""Widths of dense blocks on a GPU are multiples of this, because cuDNN takes 0.13 s to plan each new shape."""
+
+
+def dense_width(lengths: Sequence[int], device: torch.device | str) -> int | None:
+    """Return the width that all samples of a microbatch are padded to for `dense_attention`; None to pack them."""
+    width = max(lengths)
+    if torch.device(device).type != "cuda":
+        return width if min(lengths) == width else None
+    width = -(-width // WIDTH_STEP) * WIDTH_STEP
+    is_long = sum(lengths) >= MIN_MEAN_LENGTH * len(lengths)
+    return width if is_long and len(lengths) * width <= MAX_PADDING * sum(lengths) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Where packed tokens lie in a dense block of B samples, padded on the right to the longest, W."""
+    """Mapping between packed tokens and a dense block of B samples, padded on the right to the longest, W."""
 
     index: Tensor
-    """[B, W] int64: the packed token; for padding the sample's first, which no real token ever attends to."""
+    """[B, W] int64: index of the packed token; for padding, of the sample's first token."""
     inverse: Tensor
-    """[t] int64: the place in the flattened block of each packed token."""
+    """[t] int64: index of each packed token in the flattened block."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> Block:
-        """The block of samples of these lengths."""
+        """Create the mapping for samples of these lengths."""
         sizes = torch.tensor(list(lengths))
         starts, columns = sizes.cumsum(0) - sizes, torch.arange(int(sizes.max()))
         filled = columns[None] < sizes[:, None]
@@ -47,14 +67,17 @@ def attend(
     window: int | None = None,
     block: Block | None = None,
 ) -> Tensor:
-    """[t, h, e] of query [t, h, d], key [t, g, d], value [t, g, e]; samples begin and end at ``cu_seqlens`` [n + 1].
+    """Compute attention [t, h, e] of query [t, h, d], key [t, g, d] and value [t, g, e], packed at ``cu_seqlens``.
 
-    On a GPU in half precision by torch's packed FlashAttention kernels; else by dense attention over a padded
-    ``block``, which is derived from ``cu_seqlens`` if it is not given. With a ``window`` a token attends to itself and
-    the ``window - 1`` tokens before it. ``scale`` is 1 / sqrt(d) by default.
+    ``cu_seqlens`` [n + 1] are cumulative lengths of the n samples, and ``longest`` is the maximum length.
+
+    Uses torch's packed FlashAttention kernels on a GPU in half precision, otherwise dense attention over a padded
+    ``block``, which is derived from ``cu_seqlens`` if it is None. With a ``window``, a token attends to itself and the
+    ``window - 1`` tokens before it. ``scale`` is 1 / sqrt(d) by default.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(query, key, value, cu_seqlens, longest, scale=scale, window=window)
+        bounds, sizes = (cu_seqlens, cu_seqlens), (longest, longest)
+        return varlen_attention(query, key, value, bounds, sizes, scale=scale, window=window)
     if block is None:
         block = Block.of([end - start for start, end in pairwise(cu_seqlens.tolist())], query.device)
     query, key, value = (_unpack(x, block) for x in (query, key, value))
@@ -66,9 +89,9 @@ def attend(
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """[B, h, W, e] of query [B, h, W, d], key [B, g, W, d], value [B, g, W, e]: causal, whatever the padding holds."""
+    """Compute causal attention [B, h, W, e] of query [B, h, W, d], key [B, g, W, d] and value [B, g, W, e]."""
     width = query.shape[2]
-    # by a branch: torch.compile takes the sizes for symbols, and a symbolic argument would break the graph
+    # no `enable_gqa=h != g`: sizes are symbolic under torch.compile, and a symbolic argument would break the graph
     options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if window is None or window >= width:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, **options)
@@ -78,13 +101,13 @@ def dense_attention(
 
 
 def _unpack(x: Tensor, block: Block) -> Tensor:
-    """[B, h, W, d] of packed [t, h, d]."""
+    """Unpack [t, h, d] to [B, h, W, d]."""
     padded: Tensor = _Unpack.apply(x, block.index, block.inverse)  # type: ignore[no-untyped-call]
     return padded.transpose(1, 2)
 
 
 class _Unpack(torch.autograd.Function):
-    """Packed tokens to a padded block; the gradient takes them back, as that of padding is 0."""
+    """Packed tokens to a padded block. The backward pass gathers the tokens' gradients; those of padding are 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -98,7 +121,7 @@ class _Unpack(torch.autograd.Function):
 
 
 class _Pack(torch.autograd.Function):
-    """The way back. Indexing's own gradient would add up, one by one, what never meets."""
+    """Padded block to packed tokens. Faster backward pass than plain indexing, which allows for repeated indices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inverse: Tensor) -> Tensor:
@@ -113,30 +136,33 @@ class _Pack(torch.autograd.Function):
         return whole.index_copy(0, inverse, grads[0]), None
 
 
-def _varlen(
+def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
+    cu_seqlens: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
     *,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
+    """Call torch's packed kernels; ``cu_seqlens`` and ``longest`` are those of queries and of keys.
+
+    If a sample has fewer queries than keys, the queries are its last tokens: FlashAttention's causal mask is aligned to
+    the bottom right.
+    """
     size, widest = value.shape[-1], max(query.shape[-1], value.shape[-1])
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    if query.shape[-1] != size:  # latent attention has unequal sizes
+    if query.shape[-1] != size:  # in latent attention, query and value heads have different sizes
         query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     before = -1 if window is None else window - 1
     options: dict[str, Any] = {"scale": scale, "window_size": (before, 0)}
     if query.shape[1] != key.shape[1]:
-        if REPEATS_KEYS:
+        if SUPPORTS_GQA:
             options["enable_gqa"] = True
         else:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    out = varlen_attn(
-        query.contiguous(), key.contiguous(), value.contiguous(), cu_seqlens, cu_seqlens, longest, longest, **options
-    )
+    out = varlen_attn(query.contiguous(), key.contiguous(), value.contiguous(), *cu_seqlens, *longest, **options)
     assert isinstance(out, Tensor), "a second result must be asked for"
     return out if widest == size else out[..., :size]

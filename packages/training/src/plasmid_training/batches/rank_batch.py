@@ -1,4 +1,4 @@
-"""What one trainer rank is sent of a batch: the table, its part of the schedule, and references to its samples."""
+"""The share of a batch sent to one trainer rank: the table, its part of the schedule, references to its samples."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from plasmid.protocols import Ref
 from plasmid.types import PromptGroup
 from plasmid.types.batch import BatchRef, BatchTable, Rows
 
-from .schedule import Indices, Microbatching, make_schedule
+from .sample_costs import Indices
+from .schedule import Microbatching, make_schedule
 
-NO_METADATA = "metadata of samples is only sent to algorithms whose needs() has Needs(metadata=True)"
+NO_METADATA = "sample metadata is only sent to algorithms whose needs() returns Needs(metadata=True)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """One optimizer step as one rank sees it."""
+    """One rank's part of an optimizer step."""
 
     samples: Indices
-    """Rows of the table that are in the step on any rank, ascending; loss weights are computed from them."""
+    """Rows of the table in the step on all ranks, ascending; loss weights are computed from them."""
     microbatches: tuple[Indices, ...]
-    """Positions in `RankBatch.samples` (and so in the fetched rows); equally many on every rank, some may be empty."""
+    """Indices into `RankBatch.samples` (and the fetched rows). Every rank has the same number; some may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +37,7 @@ class RowsPart:
     rows: Ref[Rows]
     """All samples of the group."""
     picked: Indices
-    """Which of them, ascending."""
+    """Indices of the needed samples, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,40 +47,43 @@ class RankBatch:
     index: int
     """Number of the batch in the run, from 0."""
     table: BatchTable
-    """All samples of the batch, also those of other ranks."""
+    """All samples of the batch, including those of other ranks."""
     samples: Indices
     """[n] rows of the table that this rank holds, ascending."""
     steps: tuple[RankStep, ...]
     parts: tuple[RowsPart, ...]
+    prefixes: Indices = ()
+    """[n] number of leading tokens that each sample shares with its group in a microbatch; empty if there are none."""
     groups: tuple[Ref[PromptGroup], ...] = ()
     """All groups of the batch, if the algorithm needs metadata of samples (`Needs.metadata`)."""
 
     @cached_property
     def metadata(self) -> tuple[Mapping[str, Any], ...]:
-        """[N] `Sample.metadata` of each row of the table. Fetches the groups of all ranks' samples."""
+        """[N] `Sample.metadata` of each row of the table. Fetches the groups of all ranks."""
         if not self.groups and self.table.num_samples:
             raise ValueError(NO_METADATA)
         found = {sample.id: sample.metadata for ref in self.groups for sample in ref.get().samples}
         return tuple(found[id_] for id_ in self.table.sample_ids)
 
     def fetch(self) -> Rows:
-        """This rank's samples; row j is row ``samples[j]`` of the table. Blocks until they are here."""
+        """Fetch this rank's samples; row j is row ``samples[j]`` of the table. Blocks until they have arrived."""
         if not self.parts:
             return Rows.empty()
         rows = Rows.concat([part.rows.get().select(part.picked) for part in self.parts])
         expected = tuple(self.table.sample_ids[i] for i in self.samples)
         if rows.sample_ids != expected:
-            raise ValueError(f"batch {self.index}: the rows fetched are not those of the table")
+            raise ValueError(f"batch {self.index}: the fetched rows are not those of the table")
         return rows
 
 
 def split(
     batch: BatchRef, *, num_ranks: int, microbatching: Microbatching, with_metadata: bool = False
 ) -> tuple[RankBatch, ...]:
-    """Deal a batch out to the ranks; runs where no token is."""
+    """Split a batch into the shares of all ranks, without access to the tokens."""
     groups = tuple(group.whole for group in batch.groups) if with_metadata else ()
     table = batch.table()
     schedule = make_schedule(table, steps=batch.steps, num_ranks=num_ranks, microbatching=microbatching)
+    firsts = np.cumsum([0, *(group.num_samples for group in batch.groups)])
     ranks = []
     for rank in range(num_ranks):
         samples = tuple(sorted(i for step in schedule.steps for part in step.ranks[rank] for i in part))
@@ -90,16 +95,26 @@ def split(
             )
             for step in schedule.steps
         )
-        parts = _parts(batch, samples)
+        prefixes = tuple(schedule.prefixes[i] for i in samples)
         ranks.append(
-            RankBatch(index=batch.index, table=table, samples=samples, steps=steps, parts=parts, groups=groups)
+            RankBatch(
+                index=batch.index,
+                table=table,
+                samples=samples,
+                steps=steps,
+                parts=_parts(batch, samples, firsts),
+                prefixes=prefixes if any(prefixes) else (),
+                groups=groups,
+            )
         )
     return tuple(ranks)
 
 
-def _parts(batch: BatchRef, samples: Indices) -> tuple[RowsPart, ...]:
-    """Where the samples are; the table lists them group after group."""
-    firsts = np.cumsum([0, *(group.num_samples for group in batch.groups)]).tolist()
-    held = set(samples)
-    picked = [tuple(i - a for i in range(a, b) if i in held) for a, b in pairwise(firsts)]
-    return tuple(RowsPart(rows=g.rows, picked=p) for g, p in zip(batch.groups, picked, strict=True) if p)
+def _parts(batch: BatchRef, samples: Indices, firsts: NDArray[np.int64]) -> tuple[RowsPart, ...]:
+    """Return the references to the samples; ``firsts`` are the first rows of each group in the table."""
+    cuts = np.searchsorted(samples, firsts).tolist()
+    parts = []
+    for group, first, (a, b) in zip(batch.groups, firsts.tolist(), pairwise(cuts), strict=False):
+        if a < b:
+            parts.append(RowsPart(rows=group.rows, picked=tuple(i - first for i in samples[a:b])))
+    return tuple(parts)

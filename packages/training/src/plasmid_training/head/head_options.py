@@ -1,6 +1,6 @@
-"""How the rows of a linear head are scored: within a part of the vocabulary or all of it, on one rank or several.
+"""Options and statistics of a linear head: kept sets or the whole vocabulary, on one rank or sharded.
 
-P positions, C positions of a chunk, V vocabulary size (of this rank's part).
+P positions, C positions of a chunk, V vocabulary size (of this rank's shard).
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from .vocab_shard import VocabShard
 
 
 class HeadSettings(TypedDict, total=False):
-    """What callers may choose."""
+    """Options of callers."""
 
     with_entropy: bool
     """Compute the entropy; by default True."""
     entropy_grad: bool
-    """Let the entropy carry a gradient; by default False."""
+    """Make the entropy differentiable; by default False."""
     chunk_size: ChunkSize
-    """Positions whose logits exist at one time; by default "auto"."""
+    """Positions whose logits are computed at once; by default "auto"."""
     shard: VocabShard | None
-    """This rank's part of the vocabulary: weight and bias are its rows, all else is the same on all ranks."""
+    """This rank's shard of the vocabulary: weight and bias are its rows, all other inputs are replicated."""
     kernels: SoftmaxKernels | None
-    """By default the fastest there are."""
+    """Softmax kernels; by default the fastest available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Targets:
-    """What is scored at each of P positions."""
+    """Tokens to score at P positions."""
 
     ids: Tensor
-    """[P] int64: tokens of the whole vocabulary."""
+    """[P] int64: token ids of the whole vocabulary."""
     temperatures: Tensor
     """[P]"""
     kept: KeptTokens | None
-    """What they were drawn from; None for the whole vocabulary."""
+    """Kept sets that the tokens were sampled from; None for the whole vocabulary."""
 
     def of(self, chunk: slice) -> ChunkTargets:
-        """Those of some positions."""
+        """Return the targets of a chunk of positions."""
         kept = None if self.kept is None else self.kept.chunk(chunk)
         return ChunkTargets(self.ids[chunk], self.temperatures[chunk], kept)
 
 
 class ChunkTargets(NamedTuple):
-    """What is scored at each of C positions."""
+    """Tokens to score at the C positions of a chunk."""
 
     ids: Tensor
     temperatures: Tensor
@@ -58,44 +58,45 @@ class ChunkTargets(NamedTuple):
 
 
 class HeadStats(NamedTuple):
-    """Of the rows of a chunk, or of all positions."""
+    """Statistics of the rows of a chunk, or of all positions."""
 
     full: RowStats
-    """Of the whole vocabulary."""
+    """Over the whole vocabulary."""
     drawn: RowStats | None
-    """Of what the targets were drawn from: their kept set, or the whole vocabulary. None if no row has a set."""
+    """Over the tokens that each target was sampled from: its kept set or the whole vocabulary. None without kept sets.
+    """
 
     def logprobs(self) -> Tensor:
-        """[C] of the targets among what they were drawn from."""
+        """Return [C] log-probabilities of the targets among the tokens that they were sampled from."""
         return (self.drawn or self.full).logprobs()
 
     @staticmethod
     def join(parts: list[HeadStats]) -> HeadStats:
-        """All rows of the parts."""
+        """Concatenate the rows of the parts."""
         drawn = [part.drawn for part in parts if part.drawn is not None]
-        return HeadStats(_joined([part.full for part in parts]), _joined(drawn) if drawn else None)
+        return HeadStats(_join([part.full for part in parts]), _join(drawn) if drawn else None)
 
     def of(self, chunk: slice) -> HeadStats:
-        """Some of the rows."""
+        """Return the rows of a chunk."""
         return HeadStats(_rows(self.full, chunk), None if self.drawn is None else _rows(self.drawn, chunk))
 
 
-class Upstream(NamedTuple):
-    """Gradients that come back to the scores."""
+class UpstreamGradients(NamedTuple):
+    """Upstream gradients of the scores."""
 
     logprobs: Tensor
     """[C]"""
     entropy: Tensor | None
-    """[C] None if the entropy carries none."""
+    """[C]; None if the entropy is not differentiable."""
 
-    def of(self, chunk: slice) -> Upstream:
-        """Some of the rows."""
-        return Upstream(self.logprobs[chunk], None if self.entropy is None else self.entropy[chunk])
+    def of(self, chunk: slice) -> UpstreamGradients:
+        """Return the rows of a chunk."""
+        return UpstreamGradients(self.logprobs[chunk], None if self.entropy is None else self.entropy[chunk])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadOptions:
-    """What does not change from chunk to chunk."""
+    """Options that are the same for all chunks."""
 
     with_entropy: bool
     entropy_grad: bool
@@ -114,7 +115,7 @@ class HeadOptions:
         shard: VocabShard | None = None,
         kernels: SoftmaxKernels | None = None,
     ) -> HeadOptions:
-        """With the kernels for this weight. Raises `ValueError` for a chunk size that is none."""
+        """Create options with the kernels for this weight. Raises `ValueError` if ``chunk_size`` is less than 1."""
         if chunk_size != "auto" and chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
         return cls(
@@ -127,11 +128,11 @@ class HeadOptions:
 
     @property
     def first(self) -> int:
-        """Id of the first token that this rank has logits of."""
+        """Id of the first token of this rank's shard of the vocabulary."""
         return 0 if self.shard is None else self.shard.first
 
     def stats(self, logits: Tensor, targets: ChunkTargets) -> HeadStats:
-        """Of this rank's logits of a chunk; `combine` makes them those of the whole vocabulary."""
+        """Compute the statistics of this rank's logits of a chunk; `combine` extends them to the whole vocabulary."""
         full = self.kernels.stats(
             logits,
             targets.ids,
@@ -144,7 +145,7 @@ class HeadOptions:
         return HeadStats(full, targets.kept.stats(logits, targets.temperatures, first=self.first))
 
     def combine(self, stats: HeadStats, restricted: Tensor | None) -> HeadStats:
-        """Of all ranks' parts of the vocabulary; rows that are not ``restricted`` were drawn from all of it."""
+        """Combine the statistics of all ranks' shards; rows that are not ``restricted`` have no kept set."""
         full, drawn = stats
         if self.shard is not None:
             full = self.shard.combine(full)
@@ -155,12 +156,12 @@ class HeadOptions:
         sums = torch.where(restricted, drawn.sums, full.sums)
         return HeadStats(full, RowStats(tops, sums, full.chosen, None))
 
-    def gradient(self, logits: Tensor, targets: ChunkTargets, stats: HeadStats, up: Upstream) -> Tensor:
-        """Gradient of this rank's logits of a chunk, in their place; ``stats`` as `combine` gave them."""
+    def gradient(self, logits: Tensor, targets: ChunkTargets, stats: HeadStats, up: UpstreamGradients) -> Tensor:
+        """Overwrite this rank's logits of a chunk with their gradient; ``stats`` are those of `combine`."""
         ids, temperatures, kept = targets
         full, up_logprobs, values = stats.full, up.logprobs, None
         if kept is not None and stats.drawn is not None:
-            # before the logits are overwritten; through the whole softmax these rows get the entropy's gradient alone
+            # before the logits are overwritten; in the full softmax these rows only get the entropy's gradient
             values = kept.gradient(logits, ids, temperatures, stats.drawn, up_logprobs, first=self.first)
             up_logprobs = up_logprobs.masked_fill(kept.restricted, 0)
         upstream = RowGradients(full.tops, full.sums.log(), up_logprobs, full.entropy, up.entropy)
@@ -170,7 +171,7 @@ class HeadOptions:
         return grad
 
 
-def _joined(parts: list[RowStats]) -> RowStats:
+def _join(parts: list[RowStats]) -> RowStats:
     entropies = [part.entropy for part in parts if part.entropy is not None]
     return RowStats(
         torch.cat([part.tops for part in parts]),

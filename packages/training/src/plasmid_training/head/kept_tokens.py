@@ -1,8 +1,8 @@
-"""Log-probabilities within the tokens that restricted sampling left to draw from.
+"""Log-probabilities within the tokens that restricted sampling (top-p, top-k) could choose from.
 
 log p(token | kept) = z(token) - log of the sum of exp(z) over the kept tokens, with z = logits / temperature; its
-gradient is 0 at all other tokens. As DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) keeps the sampling mask of top-p and
-top-k. P positions, k kept tokens in all, C positions of a chunk, V tokens of (one rank's part of) the vocabulary.
+gradient is 0 at all other tokens. DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) keeps the sampling mask likewise.
+P positions, k kept tokens in total, C positions of a chunk, V tokens of (one rank's shard of) the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .softmax_rows import RowStats
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptTokens:
-    """Kept sets of P positions; an empty one stands for the whole vocabulary."""
+    """The tokens that sampling kept at each of P positions; an empty set means the whole vocabulary."""
 
     token_ids: Tensor
-    """[k] int32, position after position."""
+    """[k] int32, concatenated over positions."""
     offsets: NDArray[np.int64]
-    """[P + 1] where each position's set starts; on the host, so that a chunk is cut without waiting for the GPU."""
+    """[P + 1] start of each position's set; on the host, so that slicing does not synchronize with the GPU."""
 
     @staticmethod
     def of(kept: KeptSet) -> KeptTokens:
         return KeptTokens(token_ids=torch.from_numpy(kept.token_ids.astype(np.int32)), offsets=kept.offsets)
 
     def to(self, device: torch.device | str, **options: Any) -> KeptTokens:
-        """The same on a device."""
+        """Return a copy on a device."""
         return KeptTokens(token_ids=self.token_ids.to(device, **options), offsets=self.offsets)
 
     def select(self, positions: NDArray[np.int64]) -> KeptTokens:
-        """The sets of the given positions, in their order. On the host only."""
+        """Return the sets of the given positions, in their order. Works on the host only."""
         sizes = np.diff(self.offsets)[positions]
         spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in positions]
         tokens = np.concatenate([np.zeros(0, np.int64), *spans])
@@ -49,7 +49,7 @@ class KeptTokens:
         return torch.from_numpy(np.diff(self.offsets) > 0).to(self.token_ids.device)
 
     def chunk(self, chunk: slice) -> KeptRows:
-        """The sets of some positions."""
+        """Return the sets of a chunk of positions."""
         offsets = self.offsets[chunk.start : chunk.stop + 1]
         token_ids = self.token_ids[int(offsets[0]) : int(offsets[-1])].long()
         sizes = torch.from_numpy(np.diff(offsets)).to(token_ids.device)
@@ -66,7 +66,7 @@ class KeptRows:
     sizes: Tensor
     """[C] int64"""
     rows: Tensor
-    """[k] int64: 0..C-1, ascending."""
+    """[k] int64: row of each kept token, 0..C-1, ascending."""
 
     @property
     def restricted(self) -> Tensor:
@@ -74,9 +74,9 @@ class KeptRows:
         return self.sizes > 0
 
     def stats(self, logits: Tensor, temperatures: Tensor, *, first: int) -> RowStats:
-        """Of the kept ones among the tokens ``first`` to ``first`` + V - 1; sums are 0 for rows without any.
+        """Compute statistics over the kept tokens with ids ``first`` to ``first`` + V - 1; sums are 0 without any.
 
-        Sums go over segments, not by index: on a GPU the order of the latter changes from run to run.
+        Uses segment reductions, because the order of index_add on a GPU changes from run to run.
         """
         z = self._scaled(logits, temperatures, first)
         lowest = torch.finfo(z.dtype).min
@@ -87,22 +87,22 @@ class KeptRows:
     def gradient(
         self, logits: Tensor, targets: Tensor, temperatures: Tensor, stats: RowStats, up: Tensor, *, first: int
     ) -> Tensor:
-        """[k] gradient of the kept logits, where ``stats`` are those of the sets on all ranks."""
+        """Return [k] the gradient of the kept logits; ``stats`` are those of the sets over all ranks."""
         z = self._scaled(logits, temperatures, first)
         probs = (z - stats.tops[self.rows]).exp() / stats.sums[self.rows]
         slope = (up / temperatures.to(up.dtype))[self.rows]
         return slope * ((self.token_ids == targets[self.rows]).to(slope.dtype) - probs)
 
     def add(self, values: Tensor, grad_logits: Tensor, *, first: int, sharded: bool) -> None:
-        """Add [k] values to their places among the gradients [C, V] of this rank's logits."""
+        """Add ``values`` [k] to the gradients [C, V] of this rank's logits at the kept tokens."""
         rows, places = self.rows, self.token_ids - first
         if sharded:
             here = (places >= 0) & (places < grad_logits.shape[1])
             rows, places, values = rows[here], places[here], values[here]
-        grad_logits[rows, places] += values.to(grad_logits.dtype)  # tokens are distinct, so nothing is lost
+        grad_logits[rows, places] += values.to(grad_logits.dtype)  # correct because the tokens of a row are distinct
 
     def _scaled(self, logits: Tensor, temperatures: Tensor, first: int) -> Tensor:
-        """[k] z of each kept token; -inf where it is in another rank's part."""
+        """Return [k] z of each kept token; -inf for tokens in other ranks' shards."""
         high = torch.promote_types(logits.dtype, torch.float32)
         places = self.token_ids - first
         width = logits.shape[1]

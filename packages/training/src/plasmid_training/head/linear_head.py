@@ -1,6 +1,6 @@
-"""Products with a linear head in chunks of positions: logits into one buffer, gradients into running sums.
+"""Chunked products with a linear head, which reuse one buffer for logits and accumulate gradients.
 
-P positions, H hidden size, V vocabulary size (of this rank's part), C positions of a chunk.
+P positions, H hidden size, V vocabulary size (of this rank's shard), C positions of a chunk.
 """
 
 from __future__ import annotations
@@ -11,13 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..estimates.activations import auto_chunk
 from .vocab_shard import VocabShard
-
-GPU_BYTES = 1280 * 2**20
-CPU_BYTES = 128 * 2**20
-"""Most that the logits of a chunk take with ``auto``, beside fp32 sums of the weight's gradient; more is no faster."""
-TILE = 128
-"""Chunks of ``auto`` are multiples of this, as matrix products like them."""
 
 ChunkSize = Literal["auto"] | int
 
@@ -32,23 +27,20 @@ class LinearHead:
     _buffer: Tensor | None = field(default=None, init=False)
 
     def chunks(self, size: ChunkSize) -> list[slice]:
-        """At least one chunk, also of no positions: gradients of the head must exist on every rank."""
+        """Split the positions; at least one chunk, even if empty: gradients of the head must exist on every rank."""
         length = len(self.hidden)
         step = self._auto() if size == "auto" else size
         return [slice(start, min(start + step, length)) for start in range(0, max(length, 1), step)]
 
     def _auto(self) -> int:
         length, row = len(self.hidden), max(1, len(self.weight)) * self.weight.element_size()
-        most = max(1, (GPU_BYTES if self.weight.is_cuda else CPU_BYTES) // row)
-        most = max(1, most // TILE) * TILE
-        num_chunks = max(1, -(-length // most))
-        return max(1, -(-length // (num_chunks * TILE))) * TILE  # about equal chunks
+        return auto_chunk(length, row, on_gpu=self.weight.is_cuda)
 
     def logits(self, chunk: slice) -> Tensor:
-        """[C, V]; valid until the next call, and free to be overwritten."""
+        """Compute the logits [C, V] in a shared buffer; valid until the next call, and may be overwritten."""
         hidden = self.hidden[chunk]
         if self._buffer is None or len(self._buffer) < len(hidden):
-            self._buffer = None  # free it before its successor exists
+            self._buffer = None  # free it before allocating the new one
             self._buffer = hidden.new_empty(len(hidden), len(self.weight))
         out = self._buffer[: len(hidden)]
         if self.bias is None:
@@ -56,13 +48,13 @@ class LinearHead:
         return torch.addmm(self.bias, hidden, self.weight.T, out=out)
 
     def release(self) -> None:
-        """Give the memory of the logits back."""
+        """Free the buffer of the logits."""
         self._buffer = None
 
 
 @dataclass(slots=True, eq=False)
 class HeadGradients:
-    """Sums over chunks: of the weight and bias in fp32 or better, because bf16 would lose the later chunks."""
+    """Gradients summed over chunks; those of weight and bias in at least fp32, because bf16 would round chunks away."""
 
     head: LinearHead
     needs: tuple[bool, bool, bool]
@@ -72,25 +64,25 @@ class HeadGradients:
     bias: Tensor | None = field(default=None, init=False)
 
     def add(self, chunk: slice, grad_logits: Tensor) -> None:
-        """Take the gradient [C, V] of one chunk's logits."""
+        """Accumulate the gradient [C, V] of one chunk's logits."""
         head, (needs_hidden, needs_weight, needs_bias) = self.head, self.needs
         if needs_hidden:
             if self.hidden is None:
                 self.hidden = torch.empty_like(head.hidden)
             torch.mm(grad_logits, head.weight, out=self.hidden[chunk])
         if needs_weight:
-            self.weight = _plus_product(self.weight, grad_logits.T, head.hidden[chunk])
+            self.weight = _add_product(self.weight, grad_logits.T, head.hidden[chunk])
         if needs_bias and head.bias is not None:
-            total = grad_logits.sum(0, dtype=_high(grad_logits))
+            total = grad_logits.sum(0, dtype=_at_least_fp32(grad_logits))
             self.bias = total if self.bias is None else self.bias.add_(total)
 
     def sum_hidden(self, shard: VocabShard | None) -> None:
-        """Add what the other parts of the vocabulary send back to the hidden states."""
+        """Sum the gradient of the hidden states over the shards of the vocabulary."""
         if shard is not None and self.hidden is not None:
             shard.sum(self.hidden)
 
     def finish(self, factor: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients in the dtypes of hidden, weight and bias, times a scalar."""
+        """Return the gradients in the dtypes of hidden, weight and bias, multiplied by a scalar."""
         head = self.head
         likes = (head.hidden, head.weight, head.bias)
         sums = (self.hidden, self.weight, self.bias)
@@ -98,15 +90,15 @@ class HeadGradients:
         return hidden, weight, bias
 
 
-def _high(tensor: Tensor) -> torch.dtype:
+def _at_least_fp32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Total + left @ right in fp32 or better; no total is 0."""
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Return total + left @ right in at least fp32, in place; a total of None is 0."""
     beta = 0 if total is None else 1
     if total is None:
-        total = left.new_empty(left.shape[0], right.shape[1], dtype=_high(left))
+        total = left.new_empty(left.shape[0], right.shape[1], dtype=_at_least_fp32(left))
     if total.dtype == left.dtype:
         return total.addmm_(left, right, beta=beta)
     if left.is_cuda and torch.version.hip is None:

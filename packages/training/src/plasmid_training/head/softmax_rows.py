@@ -1,6 +1,6 @@
-"""What log-probabilities and their gradient need of each row of logits, and which kernels compute it.
+"""Softmax statistics and gradients of rows of logits, with eager kernels and the choice of kernels.
 
-C positions of one chunk, V tokens of (one rank's part of) the vocabulary. All results are fp32 (fp64 for fp64 logits).
+C positions of one chunk, V tokens of (one rank's shard of) the vocabulary. All results are fp32 (fp64 for fp64 logits).
 """
 
 from __future__ import annotations
@@ -15,49 +15,43 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 2**24
-"""Logits that exist in fp32 at one time: 64 MiB a copy, and a gradient needs two."""
+"""Maximum number of logits converted to fp32 at once: 64 MiB per copy, and a gradient needs two."""
 
 
 class RowStats(NamedTuple):
-    """Of scaled logits z = logits / temperature."""
+    """Statistics of scaled logits z = logits / temperature."""
 
     tops: Tensor
     """[C] largest z."""
     sums: Tensor
-    """[C] of exp(z - top)."""
+    """[C] sum of exp(z - top)."""
     chosen: Tensor
-    """[C] z at the target; 0 where the target is in another rank's part of the vocabulary."""
+    """[C] z at the target; 0 if the target is in another rank's shard."""
     entropy: Tensor | None
-    """[C] of the softmax, in nats."""
+    """[C] entropy of the softmax, in nats."""
 
     def logprobs(self) -> Tensor:
-        """[C] of the targets."""
+        """Return [C] log-probabilities of the targets."""
         return (self.chosen - self.tops) - self.sums.log()
 
 
 class RowGradients(NamedTuple):
-    """What the gradient of a row of logits is made of; all [C]."""
+    """Inputs of the gradient of a row of logits; [C] each."""
 
     tops: Tensor
-    """Of the whole vocabulary, as in `RowStats`; log p is (z - top) - log, which rounds less than z - (top + log)."""
+    """As in `RowStats`, over the whole vocabulary; log p is (z - top) - log, which rounds less than z - (top + log)."""
     logs: Tensor
-    """Of `RowStats.sums`."""
+    """Logarithms of `RowStats.sums`."""
     up_logprobs: Tensor
     """Upstream gradient of the log-probabilities."""
     entropy: Tensor | None = None
-    """Of the whole vocabulary; needed with ``up_entropy``."""
+    """Entropies over the whole vocabulary; required with ``up_entropy``."""
     up_entropy: Tensor | None = None
     """Upstream gradient of the entropies."""
 
-    def of(self, chunk: slice) -> RowGradients:
-        """Those of some rows."""
-        entropy = None if self.entropy is None else self.entropy[chunk]
-        up_entropy = None if self.up_entropy is None else self.up_entropy[chunk]
-        return RowGradients(self.tops[chunk], self.logs[chunk], self.up_logprobs[chunk], entropy, up_entropy)
-
 
 class StatsKernel(Protocol):
-    """Leaves the logits [C, V] as they are; ``first`` is the id of their first token."""
+    """Computes `RowStats` of the logits [C, V], without modifying them; ``first`` is the id of their first token."""
 
     def __call__(
         self, logits: Tensor, targets: Tensor, temperatures: Tensor, *, first: int, with_entropy: bool
@@ -77,14 +71,14 @@ class GradientKernel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxKernels:
-    """One way to compute both."""
+    """A pair of kernels."""
 
     stats: StatsKernel
     gradient: GradientKernel
 
 
 def kernels_for(weight: Tensor) -> SoftmaxKernels:
-    """Triton's on a GPU, where there is Triton; else plain PyTorch."""
+    """Return the Triton kernels on a GPU if Triton is installed, else the eager ones."""
     if weight.is_cuda and weight.dtype != torch.float64 and len(weight) and _has_triton():
         from .softmax_triton import TRITON
 
@@ -92,8 +86,8 @@ def kernels_for(weight: Tensor) -> SoftmaxKernels:
     return EAGER
 
 
-def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Logits in fp32 or better, divided by the temperature of their row."""
+def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Return the logits in at least fp32, divided by their row's temperature."""
     high = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(high) / temperatures[:, None].to(high)
 
@@ -104,10 +98,10 @@ def eager_stats(logits: Tensor, targets: Tensor, temperatures: Tensor, *, first:
     sums, chosen = torch.empty_like(tops), torch.zeros_like(tops)
     entropy = torch.empty_like(tops) if with_entropy else None
     for rows in _blocks(logits):
-        z = scaled(logits[rows], temperatures[rows])
+        z = scale_logits(logits[rows], temperatures[rows])
         here, place = _places(targets[rows], first, z.shape[1])
         chosen[rows][here] = z[here, place]
-        lowest = torch.finfo(high).min  # not -inf, where every logit is: -inf + inf would be NaN
+        lowest = torch.finfo(high).min  # not -inf, even if every logit is: -inf + inf would be NaN
         top = tops[rows] = z.amax(-1).clamp_(min=lowest) if z.shape[1] else z.new_full((len(z),), lowest)
         z.sub_(top[:, None])
         probs = z.exp()
@@ -121,14 +115,14 @@ def eager_gradient(
     logits: Tensor, targets: Tensor, temperatures: Tensor, upstream: RowGradients, *, first: int
 ) -> Tensor:
     for rows in _blocks(logits):
-        logprobs = scaled(logits[rows], temperatures[rows])
+        logprobs = scale_logits(logits[rows], temperatures[rows])
         logprobs.sub_(upstream.tops[rows, None]).sub_(upstream.logs[rows, None])
         over = temperatures[rows].to(logprobs.dtype)
         up = upstream.up_logprobs[rows] / over
         if upstream.entropy is not None and upstream.up_entropy is not None:
             probs = logprobs.exp()
             slope = (upstream.up_entropy[rows] / over)[:, None]
-            # in this order nothing overflows
+            # this order of operations cannot overflow
             grad = _finite(logprobs).add_(upstream.entropy[rows, None]).mul_(probs).mul_(-slope)
             grad.sub_(probs.mul_(up[:, None]))
         else:
@@ -143,12 +137,12 @@ EAGER = SoftmaxKernels(stats=eager_stats, gradient=eager_gradient)
 
 
 def _finite(logprobs: Tensor) -> Tensor:
-    """In place: where a logit is -inf, 0 * -inf would be NaN."""
+    """Clamp in place to finite values, because 0 * -inf would be NaN."""
     return logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
 
 
 def _places(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Rows whose target is among the tokens first..first+width-1, and where it is there."""
+    """Return the rows whose target is among the tokens first..first+width-1, and its column."""
     here = ((targets >= first) & (targets < first + width)).nonzero()[:, 0]
     return here, targets[here] - first
 

@@ -1,6 +1,6 @@
-"""The kernels of `softmax_rows` in Triton: each reads the logits of a chunk once, and writes at most as much.
+"""Triton kernels of `softmax_rows`; each reads the logits of a chunk once, and writes them at most once.
 
-Imported only where there is a GPU and Triton. Sums are fp32; NaN and infinite logits come out as they would of PyTorch.
+Imported only with a GPU and Triton. Sums are fp32; NaN and infinite logits give the same results as in PyTorch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from .softmax_rows import RowGradients, RowStats, SoftmaxKernels
 
 LOWEST = tl.constexpr(-3.4e38)
-"""About the lowest finite fp32: a running maximum that starts at -inf would give exp(-inf + inf)."""
+"""About the lowest finite fp32 value; a running maximum that starts at -inf would give exp(-inf + inf)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a kernel is cut: logits that one program holds at a time, its warps, and how many loads run ahead."""
+    """Launch parameters of a kernel: block size in logits, number of warps, number of pipeline stages of loads."""
 
     block: int
     num_warps: int
@@ -47,7 +47,7 @@ def _stats_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program for each row: maximum m, sum of exp(z - m) and sum of exp(z - m) (z - m), in one pass."""
+    """Compute maximum m, sum of exp(z - m) and sum of exp(z - m) (z - m) in one pass; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     inverse = 1.0 / tl.load(temperatures + row).to(tl.float32)
@@ -62,7 +62,7 @@ def _stats_kernel(
         z -= higher
         weights = tl.exp(z)
         if WITH_ENTROPY:
-            # 0 * -inf would be NaN, but a logit that is NaN must stay so
+            # 0 * -inf would be NaN, but NaN logits must propagate
             finite = tl.maximum(z, LOWEST, propagate_nan=tl.PropagateNan.ALL)
             weighted = (weighted + total * (top - higher)) * shrink + weights * finite
         total = total * shrink + weights
@@ -94,7 +94,7 @@ def _gradient_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program for each block of a row, in place."""
+    """Overwrite logits with their gradient; one program per block of a row."""
     program = tl.program_id(0)
     row = (program // num_blocks).to(tl.int64)
     places = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""A loss of log-probabilities and its gradient at once, chunk by chunk: three matrix products instead of four.
+"""Fused loss and gradient of log-probabilities, chunk by chunk: three matrix products instead of four.
 
 P positions, H hidden size, V vocabulary size, C positions of a chunk.
 """
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .head_options import HeadOptions, HeadSettings, Targets, Upstream
+from .head_options import HeadOptions, HeadSettings, Targets, UpstreamGradients
 from .kept_tokens import KeptTokens
 from .linear_head import HeadGradients, LinearHead
 from .logprobs import TokenScores
 
-ChunkLoss = Callable[[TokenScores, slice], Tensor]
-"""Loss of a chunk, a scalar, from its scores [C] and its place among the P positions. It must add up over chunks: what
-a position loses may depend on its own scores and on constants only. Gradients reach the scores and nothing else."""
+ChunkLoss = Callable[[TokenScores, slice | Tensor], Tensor]
+"""Scalar loss of a chunk from its scores [C] and its slice or indices of the P positions. It must be additive over
+chunks: the loss of a position may depend only on its own scores and on constants. Only the scores receive gradients."""
 
 
 class LossAndScores(NamedTuple):
-    """Of all positions."""
+    """Loss and scores of all positions."""
 
     loss: Tensor
-    """Scalar, sum over chunks; differentiable once."""
+    """Scalar sum over chunks; differentiable once."""
     scores: TokenScores
     """[P] without gradient."""
 
@@ -42,12 +42,12 @@ def linear_token_loss(
     kept: KeptTokens | None = None,
     **settings: Unpack[HeadSettings],
 ) -> LossAndScores:
-    """The sum of ``loss`` over chunks of `token_logprobs`, with gradients for hidden, weight and bias.
+    """Sum ``loss`` over chunks of `token_logprobs`, with gradients for hidden, weight and bias.
 
-    The gradient of a chunk's logits is known as soon as its log-probabilities are, so the logits are computed once and
-    the gradients are ready before the backward pass, which only scales them. For losses of single tokens: policy
-    gradients with given old log-probabilities, supervised fine-tuning, a KL or an entropy bonus in the loss. The
-    arguments are those of `token_logprobs`; with a ``shard`` the loss must be the same on all ranks of its group.
+    The gradient of a chunk's logits is computed right after its log-probabilities, so the logits are computed once, and
+    the backward pass only scales the finished gradients. Suitable for per-token losses: policy gradients with given old
+    log-probabilities, supervised fine-tuning, a KL or an entropy bonus in the loss. The arguments are those of
+    `token_logprobs`; with a ``shard`` the loss must be the same on all ranks of its group.
     """
     options = HeadOptions.of(weight, **settings)
     aims = Targets(ids=targets, temperatures=temperatures, kept=kept)
@@ -98,11 +98,11 @@ class _LinearTokenLoss(torch.autograd.Function):
 
 class _LossGradient(NamedTuple):
     value: Tensor
-    up: Upstream
+    up: UpstreamGradients
 
 
 def _loss_gradient(loss: ChunkLoss, scores: TokenScores, chunk: slice, entropy_grad: bool) -> _LossGradient:
-    """The loss of a chunk, and its gradient for each log-probability and, if wanted, each entropy."""
+    """Return the loss of a chunk and its gradients for log-probabilities and, with ``entropy_grad``, entropies."""
     with torch.enable_grad():
         logprobs = scores.logprobs.detach().requires_grad_()
         entropy = None if scores.entropy is None else scores.entropy.detach().requires_grad_(entropy_grad)
@@ -111,7 +111,7 @@ def _loss_gradient(loss: ChunkLoss, scores: TokenScores, chunk: slice, entropy_g
             raise ValueError(f"the loss of a chunk must be a scalar, got shape {tuple(value.shape)}")
         wanted = [logprobs] if entropy is None or not entropy_grad else [logprobs, entropy]
         if not value.requires_grad:
-            return _LossGradient(value, Upstream(torch.zeros_like(logprobs), None))
+            return _LossGradient(value, UpstreamGradients(torch.zeros_like(logprobs), None))
         grads = torch.autograd.grad(value, wanted, allow_unused=True)
     up_logprobs = torch.zeros_like(logprobs) if grads[0] is None else grads[0]
-    return _LossGradient(value.detach(), Upstream(up_logprobs, grads[1] if len(grads) > 1 else None))
+    return _LossGradient(value.detach(), UpstreamGradients(up_logprobs, grads[1] if len(grads) > 1 else None))

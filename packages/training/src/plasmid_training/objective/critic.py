@@ -1,4 +1,4 @@
-"""What every trainer does around its critic's forward pass. T tokens are this rank's, P a microbatch's loss tokens."""
+"""Critic targets, loss and metrics for all trainers. T tokens of this rank, P loss tokens of a microbatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..algorithm_calls import call_returns, call_value_loss
 from ..batches.collate import Microbatch
 from ..batches.rank_batch import RankBatch
 from .metrics import AllReduce
-from .objective import MicrobatchLoss, RoleScores, advantage_inputs, on_all_tokens
+from .objective import MicrobatchLoss, RoleScores, advantage_inputs, scatter_to_tokens
 
 
 def compute_returns(
@@ -24,9 +24,9 @@ def compute_returns(
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """[T] what the values of this rank's tokens are trained to be, 0 where the loss does not look. Once per batch."""
+    """Compute [T] the targets of the values of this rank's tokens, 0 outside of the loss mask. Called once a batch."""
     inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
-    return on_all_tokens(call_returns(algorithm, inputs), rows)
+    return scatter_to_tokens(call_returns(algorithm, inputs), rows)
 
 
 def value_microbatch_loss(
@@ -38,9 +38,9 @@ def value_microbatch_loss(
     returns: Tensor,
     weights: Tensor,
 ) -> MicrobatchLoss:
-    """The critic's token losses, summed with the weight [P] of each token, as `microbatch_loss` does for the policy.
+    """Sum the critic's token losses with the weight [P] of each token, as `microbatch_loss` does for the policy.
 
-    ``values`` [P] are the critic's now, ``old_values`` and ``returns`` [T] those of all tokens of the rank.
+    ``values`` [P] are the critic's current values; ``old_values`` and ``returns`` [T] are for all tokens of the rank.
     """
     token = microbatch.token_index
     inputs = ValueInputs(values=values, old_values=old_values[token], returns=returns[token])
@@ -51,10 +51,10 @@ def value_microbatch_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, all_reduce: AllReduce) -> float | None:
-    """1 - Var(returns - values) / Var(returns) over the loss tokens of all ranks; None if the returns do not vary.
+    """Return 1 - Var(returns - values) / Var(returns) over the loss tokens of all ranks; None if Var(returns) is 0.
 
-    1 for a critic that knows the returns, 0 for one that knows their mean. Two passes in float64, because
-    E[x^2] - E[x]^2 loses everything where the mean is large.
+    1 for a critic that predicts the returns exactly, 0 for one that predicts their mean. Uses two passes in float64,
+    because E[x^2] - E[x]^2 cancels if the mean is large.
     """
     pair = torch.stack([returns.double(), (returns - values).double()])
     count = all_reduce(pair.new_tensor(float(pair.shape[1])))

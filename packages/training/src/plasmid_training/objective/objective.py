@@ -1,54 +1,89 @@
-"""What every trainer does around its own forward pass: gather the algorithm's inputs, weigh and sum its loss.
+"""Advantages and losses of a rank: builds the inputs of the algorithm, calls it, and sums its weighted token losses.
 
-n samples and T tokens are this rank's (`RankBatch.fetch`), N samples the whole batch's, P a microbatch's loss tokens.
-Per-token scores of a role are one tensor [T], aligned to the rank's rows; `Microbatch.token_index` reads and writes it.
+Shapes: this rank has n samples and T tokens (`RankBatch.fetch`), the whole batch has N samples, a microbatch has P loss
+tokens. The per-token scores of a role are one tensor [T], aligned with the rank's rows and indexed by
+`Microbatch.token_index`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from plasmid.components import Algorithm
+from plasmid.components import Algorithm, Reduction
 from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
 from plasmid.types import Role
-from plasmid.types.batch import Rows
+from plasmid.types.batch import BatchTable, Rows
 from torch import Tensor
 
 from ..algorithm_calls import call_advantages, call_loss
 from ..batches.collate import Microbatch
 from ..batches.rank_batch import RankBatch
 from ..head.kept_tokens import KeptTokens
-from .metrics import AllReduce
-from .mismatch import log_ratio_counts, mismatch_values
-from .reduction import sample_weights
+from ..head.logprobs import TokenScores
+from ..head.token_loss import ChunkLoss
+from .metrics import AllReduce, log_ratio_counts, mismatch_values
+
+
+def sample_weights(
+    table: BatchTable, step_samples: Sequence[int], reduction: Reduction, *, constant_length: int | None
+) -> NDArray[np.float64]:
+    """Return [N] the weight of each sample's loss tokens; 0 for samples outside of the step.
+
+    The loss of the step is the sum of weight times token loss over its loss tokens. Weights are computed from the table
+    of the whole step, so splitting it over microbatches or ranks does not change the gradient. Rollouts and groups
+    without loss tokens still count. ``constant`` is Dr. GRPO's (Liu et al. 2025, arXiv 2503.20783).
+    """
+    if (reduction == "constant") != (constant_length is not None):
+        raise ValueError(f"constant_length requires reduction = 'constant', got {constant_length} with {reduction!r}")
+    samples = np.asarray(step_samples, np.int64)
+    weights = np.zeros(table.num_samples, np.float64)
+    tokens = table.loss_tokens[samples].astype(np.float64)
+    if reduction == "per-rollout":
+        weights[samples] = _mean_of_means(table.rollout_index[samples], tokens)
+    elif reduction == "per-prompt":
+        weights[samples] = _mean_of_means(table.group_index[samples], tokens)
+    elif reduction == "per-token":
+        weights[samples] = 1.0 / max(tokens.sum(), 1.0)
+    elif constant_length is not None:
+        weights[samples] = 1.0 / (constant_length * max(len(np.unique(table.rollout_index[samples])), 1))
+    return weights
+
+
+def _mean_of_means(unit: NDArray[np.int64], tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return weights that average over the tokens of each unit (rollout or group), then over units."""
+    units, index = np.unique(unit, return_inverse=True)
+    unit_tokens = np.bincount(index, weights=tokens, minlength=len(units))
+    return np.asarray(1.0 / (np.maximum(unit_tokens, 1.0)[index] * len(units)), np.float64)
+
 
 RoleScores = Mapping[Role, Tensor]
-"""[T] each: log-probabilities of the loss tokens (the critic's: values), anything elsewhere."""
+"""[T] each: log-probabilities (for the critic: values) of the loss tokens; other tokens are undefined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicrobatchLoss:
-    """One microbatch's part of the step's loss, and what `StepMetrics.add` takes."""
+    """One microbatch's part of the step's loss, and the inputs of `StepMetrics.add`."""
 
     loss: Tensor
-    """Scalar; sum it over microbatches and ranks."""
+    """Scalar, to be summed over microbatches and ranks."""
     values: Mapping[str, Tensor]
-    """[P] each."""
+    """[P] each: metrics that are averaged over tokens."""
     maxima: Mapping[str, Tensor]
-    """[P] each."""
+    """[P] each: metrics of which the maximum is reported."""
     num_tokens: int
     mismatch: Tensor | None = None
-    """`log_ratio_counts` of the difference between trainer and rollout engine, if there is an engine."""
+    """`log_ratio_counts` of trainer and rollout engine, if there is an engine."""
 
 
 def advantage_inputs(
     batch: RankBatch, rows: Rows, scores: RoleScores, *, all_reduce: AllReduce, device: torch.device | str = "cpu"
 ) -> AdvantageInputs:
-    """What the algorithm is handed of this rank's loss tokens, once per batch."""
+    """Build the inputs from which the algorithm computes the advantages of this rank's loss tokens, once per batch."""
     places = np.flatnonzero(rows.loss_mask)
     token = torch.from_numpy(places).to(device)
 
@@ -73,7 +108,28 @@ def advantage_inputs(
         all_reduce=all_reduce,
         read_metadata=lambda: batch.metadata,
         read_kept=read_kept,
+        **_turns(rows, places, owner, batch.table, device),
     )
+
+
+def _turns(
+    rows: Rows, places: NDArray[np.int64], owner: NDArray[np.int64], table: BatchTable, device: torch.device | str
+) -> dict[str, Tensor]:
+    """Return ``token_rewards`` and ``turn_index`` of `AdvantageInputs`, if there are any."""
+    if table.turn_rewards is None:
+        return {}
+    earned = np.full(len(places), np.nan, np.float32) if rows.token_rewards is None else rows.token_rewards[places]
+    is_end = ~np.isnan(earned)
+    ended = np.cumsum(is_end) - is_end  # turns that ended before each token, on this rank
+    is_first = np.ones(len(owner), np.bool_)
+    is_first[1:] = owner[1:] != owner[:-1]
+    first = np.maximum.accumulate(np.where(is_first, np.arange(len(owner)), 0))
+    last = np.maximum((~np.isnan(table.turn_rewards)).sum(1) - 1, 0)
+    index = np.minimum(ended - ended[first], last[owner])  # tokens after the last reward belong to the last turn
+    return {
+        "token_rewards": torch.from_numpy(np.nan_to_num(earned)).to(device),
+        "turn_index": torch.from_numpy(index.astype(np.int64)).to(device),
+    }
 
 
 def compute_advantages(
@@ -85,13 +141,13 @@ def compute_advantages(
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """[T] the algorithm's advantages of this rank's tokens, 0 where the loss does not look. Once per batch."""
+    """Return [T] the advantages of this rank's tokens, 0 outside of the loss mask. Called once per batch."""
     inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
-    return on_all_tokens(call_advantages(algorithm, inputs), rows)
+    return scatter_to_tokens(call_advantages(algorithm, inputs), rows)
 
 
-def on_all_tokens(values: Tensor, rows: Rows) -> Tensor:
-    """[T] ``values`` of the loss tokens among all of the rank's tokens, 0 elsewhere; detached."""
+def scatter_to_tokens(values: Tensor, rows: Rows) -> Tensor:
+    """Scatter ``values`` of the loss tokens to [T], 0 elsewhere; detached."""
     token = torch.from_numpy(np.flatnonzero(rows.loss_mask)).to(values.device)
     whole = values.new_zeros(len(rows.token_ids))
     whole[token] = values.detach()
@@ -99,7 +155,7 @@ def on_all_tokens(values: Tensor, rows: Rows) -> Tensor:
 
 
 def step_weights(algorithm: Algorithm, batch: RankBatch, step: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """[N] float64 `sample_weights` of one optimizer step of the batch."""
+    """Return [N] float64 `sample_weights` of one optimizer step of the batch."""
     weights = sample_weights(
         batch.table, batch.steps[step].samples, algorithm.reduction, constant_length=algorithm.constant_length
     )
@@ -115,7 +171,7 @@ def loss_inputs(
     scores: RoleScores,
     advantages: Tensor,
 ) -> LossInputs:
-    """What the algorithm is handed of a microbatch collated with ``only_masked``; ``advantages`` [T] are the rank's."""
+    """Build the loss inputs of a microbatch collated with ``only_masked``; ``advantages`` [T] are those of the rank."""
     token = microbatch.token_index
     picked = {role: values[token] for role, values in scores.items()}
     return LossInputs(
@@ -137,11 +193,27 @@ def loss_inputs(
     )
 
 
-def microbatch_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -> MicrobatchLoss:
-    """The algorithm's token losses, summed with the weight [P] of each token (`step_weights` at its ``table_index``).
+def select_tokens(inputs: LossInputs, tokens: slice | Tensor, now: TokenScores) -> LossInputs:
+    """Return the loss inputs of a slice of tokens, without kept sets, for algorithms with `Algorithm.is_tokenwise`."""
+    parts: dict[str, Any] = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    parts = {name: part[tokens] if isinstance(part, Tensor) else part for name, part in parts.items()}
+    return LossInputs(**{**parts, "logprobs": now.logprobs, "entropy": now.entropy, "kept": None})
 
-    Besides the algorithm's own metrics there are ``logprob_diff`` and ``mismatch_...``: how far trainer and rollout
-    engine are apart before the first step (without old log-probabilities: now). Nothing of that without an engine.
+
+def fused_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -> ChunkLoss:
+    """Return a function that computes the loss of a chunk of tokens; ``inputs`` need no current scores."""
+
+    def loss(now: TokenScores, tokens: slice | Tensor) -> Tensor:
+        return (call_loss(algorithm, select_tokens(inputs, tokens, now)).loss.double() * weights[tokens]).sum()
+
+    return loss
+
+
+def microbatch_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -> MicrobatchLoss:
+    """Sum the algorithm's token losses with the weight [P] of each token (`step_weights` at its ``table_index``).
+
+    If the algorithm needs an engine, adds the metrics ``logprob_diff`` and ``mismatch_...``. They compare the rollout
+    engine's log-probabilities with the trainer's old ones, or with its current ones if there are no old ones.
     """
     result = call_loss(algorithm, inputs)
     loss, num_tokens = (result.loss.double() * weights).sum(), inputs.logprobs.numel()

@@ -1,11 +1,12 @@
-"""What a trainer's package implements for one rank: process groups, models, optimizers, and their state on disk.
+"""Protocols that a trainer's package implements per rank: process groups, models, optimizers, and state on disk.
 
-Everything else of a rank is in this folder, once for all trainers. All ranks call every method together.
+The rest of this folder is shared by all trainers. All ranks call every method together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,122 +17,129 @@ from torch import Tensor
 
 from ..batches.collate import Microbatch
 from ..learning_settings import LearningSettings
-from ..offload import Offloaded
+from ..offload import OffloadedMemory
 from .peers import PeerRanks
 
 Consume = Callable[[Microbatch, Any], Tensor]
-"""Takes a microbatch, on its device, and the model's output for it; returns the microbatch's part of the loss."""
+"""Maps a microbatch on its device and the model's output for it to the microbatch's part of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     norm: float
-    """Of the whole gradient, before it was clipped."""
+    """Global gradient norm before clipping."""
     taken: bool
-    """False if the gradient was not finite."""
+    """False if the step was skipped, because the gradient was not finite."""
 
 
 class RankOptimizer(Protocol):
     """The optimizer of one model."""
 
     def step(self, lr: float) -> Update:
-        """Clip and take one step along the gradients, which are gone afterwards."""
-        ...
+        """Clip the gradients, take one step and clear them."""
+
+
+class Adapter(Protocol):
+    """A low-rank adapter that is trained instead of the weights of a policy, its base."""
+
+    def disable(self) -> AbstractContextManager[None]:
+        """Context in which outputs and `RankModel.weights` are those of the base. All ranks enter it together."""
+
+    def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield both whole matrices of every adapted layer: ``<layer>.lora_A`` [r, in], ``<layer>.lora_B`` [out, r]."""
+
+    def config(self, base: str) -> dict[str, Any]:
+        """Return the ``adapter_config.json`` of the `peft` package; ``base`` is the folder of the base model."""
 
 
 class RankModel(Protocol):
-    """This rank's part of one model. The output of a policy is `TokenScores`, that of a critic is values [P]."""
+    """This rank's part of one model. A policy outputs `TokenScores`, a critic the values [P] of the P scored tokens."""
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Adapter that is trained instead of the weights; None if the weights are trained."""
 
     @property
     def learning(self) -> LearningSettings:
-        """How fast it learns, if it is trained."""
-        ...
+        """Learning settings, for trained models."""
 
     def make_optimizer(self) -> RankOptimizer:
-        """Prepare the model for training. Called once, after models that share its weights were loaded."""
-        ...
+        """Create the optimizer. Called once, after models that share the weights are loaded."""
 
-    def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: bool) -> None:
-        """Forward over microbatches, which are on the CPU; ``options`` go to the model's forward.
+    @property
+    def fuses_loss(self) -> bool:
+        """True if `run` supports the option ``token_loss``, a function from a microbatch to its `ChunkLoss`.
 
-        ``consume`` is called for each, on the ranks that have the output. With ``train`` what it returns is
-        differentiated, and gradients are summed over ranks.
+        The output is then `LossAndScores` instead of `TokenScores`.
         """
-        ...
+
+    def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: Any) -> None:
+        """Run the model on microbatches, which are on the CPU; ``options`` are passed to the model's forward.
+
+        Calls ``consume`` for each microbatch on the ranks that have the output. With ``train``, runs the backward pass
+        on its result and sums gradients over ranks.
+        """
 
     def shards(self) -> Sequence[Tensor]:
-        """The live weights of this rank, sharing their memory, in the same order every time."""
-        ...
+        """Return this rank's shards of the live weights, sharing their memory, always in the same order."""
 
     def load(self, source: Source) -> None:
-        """Fill the live weights from another folder of the same architecture. Raises `ModelError`."""
-        ...
+        """Load the live weights from another folder of the same architecture. Raises `ModelError`."""
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole, by its name in the model's folder, in ``dtype`` unless engines have it in another."""
-        ...
+        """Yield all unsharded weights by their names in the model folder, in ``dtype`` unless their dtype is fixed.
+
+        An adapter is merged into them.
+        """
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes of every tensor of `weights`, in its order."""
-        ...
+        """Return the bytes of every tensor of `weights`, in the same order."""
 
-    def untrained(self, source: Source) -> Iterable[tuple[str, Tensor]]:
-        """Further tensors of the model's folder, read as they are asked for, that an exported one has as they are."""
-        ...
+    def untrained_weights(self, source: Source) -> Iterable[tuple[str, Tensor]]:
+        """Return the folder's remaining tensors, read lazily, which an export copies unchanged."""
 
-    def offload(self, memory: Offloaded) -> None:
-        """Move out everything of the model and its optimizer that lies on the GPU."""
-        ...
+    def offload(self, memory: OffloadedMemory) -> None:
+        """Move all GPU memory of the model and its optimizer to host memory."""
 
 
-class Writing(Protocol):
-    """A checkpoint on its way to the disk."""
+class PendingSave(Protocol):
+    """A checkpoint that is being written."""
 
-    async def written(self) -> bytes:
-        """Wait for this rank's files; what they hold, for `conclude`. Raises `CheckpointError`."""
-        ...
+    async def finish_shards(self) -> bytes:
+        """Wait for this rank's files; return their index for `commit`. Raises `CheckpointError`."""
 
-    def conclude(self, written: Sequence[bytes]) -> None:
-        """Make a checkpoint of all ranks' files; the first rank does it. Raises `CheckpointError`."""
-        ...
+    def commit(self, written: Sequence[bytes]) -> None:
+        """Finish the checkpoint from all ranks' files; called on the first rank. Raises `CheckpointError`."""
 
 
 class RankBackend(Protocol):
     """One rank of one kind of trainer."""
 
     def open(self) -> PeerRanks:
-        """Make the process groups; torch's default group exists. Raises `ModelError`."""
-        ...
+        """Create the process groups; torch's default group already exists. Raises `ModelError`."""
 
     def build_policy(self, source: Source) -> RankModel:
         """Load the policy. Raises `ModelError`."""
-        ...
 
     def build_critic(self, source: Source) -> RankModel:
         """Load the critic. Raises `ModelError`."""
-        ...
 
     def build_frozen(self, source: Source) -> RankModel:
         """Load a language model that is scored and never trained. Raises `ModelError`."""
-        ...
 
     def step_metrics(self) -> dict[str, float]:
-        """Metrics of its own that every optimizer step of the policy reports."""
-        ...
+        """Return the backend's own metrics for every optimizer step of the policy."""
 
-    def save(self, path: Path, steps: Mapping[str, int]) -> Writing | None:
-        """Write weights, optimizers and generators of the trained models, and their optimizer steps, by role.
+    def save(self, path: Path, steps: Mapping[str, int]) -> PendingSave | None:
+        """Write weights, optimizers, random generators and optimizer steps (by role) of the trained models.
 
-        Returns what is still being written. Raises `CheckpointError`.
+        Returns a handle if files are still being written, else None. Raises `CheckpointError`.
         """
-        ...
 
     def load(self, path: Path) -> Mapping[str, int]:
-        """Read what `save` wrote, on any number of ranks; returns the steps. Raises `CheckpointError`."""
-        ...
+        """Load what `save` wrote on any number of ranks; return the steps. Raises `CheckpointError`."""
 
     def close(self) -> None:
-        """Give up the models, and leave the process groups that `open` made; torch's default group still exists."""
-        ...
+        """Release the models and destroy the process groups of `open`; torch's default group still exists."""

@@ -1,4 +1,4 @@
-"""Loads every model that a rank trains or scores."""
+"""Loading of all models that a rank trains or scores."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from pathlib import Path
 
 from plasmid.components import ActorCritic
 from plasmid.config.run import RunConfig
+from plasmid.errors import ModelError
 from plasmid.types import Role
 from plasmid_models.source import source
 
 from .backend import RankBackend
-from .frozen import load_frozen
+from .frozen import FrozenModel, HostWeights, load_frozen
 from .learner import Critic, Learner, TrainedModel
 from .peers import PeerRanks
 
 
 def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> Learner:
-    """Load policy, critic and what the algorithm needs besides; the groups of ranks exist. Raises `ModelError`."""
+    """Load all models that the algorithm needs; the process groups must exist. Raises `ModelError`."""
     run, algorithm, needs = config.run, config.algorithm, config.algorithm.needs()
     warmup = algorithm.critic_warmup if isinstance(algorithm, ActorCritic) else 0
     policy = backend.build_policy(source(config, "model"))
@@ -29,15 +30,29 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
     trained = TrainedModel(policy, algorithm=algorithm, peers=peers, total_steps=steps)
     critic = None
     if isinstance(algorithm, ActorCritic):
-        values, steps = backend.build_critic(source(config, "critic")), run.batches * run.steps_per_batch
-        of_critic = TrainedModel(values, algorithm=algorithm, peers=peers, total_steps=steps)
-        critic = Critic(trained=of_critic, algorithm=algorithm, peers=peers)
+        model, steps = backend.build_critic(source(config, "critic")), run.batches * run.steps_per_batch
+        trained_critic = TrainedModel(model, algorithm=algorithm, peers=peers, total_steps=steps)
+        critic = Critic(trained=trained_critic, algorithm=algorithm, peers=peers)
     return Learner(
         policy=trained,
         critic=critic,
         critic_warmup=warmup,
         frozen=frozen,
+        reference=_moving_reference(config, frozen.get(Role.REFERENCE)),
+        reference_every=config.reference.update_every,
         algorithm=algorithm,
         peers=peers,
         step_metrics=backend.step_metrics,
     )
+
+
+def _moving_reference(config: RunConfig, reference: FrozenModel | None) -> HostWeights | None:
+    """Return the reference if the policy is to replace it. Raises `ModelError` if it cannot."""
+    if not config.reference.update_every:
+        return None
+    if not isinstance(reference, HostWeights):
+        raise ModelError(
+            f"reference.update_every: {config.reference.path} has another architecture than the policy, which cannot "
+            "replace it; remove update_every, or reference.path"
+        )
+    return reference

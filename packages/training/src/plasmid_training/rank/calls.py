@@ -1,4 +1,7 @@
-"""The remote surface of a trainer's ranks, and what a rank is started with. Imports no torch: the driver reads it."""
+"""Remote interface of a trainer's ranks, and their start-up arguments. Imports no torch, because the driver uses it.
+
+Therefore `Rank` is a protocol with one implementation, `process.RankProcess`, whose module imports torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """Everything that a rank is started with. Picklable."""
+    """Start-up arguments of a rank. Picklable."""
 
     config: Mapping[str, Any]
     """``RunConfig.model_dump(mode="json")``; components are resolved in the rank's own process."""
@@ -29,87 +32,75 @@ class RankSetup:
     device: str
     """``cpu`` or ``cuda``; a process sees one GPU."""
     threads: int
+    run_dir: Path
+    """Folder of the run, for the output of ``run.profile`` and ``run.token_values_every``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """Which part of every batch a rank works on, known once it has met the others."""
+    """Position of a rank among the data-parallel ranks, known after `Rank.join`."""
 
     part: int
-    """Ranks that share a model replica share a part."""
+    """Index of the rank's part of every batch; the ranks of a model replica have the same part."""
     reports: bool
-    """True for the one rank of every part whose metrics and log-probabilities count."""
+    """True for the one rank of every part whose metrics and log-probabilities the driver uses."""
 
 
 class Rank(Protocol):
-    """What the trainer's handle calls on each rank, on all of them together; `RankProcess` implements it.
+    """Methods that the driver calls on all ranks together; `RankProcess` implements them.
 
-    Methods that are not coroutines run one after another in one thread.
+    Methods that are not coroutines run sequentially in one thread.
     """
 
     def listen(self) -> str:
-        """Open the store by which all ranks meet, and return its URL; rank 0 alone is asked."""
-        ...
+        """Open the rendezvous store of all ranks and return its URL; called on rank 0 only."""
 
     def join(self, url: str) -> RankPosition:
-        """Meet the other ranks and load the models. Raises `ModelError`."""
-        ...
+        """Connect to the other ranks and load the models. Raises `ModelError`."""
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
-        """Compute and keep the scores of this rank's samples."""
-        ...
+        """Compute and cache the scores of this rank's samples."""
 
     def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
-        """Train on a batch with the scores that were kept, if any, then forget it; metrics of every optimizer step."""
-        ...
+        """Train on a batch with its cached scores, if any; return the metrics of every optimizer step."""
 
     def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """[L] log-probabilities of each of this rank's samples."""
-        ...
+        """Return [L] log-probabilities of each of this rank's samples."""
 
     def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Send every weight of the policy; raises whatever the wire does."""
-        ...
+        """Send all weights of the policy. Raises the errors of the plan's `Wire`."""
 
     def save(self, path: Path) -> bool:
-        """Write this rank's shards, or begin to: True if `written` waits for them. Raises `CheckpointError`."""
-        ...
+        """Start writing this rank's shards; return True if `finish_shards` must be called. Raises `CheckpointError`."""
 
-    async def written(self) -> bytes:
+    async def finish_shards(self) -> bytes:
         """Wait for the shards of a save; this rank may train meanwhile. Raises `CheckpointError`."""
-        ...
 
-    async def conclude(self, written: Sequence[bytes]) -> None:
-        """Make a checkpoint of what all ranks have written; the first rank does it. Raises `CheckpointError`."""
-        ...
+    async def commit_save(self, written: Sequence[bytes]) -> None:
+        """Finish the checkpoint that all ranks have written; called on the first rank. Raises `CheckpointError`."""
 
     def load(self, path: Path) -> int:
-        """Read this rank's shards; returns the policy's optimizer step. Raises `CheckpointError`."""
-        ...
+        """Load this rank's shards; return the policy's optimizer step. Raises `CheckpointError`."""
 
     def export(self, path: Path) -> None:
-        """Gather all weights; rank 0 writes them as Hugging Face folders. Raises `CheckpointError`."""
-        ...
+        """Gather all weights and write them as Hugging Face folders on rank 0. Raises `CheckpointError`."""
 
     def offload(self) -> None:
-        """Move weights and optimizers to host memory; nothing to do where they are there."""
-        ...
+        """Move weights and optimizer state to host memory; no effect if they are there."""
 
     def onload(self) -> None:
         """Undo `offload`."""
-        ...
 
     def metrics(self) -> dict[str, float]:
-        """Memory of this process and its GPU."""
-        ...
+        """Return memory metrics of this process and its GPU."""
 
 
 MakeBackend = Callable[[RunConfig, str], "RankBackend"]
-"""Makes a rank's backend in the rank's process, for a device: ``cpu`` or ``cuda``. Picklable."""
+"""Creates a rank's backend in the rank's process, for the device ``cpu`` or ``cuda``. Picklable."""
 
 
 def launch(make_backend: MakeBackend, setup: RankSetup) -> Rank:
-    """Make the rank, in its own process."""
+    """Create the rank, in its own process."""
     config = resolve(setup.config)
     backend = make_backend(config, setup.device)
     from .process import RankProcess

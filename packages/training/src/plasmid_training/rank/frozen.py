@@ -12,29 +12,30 @@ from plasmid_models.folder import differences, read_config
 from plasmid_models.source import Source
 from torch import Tensor
 
-from ..offload import Offloaded
-from .backend import RankBackend, RankModel
+from ..offload import OffloadedMemory
+from .backend import Adapter, RankBackend, RankModel
 
 
 class FrozenModel(Protocol):
-    """A model that takes up no GPU memory until it is scored."""
+    """A model that uses no GPU memory of its own except while it is active."""
 
-    def ready(self) -> AbstractContextManager[RankModel]:
-        """What to score with within the context, in which the policy must not be used."""
-        ...
+    def activate(self) -> AbstractContextManager[RankModel]:
+        """Yield the model to score with; the policy must not be used within the context."""
 
 
 class HostWeights:
-    """This rank's part of a model of the policy's architecture, kept on the host and swapped into the policy."""
+    """This rank's shards of a model with the policy's architecture, kept on the host and swapped into the policy."""
 
     def __init__(self, policy: RankModel) -> None:
         """Start as a copy of the live weights."""
         self._policy = policy
-        self._kept = [_host_copy(shard.detach()) for shard in policy.shards()]
+        self._copies = [_host_copy(shard.detach()) for shard in policy.shards()]
+        self.has_followed = False
+        """True after the first `follow`: checkpoints must then contain these weights."""
 
     @contextmanager
-    def ready(self) -> Iterator[RankModel]:
-        """Exchange the live weights for these within the context; afterwards both are what they were, bit by bit."""
+    def activate(self) -> Iterator[RankModel]:
+        """Swap these weights into the policy within the context, and back afterwards, bit for bit."""
         self._swap()
         try:
             yield self._policy
@@ -43,36 +44,56 @@ class HostWeights:
 
     @torch.no_grad()
     def fill(self, source: Source) -> None:
-        """Load another folder, by way of the live weights, which are put back. Raises `ModelError`."""
+        """Load another folder through the live weights, which are restored. Raises `ModelError`."""
         live = self._policy.shards()
         saved = [shard.clone() for shard in live]
         try:
             self._policy.load(source)
-            for kept, shard in zip(self._kept, live, strict=True):
-                kept.copy_(shard)
+            for copy, shard in zip(self._copies, live, strict=True):
+                copy.copy_(shard)
         finally:
             for shard, before in zip(live, saved, strict=True):
                 shard.copy_(before)
 
     @torch.no_grad()
+    def follow(self) -> None:
+        """Replace these weights by the live ones."""
+        self.has_followed = True
+        for copy, shard in zip(self._copies, self._policy.shards(), strict=True):
+            copy.copy_(shard)
+
+    @torch.no_grad()
     def _swap(self) -> None:
-        for live, kept in zip(self._policy.shards(), self._kept, strict=True):
+        for live, copy in zip(self._policy.shards(), self._copies, strict=True):
             was_live = live.clone()
-            live.copy_(kept)
-            kept.copy_(was_live)
+            live.copy_(copy)
+            copy.copy_(was_live)
+
+
+class AdapterBase:
+    """The base model of a policy with an adapter: the policy with its adapter disabled."""
+
+    def __init__(self, policy: RankModel, adapter: Adapter) -> None:
+        self._policy, self._adapter = policy, adapter
+
+    @contextmanager
+    def activate(self) -> Iterator[RankModel]:
+        """Yield the policy, with its adapter disabled within the context."""
+        with self._adapter.disable():
+            yield self._policy
 
 
 class SecondModel:
-    """A model of another architecture, kept on the host and moved to the GPU to be scored."""
+    """A separate model, kept on the host and moved to the GPU for scoring."""
 
     def __init__(self, model: RankModel) -> None:
-        self._model, self._memory = model, Offloaded()
+        self._model, self._memory = model, OffloadedMemory()
         model.offload(self._memory)
 
     @contextmanager
-    def ready(self) -> Iterator[RankModel]:
-        """The model, on its device within the context."""
-        self._memory.back()
+    def activate(self) -> Iterator[RankModel]:
+        """Yield the model, which is on its device within the context."""
+        self._memory.restore()
         try:
             yield self._model
         finally:
@@ -80,16 +101,21 @@ class SecondModel:
 
 
 def load_frozen(backend: RankBackend, source: Source, policy: RankModel, *, policy_path: Path) -> FrozenModel:
-    """The folder's weights, in the policy's own module if its architecture is the same, else in a second one.
+    """Load a frozen model, sharing the policy's module if the architecture is the same.
 
-    Call it before the policy has changed. Raises `ModelError`.
+    With an adapter, the policy's module is shared only for the policy's own folder, whose weights it already has. Call
+    this before the policy is trained. Raises `ModelError`.
     """
-    if differences(read_config("model", policy_path), read_config(source.where, source.path)):
+    is_own = source.path.resolve() == policy_path.resolve()
+    if policy.adapter is not None and is_own:
+        return AdapterBase(policy, policy.adapter)
+    other = differences(read_config("model", policy_path), read_config(source.where, source.path))
+    if policy.adapter is not None or other:
         return SecondModel(backend.build_frozen(source))
-    kept = HostWeights(policy)
-    if source.path.resolve() != policy_path.resolve():
-        kept.fill(source)
-    return kept
+    weights = HostWeights(policy)
+    if not is_own:
+        weights.fill(source)
+    return weights
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""All ranks of a trainer as the driver sees them: called together, with one error when some of them fail."""
+"""Calls from the driver to all ranks of a trainer, with one error if some of them fail."""
 
 from __future__ import annotations
 
@@ -12,62 +12,64 @@ from plasmid.protocols import Actor
 from .calls import Rank
 
 GRACE_S = 2.0
-"""After one rank has failed: how long the others may take to say why it did."""
+"""Seconds to wait for the errors of other ranks after one has failed, to find the cause."""
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
 
 
 class RankGroup:
-    """Calls methods of `Rank`, named as ``Rank.train``, with arguments that mypy checks."""
+    """Calls methods of `Rank`, given as ``Rank.train``, with arguments that mypy checks."""
 
     def __init__(self, actors: Sequence[Actor], *, timeout_s: float) -> None:
         self._actors, self._timeout_s = tuple(actors), timeout_s
 
-    def within(self, timeout_s: float) -> RankGroup:
-        """The same ranks with another limit for every call."""
+    def with_timeout(self, timeout_s: float) -> RankGroup:
+        """Return the same ranks with another timeout per call."""
         return RankGroup(self._actors, timeout_s=timeout_s)
 
     @overload
-    async def first(
+    async def call_first(
         self, method: Callable[Concatenate[Rank, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> R: ...
     @overload
-    async def first(self, method: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
-    async def first(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call rank 0."""
+    async def call_first(self, method: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    async def call_first(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of rank 0."""
         return await self._call(self._actors[0], method, *args, **kwargs)
 
     @overload
-    async def all(
+    async def call_all(
         self, method: Callable[Concatenate[Rank, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]: ...
     @overload
-    async def all(self, method: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
-    async def all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call every rank with the same arguments; results in rank order."""
+    async def call_all(
+        self, method: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
+    async def call_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every rank with the same arguments; return the results in rank order."""
         return await self._gather([self._call(actor, method, *args, **kwargs) for actor in self._actors])
 
-    async def each(
+    async def call_each(
         self,
         method: Callable[Concatenate[Rank, A, P], R],
         values: Sequence[A],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """Call every rank with its own first argument, out of ``values``; results in rank order."""
+        """Call a method of every rank with its own first argument from ``values``; return results in rank order."""
         calls = zip(self._actors, values, strict=True)
         return await self._gather([self._call(actor, method, value, *args, **kwargs) for actor, value in calls])
 
     async def stop(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         await asyncio.gather(*(actor.stop() for actor in self._actors))
 
     async def _call(self, actor: Actor, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await actor.call(method.__name__, *args, timeout_s=self._timeout_s, **kwargs)
 
     async def _gather(self, calls: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
-        """Results of all. When one fails, the others, which wait for it, are not waited for."""
+        """Return all results. After one call fails, stop waiting for the others, which may be blocked by it."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -78,12 +80,12 @@ class RankGroup:
                 task.cancel()
         errors = {rank: error for rank, task in enumerate(tasks) if task.done() and (error := _error(task))}
         if errors:
-            rank = min(errors, key=lambda r: (_blame(errors[r]), r))
-            raise self._named(errors[rank], rank)
+            rank = min(errors, key=lambda r: (_cause_order(errors[r]), r))
+            raise self._name_rank(errors[rank], rank)
         return [task.result() for task in tasks]
 
-    def _named(self, error: BaseException, rank: int) -> BaseException:
-        """The error, saying whose it is where there are several ranks."""
+    def _name_rank(self, error: BaseException, rank: int) -> BaseException:
+        """Add the rank to the error's message if there are several ranks."""
         if len(self._actors) > 1 and isinstance(error, PlasmidError):
             error.args = (f"trainer rank {rank}: {error}",)
         return error
@@ -93,8 +95,8 @@ def _error(task: asyncio.Future[Any]) -> BaseException | None:
     return None if task.cancelled() else task.exception()
 
 
-def _blame(error: BaseException) -> int:
-    """Causes before consequences: a rank whose peer is gone fails as well, or waits until its deadline."""
+def _cause_order(error: BaseException) -> int:
+    """Return a sort key, lowest for the likely cause: ranks whose peer died fail as well, or reach their deadline."""
     if isinstance(error, ActorDiedError):
         return 0
     if isinstance(error, DeadlineError):

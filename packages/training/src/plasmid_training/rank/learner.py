@@ -1,13 +1,14 @@
-"""Policy and critic of one rank: scores of its samples, and optimizer steps on them.
+"""Scoring and training of the policy and the critic on one rank.
 
-All ranks call every method together. Scores, advantages, returns and losses exist on ranks that have the loss only
-(`PeerRanks.has_loss`).
+All ranks call every method together. Scores, advantages, returns and losses exist only on ranks with
+`PeerRanks.has_loss`. Shapes: T tokens of a rank's samples, P scored tokens of a microbatch, L tokens of a sample.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,44 +19,75 @@ from plasmid.types import Floats, Role
 from plasmid.types.batch import Rows
 from torch import Tensor
 
-from ..batches.collate import Microbatch, collate
+from ..batches.collate import Microbatch, SharedPrefixes, collate
 from ..batches.rank_batch import RankBatch, RankStep
 from ..head.logprobs import TokenScores
-from ..learning_rate import learning_rate
+from ..head.token_loss import ChunkLoss, LossAndScores
+from ..learning_settings import LearningSettings
 from ..objective.critic import compute_returns, explained_variance, value_microbatch_loss
 from ..objective.metrics import StepMetrics
 from ..objective.objective import (
     MicrobatchLoss,
     RoleScores,
     compute_advantages,
+    fused_loss,
     loss_inputs,
     microbatch_loss,
     step_weights,
 )
+from ..objective.token_recorder import TokenRecorder
 from .backend import RankModel
-from .frozen import FrozenModel
+from .frozen import FrozenModel, HostWeights
 from .peers import PeerRanks
 
+
+def learning_rate(settings: LearningSettings, *, step: int, total_steps: int) -> float:
+    """Return the learning rate of optimizer step ``step``, counted from 0, in a run of ``total_steps``."""
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    return settings.lr * _decay(settings, step, total_steps)
+
+
+def _decay(settings: LearningSettings, step: int, total_steps: int) -> float:
+    if settings.schedule == "constant":
+        return 1.0
+    end = total_steps if settings.decay_steps == "auto" else settings.decay_steps
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, end - settings.warmup_steps))
+    decay = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return settings.min_lr_fraction + (1 - settings.min_lr_fraction) * decay
+
+
 ComputeLoss = Callable[[Microbatch, Any, Tensor], MicrobatchLoss]
-"""Loss of a microbatch from the model's output for it and the weights [P] of its tokens."""
+"""Computes the loss of a microbatch from the model's output and the weights [P] of its P scored tokens."""
+FuseLoss = Callable[[Microbatch, Tensor], ChunkLoss]
+"""Creates the `ChunkLoss` of a microbatch from the weights [P] of its tokens."""
 
 
 class TrainedModel:
-    """One rank's part of a model, its optimizer, and its optimizer steps so far."""
+    """One rank's part of a model, its optimizer, and the number of optimizer steps so far."""
 
     def __init__(self, model: RankModel, *, algorithm: Algorithm, peers: PeerRanks, total_steps: int) -> None:
-        """``total_steps`` of the run end the decay of the learning rate."""
+        """``total_steps`` is the number of optimizer steps of the run; the learning rate decays until then."""
         self.model, self._optimizer = model, model.make_optimizer()
         self.step = 0
-        """Optimizer steps since the start of the run, those that were skipped included."""
+        """Optimizer steps since the start of the run, including skipped ones."""
         self._algorithm, self._peers, self._total_steps = algorithm, peers, total_steps
 
     def train_step(
-        self, batch: RankBatch, rows: Rows, index: int, compute_loss: ComputeLoss, *, prefix: str = "", **options: bool
+        self,
+        batch: RankBatch,
+        rows: Rows,
+        index: int,
+        compute_loss: ComputeLoss,
+        *,
+        prefix: str = "",
+        fuse_loss: FuseLoss | None = None,
+        **options: Any,
     ) -> dict[str, float]:
-        """Take optimizer step ``index`` of a batch; metrics of the step.
+        """Take optimizer step ``index`` of a batch and return its metrics.
 
-        They are ``train/<prefix>grad_norm``, ``lr``, ``skipped``, and on ranks that have the loss those of the loss.
+        Metrics are ``train/<prefix>grad_norm``, ``lr`` and ``skipped``, plus the loss metrics on ranks that compute the
+        loss. ``prefix`` distinguishes critic and policy.
         """
         weights = step_weights(self._algorithm, batch, index, device=self._peers.device)
         metrics = StepMetrics()
@@ -71,6 +103,8 @@ class TrainedModel:
             )
             return result.loss
 
+        if fuse_loss is not None:
+            options["token_loss"] = lambda microbatch: fuse_loss(microbatch, weights[microbatch.table_index])
         self.model.run(microbatches(batch, rows, batch.steps[index]), consume, train=True, **options)
         lr = learning_rate(self.model.learning, step=self.step, total_steps=self._total_steps)
         update = self._optimizer.step(lr)
@@ -92,30 +126,30 @@ class Critic:
     peers: PeerRanks
 
     def values(self, batch: RankBatch, rows: Rows) -> Tensor:
-        """[T] the value of the text before each of the rank's loss tokens; 0 at other tokens."""
-        return token_outputs(self.trained.model, batch, rows, device=self.peers.device)
+        """Return values [T]: for each loss token of the rank, the value of the text before it; 0 for other tokens."""
+        return token_outputs(self.trained.model, batch, replace(rows, experts=None), device=self.peers.device)
 
     def train(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> tuple[dict[str, float], ...]:
-        """All optimizer steps of a batch towards the algorithm's returns; metrics of each.
+        """Fit the values to the algorithm's returns: take all optimizer steps of a batch, return the metrics of each.
 
-        ``train/explained_variance`` is that of the values before the first step.
+        ``train/explained_variance`` is computed from the values before the first step.
         """
-        old_values = scores[Role.CRITIC]
+        rows, old_values = replace(rows, experts=None), scores[Role.CRITIC]
         returns = torch.zeros(len(rows.token_ids), device=self.peers.device)
-        of_batch: dict[str, float] = {}
+        batch_metrics: dict[str, float] = {}
         if self.peers.has_loss:
             all_reduce, device = self.peers.all_reduce, self.peers.device
             returns = compute_returns(self.algorithm, batch, rows, scores, all_reduce=all_reduce, device=device)
-            seen = torch.from_numpy(rows.loss_mask).to(device)
-            explained = explained_variance(old_values[seen], returns[seen], all_reduce)
-            of_batch = {} if explained is None else {"train/explained_variance": explained}
+            mask = torch.from_numpy(rows.loss_mask).to(device)
+            explained = explained_variance(old_values[mask], returns[mask], all_reduce)
+            batch_metrics = {} if explained is None else {"train/explained_variance": explained}
         loss = partial(self._loss, old_values, returns)
         reports = []
         for index in range(len(batch.steps)):
             report = self.trained.train_step(batch, rows, index, loss, prefix="critic_")
             if self.peers.has_loss:
                 report["train/value_loss"] = report.pop("train/loss")
-            reports.append(report | of_batch)
+            reports.append(report | batch_metrics)
         return tuple(reports)
 
     def _loss(
@@ -133,59 +167,77 @@ class Learner:
     policy: TrainedModel
     critic: Critic | None
     critic_warmup: int
-    """Batches at the start of the run in which the critic alone is trained."""
+    """Number of batches at the start of the run in which only the critic is trained."""
     frozen: Mapping[Role, FrozenModel]
-    """Reference and teacher, as the algorithm needs them."""
+    """Reference and teacher, if the algorithm needs them."""
+    reference: HostWeights | None
+    """The reference, if the policy replaces it after every `reference_every` batches."""
+    reference_every: int
     algorithm: Algorithm
     peers: PeerRanks
     step_metrics: Callable[[], dict[str, float]]
-    """The backend's."""
+    """Returns the backend's own metrics of the last step (`RankBackend.step_metrics`)."""
 
     def score(self, batch: RankBatch, rows: Rows, role: Role) -> Tensor:
-        """[T] the role's scores of the rank's loss tokens; 0 at other tokens."""
+        """Return the role's scores [T] of the rank's loss tokens: log-probabilities or values; 0 for other tokens."""
         if role is Role.POLICY:
             return token_outputs(self.policy.model, batch, rows, device=self.peers.device)
         if role is Role.CRITIC and self.critic is not None:
             return self.critic.values(batch, rows)
         if role not in self.frozen:
-            raise ValueError(f"this trainer holds no {role.value}")
-        with self.frozen[role].ready() as model:
-            return token_outputs(model, batch, rows, device=self.peers.device)
+            raise ValueError(f"this trainer has no {role.value}")
+        with self.frozen[role].activate() as model:
+            return token_outputs(model, batch, replace(rows, experts=None), device=self.peers.device)
 
     def logprobs(self, batch: RankBatch, rows: Rows) -> tuple[Floats, ...]:
-        """[L] of every sample of the rank: the policy's log-probability of each token; 0 for the first."""
+        """Return, for each sample of the rank, the policy's log-probabilities [L] of its tokens; 0 for the first."""
         flat = token_outputs(self.policy.model, batch, rows, device=self.peers.device, only_masked=False)
         return tuple(np.split(flat.cpu().numpy(), rows.offsets[1:-1])) if rows.num_samples else ()
 
-    def train(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> tuple[dict[str, float], ...]:
-        """Metrics of every optimizer step on a batch: the policy's, the critic's, or both.
+    def train(
+        self, batch: RankBatch, rows: Rows, scores: RoleScores, recorder: TokenRecorder | None = None
+    ) -> tuple[dict[str, float], ...]:
+        """Train on a batch; return the metrics of every optimizer step of policy, critic, or both.
 
-        While the critic warms up, the policy stays at its optimizer step.
+        During the critic's warm-up, only the critic is trained. ``recorder`` stores values of each loss token of the
+        policy, such as advantages.
         """
+        reports = self._train_models(batch, rows, scores, recorder)
+        if self.reference is not None and (batch.index + 1) % self.reference_every == 0:
+            self.reference.follow()
+        return reports
+
+    def _train_models(
+        self, batch: RankBatch, rows: Rows, scores: RoleScores, recorder: TokenRecorder | None
+    ) -> tuple[dict[str, float], ...]:
         if self.critic is None:
-            return self._train_policy(batch, rows, scores)
+            return self._train_policy(batch, rows, scores, recorder)
         if batch.index < self.critic_warmup:
             step = {"train/step": float(self.policy.step)}
             return tuple(report | step for report in self.critic.train(batch, rows, scores))
-        reports = self._train_policy(batch, rows, scores)
+        reports = self._train_policy(batch, rows, scores, recorder)
         return tuple(a | b for a, b in zip(reports, self.critic.train(batch, rows, scores), strict=True))
 
-    def trained(self) -> Mapping[str, TrainedModel]:
-        """Policy and critic, by role."""
+    def trained_models(self) -> Mapping[str, TrainedModel]:
+        """Return the policy and, if there is one, the critic, by role."""
         critic = {} if self.critic is None else {Role.CRITIC.value: self.critic.trained}
         return {Role.POLICY.value: self.policy} | critic
 
-    def _train_policy(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> tuple[dict[str, float], ...]:
+    def _train_policy(
+        self, batch: RankBatch, rows: Rows, scores: RoleScores, recorder: TokenRecorder | None
+    ) -> tuple[dict[str, float], ...]:
         advantages = torch.zeros(len(rows.token_ids), device=self.peers.device)
         if self.peers.has_loss:
             advantages = compute_advantages(
                 self.algorithm, batch, rows, scores, all_reduce=self.peers.all_reduce, device=self.peers.device
             )
-        loss = partial(self._loss, batch, scores, advantages)
-        entropy_grad = self.algorithm.weights_need_entropy()
+        loss = partial(self._loss, batch, scores, advantages, recorder)
+        options: dict[str, Any] = {"with_entropy": True, "entropy_grad": self.algorithm.weights_need_entropy()}
+        if self.policy.model.fuses_loss and self.algorithm.is_tokenwise():
+            options["fuse_loss"] = partial(self._fused_loss, batch, scores, advantages)
         reports = []
         for index in range(len(batch.steps)):
-            report = self.policy.train_step(batch, rows, index, loss, with_entropy=True, entropy_grad=entropy_grad)
+            report = self.policy.train_step(batch, rows, index, loss, **options)
             reports.append(report | {"train/step": float(self.policy.step)} | self.step_metrics())
         return tuple(reports)
 
@@ -194,35 +246,51 @@ class Learner:
         batch: RankBatch,
         scores: RoleScores,
         advantages: Tensor,
+        recorder: TokenRecorder | None,
         microbatch: Microbatch,
-        output: TokenScores,
+        output: TokenScores | LossAndScores,
         weights: Tensor,
     ) -> MicrobatchLoss:
-        inputs = loss_inputs(batch, microbatch, output.logprobs, output.entropy, scores=scores, advantages=advantages)
-        return microbatch_loss(self.algorithm, inputs, weights)
+        now = output.scores if isinstance(output, LossAndScores) else output
+        inputs = loss_inputs(batch, microbatch, now.logprobs, now.entropy, scores=scores, advantages=advantages)
+        result = microbatch_loss(self.algorithm, inputs, weights)
+        if recorder is not None:
+            recorder.add(microbatch, now.logprobs, result.values)
+        return replace(result, loss=output.loss) if isinstance(output, LossAndScores) else result
+
+    def _fused_loss(
+        self, batch: RankBatch, scores: RoleScores, advantages: Tensor, microbatch: Microbatch, weights: Tensor
+    ) -> ChunkLoss:
+        placeholder = torch.zeros_like(microbatch.rollout_logprobs)
+        inputs = loss_inputs(batch, microbatch, placeholder, None, scores=scores, advantages=advantages)
+        return fused_loss(self.algorithm, inputs, weights)
 
 
 @torch.no_grad()
 def token_outputs(
     model: RankModel, batch: RankBatch, rows: Rows, *, device: torch.device, only_masked: bool = True
 ) -> Tensor:
-    """[T] a policy's log-probabilities or a critic's values of the rank's tokens, 0 where it was not asked.
+    """Return a policy's log-probabilities or a critic's values [T] of the rank's tokens; 0 for tokens not scored.
 
-    ``only_masked`` asks for the tokens that the loss sees, else for all but the first of each sample.
+    With ``only_masked``, scores only tokens in the loss mask, else all except the first token of each sample.
     """
     result = torch.zeros(len(rows.token_ids), device=device)
 
-    def keep(microbatch: Microbatch, output: TokenScores | Tensor) -> Tensor:
+    def collect(microbatch: Microbatch, output: TokenScores | Tensor) -> Tensor:
         values = output.logprobs if isinstance(output, TokenScores) else output
         result[microbatch.token_index] = values.float()
         return result.new_zeros(())
 
     for step in batch.steps:
-        model.run(microbatches(batch, rows, step, only_masked=only_masked), keep, train=False)
+        model.run(microbatches(batch, rows, step, only_masked=only_masked), collect, train=False)
     return result
 
 
 def microbatches(batch: RankBatch, rows: Rows, step: RankStep, *, only_masked: bool = True) -> Iterator[Microbatch]:
-    """The rank's microbatches of one optimizer step, on the CPU."""
+    """Yield the microbatches of this rank for one optimizer step, on the CPU."""
+    shared = None
+    if batch.prefixes:
+        groups = batch.table.group_index[list(batch.samples)]
+        shared = SharedPrefixes(groups=groups, lengths=np.array(batch.prefixes, np.int64))
     for indices in step.microbatches:
-        yield collate(rows, indices, table_index=batch.samples, only_masked=only_masked)
+        yield collate(rows, indices, table_index=batch.samples, only_masked=only_masked, shared=shared)

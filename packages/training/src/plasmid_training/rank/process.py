@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -14,41 +15,48 @@ import torch.distributed as dist
 from plasmid.config.run import RunConfig
 from plasmid.protocols import SyncPlan
 from plasmid.types import Floats, Role, SyncReceipt
+from plasmid.types.batch import Rows
+from plasmid.types.token_values import token_values_file
 from plasmid.utils.addresses import own_address
+from plasmid.utils.waiting import GRACE
 from plasmid_models.folder import dtype_of
 from plasmid_models.folder_writer import ChangeConfig, FolderWriter, classifier_config
-from plasmid_models.source import source
+from plasmid_models.lora.peft_folder import write_adapter
+from plasmid_models.source import Source, source
 from plasmid_models.sync import send_weights
 from plasmid_models.sync.rendezvous import Rendezvous, connect
 
-from ..batches.handover import Handover
 from ..batches.rank_batch import RankBatch
+from ..batches.score_cache import ScoreCache
 from ..learning_settings import CriticLearning
-from ..memory import Memory, give_back_memory
-from ..offload import Offloaded
-from .backend import RankBackend, RankModel, Writing
+from ..memory import Memory, trim_heap
+from ..objective.token_recorder import TokenRecorder
+from ..offload import OffloadedMemory
+from .adapter import sent_tensors
+from .backend import PendingSave, RankBackend, RankModel
 from .building import build_learner
 from .calls import RankPosition, RankSetup
+from .profiling import write_profile
 
 
 class RankProcess:
-    """One rank. Its methods run one after another in one thread; those of all ranks must be called together."""
+    """One rank. Its methods run sequentially in one thread, except coroutines, and on all ranks together."""
 
     def __init__(self, setup: RankSetup, config: RunConfig, backend: RankBackend) -> None:
         self._setup, self._config, self._backend = setup, config, backend
         self._device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
         self._rendezvous: Rendezvous | None = None
-        self._writing: Writing | None = None
-        self._memory, self._offloaded = Memory(f"trainer-{setup.rank}", self._device), Offloaded()
+        self._pending_save: PendingSave | None = None
+        self._memory, self._offloaded = Memory(f"trainer-{setup.rank}", self._device), OffloadedMemory()
         torch.set_num_threads(setup.threads)
 
     def listen(self) -> str:
-        """Open the store by which all ranks meet, and return its URL; rank 0 alone is asked."""
+        """Open the rendezvous store of all ranks and return its URL; called on rank 0 only."""
         self._rendezvous = Rendezvous(own_address())
         return self._rendezvous.url
 
     def join(self, url: str) -> RankPosition:
-        """Meet the other ranks and load the models. Raises `ModelError`."""
+        """Connect to the other ranks and load the models. Raises `ModelError`."""
         run = self._config.run
         store = self._rendezvous.store if self._rendezvous else connect(url, own_address())
         if self._device.type == "cuda":
@@ -58,66 +66,90 @@ class RankProcess:
             store=store,
             rank=self._setup.rank,
             world_size=self._setup.num_ranks,
-            timeout=timedelta(seconds=run.train_timeout_s),
+            timeout=timedelta(seconds=run.train_timeout_s * GRACE),  # so that the driver's timeout comes first
         )
         peers = self._backend.open()
         torch.manual_seed(run.seed + self._setup.rank)
-        self._learner, self._handover = build_learner(self._config, self._backend, peers), Handover(peers)
+        self._learner, self._score_cache = build_learner(self._config, self._backend, peers), ScoreCache(peers)
+        self._reports = peers.reports
         return RankPosition(part=peers.rank, reports=peers.reports)
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
-        """Compute and keep the scores of this rank's samples."""
+        """Compute and cache the scores of this rank's samples."""
         with self._memory.phase("score"):
-            rows = self._handover.rows(batch)
-            self._handover.keep(batch, rows, {role: self._learner.score(batch, rows, role) for role in roles})
+            rows = self._score_cache.rows(batch)
+            self._score_cache.put(batch, rows, {role: self._learner.score(batch, rows, role) for role in roles})
 
     def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
-        """Train on a batch with the scores that were kept, if any, then forget it; metrics of every optimizer step."""
-        with self._memory.phase("train"):
-            rows, scores = self._handover.take(batch)
-            metrics = self._learner.train(batch, rows, scores)
+        """Train on a batch with its cached scores, if any; return the metrics of every optimizer step."""
+        with self._memory.phase("train"), self._profile(batch.index + 1):
+            rows, scores = self._score_cache.take(batch)
+            recorder = self._token_recorder(batch.index + 1, rows)
+            metrics = self._learner.train(batch, rows, scores, recorder)
+        if recorder is not None:
+            recorder.write(token_values_file(self._setup.run_dir, batch.index + 1, self._setup.rank))
         if self._device.type == "cpu":
-            give_back_memory()
+            trim_heap()
         return metrics
 
     def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """[L] log-probabilities of each of this rank's samples."""
-        return self._learner.logprobs(batch, batch.fetch())
+        """Return [L] log-probabilities of each of this rank's samples.
+
+        Computed without `torch.compile`: the canary's few tokens would otherwise cost a graph, 8 s on an H100.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            return self._learner.logprobs(batch, batch.fetch())
 
     def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Send every weight of the policy; raises whatever the wire does."""
+        """Send all weights of the policy. Raises the errors of the plan's `Wire`."""
         dtype = dtype_of("model", Path(self._config.model.path)) if plan.dtype == "auto" else plan.dtype
-        tensors = self._learner.policy.model.weights(dtype=getattr(torch, dtype), device=self._device)
+        policy = self._learner.policy.model
+        tensors = sent_tensors(policy, plan.adapter, dtype=getattr(torch, dtype), device=self._device)
         with self._memory.phase("sync"):
             return send_weights(tensors, plan=plan, version=version, rank=self._setup.rank)
 
     def save(self, path: Path) -> bool:
-        """Write this rank's shards, or begin to: True if `written` waits for them. Raises `CheckpointError`."""
-        steps = {role: model.step for role, model in self._learner.trained().items()}
-        self._writing = self._backend.save(path, steps)
-        return self._writing is not None
+        """Start writing this rank's shards; return True if `finish_shards` must be called. Raises `CheckpointError`."""
+        self._save_reference(path)
+        steps = {role: model.step for role, model in self._learner.trained_models().items()}
+        self._pending_save = self._backend.save(path, steps)
+        return self._pending_save is not None
 
-    async def written(self) -> bytes:
+    async def finish_shards(self) -> bytes:
         """Wait for the shards of a save; this rank may train meanwhile. Raises `CheckpointError`."""
-        assert self._writing is not None, "nothing is being written"
-        return await self._writing.written()
+        assert self._pending_save is not None, "no save is pending"
+        return await self._pending_save.finish_shards()
 
-    async def conclude(self, written: Sequence[bytes]) -> None:
-        """Make a checkpoint of what all ranks have written; the first rank does it. Raises `CheckpointError`."""
-        assert self._writing is not None, "nothing is being written"
-        await asyncio.to_thread(self._writing.conclude, written)
+    async def commit_save(self, written: Sequence[bytes]) -> None:
+        """Finish the checkpoint that all ranks have written; called on the first rank. Raises `CheckpointError`."""
+        assert self._pending_save is not None, "no save is pending"
+        await asyncio.to_thread(self._pending_save.commit, written)
 
     def load(self, path: Path) -> int:
-        """Read this rank's shards; returns the policy's optimizer step. Raises `CheckpointError`."""
+        """Load this rank's shards; return the policy's optimizer step. Raises `CheckpointError`."""
         steps = self._backend.load(path)
-        for role, model in self._learner.trained().items():
+        for role, model in self._learner.trained_models().items():
             model.step = steps[role]
-        self._handover.clear()
+        reference, folder = self._learner.reference, _reference_folder(path)
+        if reference is not None and folder.is_dir():
+            reference.fill(Source(where="reference", path=folder, trust_remote_code=False))
+            reference.has_followed = True
+        self._score_cache.clear()
         return self._learner.policy.step
 
     def export(self, path: Path) -> None:
-        """Gather all weights; rank 0 writes them as Hugging Face folders. Raises `CheckpointError`."""
+        """Gather all weights and write them as Hugging Face folders on rank 0. Raises `CheckpointError`.
+
+        An adapter is merged, and also written to ``<path>-adapter``.
+        """
         self._export(path, self._learner.policy.model, "model", None)
+        adapter = self._learner.policy.model.adapter
+        if adapter is not None:
+            base = source(self._config, "model").path.absolute()
+            tensors = list(adapter.weights(dtype=torch.float32, device=torch.device("cpu")))
+            if self._setup.rank == 0:
+                named = ((f"{name}.weight", tensor) for name, tensor in tensors)
+                write_adapter(path.with_name(f"{path.name}-adapter"), adapter.config(str(base)), named)
         critic = self._learner.critic
         if critic is not None:
             learning = critic.trained.model.learning
@@ -126,41 +158,72 @@ class RankProcess:
                 self._export(target, critic.trained.model, "critic", classifier_config)
 
     def offload(self) -> None:
-        """Move weights and optimizers to host memory; nothing to do where they are there."""
-        for trained in self._learner.trained().values():
+        """Move weights and optimizer state to host memory; no effect if they are there."""
+        for trained in self._learner.trained_models().values():
             trained.model.offload(self._offloaded)
         gc.collect()
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Undo `offload`."""
-        self._offloaded.back()
+        self._offloaded.restore()
 
     def metrics(self) -> dict[str, float]:
-        """Memory of this process and its GPU."""
+        """Return memory metrics of this process and its GPU."""
         return self._memory.metrics()
 
     def close(self) -> None:
-        """Leave the group of ranks, and give up the models."""
-        for name in ("_learner", "_handover"):
+        """Release the models and destroy the process groups."""
+        for name in ("_learner", "_score_cache"):
             vars(self).pop(name, None)
         if dist.is_initialized():
             self._backend.close()
             dist.destroy_process_group()
-            gc.collect()  # a group of gloo that something refers to goes on listening
+            gc.collect()  # a gloo group that is still referenced keeps listening
 
-    def _export(self, path: Path, model: RankModel, where: str, change_config: ChangeConfig | None) -> None:
-        """Write the weights in the dtype of the source's config."""
-        of_model = source(self._config, where)
-        dtype: torch.dtype = getattr(torch, dtype_of(where, of_model.path))
+    def _profile(self, number: int) -> AbstractContextManager[None]:
+        """Profile the training of batch ``number`` (from 1) if it is in ``run.profile``."""
+        if number not in self._config.run.profile:
+            return nullcontext()
+        stem = self._setup.run_dir / "profiles" / f"batch-{number:06d}-trainer-{self._setup.rank}"
+        return write_profile(stem, self._device)
+
+    def _token_recorder(self, number: int, rows: Rows) -> TokenRecorder | None:
+        """Return the recorder for batch ``number`` (from 1) if due, on one rank of each replica; else None."""
+        every = self._config.run.token_values_every
+        return TokenRecorder(rows) if every and number % every == 0 and self._reports else None
+
+    def _save_reference(self, path: Path) -> None:
+        """Write the reference next to the checkpoint if the policy has replaced it; in fp32, which is lossless."""
+        if self._learner.reference is not None and self._learner.reference.has_followed:
+            with self._learner.reference.activate() as model:
+                self._export(_reference_folder(path), model, "model", None, dtype=torch.float32)
+
+    def _export(
+        self,
+        path: Path,
+        model: RankModel,
+        where: str,
+        change_config: ChangeConfig | None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the weights, by default in the dtype of the source's config."""
+        model_source = source(self._config, where)
+        dtype = dtype or getattr(torch, dtype_of(where, model_source.path))
         tensors = model.weights(dtype=dtype, device=torch.device("cpu"))
         try:
             if self._setup.rank == 0:
                 tokenizer = Path(self._config.model.tokenizer_path)
-                writer = FolderWriter(path, source=of_model.path, tokenizer=tokenizer, change_config=change_config)
-                rest = model.untrained(of_model)
+                writer = FolderWriter(path, source=model_source.path, tokenizer=tokenizer, change_config=change_config)
+                rest = model.untrained_weights(model_source)
                 sizes = model.sizes(dtype) | {name: tensor.nbytes for name, tensor in rest}
                 writer.write(chain(tensors, rest), sizes=sizes)
         finally:
-            for _ in tensors:  # the other ranks gather to the end, and so must a rank that cannot write
+            for _ in tensors:  # gather to the end even after a failed write, because the other ranks do
                 pass
+
+
+def _reference_folder(path: Path) -> Path:
+    """Return the folder of the reference for the checkpoint in ``path``."""
+    return path.with_name(f"{path.name}-reference")

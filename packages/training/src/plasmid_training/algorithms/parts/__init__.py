@@ -1,4 +1,4 @@
-"""What algorithms are composed of: advantages, losses of the probability ratio, KL estimates, corrections.
+"""Building blocks of algorithms: advantages, policy losses, KL estimators, off-policy corrections.
 
-Importing a part does not import torch, so that settings can be read without it.
+Importing them does not import torch, so that settings can be read without it.
 """

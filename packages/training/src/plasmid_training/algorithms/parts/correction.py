@@ -1,4 +1,4 @@
-"""Weights that correct for an engine whose log-probabilities are not the trainer's, or whose weights are older."""
+"""Importance weights that correct for engines with different log-probabilities or older weights than the trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from plasmid.components import Settings
+from plasmid.components import RecipeView, Settings
 from pydantic import Field
 
 from .policy_loss import exp_difference
@@ -26,24 +26,25 @@ class Weights:
 
 
 class Correction(Settings):
-    """How the trainer's probability of a drawn token over the engine's, w, becomes a factor of its policy loss."""
+    """How w, the trainer's over the engine's probability of a sampled token, becomes a factor of its policy loss."""
 
     mode: Literal["none", "truncate", "mask", "reject"] = "none"
-    """The factor: w; min(w, high) (truncated importance sampling); w within low..high and 0 outside (IcePop at level
-    "token", masked importance sampling at the others); or 1 within low..high and 0 outside (rejection)."""
+    """Factor of the policy loss. none: w. truncate: min(w, high) (truncated importance sampling). mask: w within
+    low..high, 0 outside (IcePop at level "token", masked importance sampling at the others). reject: 1 within
+    low..high, 0 outside."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """w of a token alone, the product of all tokens of its sample, or their geometric mean."""
+    """token: w of each token. sequence: product of w over the tokens of the sample. geometric: their geometric mean."""
     low: float = Field(0.5, ge=0.0, allow_inf_nan=False)
-    """mask, reject: smallest w that is kept."""
+    """mask, reject: lower bound of w."""
     high: float = Field(2.0, gt=0.0, allow_inf_nan=False)
-    """truncate: largest factor. mask, reject: largest w that is kept."""
+    """truncate: maximum factor. mask, reject: upper bound of w."""
     veto: Literal["off"] | Annotated[float, Field(gt=0.0, lt=1.0)] = "off"
-    """Drop a whole sample if w of any one of its tokens is below this, for example 1e-4."""
+    """Threshold of the token veto: a sample gets factor 0 if w of any of its tokens is below it, for example 1e-4."""
     renormalize: bool = False
     """Divide the factors by their mean over the batch's tokens."""
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         unread = {"none": ("low", "high"), "truncate": ("low",)}.get(self.mode, ())
         for name in unread:
             if self._is_set(name):
@@ -51,8 +52,12 @@ class Correction(Settings):
         if self.mode in ("mask", "reject") and self.low >= self.high:
             yield f"low = {self.low:g} must be less than high = {self.high:g}"
 
+    def is_tokenwise(self) -> bool:
+        """Return True if the factor of a token depends on its own w only."""
+        return self.level == "token" and self.veto == "off"
+
     def weights(self, log_ratio: Tensor, sample_index: Tensor, num_samples: int) -> Weights:
-        """Factors of tokens from log w [T] of each token; whole samples of one rank.
+        """Compute the factor of each token from log w [T] of the whole samples of one rank.
 
         Truncation: Yao et al. 2025 (https://fengyao.notion.site/off-policy-rl); IcePop: arXiv 2510.18855; masks of
         sequences: Liu et al. 2025 (https://richardli.xyz/rl-collapse).
@@ -81,6 +86,6 @@ class Correction(Settings):
 
 
 def _any_below(limit: float, ratio: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
-    """[T] bool: the ratio of some token of this token's sample is below the limit."""
+    """Return [T] bool: any token of the token's sample has a ratio below the limit."""
     below = (ratio < limit).to(ratio.dtype)
     return ratio.new_zeros(num_samples).index_add(0, sample_index, below)[sample_index] > 0

@@ -1,40 +1,76 @@
-"""Baselines within prompt groups, by group id. N samples, R rollouts, G groups."""
+"""Baselines within prompt groups. N samples, R rollouts, G groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from plasmid.components import Settings
+from plasmid.components import RecipeView, Settings
 from plasmid.types.batch import BatchTable
 from pydantic import Field
+
+if TYPE_CHECKING:
+    from plasmid.components.objective_inputs import AdvantageInputs
+    from torch import Tensor
 
 F = NDArray[np.float64]
 StdForm = Literal["sample", "population", "leave-one-out"]
 
 
 class GroupNormalization(Settings):
-    """Settings of rewards relative to their prompt group."""
+    """Settings of group-relative advantages."""
 
     normalize_std: bool = True
-    """Divide advantages by the standard deviation of their group; off in Dr. GRPO."""
+    """Divide advantages by the standard deviation of their prompt group; Dr. GRPO does not."""
     std_form: StdForm = "sample"
-    """Standard deviation with the divisor n - 1, with n, or, together with the mean, of the other rollouts alone; of
-    fewer than two others, or equal ones, there is none and nothing is divided (NeMo-RL)."""
+    """Standard deviation of a group of n rollouts. sample: divisor n - 1. population: divisor n. leave-one-out: mean
+    and standard deviation of the other rollouts only, without division if there are fewer than two others or their
+    rewards are equal (as in NeMo-RL)."""
     std_eps: float = Field(1e-6, gt=0.0, allow_inf_nan=False)
     """Added to the standard deviation."""
+    baseline: Literal["sample", "turn"] = "sample"
+    """What is compared within a prompt group. sample: rewards of whole samples. turn: the return of each turn, that is
+    the sum of the rewards from this turn on (Williams 1992), with those of the same turn in the other rollouts.
+    Without rewards by turn both are equal."""
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         for name, shown in (("std_eps", f"{self.std_eps:g}"), ("std_form", repr(self.std_form))):
             if not self.normalize_std and self._is_set(name):
                 yield f"{name} = {shown} is never read with normalize_std = false; remove it"
 
-    def normalize(self, table: BatchTable) -> F:
-        """[N] (r - mean) / (std + std_eps) over the rollouts of each prompt."""
+    def relative_rewards(self, inputs: AdvantageInputs, table: BatchTable) -> Tensor:
+        """Return [T] (r - mean) / (std + std_eps) over the rollouts of each prompt, for the token's sample or turn."""
+        if self.baseline == "sample" or table.turn_rewards is None or inputs.turn_index is None:
+            return inputs.spread(self._normalize(table))
+        turns = self._normalize_turns(table)
+        index = inputs.sample_index.cpu().numpy(), inputs.turn_index.cpu().numpy()
+        return inputs.rollout_logprobs.new_tensor(turns[index])
+
+    def _normalize_turns(self, table: BatchTable) -> F:
+        """Return [N, K] advantages of turns. The rest of a sample's reward belongs to its last turn, so that it is part
+        of the return of every turn."""
+        assert table.turn_rewards is not None
+        is_turn = ~np.isnan(table.turn_rewards)
+        rewards = np.nan_to_num(table.turn_rewards)
+        after = np.cumsum(rewards[:, ::-1], 1)[:, ::-1] + (table.rewards - rewards.sum(1))[:, None]
+        advantages: F = np.zeros_like(after)
+        for turn in range(after.shape[1]):
+            here = np.flatnonzero(is_turn[:, turn])
+            same = replace(
+                table,
+                sample_ids=tuple(table.sample_ids[i] for i in here),
+                group_index=table.group_index[here],
+                rollout_index=table.rollout_index[here],
+                rewards=after[here, turn],
+            )
+            advantages[here, turn] = self._normalize(same)
+        return advantages
+
+    def _normalize(self, table: BatchTable) -> F:
         return group_advantages(table, normalize_std=self.normalize_std, std_eps=self.std_eps, std_form=self.std_form)
 
 
@@ -43,15 +79,15 @@ class _Groups:
     """Rewards of rollouts and their statistics by group."""
 
     values: F
-    """[R] mean reward of each rollout's samples."""
+    """[R] mean reward over the samples of each rollout."""
     groups: NDArray[np.int64]
     """[R]"""
     size: NDArray[np.int64]
-    """[G] rollouts; 1 for groups without any."""
+    """[G] number of rollouts; 1 for empty groups."""
     mean: F
     """[G]"""
     rollout: NDArray[np.int64]
-    """[N] which rollout each sample is of."""
+    """[N] index of each sample's rollout."""
 
 
 def _groups(table: BatchTable) -> _Groups:
@@ -67,14 +103,13 @@ def _groups(table: BatchTable) -> _Groups:
 def group_advantages(
     table: BatchTable, *, normalize_std: bool, std_eps: float = 1.0, std_form: StdForm = "sample"
 ) -> F:
-    """[N] (reward - mean) / (std + std_eps) in each prompt group, or reward - mean (Dr. GRPO, arXiv 2503.20783).
+    """Return [N] (reward - mean) / (std + std_eps) within each group, or reward - mean (Dr. GRPO, arXiv 2503.20783).
 
-    The statistics are those of rollouts: the samples of one rollout count once, with their mean reward. A ``sample``
-    standard deviation has the divisor n - 1, as in TRL, verl and slime; GRPO's paper (Shao et al. 2024, arXiv
-    2402.03300) leaves it open, and n (``population``, NumPy's default) gives advantages that are larger by
-    sqrt(n / (n - 1)). With ``leave-one-out`` mean and deviation are those of the other rollouts, as in NeMo-RL.
-    Where there is no deviation (a group of one rollout; left out: fewer than two others, or equal ones) advantages are
-    only centred.
+    Statistics are over rollouts: the samples of one rollout count once, with their mean reward. The ``sample`` standard
+    deviation has the divisor n - 1, as in TRL, verl and slime; GRPO's paper (Shao et al. 2024, arXiv 2402.03300) does
+    not specify it. The divisor n (``population``, NumPy's default) gives advantages larger by sqrt(n / (n - 1)). With
+    ``leave-one-out``, mean and standard deviation are those of the other rollouts, as in NeMo-RL. Advantages are only
+    centered for a group of one rollout, and with ``leave-one-out`` for fewer than two others or equal rewards.
     """
     g = _groups(table)
     if normalize_std and std_form == "leave-one-out":
@@ -90,9 +125,9 @@ def group_advantages(
 
 
 def _std_of_others(g: _Groups) -> F:
-    """[R] of the group's other rollouts, divisor one less than their number; 0 where they are equal or fewer than two.
+    """Return [R] the sample standard deviation of the group's other rollouts; 0 if they are equal or fewer than two.
 
-    One after another, because sums that leave one out would turn others that are equal into a tiny deviation.
+    Loops over rollouts, because leave-one-out sums would give equal rewards a tiny nonzero deviation.
     """
     result = np.zeros(len(g.values))
     for rollout, group in enumerate(g.groups):
@@ -104,9 +139,9 @@ def _std_of_others(g: _Groups) -> F:
 
 
 def leave_one_out_advantages(table: BatchTable) -> F:
-    """[N] reward minus the mean of the other rollouts of the prompt (Ahmadian et al. 2024, arXiv 2402.14740).
+    """Return [N] reward minus the mean of the prompt's other rollouts (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    A rollout that is alone in its group has no baseline and gets 0.
+    The only rollout of a group has no baseline and gets 0.
     """
     g = _groups(table)
     size = g.size[table.group_index]

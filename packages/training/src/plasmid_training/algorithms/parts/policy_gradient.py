@@ -1,4 +1,4 @@
-"""What algorithms on sampled tokens share: old policy, off-policy correction, KL and entropy in the loss."""
+"""Base classes of policy-gradient algorithms: old policy, off-policy correction, KL and entropy in the loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from plasmid.components import Algorithm, Needs
+from plasmid.components import Algorithm, Needs, RecipeView
 from plasmid.components.objective_inputs import TokenLoss
 from plasmid.types import Role
 from pydantic import Field
@@ -14,7 +14,7 @@ from pydantic import Field
 from .correction import Correction
 from .kl import KLEstimator, kl_estimate
 from .policy_loss import PolicyLoss, exp_difference
-from .returns import penalised_table, token_kl
+from .returns import subtract_penalties, token_kl
 
 if TYPE_CHECKING:
     from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
@@ -25,44 +25,45 @@ NO_KL = "because there is no KL; remove it, or set kl_coef or monitor_kl"
 
 
 class PolicyGradient(Algorithm):
-    """Base of algorithms that weigh the probability of sampled tokens with advantages.
+    """Base class of algorithms that weight the log-probabilities of sampled tokens by advantages.
 
-    A subclass gives two formulas, `policy_advantages` and `policy_loss`, made of the functions beside this file.
+    A subclass implements `policy_advantages` and `policy_loss`, usually with the functions in this package.
     """
 
     kl_coef: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    """Weight of the KL to the reference model in the loss; more than 0 keeps a reference model."""
+    """Coefficient of the KL to the reference model in the loss; above 0, a reference model is loaded."""
     monitor_kl: bool = False
-    """Keep a reference model and report the KL even if kl_coef is 0."""
+    """Load a reference model and report the KL even if kl_coef is 0."""
     kl_estimator: KLEstimator = "k3"
-    """How the KL is estimated from the drawn tokens; as a loss, k1 has no gradient on average unless unbiased_kl."""
+    """Estimator of the KL from the sampled tokens; k1 as a loss has zero expected gradient without unbiased_kl."""
     unbiased_kl: bool = False
     """Multiply the KL by the probability ratio, which makes its gradient unbiased."""
     entropy_coef: float = Field(0.0, allow_inf_nan=False)
-    """Weight of the entropy bonus; the entropy is reported in any case."""
+    """Coefficient of the entropy bonus; the entropy is reported in any case."""
     old_policy: Literal["trainer", "rollout", "decoupled"] = "trainer"
-    """Whose log-probabilities the ratio divides by: the trainer's before the first step, or the engine's. decoupled:
-    the trainer's, and the loss is weighted by the trainer's probability over the engine's, as `correction` says."""
+    """Policy in the denominator of the probability ratio. trainer: the trainer's before the first optimizer step.
+    rollout: the engine's. decoupled: the trainer's, with the loss weighted by the trainer's over the engine's
+    probability as `correction` specifies."""
     correction: Correction = Correction()
-    """old_policy = "decoupled": the weight of the loss."""
+    """old_policy = "decoupled": weight of the policy loss."""
     opsm: Literal["off"] | Annotated[float, Field(ge=0.0)] = "off"
-    """Off-policy sequence mask: no policy loss for samples of negative advantage whose tokens have become less likely
-    than under the engine by more than this on average, in nats (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Threshold of the off-policy sequence mask, in nats: removes the policy loss of samples with negative advantage
+    whose mean log-probability is lower than the engine's by more than this (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     @abstractmethod
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """[T] advantages before `correction`, of any floating type."""
+        """Return advantages [T] before `correction`, of any floating-point dtype."""
 
     @abstractmethod
     def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
-        """[T] the loss of the policy alone."""
+        """Return the policy loss [T], without KL and entropy terms."""
 
     def advantage_roles(self) -> tuple[Role, ...]:
-        """Whose scores `policy_advantages` reads."""
+        """Return the roles whose scores `policy_advantages` reads."""
         return ()
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         for name in ("kl_estimator", "unbiased_kl"):
             if not self._has_loss_kl and self._is_set(name):
                 yield f"{name} = {getattr(self, name)!r} is never read, {NO_KL}"
@@ -75,13 +76,23 @@ class PolicyGradient(Algorithm):
         return Needs(reference=reference, teacher=Role.TEACHER in read, critic=Role.CRITIC in read)
 
     def roles(self, *, steps: int) -> tuple[Role, ...]:
-        """The policy is scored only if its log-probabilities before the first step are not simply those now."""
+        """Return the roles to score before training.
+
+        The policy is included only if its log-probabilities before the first step differ from the current ones.
+        """
         read = set(self.advantage_roles()) | ({Role.REFERENCE} if self._has_loss_kl else set())
         if steps > 1 or self.correction.renormalize:
             read.add(Role.POLICY)
         if self.old_policy == "rollout":
             read.discard(Role.POLICY)
         return tuple(role for role in Role if role in read)
+
+    def is_tokenwise(self) -> bool:
+        """Return True if ``policy_loss`` is marked `tokenwise` and no mask or correction spans whole samples."""
+        own = type(self)
+        marked = own.loss is PolicyGradient.loss and getattr(own.policy_loss, "is_tokenwise", False)
+        corrected = self.old_policy == "decoupled" and not self.correction.is_tokenwise()
+        return marked and self.opsm == "off" and not corrected
 
     def weights_need_entropy(self) -> bool:
         return self.entropy_coef != 0
@@ -94,7 +105,7 @@ class PolicyGradient(Algorithm):
         return values / self._mean_weight(inputs) if self.correction.renormalize else values
 
     def loss(self, inputs: LossInputs) -> TokenLoss:
-        """correction x policy loss + kl_coef KL(p || p_ref) - entropy_coef entropy, of each token."""
+        """Return correction x policy loss + kl_coef KL(p || p_ref) - entropy_coef entropy of each token."""
         old = self._old_logprobs(inputs)
         policy = self.policy_loss(inputs, old)
         loss, metrics = policy.loss, _metrics(inputs, policy, old)
@@ -104,7 +115,7 @@ class PolicyGradient(Algorithm):
             metrics["correction_weight"] = weights.weight
             metrics["correction_bounded"] = weights.bounded.to(weights.weight.dtype)
         if self.opsm != "off":
-            seen = _unmasked(inputs, self.opsm)
+            seen = _opsm_mask(inputs, self.opsm)
             loss = loss * seen
             metrics["opsm_masked"] = 1 - seen
         if self._has_loss_kl:
@@ -114,7 +125,7 @@ class PolicyGradient(Algorithm):
             metrics["entropy"] = inputs.entropy
         if self.entropy_coef:
             if inputs.entropy is None:
-                raise ValueError("the trainer must compute the entropy for entropy_coef")
+                raise ValueError("entropy_coef needs the entropy, which the trainer did not compute")
             loss = loss - self.entropy_coef * inputs.entropy
         return TokenLoss(loss=loss, metrics=metrics)
 
@@ -128,10 +139,10 @@ class PolicyGradient(Algorithm):
         return inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
 
     def _mean_weight(self, inputs: AdvantageInputs) -> Tensor:
-        """Mean of the correction's weights over the loss tokens of all ranks; 1 where all of them are 0."""
+        """Return the mean of the correction's weights over the loss tokens of all ranks; 1 if all of them are 0."""
         import torch
 
-        assert inputs.old_logprobs is not None, "roles() asks for them"
+        assert inputs.old_logprobs is not None, "requested by roles()"
         log_ratio = inputs.old_logprobs - inputs.rollout_logprobs
         weight = self.correction.weights(log_ratio, inputs.sample_index, inputs.table.num_samples).weight.double()
         total, count = inputs.all_reduce(torch.stack([weight.sum(), weight.new_tensor(float(weight.numel()))]))
@@ -140,21 +151,21 @@ class PolicyGradient(Algorithm):
 
     def _kl(self, inputs: LossInputs, old: Tensor) -> Tensor:
         if inputs.ref_logprobs is None:
-            raise ValueError("the reference must be scored for the KL")
+            raise ValueError("the KL needs the scores of the reference")
         importance = exp_difference(inputs.logprobs - old) if self.unbiased_kl else None
         return kl_estimate(self.kl_estimator, inputs.logprobs, inputs.ref_logprobs, importance=importance)
 
 
 class RewardPolicyGradient(PolicyGradient):
-    """Base of algorithms with rewards, from which a KL to the reference model may be taken off."""
+    """Base class of policy-gradient algorithms with rewards, optionally with a KL penalty in the reward."""
 
     reward_kl_coef: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    """Weight of the KL to the reference model that is taken off the reward; more than 0 keeps a reference model."""
+    """Coefficient of the KL to the reference model subtracted from the reward; above 0, a reference model is loaded."""
     reward_kl_estimator: KLEstimator = "k1"
-    """How the KL in the reward is estimated from the drawn tokens."""
+    """Estimator of the KL in the reward from the sampled tokens."""
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         if not self.reward_kl_coef and self._is_set("reward_kl_estimator"):
             yield (
                 f"reward_kl_estimator = {self.reward_kl_estimator!r} is never read, because there is no KL in the "
@@ -165,18 +176,18 @@ class RewardPolicyGradient(PolicyGradient):
         return (Role.POLICY, Role.REFERENCE) if self.reward_kl_coef else ()
 
     def penalty(self, inputs: AdvantageInputs) -> Tensor | None:
-        """[T] what the KL takes off the reward of each token; None without one."""
+        """Return [T] the KL penalty of each token; None without a KL in the reward."""
         if not self.reward_kl_coef:
             return None
         return self.reward_kl_coef * token_kl(inputs, self.reward_kl_estimator, old_policy=self.old_policy)
 
     def table(self, inputs: AdvantageInputs) -> BatchTable:
-        """The batch with rewards less the KL of all tokens of each sample."""
-        return penalised_table(inputs, self.penalty(inputs))
+        """Return the batch with the KL penalties of each sample's tokens subtracted from its reward."""
+        return subtract_penalties(inputs, self.penalty(inputs))
 
 
 def _metrics(inputs: LossInputs, policy: PolicyLoss, old: Tensor) -> dict[str, Tensor]:
-    """approx_kl is k3 of the old policy to the new one: how far the steps on this batch have moved it."""
+    """Return the metrics of the policy loss; approx_kl is the k3 estimate of KL(old policy || current policy)."""
     now = inputs.logprobs.detach()
     metrics = {
         "clip_fraction": policy.clipped.to(now.dtype),
@@ -190,8 +201,8 @@ def _metrics(inputs: LossInputs, policy: PolicyLoss, old: Tensor) -> dict[str, T
     return metrics
 
 
-def _unmasked(inputs: LossInputs, limit: float) -> Tensor:
-    """[T] 0 on tokens that `PolicyGradient.opsm` masks, else 1."""
+def _opsm_mask(inputs: LossInputs, limit: float) -> Tensor:
+    """Return [T] 0 for tokens that `PolicyGradient.opsm` masks, else 1."""
     now = inputs.logprobs.detach()
     counts = inputs.per_sample_sum(now.new_ones(now.shape)).clamp(min=1)
     divergence = inputs.per_sample_sum(inputs.rollout_logprobs - now) / counts

@@ -1,4 +1,4 @@
-"""Rewards, returns and advantages of every token. T tokens, sample after sample, in order."""
+"""Per-token rewards, returns and advantages. T tokens, sample after sample, in order."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 def token_kl(inputs: AdvantageInputs, estimator: KLEstimator, *, old_policy: str) -> Tensor:
-    """[T] float64 estimate of KL(policy || reference) of each token, with the policy before the first step.
+    """Return [T] float64 estimates of KL(policy || reference) per token, with the policy before the first step.
 
-    As a part of the reward: Stiennon et al. 2020, arXiv 2009.01325.
+    The KL as a part of the reward follows Stiennon et al. 2020, arXiv 2009.01325.
     """
     policy = inputs.rollout_logprobs if old_policy == "rollout" else inputs.old_logprobs
     if policy is None or inputs.ref_logprobs is None:
-        raise ValueError("policy and reference must be scored for the KL in the reward")
+        raise ValueError("the KL in the reward needs the scores of policy and reference")
     return kl_estimate(estimator, policy.double(), inputs.ref_logprobs.double())
 
 
-def penalised_table(inputs: AdvantageInputs, penalty: Tensor | None) -> BatchTable:
-    """The table with the rewards less the penalties [T] of all tokens of each sample, wherever they are held."""
+def subtract_penalties(inputs: AdvantageInputs, penalty: Tensor | None) -> BatchTable:
+    """Return the table with each sample's penalties [T] subtracted from its reward, summed over the ranks."""
     if penalty is None:
         return inputs.table
     sums = inputs.per_sample_sum(penalty).cpu().numpy()
@@ -33,16 +33,21 @@ def penalised_table(inputs: AdvantageInputs, penalty: Tensor | None) -> BatchTab
 
 
 def token_rewards(inputs: AdvantageInputs, penalty: Tensor | None) -> Tensor:
-    """[T] float64: minus the penalty of each token, and the sample's reward on its last loss token."""
+    """Return [T] float64: minus the penalty of each token, plus the rewards earned at tokens, plus the rest of the
+    sample's reward on its last loss token."""
     import torch
 
-    rewards = torch.from_numpy(inputs.table.rewards).to(inputs.sample_index.device)[inputs.sample_index]
-    paid = torch.where(last_tokens(inputs.sample_index), rewards, 0.0)
+    rewards = torch.from_numpy(inputs.table.rewards).to(inputs.sample_index.device)
+    earned = torch.zeros_like(rewards[inputs.sample_index])
+    if inputs.token_rewards is not None:
+        earned = inputs.token_rewards.double()
+        rewards = rewards - torch.zeros_like(rewards).index_add(0, inputs.sample_index, earned)
+    paid = torch.where(last_tokens(inputs.sample_index), rewards[inputs.sample_index], 0.0) + earned
     return paid if penalty is None else paid - penalty
 
 
 def last_tokens(sample_index: Tensor) -> Tensor:
-    """[T] bool: True on the last loss token of each sample, which is where its reward is paid."""
+    """Return [T] bool: True on the last loss token of each sample, which gets the sample's reward."""
     import torch
 
     last = torch.ones_like(sample_index, dtype=torch.bool)
@@ -50,8 +55,8 @@ def last_tokens(sample_index: Tensor) -> Tensor:
     return last
 
 
-def following(values: Tensor, sample_index: Tensor) -> Tensor:
-    """[T] the value of the sample's next token; 0 after the last one."""
+def next_values(values: Tensor, sample_index: Tensor) -> Tensor:
+    """Return [T] the value of the sample's next token; 0 for the last token."""
     import torch
 
     after = torch.zeros_like(values)
@@ -60,10 +65,10 @@ def following(values: Tensor, sample_index: Tensor) -> Tensor:
 
 
 def discounted_sums(values: Tensor, sample_index: Tensor, factor: float) -> Tensor:
-    """[T] sum of factor^k x the value k tokens later, to the end of the sample.
+    """Return [T] the sum of factor^k x the value k tokens later, up to the end of the sample.
 
-    Tokens that the loss does not see (tool replies) are no steps. Doubles the reach of every sum in each pass, so
-    there are log2(longest sample) passes over T instead of one step after another.
+    Tokens outside the loss mask (tool replies) are not counted as steps. Each pass doubles the length of all sums, so
+    there are log2(longest sample) passes over T instead of a sequential loop.
     """
     import torch
 
@@ -80,19 +85,19 @@ def discounted_sums(values: Tensor, sample_index: Tensor, factor: float) -> Tens
 
 
 def gae(rewards: Tensor, values: Tensor, sample_index: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """[T] generalized advantage estimates (Schulman et al. 2016, arXiv 1506.02438).
+    """Return [T] generalized advantage estimates (Schulman et al. 2016, arXiv 1506.02438).
 
     delta_t = r_t + gamma V_(t+1) - V_t with V = 0 after the last token; A_t = delta_t + gamma lam A_(t+1).
     """
-    delta = rewards + gamma * following(values, sample_index) - values
+    delta = rewards + gamma * next_values(values, sample_index) - values
     return discounted_sums(delta, sample_index, gamma * lam)
 
 
 def whiten(values: Tensor, inputs: AdvantageInputs, *, eps: float = 1e-8) -> Tensor:
-    """[T] (value - mean) / sqrt(variance + eps) over the loss tokens of all ranks; the variance's divisor is T - 1.
+    """Return [T] (value - mean) / sqrt(variance + eps) over the loss tokens of all ranks; the divisor is T - 1.
 
-    Two passes in float64, because E[x^2] - E[x]^2 loses everything where the mean is much larger than the spread.
-    Without any token, or with one, there is no variance, and values are only centred.
+    Uses two passes in float64, because E[x^2] - E[x]^2 cancels if the mean is much larger than the standard deviation.
+    With fewer than two tokens there is no variance, and values are only centered.
     """
     import torch
 

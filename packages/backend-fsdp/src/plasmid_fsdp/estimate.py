@@ -1,0 +1,277 @@
+"""Estimates of memory and time per phase on one rank of trainer 'fsdp', from ``config.json``. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from plasmid.types import Role
+from plasmid.types.estimates import BatchLoad, EstimateContext, PhaseEstimate
+from plasmid_models.estimates.shape import ModelShape
+from plasmid_training.estimates.activations import Activations, Attention, head_memory
+from plasmid_training.estimates.speed import (
+    MICROBATCH_S,
+    SCORING,
+    Passes,
+    compute_seconds,
+    link_rate,
+    optimizer_seconds,
+)
+
+from .optimizer_settings import OptimizerSettings
+from .settings import FSDP
+
+MASTER = 4
+"""Bytes per weight of the fp32 weight, of its gradient, and of each of AdamW's averages."""
+DENSE_FROM, MAX_PADDING = 2048, 0.1
+"""Minimum mean length and maximum padding fraction of samples in a dense block (`model/decoder_input.py`)."""
+HOST_BANDWIDTH = 100e9
+"""Host memory bandwidth for the optimizer of one rank, in bytes per second; not measured."""
+OFFLOAD_RATE, ONLOAD_RATE = 15e9, 33e9
+"""Bytes per second between GPU and pinned memory, measured on an H200 (`docs/performance.md`)."""
+
+
+def estimate(settings: FSDP, context: EstimateContext) -> list[PhaseEstimate]:
+    """Return the phases of one batch. Raises `ConfigError` for unknown models."""
+    return list(FSDPEstimate(settings, context).phases())
+
+
+@dataclass(frozen=True)
+class FSDPEstimate:
+    """Estimate for one rank."""
+
+    settings: FSDP
+    context: EstimateContext
+
+    @cached_property
+    def dtype_bytes(self) -> int:
+        """Bytes per element in the compute dtype."""
+        dtype: str = self.settings.dtype
+        if dtype == "auto":
+            of_engine = getattr(self.context.config.rollout, "dtype", "auto")
+            dtype = of_engine if of_engine in ("float32", "bfloat16") else "auto"
+        return 2 if dtype == "bfloat16" or (dtype == "auto" and self.context.on_gpu) else 4
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Shape of the policy."""
+        return ModelShape.of(self.context.models["model"])
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that everything is sharded over."""
+        return self.context.config.placement.trainer_ranks
+
+    @property
+    def gathers_once(self) -> bool:
+        """As `gathers_once` in `model/building.py`."""
+        return self.ranks == 1 and not self.settings.cpu_offload
+
+    @cached_property
+    def microbatch(self) -> float:
+        """Tokens in the largest microbatch of a rank."""
+        load, fixed = self.context.load, self.settings.microbatch_samples
+        if isinstance(fixed, int):
+            return float(fixed * load.longest)
+        return float(max(min(self.settings.microbatch_tokens, self.tokens_per_step), load.longest))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of tokens per rank and optimizer step."""
+        load: BatchLoad = self.context.load
+        return load.tokens / load.steps / self.ranks
+
+    def activations(self, shape: ModelShape) -> Activations:
+        """Return the activation memory of a model's layers."""
+        compile_, packs = self.settings.compile, self.settings.attention == "auto"
+        automatic = self.context.on_gpu and packs and not shape.experts
+        load = self.context.load
+        even = load.longest <= (1 + MAX_PADDING) * load.sample_tokens
+        dense = not packs or not self.context.on_gpu or (load.sample_tokens >= DENSE_FROM and even)
+        attention: Attention = "dense" if dense else "packed"
+        compiled = automatic if compile_ == "auto" else compile_
+        return Activations(shape=shape, dtype_bytes=self.dtype_bytes, compiled=compiled, attention=attention)
+
+    def phases(self) -> Iterator[PhaseEstimate]:
+        """Yield the phases idle, score, train and sync."""
+        policy, critic = self.states("model", self.settings), self.states("critic", self.settings.critic)
+        trained = [states for states in (policy, critic) if states is not None]
+        static = _sum(trained)
+        on_gpu = {} if self.settings.cpu_offload else static
+        idle = {} if self.context.config.placement.offload_trainer and self.context.on_gpu else on_gpu
+        yield PhaseEstimate(phase="idle", memory=idle, facts=self.facts(static))
+        seconds, basis = self.scoring()
+        if seconds is not None:
+            yield PhaseEstimate(phase="score", memory=on_gpu | self.forward_memory(), seconds=seconds, basis=basis)
+        seconds = self.training_seconds()
+        yield PhaseEstimate(
+            phase="train", memory=on_gpu | self.backward_memory(), seconds=seconds, basis=self.describe_microbatches()
+        )
+        moved = 0.0 if not idle and self.context.on_gpu else None
+        if self.context.config.rollout is not None:
+            bucket = getattr(self.context.config.rollout, "bucket_bytes", 0)
+            sent = {"buckets of the sync": 2.0 * bucket}
+            rates = (1 / OFFLOAD_RATE + 1 / ONLOAD_RATE) if moved is not None else 0.0
+            offload = sum(static.values()) * rates if not self.settings.cpu_offload else 0.0
+            basis = "offload and onload of the trainer" if offload else ""
+            yield PhaseEstimate(phase="sync", memory=on_gpu | sent, seconds=offload, basis=basis)
+
+    def states(self, table: str, learning: OptimizerSettings) -> dict[str, float] | None:
+        """Return the bytes of one model's weights and optimizer state on one rank; None if there is no such model."""
+        if table not in self.context.models:
+            return None
+        shape, lora = ModelShape.of(self.context.models[table]), self.settings.lora
+        per_weight = {"adamw": 2 * MASTER, "sgd": MASTER if learning.momentum else 0}[learning.optimizer]
+        if table == "model" and lora is not None:
+            adapter = shape.adapter_parameters(lora.rank, lora.targets)
+            weights, trained = shape.parameters * self.dtype_bytes + adapter * MASTER, float(adapter)
+        else:
+            weights, trained = shape.parameters * MASTER, trained_parameters(shape, learning.freeze)
+        return {"weights": weights / self.ranks, "optimizer": trained * per_weight / self.ranks}
+
+    def gathered_bytes(self, shape: ModelShape) -> float:
+        """Return the bytes of gathered weights on a rank while it computes."""
+        if self.gathers_once:
+            return float(shape.parameters * self.dtype_bytes)
+        root = shape.embedding * (1 if shape.tied else 2)
+        return float((root + 2 * shape.layer_parameters) * self.dtype_bytes)
+
+    def gradients(self, shape: ModelShape) -> float:
+        """Return the bytes of accumulated gradients."""
+        lora = self.settings.lora
+        trained = trained_parameters(shape, self.settings.freeze)
+        if lora is not None:
+            trained = shape.adapter_parameters(lora.rank, lora.targets)
+        return trained * MASTER / self.ranks if not self.settings.cpu_offload else 0.0
+
+    def forward_memory(self) -> dict[str, float]:
+        """Return the additional memory while a microbatch is scored."""
+        shape, tokens = self.shape, self.microbatch
+        memory = {
+            "gathered weights": self.gathered_bytes(shape),
+            "activations": self.activations(shape).layer(tokens),
+        }
+        return memory | self.head(shape, tokens, trained=False)
+
+    def backward_memory(self) -> dict[str, float]:
+        """Return the additional memory at the peak of training."""
+        shape, step = self.shape, self.tokens_per_step
+        gradients, full = self.gradients(shape), self.microbatch
+        # at the loss of the first microbatch there are no gradients yet; later ones add to all gradients
+        rest = full if step >= 2 * full else max(0.0, step - full)
+        at_first, at_later = self.at_loss(full), self.at_loss(rest)
+        one_layer = self.activations(shape).layer(full)
+        later = gradients + sum(at_later.values()) if rest else 0.0
+        ends = gradients + one_layer
+        if max(later, ends) > sum(at_first.values()):
+            worst = {"gradients": gradients} | (at_later if later >= ends else {"activations": one_layer})
+        else:
+            worst = at_first
+        return {"gathered weights": self.gathered_bytes(shape)} | worst
+
+    def at_loss(self, tokens: float) -> dict[str, float]:
+        """Return the memory that a microbatch of ``tokens`` needs when its loss is computed."""
+        shape = self.shape
+        activations = self.activations(shape)
+        kept = shape.layers * activations.layer(tokens)
+        if self.settings.activation_checkpointing:
+            kept = activations.boundaries(tokens, shape.layers)
+            head = self.head(shape, tokens, trained=self.settings.lora is None)
+            one = activations.layer(tokens)
+            return {"activations": kept} | (head if sum(head.values()) > one else {"one layer computed again": one})
+        return {"activations": kept} | self.head(shape, tokens, trained=self.settings.lora is None)
+
+    def head(self, shape: ModelShape, tokens: float, *, trained: bool) -> dict[str, float]:
+        """Return the bytes of the log-probability head."""
+        chunk = self.settings.logprob_chunk
+        return head_memory(
+            shape,
+            tokens,
+            dtype_bytes=self.dtype_bytes,
+            chunk=None if chunk == "auto" else chunk,
+            trained=trained,
+            on_gpu=self.context.on_gpu,
+        )
+
+    def training_seconds(self) -> float | None:
+        """Return the seconds of all optimizer steps of a batch, for policy and critic."""
+        if self.context.device is None:
+            return None
+        return sum(self.model_seconds(table) for table in ("model", "critic") if table in self.context.models)
+
+    def model_seconds(self, table: str) -> float:
+        """Return the seconds of all optimizer steps of one model."""
+        device, load = self.context.device, self.context.load
+        assert device is not None
+        shape, settings = ModelShape.of(self.context.models[table]), self.settings
+        adapter = settings.lora is not None and table == "model"
+        passes = Passes.training(recomputed=settings.activation_checkpointing, adapter=adapter)
+        computed = compute_seconds(
+            self.activations(shape),
+            device,
+            tokens=load.tokens / self.ranks,
+            sample_tokens=load.sample_tokens,
+            passes=passes,
+        )
+        count = max(load.steps, -(-load.tokens // (self.ranks * self.microbatch)))
+        sent = 0.0
+        if self.ranks > 1:
+            rate = link_rate(device, self.context.config.placement.nodes)
+            sent = count * shape.parameters * (2 * self.dtype_bytes + MASTER) / rate
+        if settings.cpu_offload:
+            # for every microbatch: weights to the GPU twice, gradients back once
+            sent += count * 3 * MASTER * shape.parameters / self.ranks / ONLOAD_RATE
+        learned = settings.lora.rank / shape.hidden if adapter and settings.lora else 1.0
+        steps = load.steps * optimizer_seconds(shape.parameters * learned / self.ranks, device)
+        steps *= device.bandwidth / HOST_BANDWIDTH if settings.cpu_offload else 1
+        return max(computed, sent) + count * MICROBATCH_S + steps
+
+    def scoring(self) -> tuple[float | None, str]:
+        """Return the seconds of the forward passes before training and a description; None if nothing is scored."""
+        load, device = self.context.load, self.context.device
+        roles = self.context.config.algorithm.roles(steps=load.steps)
+        if not roles or device is None:
+            return None, ""
+        seconds = 0.0
+        for role in roles:
+            table = "model" if role is Role.POLICY else role.value
+            shape = ModelShape.of(self.context.models.get(table, self.context.models["model"]))
+            seconds += compute_seconds(
+                self.activations(shape),
+                device,
+                tokens=load.tokens / self.ranks,
+                sample_tokens=load.sample_tokens,
+                passes=SCORING,
+            )
+        return seconds, "forward passes of " + ", ".join(role.value for role in roles)
+
+    def describe_microbatches(self) -> str:
+        count = max(1, -(-int(self.tokens_per_step) // int(self.microbatch)))
+        steps = self.context.load.steps
+        return f"{steps} x {count} microbatches of {int(self.microbatch):,} tokens at most"
+
+    def facts(self, static: Mapping[str, float]) -> dict[str, str]:
+        """Return further facts for the plan."""
+        shape, lora = self.shape, self.settings.lora
+        trained = trained_parameters(shape, self.settings.freeze)
+        if lora is not None:
+            trained = shape.adapter_parameters(lora.rank, lora.targets)
+        facts = {"trained parameters": f"{trained / 1e6:,.1f} M of {shape.parameters / 1e6:,.1f} M"}
+        if self.settings.cpu_offload:
+            facts["trainer in host memory"] = f"{sum(static.values()) / 2**30:.1f} GiB per rank"
+        return facts
+
+
+def trained_parameters(shape: ModelShape, frozen: tuple[str, ...]) -> float:
+    """Return the number of weights that no pattern freezes."""
+    return float(sum(w.size for w in shape.weights if not any(re.search(one, f"{w.name}.weight") for one in frozen)))
+
+
+def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, size in part.items():
+            total[name] = total.get(name, 0.0) + size
+    return total

@@ -1,0 +1,223 @@
+"""Estimates of memory and time per phase on the fullest rank of trainer 'megatron'. Imports no torch.
+
+They are based on ``config.json``. Only one layout was measured, one GPU without recomputation (`docs/design/plan.md`);
+the split over ranks follows Megatron's rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from plasmid.types.estimates import EstimateContext, PhaseEstimate
+from plasmid_models.estimates.shape import ModelShape
+from plasmid_training.estimates.activations import Activations, head_memory
+from plasmid_training.estimates.speed import (
+    MICROBATCH_S,
+    SCORING,
+    Passes,
+    compute_seconds,
+    link_rate,
+    optimizer_seconds,
+)
+
+from .settings import Megatron
+from .shapes import check_split, layers_of_stages
+
+FP32 = 4
+RESIDUALS = 4.0
+"""Additional activations of Megatron's layers over transformers', without fusions, in multiples of the hidden size."""
+OFFLOAD_RATE, ONLOAD_RATE = 15e9, 33e9
+"""Bytes per second between GPU and pinned memory, measured on an H200 (`docs/performance.md`)."""
+
+
+def estimate(settings: Megatron, context: EstimateContext) -> list[PhaseEstimate]:
+    """Return the phases of one batch. Raises `ConfigError` for unknown models, or if the model cannot be split."""
+    check_split(settings, context.models["model"])
+    return list(MegatronEstimate(settings, context).phases())
+
+
+@dataclass(frozen=True)
+class MegatronEstimate:
+    """Estimate for the rank that needs the most memory."""
+
+    settings: Megatron
+    context: EstimateContext
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Shape of the policy."""
+        return ModelShape.of(self.context.models["model"])
+
+    @cached_property
+    def dtype_bytes(self) -> int:
+        """Bytes per weight."""
+        dtype = self.settings.dtype
+        if dtype == "auto":
+            dtype = getattr(self.context.config.rollout, "dtype", "auto")
+        return 2 if dtype == "bfloat16" or (dtype == "auto" and self.context.on_gpu) else 4
+
+    @property
+    def replicas(self) -> int:
+        """Number of model replicas."""
+        return self.settings.num_parts(self.context.config.placement.trainer_ranks)
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """Number of layers of each pipeline rank."""
+        parts = self.settings.pipeline_parallel
+        return layers_of_stages(self.settings, self.context.models["model"]) or [-(-self.shape.layers // parts)] * parts
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether whole layers are recomputed in the backward pass."""
+        return self.settings.transformer.get("recompute_granularity") == "full"
+
+    @cached_property
+    def microbatch(self) -> float:
+        """Tokens in the largest microbatch of a replica."""
+        load, fixed = self.context.load, self.settings.microbatch_samples
+        if isinstance(fixed, int):
+            return float(fixed * load.longest)
+        step = load.tokens / load.steps / self.replicas
+        return float(max(min(self.settings.microbatch_tokens, step), load.longest))
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches per optimizer step."""
+        load = self.context.load
+        return max(1, -(-int(load.tokens / load.steps / self.replicas) // int(self.microbatch)))
+
+    @property
+    def activations(self) -> Activations:
+        """Activation memory of the layers, which are packed."""
+        settings = self.settings
+        splits = settings.tensor_parallel > 1 or settings.context_parallel > 1 or settings.transformer_engine
+        automatic = self.context.on_gpu and not splits and not self.shape.experts
+        compiled = automatic if settings.compile == "auto" else settings.compile
+        extra = 0.0 if compiled else RESIDUALS
+        return Activations(shape=self.shape, dtype_bytes=self.dtype_bytes, compiled=compiled, extra=extra)
+
+    def rank_parameters(self, stage: int) -> tuple[float, float]:
+        """Return the numbers of non-expert and expert weights on a rank of a pipeline stage."""
+        shape, settings = self.shape, self.settings
+        last = stage == len(self.stages) - 1
+        share = self.stages[stage] / shape.layers
+        outside = shape.parameters - shape.expert_parameters - shape.embedding * (1 if shape.tied else 2)
+        # a tied embedding is on the first and on the last stage
+        ends = shape.embedding * ((stage == 0) + (last and not (shape.tied and stage == 0)))
+        experts = shape.expert_parameters * share / (settings.expert_parallel * settings.expert_tensor_size)
+        return (outside * share + ends) / settings.tensor_parallel, experts
+
+    def states(self, stage: int) -> dict[str, float]:
+        """Return the bytes of weights, gradients and optimizer state on a rank of a stage."""
+        settings = self.settings
+        dense, experts = self.rank_parameters(stage)
+        ranks = self.context.config.placement.trainer_ranks
+        masters = FP32 if self.dtype_bytes == 2 else 0
+        adam = 2 * FP32 if settings.optimizer.get("optimizer", "adam") == "adam" else FP32
+        of_dense = self.replicas * settings.context_parallel
+        of_experts = ranks // (settings.expert_parallel * settings.expert_tensor_size * settings.pipeline_parallel)
+        shared = settings.distributed_optimizer
+        kept = dense / (of_dense if shared else 1) + experts / (max(1, of_experts) if shared else 1)
+        return {
+            "weights": (dense + experts) * self.dtype_bytes,
+            "gradients": (dense + experts) * FP32,
+            "optimizer": kept * (masters + adam),
+        }
+
+    def working_memory(self, stage: int, *, train: bool) -> dict[str, float]:
+        """Return the bytes that a microbatch needs on a rank of a stage."""
+        settings, activations = self.settings, self.activations
+        tokens = self.microbatch / settings.context_parallel
+        split = settings.tensor_parallel if settings.splits_sequences else 1
+        of_layer = activations.layer(tokens) / settings.tensor_parallel
+        if not settings.splits_sequences:  # norms and residuals are replicated on every rank
+            of_layer += activations.boundaries(tokens, 6 + RESIDUALS) * (1 - 1 / settings.tensor_parallel)
+        flying = min(len(self.stages) - stage, self.microbatches)
+        if not train:
+            kept = {"activations": of_layer}
+        elif self.recomputed:
+            kept = {
+                "activations": flying * activations.boundaries(tokens, self.stages[stage]) / split,
+                "one layer computed again": of_layer,
+            }
+        else:
+            kept = {"activations": flying * self.stages[stage] * of_layer}
+        if stage < len(self.stages) - 1:
+            return kept
+        chunk = settings.logprob_chunk
+        head = head_memory(
+            self.shape,
+            tokens,
+            dtype_bytes=self.dtype_bytes,
+            chunk=None if chunk == "auto" else chunk,
+            trained=train,
+            parts=settings.tensor_parallel,
+            on_gpu=self.context.on_gpu,
+        )
+        again = kept.get("one layer computed again", 0.0)
+        if again and again > sum(head.values()):
+            return kept
+        return {name: size for name, size in kept.items() if name != "one layer computed again"} | dict(head)
+
+    def peak_memory(self, *, train: bool) -> dict[str, float]:
+        """Return the bytes on a rank of the stage that needs the most memory."""
+        found = [self.states(stage) | self.working_memory(stage, train=train) for stage in range(len(self.stages))]
+        return max(found, key=lambda memory: sum(memory.values()))
+
+    def phases(self) -> Iterator[PhaseEstimate]:
+        """Yield the phases idle, score, train and sync."""
+        place, device = self.context.config.placement, self.context.device
+        static = max((self.states(stage) for stage in range(len(self.stages))), key=lambda part: sum(part.values()))
+        idle = {} if place.offload_trainer and device is not None else static
+        facts = {"trained parameters": f"{self.shape.parameters / 1e6:,.1f} M"}
+        if "critic" in self.context.models:
+            facts["critic"] = "not included in the memory estimate"
+        yield PhaseEstimate(phase="idle", memory=idle, facts=facts)
+        load = self.context.load
+        roles = self.context.config.algorithm.roles(steps=load.steps)
+        if roles:
+            seconds = None if device is None else len(roles) * self.seconds(SCORING, steps=0)
+            names = ", ".join(role.value for role in roles)
+            yield PhaseEstimate(
+                phase="score", memory=self.peak_memory(train=False), seconds=seconds, basis=f"forward passes of {names}"
+            )
+        passes = Passes.training(recomputed=self.recomputed, adapter=False)
+        seconds = None if device is None else self.seconds(passes, steps=load.steps)
+        basis = f"{load.steps} x {self.microbatches} microbatches of {int(self.microbatch):,} tokens at most"
+        yield PhaseEstimate(phase="train", memory=self.peak_memory(train=True), seconds=seconds, basis=basis)
+        if self.context.config.rollout is not None:
+            bucket = getattr(self.context.config.rollout, "bucket_bytes", 0)
+            moved = sum(static.values()) if not idle else 0.0
+            seconds = moved * (1 / OFFLOAD_RATE + 1 / ONLOAD_RATE) if device is not None else None
+            basis = "offload and onload of the trainer" if moved else ""
+            yield PhaseEstimate(
+                phase="sync", memory=static | {"buckets of the sync": 2.0 * bucket}, seconds=seconds, basis=basis
+            )
+
+    def seconds(self, passes: Passes, *, steps: int) -> float:
+        """Return the seconds of a batch on the slowest rank, without the communication of expert parallelism."""
+        device, load, settings = self.context.device, self.context.load, self.settings
+        assert device is not None
+        place = self.context.config.placement
+        computed = compute_seconds(
+            self.activations,
+            device,
+            tokens=load.tokens / self.replicas,
+            sample_tokens=load.sample_tokens,
+            passes=passes,
+            parts=settings.ranks_per_replica,
+        )
+        bubble = 1 + (settings.pipeline_parallel - 1) / (self.microbatches * settings.virtual_pipeline)
+        rate = link_rate(device, 1)
+        reduced = 0.0
+        if settings.tensor_parallel > 1:
+            tokens = load.tokens / self.replicas / settings.context_parallel
+            layers = self.shape.layers / settings.pipeline_parallel
+            reduced = 2 * (passes.layers + 1) * layers * tokens * self.shape.hidden * self.dtype_bytes / rate
+        dense, experts = self.rank_parameters(0)
+        gradients = steps * (dense + experts) * FP32 * 2 / link_rate(device, place.nodes) if self.replicas > 1 else 0.0
+        updates = steps * optimizer_seconds((dense + experts) / max(1, self.replicas), device)
+        return (computed + reduced) * bubble + gradients + updates + max(1, steps) * self.microbatches * MICROBATCH_S

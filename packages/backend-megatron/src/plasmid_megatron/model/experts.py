@@ -1,0 +1,110 @@
+"""Experts of a layer: matrix products that are computed together, and replay of the experts that the engine chose.
+
+Megatron-Core has grouped matrix products for TransformerEngine and for a library of its own only; without either, it
+computes one expert after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
+
+ALIGNMENT = 16
+"""Bytes that the length of every row must be a multiple of."""
+
+
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+    """The experts of this rank, with the weights and names of Megatron's `SequentialMLP`."""
+
+    def __init__(self, num_local_experts: int, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(num_local_experts, config, *args, **options)
+        weights = [weight for expert in self.local_experts for weight in expert.parameters()]
+        self._is_grouped = (
+            num_local_experts > 1
+            and config.gated_linear_unit
+            and not config.add_bias_linear
+            and not config.moe_apply_probs_on_input
+            and config.activation_func_clamp_value is None
+            and not config.glu_linear_offset
+            and all(size * weight.element_size() % ALIGNMENT == 0 for weight in weights for size in weight.shape)
+        )
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Return [t, H] outputs, and None as the bias, of tokens [t, H] sorted by expert and weighted by ``probs``."""
+        if not self._is_grouped:
+            result: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
+            return result
+        bounds = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
+        gate, up = self._product(hidden, bounds, "linear_fc1").chunk(2, dim=-1)
+        inner = self.config.activation_func(gate) * up
+        inner = (inner * probs[:, None]).to(inner.dtype)
+        return self._product(inner, bounds, "linear_fc2"), None
+
+    def _product(self, x: Tensor, bounds: Tensor, name: str) -> Tensor:
+        weights = [getattr(expert, name).weight for expert in self.local_experts]
+        out: Tensor = _GroupedLinear.apply(x, bounds, *weights)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Product of tokens [t, in], sorted by expert, with each expert's weight [out, in].
+
+    The weights are parameters of their own, so they are stacked for each product, and again in the backward pass: kept
+    for it, the copies of all layers would double the memory of the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bounds: Tensor, *weights: Tensor) -> Tensor:
+        """Return [t, out]; expert i has the tokens from ``bounds[i - 1]`` to ``bounds[i]``."""
+        ctx.save_for_backward(x, bounds, *weights)
+        return grouped_mm(x, torch.stack(weights).mT, offs=bounds)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bounds, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x = grouped_mm(grad, torch.stack(weights), offs=bounds) if ctx.needs_input_grad[0] else None
+        of_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = grouped_mm(grad.mT, x, offs=bounds).unbind()
+        return of_x, None, *of_weights
+
+
+class RoutingReplay:
+    """Makes the routers of a model chunk choose given experts; their weights come from the routers' scores."""
+
+    def __init__(self, chunk: nn.Module) -> None:
+        self._choices: list[_Choice] = []
+        for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+            router.router_replay = choice = _Choice(router.layer_number - 1)
+            self._choices.append(choice)
+
+    def set(self, experts: Tensor | None) -> None:
+        """Replay the experts [n, layers, choices] of the next forward pass; None to let routers choose."""
+        for choice in self._choices:
+            choice.experts = experts
+
+
+class _Choice:
+    """The choice of one router; Megatron-Core calls it in place of its own."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self.experts: Tensor | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return [n, choices] scores and expert ids, as ``default`` would choose them unless they are known."""
+        found: Sequence[Tensor] = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.experts is None:
+            return found[0], found[1]
+        given = self.experts[:, self._layer].long()
+        indices = torch.where(given < 0, found[1], given)
+        return scores.gather(1, indices), indices

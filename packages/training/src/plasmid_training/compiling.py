@@ -1,0 +1,28 @@
+"""Compilation of decoder layers with `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+MAX_GRAPHS = 24
+"""Graphs of one function beyond which `torch.compile` runs it eagerly: packed rows, shared prefixes and dense blocks of
+one and of several samples, each for training, scoring and recomputation, by models that differ in what is frozen."""
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compile the forward pass of each layer for any sequence length.
+
+    Compiles the method, not the module: hooks stay outside of the graph, which all layers share.
+    """
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def compiled_graphs() -> dict[str, float]:
+    """Return ``train/graphs``, the number of graphs that `torch.compile` has made in this process; empty if 0."""
+    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return {"train/graphs": float(count)} if count else {}

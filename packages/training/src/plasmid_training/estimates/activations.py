@@ -1,0 +1,88 @@
+"""Estimates of activation memory. Imports no torch.
+
+The counts are those of a decoder layer with packed attention; which tensors are kept for the backward pass was
+determined from peak memory measured on an H200 (`docs/design/plan.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from plasmid_models.estimates.shape import ModelShape
+
+GPU_BYTES = 1280 * 2**20
+CPU_BYTES = 128 * 2**20
+"""Maximum bytes of a chunk's logits with ``auto``, without the fp32 gradient of the weight; more is not faster."""
+TILE = 128
+"""Chunk sizes of ``auto`` are multiples of this, for efficient matrix products."""
+
+
+def auto_chunk(length: int, row_bytes: int, *, on_gpu: bool) -> int:
+    """Return the chunk size for ``length`` positions whose logits take ``row_bytes`` each."""
+    most = max(1, (GPU_BYTES if on_gpu else CPU_BYTES) // row_bytes)
+    most = max(1, most // TILE) * TILE
+    num_chunks = max(1, -(-length // most))
+    return max(1, -(-length // (num_chunks * TILE))) * TILE  # chunks of about equal size
+
+
+Attention = Literal["packed", "dense"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Activation memory of a model's layers."""
+
+    shape: ModelShape
+    dtype_bytes: int
+    compiled: bool
+    """Compiled layers keep no intermediate values of normalizations, rotary embeddings and activation functions."""
+    attention: Attention = "packed"
+    """The packed kernels of torch 2.11 keep keys and values repeated for every query head; dense ones share them."""
+    extra: float = 0.0
+    """Additional elements kept per token and layer, in multiples of the hidden size."""
+
+    @property
+    def numbers(self) -> float:
+        """Elements that one layer keeps per token."""
+        shape = self.shape
+        normed = shape.query + shape.keys if shape.has_head_norm else 0
+        repeated = self.attention == "packed"
+        keys = 2 * shape.query if repeated else 2 * shape.keys
+        kept = 4 * shape.hidden + normed + shape.query + shape.value + keys + 3 * shape.inner
+        kept += 2 * shape.routed * shape.hidden  # inputs and outputs of experts
+        if not self.compiled:
+            copies = 2 if self.dtype_bytes == 2 else 1  # norms compute in fp32
+            kept += shape.inner + copies * (2 * shape.hidden + normed)
+        return kept + self.extra * shape.hidden
+
+    def layer(self, tokens: float) -> float:
+        """Return the bytes that one layer keeps."""
+        return tokens * self.numbers * self.dtype_bytes
+
+    def boundaries(self, tokens: float, layers: float) -> float:
+        """Return the bytes of the layers' inputs, which are all that is kept with recomputation."""
+        return layers * tokens * self.shape.hidden * self.dtype_bytes
+
+
+def head_memory(
+    shape: ModelShape,
+    tokens: float,
+    *,
+    dtype_bytes: int,
+    chunk: int | None,
+    trained: bool,
+    parts: int = 1,
+    on_gpu: bool = True,
+) -> dict[str, float]:
+    """Return the bytes of the log-probability head: logits of a chunk, fp32 gradient of the weight, hidden states.
+
+    ``parts`` is the number of ranks that the vocabulary is split over; ``chunk`` is None for the default.
+    """
+    vocab, longest = shape.vocab // parts, math.ceil(tokens)
+    rows = min(longest, auto_chunk(longest, vocab * dtype_bytes, on_gpu=on_gpu) if chunk is None else chunk)
+    return {
+        "logits": rows * vocab * dtype_bytes + (4 * vocab * shape.hidden if trained else 0),
+        "hidden states": 3 * tokens * shape.hidden * dtype_bytes,
+    }
