@@ -1,4 +1,4 @@
-"""Checkpoint layouts and the way from one to another. Importing this does not import torch."""
+"""Checkpoint layouts and conversion between them. Importing this does not import torch."""
 
 from .checkpoint import Comparison, compare, convert, verify_sha256
 from .dcp import DCP

@@ -1,4 +1,4 @@
-"""Types of weights."""
+"""Dtype casts of weights."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def cast(tensor: Tensor, dtype: str | None) -> Tensor:
-    """The tensor, of the dtype with this torch name if it has floats and one is asked for."""
+    """Cast a floating-point tensor to the torch dtype of this name; other tensors, and None, leave it unchanged."""
     return tensor.to(getattr(torch, dtype)) if dtype is not None and tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""What travels beside weights: the Hugging Face files that say which model they are of."""
+"""Companion files of weights: config, tokenizer and other Hugging Face files of the model."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from plasmid_models.tokenization.tokenizer_files import has_tokenizer
 
 PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 OF_WEIGHTS = ("metadata.json", "latest_checkpointed_iteration.txt")
-"""Files of Megatron's that have such names."""
+"""Files of Megatron checkpoints that match `PATTERNS` but are not companions."""
 STATE = "state.json"
-"""In the folder of a run's checkpoint, around the trainer's own."""
+"""File in the folder of a run's checkpoint, the parent of the trainer's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
-    """The Hugging Face folders that belong to a checkpoint."""
+class SourceModel:
+    """Hugging Face folders of the model that a checkpoint belongs to."""
 
     model: Path
     tokenizer: Path
     of_run: bool
-    """True if the checkpoint is one of a run of ours."""
+    """True if a Plasmid run wrote the checkpoint."""
 
     def config(self) -> dict[str, Any]:
-        """``config.json``. Raises `ModelError`."""
+        """Return the content of ``config.json``. Raises `ModelError`."""
         return read_config(self.model / "config.json")
 
-    def dtype(self, asked: str) -> str | None:
-        """What floats become: ``auto`` is the type that `rl export` writes for runs, and none for other checkpoints."""
-        if asked == "auto" and self.of_run:
+    def dtype(self, requested: str) -> str | None:
+        """Return the dtype to cast to, or None; ``auto`` is that of `rl export` for runs, else None."""
+        if requested == "auto" and self.of_run:
             config = self.config()
             return config.get("dtype") or config.get("torch_dtype") or "float32"
-        return None if asked in ("auto", "keep") else asked
+        return None if requested in ("auto", "keep") else requested
 
     def copy(self, target: Path, **changes: Any) -> None:
-        """Write config, tokenizer and the like into a folder; ``changes`` of None leave the config as it is."""
+        """Copy config, tokenizer and other companions; set the keys ``changes`` of the config that are not None."""
         copy_files(self.tokenizer, target)
         copy_files(self.model, target)
         kept = {key: value for key, value in changes.items() if value is not None}
@@ -48,65 +48,65 @@ class Described:
             change_config(target, **kept)
 
 
-def described(path: Path, model: str, weights: Path) -> Described:
-    """Which model a checkpoint is of: ``model`` says it, or ``auto``: files beside its weights, or the run's recipe.
+def find_source_model(path: Path, model: str, weights: Path) -> SourceModel:
+    """Find a checkpoint's model: the folder ``model``, or for ``auto`` files beside the weights or the run's recipe.
 
-    ``path`` is what the user has named, ``weights`` the folder in it with the weights. Raises `ModelError`.
+    ``path`` is the path that the user gave, ``weights`` the folder in it with the weights. Raises `ModelError`.
     """
     of_run = next((folder for folder in (weights, weights.parent) if (folder / STATE).is_file()), None)
     if model != "auto":
         folder = Path(model)
         if not (folder / "config.json").is_file():
-            raise ModelError(f"from.model: {model} is no Hugging Face folder (it has no config.json)")
-        return Described(model=folder, tokenizer=folder, of_run=of_run is not None)
+            raise ModelError(f"from.model: {model} is not a Hugging Face folder (it has no config.json)")
+        return SourceModel(model=folder, tokenizer=folder, of_run=of_run is not None)
     for folder in (weights, path, weights.parent):
         if (folder / "config.json").is_file() and folder != of_run:
-            return Described(model=folder, tokenizer=folder, of_run=of_run is not None)
+            return SourceModel(model=folder, tokenizer=folder, of_run=of_run is not None)
     if of_run is None:
         raise ModelError(
-            f"{path}: nothing says which model it is of (there is no config.json in it); name the model's Hugging "
-            "Face folder with from.model=FOLDER"
+            f"{path}: the model is unknown (the folder has no config.json); set its Hugging Face folder with "
+            "from.model=FOLDER"
         )
     return _of_run(of_run / STATE)
 
 
-def _of_run(file: Path) -> Described:
+def _of_run(file: Path) -> SourceModel:
     try:
         model = read_json(file)["config"]["model"]
         folder, tokenizer = Path(model["path"]), model.get("tokenizer", "auto")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file}: cannot be read: {error!r}") from None
-    if tokenizer != "auto" and not has_tokenizer(Path(tokenizer)):  # it may name any folder of the user's
+    if tokenizer != "auto" and not has_tokenizer(Path(tokenizer)):  # untrusted: it may name any folder of the user
         raise ModelError(
-            f"{file}: says that the run's tokenizer is in {tokenizer}, where there is none; name the model's Hugging "
-            "Face folder with from.model=FOLDER"
+            f"{file}: the run's tokenizer folder {tokenizer} has no tokenizer; set the model's Hugging Face folder "
+            "with from.model=FOLDER"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"{file}: says that the run's model is {folder}, which is not there seen from {Path.cwd()}; name the "
-            "model's Hugging Face folder with from.model=FOLDER"
+            f"{file}: the run's model folder {folder} does not exist (searched from {Path.cwd()}); set the model's "
+            "Hugging Face folder with from.model=FOLDER"
         )
-    return Described(model=folder, tokenizer=folder if tokenizer == "auto" else Path(tokenizer), of_run=True)
+    return SourceModel(model=folder, tokenizer=folder if tokenizer == "auto" else Path(tokenizer), of_run=True)
 
 
 def is_of_run(weights: Path) -> bool:
-    """True if the folder with weights is the trainer's part of a run's checkpoint."""
+    """Return True if the folder with the weights is the trainer's part of a run's checkpoint."""
     return (weights.parent / STATE).is_file()
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """A ``config.json``. Raises `ModelError`."""
+    """Read a ``config.json``. Raises `ModelError`."""
     try:
         found = read_json(file)
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: cannot be read: {one_line(error)}") from None
     if not isinstance(found, dict):
-        raise ModelError(f"{file}: must hold a JSON object")
+        raise ModelError(f"{file}: must contain a JSON object")
     return found
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy all that is no weight of a Hugging Face folder."""
+    """Copy all files of a Hugging Face folder except the weights and their index."""
     for pattern in PATTERNS:
         for file in sorted(source.glob(pattern)):
             if file.is_file() and not file.name.endswith(".index.json") and file.name not in OF_WEIGHTS:

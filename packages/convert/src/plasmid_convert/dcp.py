@@ -1,4 +1,4 @@
-"""Checkpoints in torch's distributed format with Hugging Face names in them: what trainer ``fsdp`` writes."""
+"""Checkpoints in torch's distributed format with Hugging Face tensor names, as trainer 'fsdp' writes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plasmid.errors import ModelError, some_of
 from plasmid_models.pieces import Piece, Pieces, pieces_of_folder
 from pydantic import Field
 
-from .companions import Described, described, is_of_run
+from .companions import SourceModel, find_source_model, is_of_run
 from .hf import HF
 
 if TYPE_CHECKING:
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 METADATA, OF_MEGATRON = ".metadata", "metadata.json"
 CRITIC = "critic."
+ADAPTER = ".lora_A"
+"""Suffix of the name of one adapter matrix of each adapted layer."""
 CORRECTION = "e_score_correction_bias"
-"""Of experts; models and engines have it in float32 whatever they have all else in, and so have exported folders."""
+"""Suffix of a router tensor that models, engines and exported folders keep in float32, whatever the other dtypes."""
 HEAD = "score."
-"""What a critic has and no language model."""
+"""Prefix of the value head, which only critics have."""
 
 
 class DCP(Converter):
@@ -30,13 +32,16 @@ class DCP(Converter):
 
     kind: Literal["dcp"] = "dcp"
     prefix: str = "weights."
-    """What stands before Hugging Face's names; all else is left out. A run's critic has ``weights.critic.``"""
+    """Prefix of the Hugging Face tensor names; other tensors are ignored. Use ``weights.critic.`` for a run's
+    critic."""
     dtype: Literal["auto", "keep", "float32", "bfloat16", "float16"] = "auto"
-    """What floats become when they are read: ``auto`` is what `rl export` makes of a run's checkpoint, else as is."""
+    """Dtype that floating-point weights are cast to when read. ``auto`` casts a run's checkpoint like `rl export` does
+    and leaves others unchanged; ``keep`` never casts."""
     model: str = "auto"
-    """Hugging Face folder with config and tokenizer; ``auto`` is the checkpoint's own, or that of the run's recipe."""
+    """Hugging Face folder with config and tokenizer; ``auto`` is the checkpoint's own folder, or the model folder in
+    the run's recipe."""
     max_file_gb: float = Field(5.0, gt=0)
-    """Largest file to write, in units of 10^9 bytes; one tensor is never split."""
+    """Maximum size of a file, in units of 10^9 bytes; a larger tensor gets its own file."""
 
     def recognises(self, path: Path) -> bool:
         weights = weights_folder(path)
@@ -57,7 +62,7 @@ class DCP(Converter):
         files = DistributedFiles(weights)
         dtype: str | None = None if self.dtype in ("auto", "keep") else self.dtype
         if self.dtype == "auto" and is_of_run(weights):
-            dtype = self._described(path).dtype("auto")
+            dtype = self._find_model(path).dtype("auto")
         names = self._names(path, files.tensors)
         pieces = self._pieces(path, names)
         for name in names:
@@ -78,15 +83,15 @@ class DCP(Converter):
             writer.close()
 
     def write_companions(self, source: Path, target: Path) -> None:
-        of = self._described(source)
+        of = self._find_model(source)
         of.copy(target, dtype=of.dtype(self.dtype))
 
-    def _described(self, path: Path) -> Described:
-        return described(path, self.model, _weights(path))
+    def _find_model(self, path: Path) -> SourceModel:
+        return find_source_model(path, self.model, _weights(path))
 
     def _pieces(self, path: Path, names: Iterable[str]) -> Pieces:
-        """What a run's model folder has one by one of tensors that transformers fuses."""
-        folder = self._described(path).model if is_of_run(_weights(path)) else None
+        """Return the tensors of a run's model folder that transformers fuses into one."""
+        folder = self._find_model(path).model if is_of_run(_weights(path)) else None
         if folder is None or not HF().recognises(folder):
             return {}
         of_folder = {name for _, found in HF()._plan(folder) for name in found}
@@ -94,29 +99,33 @@ class DCP(Converter):
         return {} if is_alike else pieces_of_folder(folder, of_folder)
 
     def _names(self, path: Path, names: Iterable[str]) -> list[str]:
-        """Hugging Face names in the order of the checkpoint."""
+        """Return the Hugging Face names in the order of the checkpoint. Raises `ModelError`."""
         names = list(names)
         found = [name.removeprefix(self.prefix) for name in names if name.startswith(self.prefix)]
         if self.prefix == "weights.":
             found = [name for name in found if not name.startswith(CRITIC)]
+        if any(name.endswith(ADAPTER) for name in found):
+            raise ModelError(
+                f"{path}: contains an adapter instead of model weights; rl export merges the adapter of a run"
+            )
         if not found:
             shown = some_of(names) or "nothing"
             raise ModelError(
-                f"{path}: no name in it begins with {self.prefix!r}; it holds {shown}; set from.prefix to what stands "
-                "before Hugging Face's names"
+                f"{path}: no name begins with {self.prefix!r}, the names are {shown}; set from.prefix to the prefix of "
+                "the Hugging Face names"
             )
         return found
 
 
 def weights_folder(path: Path) -> Path | None:
-    """The folder with the files: ``path``, or that of the trainer in a run's checkpoint."""
+    """Return the folder with the weights: ``path``, or the trainer's subfolder of a run's checkpoint; None without."""
     return next((folder for folder in (path, path / "trainer") if (folder / METADATA).is_file()), None)
 
 
 def _weights(path: Path) -> Path:
     found = weights_folder(path)
     if found is None:
-        raise ModelError(f"{path}: is no folder of torch's distributed format (it has no {METADATA})")
+        raise ModelError(f"{path}: not in torch's distributed format (it has no {METADATA})")
     if (found / OF_MEGATRON).is_file():
-        raise ModelError(f"{path}: is of Megatron's distributed format; read it with --from torch_dist")
+        raise ModelError(f"{path}: in Megatron's distributed format; read it with --from torch_dist")
     return found

@@ -1,6 +1,7 @@
-"""Folders in torch's distributed format (`torch.distributed.checkpoint`), read and written tensor by tensor.
+"""Read and write folders in torch's distributed format (`torch.distributed.checkpoint`), tensor by tensor.
 
-torch's own functions want all tensors of a checkpoint in memory at once. Files are the same in both directions.
+torch's own functions need all tensors of a checkpoint in memory, or all names and shapes before the first tensor is
+written. A stream of tensors can provide neither. The files are compatible with torch's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from plasmid.errors import ModelError
@@ -35,10 +36,10 @@ METADATA = ".metadata"
 
 
 class DistributedFiles:
-    """A folder that is read. Holds one saved part of a tensor in memory besides the tensor that is asked for."""
+    """Reader of a folder. Needs memory for the requested tensor and one stored chunk of it."""
 
     def __init__(self, path: Path) -> None:
-        """Read which tensors there are. Raises `ModelError`."""
+        """Read and check the metadata. Raises `ModelError`."""
         self.path = path
         metadata = load_metadata(path / METADATA)
         check_lengths(path, metadata)
@@ -46,19 +47,19 @@ class DistributedFiles:
         self.tensors: Mapping[str, TensorStorageMetadata] = {
             name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
         }
-        """Size, type and parts of every tensor, by name."""
+        """Size, dtype and chunks of each tensor, by name."""
         self._stored: dict[tuple[str, tuple[int, ...]], Any] = {
             (index.fqn, tuple(index.offset or ())): stored for index, stored in (metadata.storage_data or {}).items()
         }
 
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
-        """A tensor, or the region of ``shape`` in it that begins at ``start``. Raises `ModelError`."""
+        """Read a tensor, or its region of ``shape`` that begins at ``start``. Raises `ModelError`."""
         entry = self.tensors[name]
         start = [0] * len(entry.size) if start is None else list(start)
         shape = list(entry.size) if shape is None else list(shape)
         there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        if there < math.prod(entry.size):  # before memory is taken for what is not there
-            raise _not_whole(self.path, name, there, math.prod(entry.size))
+        if there < math.prod(entry.size):  # before allocating memory for missing data
+            raise _incomplete_error(self.path, name, there, math.prod(entry.size))
         result, filled = torch.empty(shape, dtype=entry.properties.dtype), 0
         for chunk in entry.chunks:
             low = [max(a, b) for a, b in zip(chunk.offsets, start, strict=True)]
@@ -72,44 +73,44 @@ class DistributedFiles:
             result[_window(low, high, start)] = part
             filled += part.numel()
         if filled != result.numel():
-            raise _not_whole(self.path, name, filled, result.numel())
+            raise _incomplete_error(self.path, name, filled, result.numel())
         return result
 
     def _load(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         stored = self._stored.get((name, tuple(chunk.offsets)))
         if stored is None:
-            raise ModelError(f"{self.path}: {METADATA} does not say where {name} lies; the folder is damaged")
+            raise ModelError(f"{self.path}: {METADATA} has no location of {name}; the folder is corrupt")
         loaded = _read_part(self.path, name, stored)
         if loaded.shape != chunk.sizes:
-            raise _another(self.path / stored.relative_path, name)
+            raise _mismatch_error(self.path / stored.relative_path, name)
         return loaded
 
 
 class TensorReader(FileSystemReader):
-    """Reads a folder for `torch.distributed.checkpoint.load`, and nothing but tensors.
+    """Storage reader for `torch.distributed.checkpoint.load` that reads tensors only.
 
-    torch's own reader unpickles ``.metadata`` and whatever is no tensor, which runs the code that a pickle names.
+    torch's own reader unpickles ``.metadata`` and all non-tensor entries, which executes code named in the pickles.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the folder holds. Raises `ModelError`."""
+        """Return the folder's metadata. Raises `ModelError`."""
         file = Path(self.path) / METADATA
         metadata = load_metadata(file)
         refuse_objects(file, metadata)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of the plan. Raises `ModelError`."""
+        """Fill the plan's tensors. Raises `ModelError`."""
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type != LoadItemType.TENSOR:
-                raise ModelError(f"{self.path}: {name} is no tensor")
+                raise ModelError(f"{self.path}: {name} is not a tensor")
             stored = self.storage_data[item.storage_index]
             part = _read_part(Path(self.path), name, stored)
             ends = [offset + length for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
             target = planner.resolve_tensor(item).detach()
             if len(ends) != part.ndim or any(end > size for end, size in zip(ends, part.shape, strict=True)):
-                raise _another(Path(self.path) / stored.relative_path, name)
+                raise _mismatch_error(Path(self.path) / stored.relative_path, name)
             target.copy_(part[_window(list(item.storage_offsets), ends, [0] * part.ndim)])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -118,34 +119,40 @@ class TensorReader(FileSystemReader):
 
 
 def _read_part(folder: Path, name: str, stored: Any) -> Tensor:
-    """One saved part of a tensor. Raises `ModelError`."""
+    """Read one stored chunk of a tensor. Raises `ModelError`."""
     if getattr(stored, "transform_descriptors", None):
-        raise ModelError(f"{folder}: {name} was compressed when it was saved, which is not supported")
+        raise ModelError(f"{folder}: {name} is compressed, which is not supported")
     file = folder / stored.relative_path
     try:
         with file.open("rb") as stream:
             stream.seek(stored.offset)
             data = io.BytesIO(stream.read(stored.length))
-        with zipfile.ZipFile(data) as archive:
-            if sum(member.file_size for member in archive.infolist()) > stored.length:
-                raise ModelError(f"{file}: {name} is compressed, which torch never does; the file is damaged")
-        data.seek(0)
+        refuse_compressed(data)
         loaded = torch.load(data, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise ModelError(f"{file}: is missing; {METADATA} says that {name} is in it") from None
+        raise ModelError(f"{file}: is missing; according to {METADATA} it contains {name}") from None
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{file}: {name} cannot be read from it; the file is cut off or damaged") from error
+        raise ModelError(f"{file}: cannot read {name}; the file is truncated or corrupt") from error
     if not isinstance(loaded, Tensor):
-        raise _another(file, name)
+        raise _mismatch_error(file, name)
     return loaded
 
 
-def _another(file: Path, name: str) -> ModelError:
-    return ModelError(f"{file}: {name} is not what {METADATA} says; the file is damaged or another one")
+def refuse_compressed(stream: IO[bytes]) -> None:
+    """Raise `UnpicklingError` if the `torch.save` archive in the stream is larger uncompressed than the stream."""
+    size = stream.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(stream) as archive:
+        if sum(member.file_size for member in archive.infolist()) > size:
+            raise pickle.UnpicklingError("the data is compressed, which torch never does")
+    stream.seek(0)
 
 
-def _not_whole(folder: Path, name: str, there: int, whole: int) -> ModelError:
-    return ModelError(f"{folder}: {name} is not whole: {there} of {whole} numbers are there")
+def _mismatch_error(file: Path, name: str) -> ModelError:
+    return ModelError(f"{file}: {name} does not match {METADATA}; the file is corrupt or belongs to another checkpoint")
+
+
+def _incomplete_error(folder: Path, name: str, stored: int, whole: int) -> ModelError:
+    return ModelError(f"{folder}: {name} is incomplete: {stored} of {whole} numbers are stored")
 
 
 def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -153,10 +160,10 @@ def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
 
 
 class DistributedWriter:
-    """Writes such a folder as tensors come. Nothing reads it before `finish`."""
+    """Writer of a folder from a stream of tensors. The folder cannot be read before `finish`."""
 
     def __init__(self, folder: Path, *, max_file_bytes: int) -> None:
-        """A file exceeds the limit only if a single tensor does."""
+        """Write files of at most ``max_file_bytes``; only a tensor that is larger gets a larger file."""
         self._folder, self._limit = folder, max_file_bytes
         self._entries: dict[str, Any] = {}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
@@ -166,10 +173,10 @@ class DistributedWriter:
     def add(
         self, name: str, tensor: Tensor, *, start: Sequence[int] | None = None, size: Sequence[int] | None = None
     ) -> None:
-        """Write a tensor, or the part of a tensor of ``size`` that begins at ``start``. Raises `OSError`."""
+        """Write a tensor, or the part at ``start`` of a tensor of ``size``. Raises `ModelError` or `OSError`."""
         tensor = tensor.detach().cpu().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # else all of what it is a part of would be written
+            tensor = tensor.clone()  # otherwise torch.save would write the whole storage of which the tensor is a view
         offset = torch.Size([0] * tensor.ndim if start is None else start)
         entry = self._entries.get(name)
         if entry is None:
@@ -177,19 +184,19 @@ class DistributedWriter:
             entry = TensorStorageMetadata(properties, torch.Size(tensor.shape if size is None else size), [])
             self._entries[name] = entry
         if entry.properties.dtype != tensor.dtype:
-            raise ModelError(f"{name}: its parts are of several types: {entry.properties.dtype} and {tensor.dtype}")
+            raise ModelError(f"{name}: its parts have different dtypes: {entry.properties.dtype} and {tensor.dtype}")
         if any(chunk.offsets == offset for chunk in entry.chunks):
-            raise ModelError(f"{name}: comes twice in the source")
+            raise ModelError(f"{name}: occurs twice in the source")
         entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=tensor.shape))
         self._stored[MetadataIndex(name, offset)] = self._append(tensor)
 
     def add_object(self, name: str, value: object) -> None:
-        """Write what is no tensor. Raises `OSError`."""
+        """Write a pickled object. Raises `OSError`."""
         self._entries[name] = BytesStorageMetadata()
         self._stored[MetadataIndex(name)] = self._append(value)
 
     def finish(self) -> int:
-        """Say what is where; returns the number of tensors. Raises `OSError`."""
+        """Write the metadata and return the number of tensors. Raises `OSError`."""
         self.close()
         metadata = Metadata(state_dict_metadata=self._entries, planner_data={}, storage_data=self._stored)
         with (self._folder / METADATA).open("wb") as file:
@@ -199,7 +206,7 @@ class DistributedWriter:
         return sum(isinstance(entry, TensorStorageMetadata) for entry in self._entries.values())
 
     def close(self) -> None:
-        """Close the file that is written; `finish` does it."""
+        """Close the current file; called by `finish`."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -207,7 +214,7 @@ class DistributedWriter:
             self._file = None
 
     def _append(self, value: object) -> _StorageInfo:
-        data = io.BytesIO()  # written by ourselves: torch gives a full disk no OSError
+        data = io.BytesIO()  # torch.save to a file does not raise OSError if the disk is full
         torch.save(value, data)
         length = data.getbuffer().nbytes
         if self._file is not None and self._file.tell() and self._file.tell() + length > self._limit:

@@ -24,9 +24,9 @@ class HF(Converter):
 
     kind: Literal["hf"] = "hf"
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
-    """What floating-point weights are cast to when they are read; ``keep`` leaves them as they are."""
+    """Dtype that floating-point weights are cast to when read; ``keep`` does not cast."""
     max_shard_gb: float = Field(5.0, gt=0)
-    """Largest weight file to write, in units of 10^9 bytes; one tensor is never split."""
+    """Maximum size of a weight file, in units of 10^9 bytes; a larger tensor gets its own file."""
 
     def recognises(self, path: Path) -> bool:
         return path.is_dir() and (path / "config.json").is_file() and bool(_weight_files(path))
@@ -46,7 +46,7 @@ class HF(Converter):
                         tensor = weights.get_tensor(name)
                         yield name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
             except SafetensorError as error:
-                raise ModelError(f"{file}: is no complete safetensors file: {error}") from None
+                raise ModelError(f"{file}: is not a complete safetensors file: {error}") from None
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if not write_safetensors(path, tensors, max_shard_bytes=round(self.max_shard_gb * 1e9)):
@@ -54,29 +54,29 @@ class HF(Converter):
 
     def write_companions(self, source: Path, target: Path) -> None:
         if self.dtype != "keep":
-            read_config(source / "config.json")  # what is wrong with it is said of this file, not of its copy
+            read_config(source / "config.json")  # so that errors name this file and not its copy
         copy_files(source, target)
         if self.dtype != "keep":
             change_config(target, dtype=self.dtype)
 
     def _plan(self, path: Path) -> list[tuple[Path, list[str]]]:
-        """Weight files and the names to read from each, checked against the index if there is one."""
+        """Return the weight files and the tensor names in each, checked against the index if there is one."""
         from safetensors import SafetensorError, safe_open
 
         if not path.is_dir():
             raise ModelError(f"{path}: no such folder")
         files = _weight_files(path)
         if not files:
-            raise ModelError(f"{path}: there are no weights in it (*.safetensors)")
+            raise ModelError(f"{path}: has no weights (*.safetensors)")
         plan: list[tuple[Path, list[str]]] = []
         for file in files:
             if not file.is_file():
-                raise ModelError(f"{file}: is missing; {INDEX} names it")
+                raise ModelError(f"{file}: is missing, but listed in {INDEX}")
             try:
                 with safe_open(file, framework="pt") as weights:
                     plan.append((file, list(weights.keys())))
             except SafetensorError as error:
-                raise ModelError(f"{file}: is no complete safetensors file: {error}") from None
+                raise ModelError(f"{file}: is not a complete safetensors file: {error}") from None
         _check_index(path, plan)
         return plan
 
@@ -92,7 +92,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         return {str(name): str(file) for name, file in read_json(index)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{index}: is no index of weights; its weight_map must name the file of each tensor") from None
+        raise ModelError(f"{index}: is not an index of weights; weight_map must map each tensor to a file") from None
 
 
 def _check_index(path: Path, plan: list[tuple[Path, list[str]]]) -> None:
@@ -102,4 +102,4 @@ def _check_index(path: Path, plan: list[tuple[Path, list[str]]]) -> None:
     found = {name: file.name for file, names in plan for name in names}
     for name, file in _weight_map(index).items():
         if found.get(name) != file:
-            raise ModelError(f"{path / file}: has no tensor {name}, which {INDEX} says it holds")
+            raise ModelError(f"{path / file}: has no tensor {name}, which is listed in {INDEX}")

@@ -1,6 +1,7 @@
-"""Read the ``.metadata`` pickle of torch's distributed format without running code that somebody put there.
+"""Read the ``.metadata`` pickle of torch's distributed format without executing code from it.
 
-Nothing else may unpickle such a file: torch's own reader calls whatever the pickle names.
+Nothing else may unpickle such a file: torch's own reader calls any function that the pickle names. `torch.load` with
+``weights_only`` reads only its own archives, and limits neither memory nor the time to hash a key.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ALLOWED = {
     },
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
 }
-"""Modules and names that may be in it. Types of tensors are allowed besides."""
+"""Allowed names by module. Torch dtypes are allowed as well."""
 OPCODES = (
     "PROTO FRAME STOP MARK POP POP_MARK",
     "NONE NEWTRUE NEWFALSE",
@@ -57,12 +58,12 @@ OPCODES = (
     "MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET",
     "GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD",
 )
-"""Instructions that pickles of such data consist of. None of them takes more memory than the file has bytes for."""
+"""Allowed pickle opcodes. None of them allocates more memory than the size of the file justifies."""
 Load = Callable[[Any], None]
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own unpickler in Python, whose instructions can be checked one by one."""
+    """The pure-Python unpickler, whose opcodes can be checked one by one."""
 
     dispatch: ClassVar[dict[int, Load]]
     read: Callable[[int], bytes]
@@ -80,27 +81,27 @@ class _Unpickler(pickle._Unpickler):
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in it")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
 
     def refuse(self) -> None:
-        raise pickle.UnpicklingError("it has an instruction that has no place in it")
+        raise pickle.UnpicklingError("it has an instruction that is not allowed")
 
     def put(self) -> None:
-        """Remember a value under a number, which the unpickler in C takes for the size of a table."""
+        """Memoize a value under a bounded number; the C unpickler would allocate a table of that size."""
         number = int.from_bytes(self.read(4), "little")
         if number > self._size:
-            raise pickle.UnpicklingError(f"it numbers a value {number}, which is more than it has bytes")
+            raise pickle.UnpicklingError(f"its memo index {number} exceeds its size in bytes")
         self.memo[number] = self.stack[-1]
 
     def reduce(self) -> None:
         if self.stack[-2] in (OrderedDict, defaultdict) and any(not isinstance(a, type) for a in self.stack[-1]):
-            raise pickle.UnpicklingError("it fills a dictionary in a way that has no place in it")
+            raise pickle.UnpicklingError("it fills a dictionary in a way that is not allowed")
         _LOAD["REDUCE"](self)
 
     def build(self) -> None:
-        """Set the fields of an object; not those of a class or of a constant, which all the process shares."""
+        """Set the fields of a dataclass instance; refuse classes and constants, which the whole process shares."""
         if isinstance(self.stack[-2], type) or not is_dataclass(self.stack[-2]):
-            raise pickle.UnpicklingError(f"it changes {type(self.stack[-2]).__name__}, which has no place in it")
+            raise pickle.UnpicklingError(f"it modifies {type(self.stack[-2]).__name__}, which is not allowed")
         _LOAD["BUILD"](self)
 
     def set_item(self) -> None:
@@ -114,7 +115,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _check_key(key: object) -> None:
-    """Keys of a few types only: to hash a tuple of tuples may take forever."""
+    """Allow keys of a few types only: hashing nested tuples may take forever."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     if isinstance(key, MetadataIndex):
@@ -122,7 +123,7 @@ def _check_key(key: object) -> None:
     else:
         fine = isinstance(key, str | int)
     if not fine:
-        raise pickle.UnpicklingError(f"it has a key that is a {type(key).__name__}, which has no place in it")
+        raise pickle.UnpicklingError(f"it has a key of type {type(key).__name__}, which is not allowed")
 
 
 _NAMES = [name for group in OPCODES for name in group.split()]
@@ -141,30 +142,30 @@ _Unpickler.dispatch = (
 
 
 def load_metadata(file: Path) -> Metadata:
-    """Read the ``.metadata`` of a folder.
+    """Read a folder's ``.metadata``.
 
-    Raises `ModelError` if it cannot be read, if it is anything but the description of a checkpoint, or if parts of
-    tensors lie outside of them, outside of the folder, or in fewer bytes than their numbers have.
+    Raises `ModelError` if it cannot be read, is not checkpoint metadata, or has parts of tensors that lie outside of
+    the tensor or the folder, or in fewer bytes than their elements need.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
         metadata = _Unpickler(file.read_bytes()).load()
     except FileNotFoundError:
-        raise ModelError(f"{file.parent}: is no folder of torch's distributed format (it has no {file.name})") from None
-    except Exception as error:  # boundary: a damaged pickle may raise anything
+        raise ModelError(f"{file.parent}: not in torch's distributed format (it has no {file.name})") from None
+    except Exception as error:  # boundary: a corrupt pickle may raise anything
         raise ModelError(f"{file}: cannot be read: {one_line(error)}") from error
     if not isinstance(metadata, Metadata):
-        raise ModelError(f"{file}: holds {type(metadata).__name__}, not the description of a checkpoint")
+        raise ModelError(f"{file}: contains {type(metadata).__name__}, not the metadata of a checkpoint")
     try:
         _check(metadata)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: is damaged: {one_line(error)}") from None
+        raise ModelError(f"{file}: is corrupt: {one_line(error)}") from None
     return metadata
 
 
 def check_lengths(folder: Path, metadata: Metadata) -> None:
-    """Raise `ModelError` if more is said to lie in a file than it has bytes: memory is taken by what is said."""
+    """Raise `ModelError` if the metadata claims more bytes than a file has, because readers allocate what it claims."""
     ends: dict[str, tuple[int, str]] = {}
     filled: Counter[str] = Counter()
     for index, place in (metadata.storage_data or {}).items():
@@ -174,20 +175,20 @@ def check_lengths(folder: Path, metadata: Metadata) -> None:
     for name, (end, tensor) in ends.items():
         file = folder / name
         if file.is_file() and max(end, filled[name]) > file.stat().st_size:
-            raise ModelError(f"{file}: {tensor} cannot be read from it; the file is cut off or damaged")
+            raise ModelError(f"{file}: cannot read {tensor}; the file is truncated or corrupt")
 
 
 def refuse_objects(file: Path, metadata: Metadata) -> None:
-    """Raise `ModelError` if there is more in the folder than tensors: torch would unpickle it and run its code."""
+    """Raise `ModelError` if the folder has non-tensor entries, which torch would unpickle, executing their code."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise ModelError(f"{file}: {name} is no tensor but a pickled object, which may run code when it is read")
+            raise ModelError(f"{file}: {name} is a pickled object, not a tensor; loading it could execute code")
 
 
 def _check(metadata: Metadata) -> None:
-    """Raise `ValueError`, or whatever a wrong type makes Python raise, unless all regions lie where they can."""
+    """Raise `ValueError`, or the error that a wrong type causes, if a region lies outside of its bounds."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     stored: dict[tuple[str, tuple[int, ...]], Any] = {}
@@ -196,11 +197,11 @@ def _check(metadata: Metadata) -> None:
         if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
             raise ValueError(f"{str(name)!r:.80} is not the name of a file in the folder")
         if not _is_size((place.offset, place.length)):
-            raise ValueError(f"{index.fqn} lies at {place.offset!r:.40}")
+            raise ValueError(f"{index.fqn} has the offset {place.offset!r:.40}")
         stored[index.fqn, tuple(index.offset or ())] = place
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(name, str):
-            raise ValueError(f"{name!r:.80} is no name")
+            raise ValueError(f"{name!r:.80} is not a name")
         if not isinstance(entry, BytesStorageMetadata):
             _check_tensor(name, entry, stored)
 
@@ -215,12 +216,12 @@ def _check_tensor(name: str, entry: Any, stored: Mapping[tuple[str, tuple[int, .
         within = _is_size(chunk.offsets) and _is_size(chunk.sizes) and len(chunk.offsets) == len(chunk.sizes)
         ends = zip(chunk.offsets, chunk.sizes, size, strict=True) if within else ()
         if not within or any(offset + length > whole for offset, length, whole in ends):
-            raise ValueError(f"a part of {name} lies outside of it")
+            raise ValueError(f"a part of {name} is outside of its shape")
         place = stored.get((name, tuple(chunk.offsets)))
         if place is None or getattr(place, "transform_descriptors", None):
-            continue  # who reads the part says what is wrong
+            continue  # reported when the part is read
         if math.prod(chunk.sizes) * dtype.itemsize > place.length:
-            raise ValueError(f"{name}: {math.prod(chunk.sizes)} numbers do not lie in {place.length} bytes")
+            raise ValueError(f"{name}: {math.prod(chunk.sizes)} numbers do not fit into {place.length} bytes")
 
 
 def _is_size(value: object) -> bool:

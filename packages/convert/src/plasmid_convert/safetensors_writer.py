@@ -1,110 +1,93 @@
-"""Writes safetensors files tensor by tensor: the library's own writer wants a whole file's tensors in memory."""
+"""Write safetensors files tensor by tensor.
+
+The library's own writer needs all tensors of a file at once, so they are collected in a temporary file that is
+memory-mapped for the library.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import struct
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from plasmid.errors import ModelError
+from plasmid.utils.safe_files import apply_umask, check_replaceable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""Torch name -> name in a safetensors header."""
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    dtype: str
-    item_size: int
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
+ALIGNMENT = 16
+"""Alignment of tensors in the temporary file, in bytes, so that each can be viewed in its dtype."""
 
 
 class _Shard:
-    """One file. The header needs all sizes, so data wait in a file of their own until `finish`."""
+    """One output file. The header needs all sizes, so the data are kept in a temporary file until `finish`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bytes = 0
-        self.entries: list[_Entry] = []
+        self.tensors: dict[str, tuple[torch.dtype, torch.Size, int]] = {}
+        """Dtype, shape and offset in the temporary file, by name."""
         self._data = path.with_suffix(".data")
         self._file = self._data.open("wb")
 
     def add(self, name: str, tensor: Tensor) -> None:
         import torch
+        from safetensors.torch import _SIZE
 
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ModelError(f"{name}: safetensors have no type for {dtype}")
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-        size = flat.numel() * flat.element_size()
-        entry = _Entry(name, DTYPES[dtype], flat.element_size(), tuple(tensor.shape), self.num_bytes, size)
-        self._file.write(data)
-        self.entries.append(entry)
-        self.num_bytes += size
+        if tensor.dtype not in _SIZE:
+            raise ModelError(f"{name}: safetensors does not support dtype {str(tensor.dtype).removeprefix('torch.')}")
+        self.tensors[name] = tensor.dtype, tensor.shape, self._file.tell()
+        if tensor.numel():
+            self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            self._file.write(bytes(-tensor.nbytes % ALIGNMENT))
+        self.num_bytes += tensor.nbytes
 
     def finish(self) -> None:
+        import torch
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
         self._file.close()
-        # the widest type first, so that every tensor begins at a multiple of its item size
-        ordered = sorted(self.entries, key=lambda e: (-e.item_size, e.start))
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for e in ordered:
-            header[e.name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": [end, end := end + e.num_bytes]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with self._data.open("rb") as data, self.path.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for e in ordered:
-                _copy(data, file, start=e.start, num_bytes=e.num_bytes)
-            file.flush()
+        size = self._data.stat().st_size
+        data = torch.from_file(str(self._data), size=size, dtype=torch.uint8)
+        places = {name: data[start : start + s.numel() * d.itemsize] for name, (d, s, start) in self.tensors.items()}
+        tensors = {name: places[name].view(d).view(s) for name, (d, s, _) in self.tensors.items()}
+        check_replaceable(self.path)  # the library writes a temporary file and renames it
+        try:
+            save_file(tensors, self.path, metadata={"format": "pt"})
+            apply_umask(self.path)
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from None
+        with self.path.open("rb") as file:
             os.fsync(file.fileno())
         self._data.unlink()
 
     def abandon(self) -> None:
-        """Close the file of a shard that will not be finished."""
+        """Close the temporary file of a shard that will not be finished."""
         self._file.close()
 
 
 def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int) -> int:
-    """Write ``model.safetensors``, or numbered shards and their index; returns the number of tensors.
+    """Write ``model.safetensors``, or numbered shards and their index, and return the number of tensors.
 
-    Holds one tensor in memory. A shard exceeds the limit only if a single tensor does. Raises `ModelError` for a name
-    that comes twice, and `OSError`.
+    Keeps one tensor in memory. A shard exceeds the limit only if a single tensor does. Raises `ModelError` for a
+    duplicate name, and `OSError`.
     """
     shards = [_Shard(folder / "shard-1.safetensors")]
     seen: set[str] = set()
     try:
         for name, tensor in tensors:
             if name in seen:
-                raise ModelError(f"{name}: comes twice in the source")
+                raise ModelError(f"{name}: occurs twice in the source")
             seen.add(name)
-            size = tensor.numel() * tensor.element_size()
-            if shards[-1].num_bytes and shards[-1].num_bytes + size > max_shard_bytes:
+            if shards[-1].num_bytes and shards[-1].num_bytes + tensor.nbytes > max_shard_bytes:
                 shards[-1].finish()
                 shards.append(_Shard(folder / f"shard-{len(shards) + 1}.safetensors"))
             shards[-1].add(name, tensor)
@@ -124,13 +107,7 @@ def _name(folder: Path, shards: list[_Shard]) -> None:
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         shard.path.rename(folder / name)
-        weight_map |= {e.name: name for e in shard.entries}
+        weight_map |= dict.fromkeys(shard.tensors, name)
     total = sum(shard.num_bytes for shard in shards)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy(source: BinaryIO, target: BinaryIO, *, start: int, num_bytes: int, chunk: int = 1 << 24) -> None:
-    source.seek(start)
-    for done in range(0, num_bytes, chunk):
-        target.write(source.read(min(chunk, num_bytes - done)))

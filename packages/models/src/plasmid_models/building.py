@@ -1,9 +1,27 @@
-"""transformers builds models under settings of the whole process; actors of the local cluster share one process."""
+"""What all builders of transformers models share."""
 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-BUILDING = threading.RLock()
-"""Held by whoever makes or reads a transformers model. Without it two threads that load a model at once undo each
-other's default dtype, device and tying of weights: one of them then lacks `lm_head.weight`."""
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+BUILD_LOCK = threading.RLock()
+"""Hold this lock while creating or loading a transformers model. Otherwise two threads that load models concurrently
+overwrite each other's default dtype, device and weight tying, and one of the models lacks `lm_head.weight`."""
+GROUPED_ALIGNMENT = 16
+"""Length in bytes that every row of a grouped matrix product must be a multiple of."""
+
+
+def choose_expert_products(lm: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Compute experts one after another if torch's grouped matrix product refuses their sizes in this dtype.
+
+    Otherwise transformers multiplies all experts of a layer at once, wherever its family can.
+    """
+    sizes = [size for weight in lm.parameters() if weight.ndim == 3 for size in weight.shape[1:]]
+    refused = any(size * dtype.itemsize % GROUPED_ALIGNMENT for size in sizes)
+    if refused and lm.config._experts_implementation == "grouped_mm":
+        lm.set_experts_implementation("eager")

@@ -1,15 +1,16 @@
-"""What lies in a Hugging Face folder, read without torch: its config, its weight files, and what travels with them."""
+"""Read Hugging Face model folders without torch: config, weight files, companion files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plasmid.config.run import ModelConfig
-from plasmid.errors import ModelError
+from plasmid.errors import ModelError, some_of
 from plasmid.utils.json_text import read_json
-from plasmid.utils.safe_files import copy_file, in_folder
+from plasmid.utils.safe_files import check_entries, copy_file, in_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}
@@ -18,40 +19,49 @@ OF_TORCH_DIST = (".metadata", "metadata.json")
 
 
 def is_torch_dist(path: Path) -> bool:
-    """True if the folder's weights are in Megatron's distributed format."""
+    """Return True if the folder's weights are in Megatron's distributed format."""
     return all((path / name).is_file() for name in OF_TORCH_DIST)
 
 
 def check_folder(where: str, path: Path, *, torch_dist: bool = False) -> None:
-    """Raises `ModelError` unless the folder has a config and readable weight files. ``where`` is the recipe's table.
+    """Raise `ModelError` unless the folder has a config and weight files; ``where`` is the table of the recipe.
 
-    With ``torch_dist`` the weights may be in Megatron's distributed format, which is not looked into.
+    With ``torch_dist`` the weights may be in Megatron's distributed format, whose files are not checked.
     """
     read_config(where, path)
     if not is_torch_dist(path):
         weight_files(where, path)
     elif not torch_dist:
-        raise ModelError(
-            f"{where}.path: {path} is of Megatron's distributed format, which trainer 'megatron' alone reads; make a "
-            f"Hugging Face folder of it: rl convert {path} FOLDER"
-        )
+        raise ModelError(describe_torch_dist(where, path, "only trainer 'megatron' reads"))
+
+
+def describe_torch_dist(where: str, path: str | Path, reason: str) -> str:
+    """Return the error for a model in Megatron's distributed format where only Hugging Face folders can be read."""
+    return (
+        f"{where}.path: {path} has Megatron's distributed format, which {reason}; convert it to a Hugging Face folder: "
+        f"rl convert {path} FOLDER"
+    )
 
 
 def read_config(where: str, path: Path) -> dict[str, Any]:
-    """The folder's ``config.json``."""
+    """Read the folder's ``config.json``. Raises `ModelError`."""
     if not path.is_dir():
         raise ModelError(f"{where}.path: no such folder: {path}")
+    try:
+        check_entries(path)
+    except OSError as error:
+        raise ModelError(f"{where}.path: {error.filename}: {error.strerror}; remove it") from error
     return _read_json(where, path / "config.json", "it must be a Hugging Face model folder")
 
 
 def dtype_of(where: str, path: Path) -> str:
-    """The torch name of the dtype that the folder's config says its weights have."""
+    """Return the torch name of the weights' dtype according to the folder's config."""
     config = read_config(where, path)
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
 def weight_files(where: str, path: Path) -> tuple[Path, ...]:
-    """Every safetensors file of the folder's weights."""
+    """Return all safetensors files of the folder. Raises `ModelError` if one is missing."""
     index = path / INDEX
     if index.is_file():
         weight_map = _read_json(where, index, "").get("weight_map", {})
@@ -66,41 +76,68 @@ def weight_files(where: str, path: Path) -> tuple[Path, ...]:
 
 
 def tensor_names(where: str, path: Path) -> set[str]:
-    """Of the folder's weights. Raises `ModelError`."""
+    """Return the names of all tensors in the folder's weight files. Raises `ModelError`."""
+    with open_weights(where, path, framework="numpy") as found:
+        return set(found)
+
+
+@contextmanager
+def open_weights(where: str, path: Path, *, framework: Literal["pt", "numpy"] = "pt") -> Iterator[dict[str, Any]]:
+    """Yield lazy slices of the folder's tensors by name; indexing one reads it. Raises `ModelError`."""
     from safetensors import SafetensorError, safe_open
 
-    names: set[str] = set()
-    for file in weight_files(where, path):
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                names.update(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
-    return names
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for file in weight_files(where, path):
+            try:
+                opened = stack.enter_context(safe_open(file, framework=framework))
+                found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
+        yield found
+
+
+def find_misfit(
+    found: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()
+) -> str:
+    """Return how the slices ``found`` differ from the model's ``shapes``, as ``lacks a, b``; empty if they match."""
+    others = [
+        f"{name} is {list(found[name].get_shape())} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in found and tuple(found[name].get_shape()) != tuple(shape)
+    ]
+    missing = [name for name in shapes if name not in found]
+    surplus = [name for name in found if name not in shapes and name not in ignored]
+    for what, names in (("lacks", missing), ("has unknown", surplus), ("has other shapes:", others)):
+        if names:
+            return f"{what} {some_of(names)}"
+    return ""
 
 
 def longest_sample(model: ModelConfig) -> int | None:
-    """Tokens that the model takes, prompt included; None if its config does not say."""
-    config = read_json(Path(model.path) / "config.json")
-    longest = config.get("text_config", config).get("max_position_embeddings")
+    """Return the maximum sample length in tokens, prompt included; None if config and recipe set no limit. Raises
+    `ModelError` if the config cannot be read."""
+    config = read_config("model", Path(model.path))
+    inner = config.get("text_config")
+    longest = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
     limits = [limit for limit in (longest, model.max_length) if isinstance(limit, int)]
     return min(limits, default=None)
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what lies beside the weights: config, tokenizer, chat template, generation settings, model code."""
+    """Copy all files except weights: config, tokenizer, chat template, generation settings, model code."""
     for file in companions(source):
         copy_file(file, source, target / file.name)
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files that `copy_companions` copies."""
+    """Return the files that `copy_companions` copies."""
     named = (f for f in folder.iterdir() if f.suffix in COMPANION_SUFFIXES and f.name not in NOT_COMPANIONS)
     return sorted(file for file in named if file.is_file())
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Settings that change what weights mean and differ between two configs, as ``key: ours != theirs``."""
+    """Return the differing settings of two configs that affect how weights are used, as ``key: ours != theirs``."""
     about_files = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
     keys = sorted((ours.keys() | theirs.keys()) - about_files)
     keys = [key for key in keys if not key.endswith("_token_id")]
@@ -115,5 +152,5 @@ def _read_json(where: str, file: Path, hint: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{where}.path: {file} must hold a JSON object")
+        raise ModelError(f"{where}.path: {file} must contain a JSON object")
     return content

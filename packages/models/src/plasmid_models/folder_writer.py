@@ -1,4 +1,4 @@
-"""Writes a Hugging Face folder out of a stream of whole tensors: complete under its name, or not there."""
+"""Write a Hugging Face folder atomically from a stream of whole tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.errors import CheckpointError, ModelError
-from plasmid.utils.safe_files import copy_file
+from plasmid.utils.safe_files import apply_umask, copy_file
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,16 +18,16 @@ from .folder import INDEX, SINGLE, copy_companions
 
 FILE_BYTES = 4 << 30
 ChangeConfig = Callable[[dict[str, Any]], dict[str, Any]]
-"""Makes the exported ``config.json`` out of the source's."""
+"""Function from the source's ``config.json`` to the exported one."""
 
 
 class FolderWriter:
-    """Writes a Hugging Face folder under a temporary name; it gets its own name once it is complete."""
+    """Writes a Hugging Face folder under a temporary name and renames it once it is complete."""
 
     def __init__(
         self, target: Path, *, source: Path, tokenizer: Path, change_config: ChangeConfig | None = None
     ) -> None:
-        """``source`` is the model folder whose config is kept; tokenizer files come from ``tokenizer``."""
+        """Take the config from the model folder ``source`` and the tokenizer files from ``tokenizer``."""
         self._target = target
         self._temporary = target.with_name(f".{target.name}.tmp")
         self._source = source
@@ -35,7 +35,7 @@ class FolderWriter:
         self._change_config = change_config
 
     def write(self, tensors: Iterator[tuple[str, Tensor]], *, sizes: Mapping[str, int]) -> None:
-        """Write the tensors, whose sizes in bytes are known before they come. Raises `CheckpointError`."""
+        """Write the tensors; ``sizes`` are the bytes of each, in the same order. Raises `CheckpointError`."""
         try:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir(parents=True)
@@ -67,6 +67,7 @@ class FolderWriter:
                 assert came == name, f"tensors must come in the order of their sizes: {came} is not {name}"
                 part[name] = tensor.cpu().clone()
             save_file(part, self._temporary / file, metadata={"format": "pt"})
+            apply_umask(self._temporary / file)
             weight_map |= dict.fromkeys(names, file)
         if len(groups) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -74,7 +75,7 @@ class FolderWriter:
 
 
 def _groups(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Names of each file, in order; a file takes `FILE_BYTES` or one larger tensor."""
+    """Return the tensor names of each file, in order; a file has up to `FILE_BYTES`, or one larger tensor."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -87,7 +88,7 @@ def _groups(sizes: Mapping[str, int]) -> list[list[str]]:
 
 
 def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` says of an exported critic in place of the language model's entries."""
+    """Return the ``config.json`` of an exported critic: that of the language model, as a token classifier."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
     name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.get("model_type", ""))

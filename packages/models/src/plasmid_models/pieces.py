@@ -1,7 +1,7 @@
-"""Where the tensors of a folder lie in those of a transformers model, which holds several of them in one.
+"""Mapping of a folder's tensors to the tensors of a transformers model, which fuses several of them into one.
 
-transformers fuses the experts of a layer while it reads a folder, by a table for each family. Here its table is turned
-around into indices, so that what is read, sent or written one by one is a view of the model's own memory.
+transformers fuses the experts of a layer when it loads a folder, with a conversion table per family. This module
+inverts the table into indices, so that each tensor that is read, sent or written is a view of the model's memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from plasmid.errors import ModelError, one_line
 
-from .building import BUILDING
+from .building import BUILD_LOCK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,19 +25,19 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of a folder, in one of the model."""
+    """One tensor of a folder, as a part of a tensor of the model."""
 
     name: str
-    """In the folder."""
+    """Name in the folder."""
     index: Index = ()
-    """What it is of the model's tensor; a number takes its dimension away, and slices have both ends."""
+    """Index into the model's tensor; integers drop their dimension, and slices have start and stop."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of the model's tensor."""
+        """Return the view of the model's tensor."""
         return tensor[self.index] if self.index else tensor
 
     def shape(self, whole: Collection[int]) -> tuple[int, ...]:
-        """Its shape in the folder, if the model's tensor has the shape ``whole``."""
+        """Return the shape in the folder for a model tensor of shape ``whole``."""
         kept = [
             part.stop - part.start if isinstance(part, slice) else None
             for part in self.index + tuple(slice(0, size) for size in tuple(whole)[len(self.index) :])
@@ -45,7 +45,7 @@ class Piece:
         return tuple(size for size in kept if size is not None)
 
     def within(self, rows: slice) -> tuple[Index, slice] | None:
-        """Where it lies in these rows of the model's tensor, and which rows of it do; None if none does."""
+        """Return the index within ``rows`` of the model's tensor and the piece's rows there; None if disjoint."""
         first, rest = (self.index[0], self.index[1:]) if self.index else (rows, ())
         if isinstance(first, int):
             inside = rows.start <= first < rows.stop
@@ -58,13 +58,13 @@ class Piece:
 
 
 Pieces = Mapping[str, tuple[Piece, ...]]
-"""By the name of the model's tensor; what is not in it is in folders as it is."""
+"""Pieces by the name of the model's tensor; tensors that are not listed are the same in the folder."""
 
 
 def pieces_of(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
-    """What transformers splits and renames when it writes a folder of the model, which may be on the meta device.
+    """Return what transformers splits and renames when it saves the model, which may be on the meta device.
 
-    Only stacked and concatenated tensors; where it does more than that to a tensor, the tensor is left out.
+    Covers stacked and concatenated tensors; tensors with other conversions are left out.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter
@@ -85,7 +85,7 @@ def pieces_of(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
 
 
 def _split_by_converters(name: str, shape: tuple[int, ...], converters: list[Any]) -> tuple[Piece, ...] | None:
-    """The first converter that knows the name; None if it does more than to take apart."""
+    """Apply the first converter that matches the name; None if it does more than split tensors."""
     for converter in converters:
         new, matched = converter.rename_source_key(name)
         if matched is not None:
@@ -113,7 +113,7 @@ def _split_tensor(names: list[str], shape: tuple[int, ...], operations: list[Any
 
 
 Part = tuple[list[str], Any]
-"""Names that it may be split into, and its index."""
+"""Names that a part may be split into, and its index."""
 
 
 def _chunks(names: list[str], index: tuple[slice, ...], dim: int) -> list[Part]:
@@ -135,19 +135,22 @@ def _rename(name: str, renamings: list[Any]) -> str:
 
 
 def pieces_of_folder(folder: Path, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
-    """Of a model folder whose weights have these names; its code is not trusted. Raises `ModelError`."""
+    """Return the pieces of a folder whose tensors have these names. Does not run its code. Raises `ModelError`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with BUILDING, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        with BUILD_LOCK, torch.device("meta"):
+            # a config.json may name an attention kernel on the Hub, which would be downloaded and run
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation="eager", trust_remote_code=False
+            )
     except (ValueError, KeyError, ImportError, OSError) as error:
-        raise ModelError(f"{folder}: is no causal language model that loads: {one_line(error)}") from None
+        raise ModelError(f"{folder}: cannot be loaded as a causal language model: {one_line(error)}") from None
     return present_pieces(pieces_of(model), names)
 
 
 def present_pieces(pieces: Pieces, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
-    """Those that a folder with these names has; it may have a tensor as the model has it, too."""
+    """Return the pieces that a folder with these tensor names has; it may also store a tensor fused."""
     return {own: parts for own, parts in pieces.items() if all(piece.name in names for piece in parts)}

@@ -1,23 +1,72 @@
-"""The folders of a recipe's models, and what can be told of those beside the policy without loading them."""
+"""Model folders of a recipe, and checks that need no loaded model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from plasmid.config.run import RunConfig
+from plasmid.errors import ModelError
+from plasmid.settings.trust import HUB_MODEL, is_hub_model
+from plasmid.utils.json_text import read_json
 
-from .folder import check_folder
-from .tokenization.vocabulary import check_vocabulary
+from .folder import check_folder, read_config, weight_files
+from .hub import model_folder
 
+
+def check_vocabulary(where: str, path: Path, *, policy: Path, tokenizer: Path) -> None:
+    """Raise `ModelError` unless the model in ``path`` has every token of the policy with the same id.
+
+    It may have more tokens and more padding. ``tokenizer`` is the folder of the policy's tokenizer.
+    """
+    ours, theirs = _size("model", policy), _size(where, path)
+    if theirs < ours:
+        raise ModelError(f"{where}.path: must have the policy's vocabulary of {ours} tokens, but {path} has {theirs}")
+    known = _tokens(where, path)
+    for token, id_ in (_tokens("model", tokenizer) if known else {}).items():
+        if known.get(token) != id_:
+            other = f"id {known[token]}" if token in known else "is missing"
+            raise ModelError(
+                f"{where}.path: {path} has another vocabulary than the policy: {token!r} has id {id_} in the policy, "
+                f"but {other} there"
+            )
+
+
+def _size(where: str, path: Path) -> int:
+    config = read_config(where, path)
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise ModelError(f"{where}.path: {path / 'config.json'} has no vocab_size")
+    return size
+
+
+def _tokens(where: str, path: Path) -> dict[str, int]:
+    """Return the token ids by token; empty if the folder has no ``tokenizer.json``."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    try:
+        content: Any = read_json(file)
+        vocabulary = content["model"]["vocab"]
+        if not isinstance(vocabulary, Mapping):
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        return dict(vocabulary) | {added["content"]: added["id"] for added in content.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
+
+
+SNAPSHOT = re.compile(r"/models--(?P<repo>[\w.-]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$", re.ASCII)
+"""End of the path of a revision in the Hugging Face cache."""
 TOKEN_BY_TOKEN = ("reference", "teacher")
-"""Models whose log-probabilities of single tokens are set against the policy's."""
+"""Models whose per-token log-probabilities are compared with the policy's, so they must share its vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model folder, and the table of the recipe that names it."""
+    """A model folder and the recipe table that specifies it."""
 
     where: str
     path: Path
@@ -25,7 +74,7 @@ class Source:
 
 
 def source(config: RunConfig, where: str) -> Source:
-    """The folder of one of the recipe's models: ``model``, ``reference``, ``teacher`` or ``critic``."""
+    """Return the folder of one of the recipe's models: ``model``, ``reference``, ``teacher`` or ``critic``."""
     paths = {
         "model": config.model.path,
         "reference": config.reference.path,
@@ -37,22 +86,79 @@ def source(config: RunConfig, where: str) -> Source:
 
 
 def needed_models(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """Table and folder of the policy, and of each model beside it that the algorithm needs and that has its own."""
+    """Yield table and folder of the policy, and of each further model that the algorithm needs and that has its own."""
+    return ((where, Path(name)) for where, name in _named_models(config))
+
+
+def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the same as `needed_models`, as written in the recipe: as a path, ``./a/b`` would become a Hub name."""
     needs = config.algorithm.needs()
-    yield "model", Path(config.model.path)
+    yield "model", config.model.path
     for where, needed, role in (
         ("reference", needs.reference, config.reference),
         ("teacher", needs.teacher, config.teacher),
         ("critic", needs.critic, config.critic),
     ):
         if needed and role is not None and role.path != "auto":
-            yield where, Path(role.path)
+            yield where, role.path
+
+
+def pin_revisions(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
+    """Return the recipe with Hub revisions pinned to those of ``saved``, the configuration of a run to resume.
+
+    Hub names without a revision get the revision whose files the run has used, so that a resumed run uses the same
+    files even if the repository has changed. Other names are kept.
+    """
+    update: dict[str, dict[str, str]] = {}
+    named = [(where, "path", name) for where, name in _named_models(config)]
+    for where, key, name in [*named, ("model", "tokenizer", config.model.tokenizer)]:
+        match = HUB_MODEL.fullmatch(name) if is_hub_model(name) else None
+        if match is None or match["revision"] is not None:
+            continue
+        before = saved.get(where)
+        used = SNAPSHOT.search(str(before.get(key))) if isinstance(before, Mapping) else None
+        if used is not None and used["repo"] == name.replace("/", "--"):
+            update.setdefault(where, {})[key] = f"{name}@{used['revision']}"
+    changed = {where: getattr(config, where).model_copy(update=fields) for where, fields in update.items()}
+    return config.model_copy(update=changed)
+
+
+def with_local_models(config: RunConfig, *, weights: bool = True) -> tuple[RunConfig, list[str]]:
+    """Return the recipe with Hub names replaced by local folders, downloading the models if necessary.
+
+    Without ``weights``, weights are not downloaded, and the second result lists the models whose weights are missing.
+    Raises `ModelError`.
+    """
+    served = config.rollout is not None and not config.rollout.owns_weights
+    tables = dict(_named_models(config))
+    update: dict[str, dict[str, str]] = {}
+    lacking = []
+    for where, name in tables.items():
+        if not is_hub_model(name):
+            continue
+        is_needed = not (served and where == "model")
+        folder = model_folder(f"{where}.path", name, weights=weights and is_needed)
+        update[where] = {"path": str(folder)}
+        if is_needed and not weights and not _has_weights(folder):
+            lacking.append(name)
+    if is_hub_model(config.model.tokenizer):
+        folder = model_folder("model.tokenizer", config.model.tokenizer, weights=False)
+        update["model"] = {**update.get("model", {}), "tokenizer": str(folder)}
+    changed = {where: getattr(config, where).model_copy(update=fields) for where, fields in update.items()}
+    return config.model_copy(update=changed), lacking
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files("model", folder))
+    except ModelError:
+        return False
 
 
 def check_models(config: RunConfig, *, torch_dist: bool = False) -> None:
-    """Raises `ModelError` if a model that the algorithm needs has no usable folder, or means others by token ids.
+    """Raise `ModelError` if a model that the algorithm needs has no usable folder, or has another vocabulary.
 
-    ``torch_dist`` is for a trainer that reads Megatron's distributed format as well.
+    ``torch_dist`` is for trainers that also read Megatron's distributed format.
     """
     for where, folder in needed_models(config):
         check_folder(where, folder, torch_dist=torch_dist)

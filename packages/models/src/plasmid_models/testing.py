@@ -1,4 +1,4 @@
-"""Tiny random models with a character tokenizer: real Hugging Face folders, made in a second, for tests."""
+"""Tiny random models with a character-level tokenizer for tests: real Hugging Face folders, created in a second."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def make_tiny_model(
     num_layers: int = 2,
     seed: int = 0,
     tied: bool = False,
+    dtype: str = "float32",
+    device: str = "cpu",
     **overrides: Any,
 ) -> Path:
-    """Write a random model (about 130,000 parameters, fp32) and its tokenizer as a Hugging Face folder."""
+    """Write a random model (about 130,000 parameters) and its tokenizer as a Hugging Face folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,9 +49,10 @@ def make_tiny_model(
         "initializer_range": 0.08,
     }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        AutoConfig.for_model(family, **(settings | overrides)), dtype=torch.float32
-    )
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.for_model(family, **(settings | overrides)), dtype=getattr(torch, dtype)
+        )
     model.save_pretrained(path)
     return path
 
@@ -71,8 +74,8 @@ def make_tiny_tokenizer(path: Path) -> Path:
     return path
 
 
-def make_hollow_model(path: Path) -> Path:
-    """A model folder with a real tokenizer and no real weights: enough for runs with fake trainers and engines."""
+def make_empty_model(path: Path) -> Path:
+    """Write a model folder with a tokenizer and no weights, for runs with fake trainers and engines."""
     make_tiny_tokenizer(path)
     (path / "config.json").write_text("{}")
     (path / "model.safetensors").write_bytes(b"")

@@ -1,10 +1,12 @@
-"""What the tensors and settings of a GGUF file are in Hugging Face's layout.
+"""Mapping of a GGUF file's tensors and settings to Hugging Face's layout.
 
-Facts: the GGUF specification (ggml/docs/gguf.md) and the weight layouts of llama.cpp's conversion script.
+transformers reads GGUF files, too, but dequantizes all tensors of a file in memory before returning one. Sources: the
+GGUF specification (ggml/docs/gguf.md) and the weight layouts of llama.cpp's conversion script.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""GGUF architecture (it is transformers' ``model_type`` too) -> model class."""
+"""Model class by GGUF architecture, which is also transformers' ``model_type``."""
 INTERLEAVED = ("llama",)
 """Architectures whose query and key rows llama.cpp stores with the two rotary halves interleaved."""
 
@@ -49,24 +51,24 @@ class ModelMap:
 
     @classmethod
     def of(cls, path: Path, metadata: Mapping[str, object]) -> Self:
-        """Raises `ModelError` for an architecture that is not known."""
+        """Create the map from a file's metadata. Raises `ModelError` for an unknown architecture."""
         architecture = metadata.get("general.architecture")
-        if architecture not in ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise ModelError(f"{path}: architecture {architecture!r} cannot be converted; known are {known}")
-        return cls(path, str(architecture), metadata)
+            raise ModelError(f"{path}: architecture {architecture!r} is not supported; supported are {known}")
+        return cls(path, architecture, metadata)
 
     def name(self, stored: str) -> str:
-        """Hugging Face name of a tensor. Raises `ModelError` for one that the architecture does not have."""
+        """Return the Hugging Face name of a tensor. Raises `ModelError` if the architecture does not have it."""
         if stored in OUTSIDE:
             return OUTSIDE[stored]
         match stored.split("."):
             case ["blk", number, part, ("weight" | "bias") as ending] if part in BLOCK and number.isdecimal():
                 return f"model.layers.{number}.{BLOCK[part]}.{ending}"
-        raise ModelError(f"{self.path}: tensor {stored!r} has no place in a plain {self.architecture} model")
+        raise ModelError(f"{self.path}: tensor {stored!r} does not belong to a {self.architecture} model")
 
     def arrange(self, name: str, values: Tensor) -> Tensor:
-        """Put the rows of query and key projections into Hugging Face's order: rotary halves one after the other."""
+        """Reorder the rows of query and key projections: interleaved rotary halves become consecutive halves."""
         if self.architecture not in INTERLEAVED or ".self_attn." not in name:
             return values
         if ".q_proj." in name:
@@ -76,12 +78,12 @@ class ModelMap:
         else:
             return values
         if values.shape[0] % (2 * heads):
-            raise ModelError(f"{self.path}: {name}: {values.shape[0]} rows do not divide into {heads} heads")
+            raise ModelError(f"{self.path}: {name}: {values.shape[0]} rows cannot be split into {heads} heads")
         rest = values.shape[1:]
         return values.reshape(heads, -1, 2, *rest).transpose(1, 2).reshape(values.shape)
 
     def config(self, *, tied: bool) -> dict[str, Any]:
-        """What ``config.json`` says, except for the weights' type."""
+        """Return the content of ``config.json`` without the weights' dtype."""
         heads, width = self._int("attention.head_count"), self._int("embedding_length")
         self._refuse_scaling()
         config: dict[str, Any] = {
@@ -119,20 +121,22 @@ class ModelMap:
     def _refuse_scaling(self) -> None:
         scaling = self.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
         if scaling != "none":
-            raise ModelError(
-                f"{self.path}: rope scaling {scaling!r} cannot be converted; only plain rotary embeddings can"
-            )
+            raise ModelError(f"{self.path}: rope scaling {scaling!r} is not supported")
 
     def _int(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if not isinstance(value, int):
-            raise ModelError(f"{self.path}: {self.architecture}.{key} must be a whole number, got {value!r}")
+            raise ModelError(f"{self.path}: {self.architecture}.{key} must be an integer, got {value!r}")
+        if value < 1:
+            raise ModelError(f"{self.path}: {self.architecture}.{key} must be at least 1, got {value}")
         return value
 
     def _float(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if not isinstance(value, int | float):
             raise ModelError(f"{self.path}: {self.architecture}.{key} must be a number, got {value!r}")
+        if not math.isfinite(value):
+            raise ModelError(f"{self.path}: {self.architecture}.{key} must be finite, got {value}")
         return float(value)
 
     def _get(self, key: str, default: object) -> object:

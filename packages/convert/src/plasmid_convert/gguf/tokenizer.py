@@ -1,6 +1,6 @@
-"""Tokenizer and chat template of a GGUF file as Hugging Face files.
+"""Conversion of a GGUF file's tokenizer and chat template to Hugging Face files.
 
-GGUF keeps vocabulary and merges; of what comes before them it only names the recipe (``tokenizer.ggml.pre``).
+GGUF stores vocabulary and merges, but of the pre-tokenizer only its name (``tokenizer.ggml.pre``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CONTROL, USER_DEFINED = 3, 4
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Words as Llama 3 and Qwen split them; they differ in how many digits make a piece."""
+"""Pre-tokenizer pattern of Llama 3 and Qwen2, which differ in the maximum number of digits per piece."""
 
 
 def write_tokenizer(source: Path, metadata: Mapping[str, object], target: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``. Raises `ModelError` for kinds that are not known."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``. Raises `ModelError` for unknown kinds of tokenizers."""
     tokens = _list(source, metadata, "tokens")
     tokenizer = _tokenizer(source, metadata, tokens)
     tokenizer.save(str(target / "tokenizer.json"))
@@ -50,11 +50,11 @@ def _tokenizer(source: Path, metadata: Mapping[str, object], tokens: list[Any]) 
 
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2":
-        raise ModelError(f"{source}: tokenizer {kind!r} cannot be converted; only byte-level BPE ('gpt2') can")
+        raise ModelError(f"{source}: tokenizer {kind!r} is not supported, only byte-level BPE ('gpt2')")
     merges = [tuple(str(pair).split(" ", 1)) for pair in _list(source, metadata, "merges")]
     odd = next((merge for merge in merges if len(merge) != 2), None)
     if odd is not None:
-        raise ModelError(f"{source}: a merge of the tokenizer is no pair of tokens: {odd[0][:50]!r}")
+        raise ModelError(f"{source}: a merge of the tokenizer is not a pair of tokens: {odd[0][:50]!r}")
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = _pre_tokenizer(source, pre)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,7 +75,7 @@ def _pre_tokenizer(source: Path, pre: object) -> PreTokenizer:
 
     match pre:
         case "smollm":
-            # single digits are split off first: without it "\n\n5" and "  12" come out as other tokens
+            # digits are split first: otherwise "\n\n5" and "  12" would be tokenized differently
             digits = parts.Digits(individual_digits=True)
             return parts.Sequence([digits, parts.ByteLevel(add_prefix_space=False, use_regex=True)])
         case "gpt-2" | "default":
@@ -85,7 +85,7 @@ def _pre_tokenizer(source: Path, pre: object) -> PreTokenizer:
             bytes_ = parts.ByteLevel(add_prefix_space=False, use_regex=False)
             return parts.Sequence([parts.Split(words, "isolated"), bytes_])
     known = "default, gpt-2, llama-bpe, qwen2, smollm"
-    raise ModelError(f"{source}: the tokenizer's splitting {pre!r} cannot be converted; known are {known}")
+    raise ModelError(f"{source}: pre-tokenizer {pre!r} is not supported; supported are {known}")
 
 
 def _add_bos(tokenizer: Tokenizer, token: str, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The sending half of weight sync, and what both halves share: buckets, checksums, receipts."""
+"""Weight sync: the sender, and the buckets, checksums and receipts that sender and receiver share."""
 
 from plasmid.types.receipts import compare
 

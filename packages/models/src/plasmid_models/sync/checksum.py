@@ -1,4 +1,7 @@
-"""A checksum of tensors that CPU and GPU agree on, fast enough to take of every weight at every sync."""
+"""Checksum of tensors with the same value on CPU and GPU, fast enough for all weights in every sync.
+
+Libraries (zlib, xxhash, hashlib) run on the CPU only, so weights would have to be copied to the host.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,33 @@ import torch
 from torch import Tensor
 
 ROW = 1 << 16
-"""32-bit words that share one table of factors. Part of the definition: another value gives other checksums."""
+"""Number of 32-bit words per row; all rows share one table of factors. Changing it changes the checksums."""
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 128}
-"""Bounds the extra memory: 8 bytes a word. One row stays in a core's cache; a GPU wants more work per launch."""
+"""Rows per operation, which bounds the extra memory (8 bytes a word). One row fits a core's cache; GPUs need more work
+per launch."""
 RowSums = Callable[[Tensor, Tensor], Tensor]
 _ROW_FACTOR = 0x9E3779B97F4A7C15
 _MODULUS = 1 << 64
 
 
 def checksum(tensor: Tensor) -> int:
-    """A 64-bit sum over the bytes of a tensor in which every position counts differently, the same on every device.
+    """Return a 64-bit checksum of a tensor's bytes that depends on their positions, the same on every device.
 
-    Words of 32 bits times odd 64-bit factors, modulo 2**64: a change of a single word is always found, two swapped
-    words but for one pair in about 2**32. Bytes of no whole word are filled up with zeros; the length counts, too.
+    It is the sum of 32-bit words times odd 64-bit factors, modulo 2**64. A change of a single word is always detected,
+    two swapped words except for one pair in about 2**32. The last word is padded with zeros; the length is added.
     """
     data = as_bytes(tensor)
     words = _words(data)
     factors = _factors(str(words.device))
     total = data.numel()
-    if words.numel():  # one sum on the device, so that one number has to be waited for
+    if words.numel():  # sum on the device, so that only one number is copied to the host
         rows = _kernel(words.device.type)(words, factors)
         total += int((rows * _row_factors(_power_of_two(len(rows)), str(rows.device))[: len(rows)]).sum())
     return total % _MODULUS
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """[bytes] uint8: the tensor's content in row-major order, without a copy where it lies so already."""
+    """Return [bytes] uint8, the tensor's content in row-major order; a view if the tensor is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -60,7 +64,7 @@ def _kernel(device: str) -> RowSums:
 
 
 def _row_sums(words: Tensor, factors: Tensor) -> Tensor:
-    """[rows] sums of words times factors, one for each started row."""
+    """Return [rows] sums of words times factors; the last row may be partial."""
     step = ROW * _ROWS_AT_ONCE.get(words.device.type, 1)
     return torch.cat([_some(words[start : start + step], factors) for start in range(0, words.numel(), step)])
 
@@ -76,7 +80,7 @@ def _some(words: Tensor, factors: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _factors(device: str) -> Tensor:
-    """[ROW] odd pseudo-random int64 (splitmix64 of the position, Steele et al. 2014)."""
+    """Return [ROW] odd pseudo-random int64 (splitmix64 of the position, Steele et al. 2014)."""
     x = (np.arange(1, ROW + 1, dtype=np.uint64)) * np.uint64(_ROW_FACTOR)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -86,7 +90,7 @@ def _factors(device: str) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _row_factors(count: int, device: str) -> Tensor:
-    """[count] powers of an odd number, from the first."""
+    """Return [count] powers of an odd number, starting with the first."""
     powers = np.cumprod(np.full(count, _ROW_FACTOR, dtype=np.uint64))
     return torch.from_numpy(powers.view(np.int64)).to(device)
 

@@ -1,4 +1,4 @@
-"""The sums of `checksum` in Triton: every byte is read once. Imported only where there is a GPU and Triton."""
+"""Triton kernel for the row sums of `checksum`, which reads every byte once. Imported only with a GPU and Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _row_kernel(
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program for each row of words."""
+    """Sum one row of words; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, ROW, BLOCK):
@@ -30,7 +30,7 @@ def _row_kernel(
 
 
 def row_sums(words: Tensor, factors: Tensor) -> Tensor:
-    """[rows] int64 sums of int32 words times the factors of a row, one for each started row."""
+    """Return [rows] int64 sums of int32 words times the factors of a row; the last row may be partial."""
     row, count = factors.numel(), words.numel()
     sums = torch.empty(-(-count // row), dtype=torch.int64, device=words.device)
     _row_kernel[(len(sums),)](words, factors, sums, count, ROW=row, BLOCK=BLOCK, num_warps=NUM_WARPS)

@@ -1,4 +1,4 @@
-"""The sending half of a weight sync, as every trainer rank runs it."""
+"""Sender of a weight sync, which runs on every trainer rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .buckets import make_buckets
 def send_weights(
     named_tensors: Iterable[tuple[str, Tensor]], *, plan: SyncPlan, version: int, rank: int
 ) -> SyncReceipt:
-    """Send every tensor along the wire of the plan. All ranks call it: the stream may gather each tensor from them.
+    """Send all tensors over the plan's wire. All ranks call it, because the stream may gather each tensor from them.
 
-    A rank that the wire does not want to send only takes part in the gathering; its receipt is empty. When a sender
-    fails, the stream is still read to its end, because the other ranks wait in the same gathers.
+    A rank that does not send only takes part in the gathers; its receipt is empty. After a sender fails, the stream is
+    still read to its end, because the other ranks wait in the same gathers.
     """
     started = time.perf_counter()
     stream = iter(named_tensors)
@@ -44,7 +44,7 @@ def send_weights(
 def _send(
     stream: Iterator[tuple[str, Tensor]], sender: Sender, bucket_bytes: int
 ) -> tuple[list[BucketSum], int, float]:
-    """Also the seconds in which buckets were made; in the others the sender was busy or waited."""
+    """Send all buckets; the last result is the seconds spent on making them, the rest was spent in the sender."""
     sums: list[BucketSum] = []
     num_tensors = 0
     gathering = 0.0

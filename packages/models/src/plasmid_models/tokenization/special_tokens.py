@@ -1,8 +1,8 @@
-"""Encode control tokens that untrusted text spells out as plain text.
+"""Encode control tokens in untrusted text as plain text.
 
-A chat template renders a conversation as one text. To tell the template's own control tokens from those that a message
-spells out, `SpecialTokens.escape` puts a separator into the latter before rendering, and `SpecialTokens.encode` encodes
-what has a separator as plain text.
+A chat template renders a conversation as one text. To distinguish the template's control tokens from those that a
+message spells out, `SpecialTokens.escape` inserts a separator into the latter before rendering, and
+`SpecialTokens.encode` encodes control tokens with a separator as plain text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from plasmid.components.rollouts import SEPARATOR, unescape
 from plasmid.errors import DataError
 
 ROLE_MARK = re.compile(r"<[|\uff5c].+[|\uff5c]>")
-"""Tokens of roles that some tokenizers do not flag as special."""
+"""Pattern of role tokens, which some tokenizers do not flag as special."""
 
 
 class SpecialTokens:
-    """The control tokens of a Hugging Face tokenizer: those flagged as special, and marks of roles like ``<|User|>``.
+    """Control tokens of a Hugging Face tokenizer: tokens flagged as special, and role tokens like ``<|User|>``.
 
-    Other added tokens, such as ``<think>``, are vocabulary that any text may use.
+    Other added tokens, such as ``<think>``, may appear in any text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -31,14 +31,14 @@ class SpecialTokens:
         added = tokenizer.added_tokens_decoder.items()
         control = {t.content: (i, t) for i, t in added if t.content and (t.special or ROLE_MARK.fullmatch(t.content))}
         self._ids = {content: token_id for content, (token_id, _) in control.items()}
-        # like the tokenizers library: the longest of several tokens, with the white space that a token takes along
+        # like the tokenizers library: prefer the longest token, and include the white space that it strips
         longest_first = sorted(control, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         patterns = [_pattern(control[content][1]) for content in longest_first]
         self._split = re.compile("|".join(patterns) or "(?!)")
 
     def escape(self, value: Any) -> Any:
-        """A copy of a message or another JSON value in which no text spells out a control token."""
+        """Return a copy of a message or another JSON value with all spelled-out control tokens escaped."""
         if isinstance(value, str):
             return self._spelled.sub(lambda found: found[0][:1] + SEPARATOR + found[0][1:], value)
         if isinstance(value, Mapping):
@@ -46,7 +46,7 @@ class SpecialTokens:
         return [self.escape(item) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text; control tokens with a separator within are plain text."""
+        """Encode a text, with escaped control tokens as plain text."""
         ids: list[int] = []
         end = 0
         for found in self._split.finditer(text):
@@ -56,9 +56,9 @@ class SpecialTokens:
         return ids + self.encode_plain(unescape(text[end:]), is_first=not end)
 
     def encode_plain(self, text: str, *, is_first: bool = True) -> list[int]:
-        """Tokens of a text without any control token. Raises `DataError` if the tokenizer has no other form of one.
+        """Encode a text without recognizing control tokens. Raises `DataError` if the tokenizer cannot do that.
 
-        ``is_first`` is false for a text behind a control token: some tokenizers put a space before the first text only.
+        ``is_first`` is false for text after a control token: some tokenizers prepend a space to the first text only.
         """
         if not text:
             return []
@@ -73,7 +73,7 @@ class SpecialTokens:
 
     @cached_property
     def _plain(self) -> tuple[Any, Any] | None:
-        """Copies of a fast tokenizer that recognize no control token: for first and for other texts."""
+        """Copies of a fast tokenizer that recognize no control tokens: for the first text and for later ones."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None

@@ -1,7 +1,7 @@
-"""The process that renders chat templates, which are programs that come with models: it has little memory and can end.
+"""Subprocess that renders Jinja templates, which are untrusted programs, with limited memory.
 
-Started as a file, so that it imports nothing but Jinja. A request is a pickle on standard input, an answer a letter
-(``=`` or ``!``) and a text on standard output, each behind its length in eight bytes.
+It is started as a script, so that it imports only Jinja. A request on standard input is a pickle; an answer on standard
+output is ``=`` (text) or ``!`` (error) followed by a text. Both are preceded by their length in eight bytes.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import sys
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, Undefined, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 2 << 30
-"""Address space of the process."""
+"""Maximum address space of the process."""
 
 
 class Generation(Extension):
-    """``{% generation %}``, by which some templates mark what an assistant says."""
+    """``{% generation %}``, which some templates use to mark the assistant's messages."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Take what is within it as it is."""
+        """Parse the block and render its body unchanged."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_within"), [], [], body).set_lineno(line)
@@ -41,19 +41,20 @@ class Generation(Extension):
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Serve requests until standard input is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    sources: dict[int, str] = {}
+    sources: dict[int, tuple[str, bool]] = {}
     templates: dict[int, Template] = {}
     with os.fdopen(0, "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         while head := requests.read(8):
-            number, source, arguments = pickle.loads(requests.read(struct.unpack(">Q", head)[0]))
+            number, new, arguments = pickle.loads(requests.read(struct.unpack(">Q", head)[0]))
             try:
-                if source is not None:
-                    sources[number] = source
+                if new is not None:
+                    sources[number] = new
                 if number not in templates:
-                    templates[number] = environment().from_string(sources[number])
+                    source, strict = sources[number]
+                    templates[number] = environment(strict=strict).from_string(source)
                 answer = "=" + templates[number].render(**arguments)
                 data = answer.encode("utf-8", "surrogatepass")
             except Exception as error:  # noqa: BLE001 - boundary: templates are programs
@@ -62,9 +63,14 @@ def main() -> None:
             answers.flush()
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers sets it up for chat templates."""
-    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+def environment(*, strict: bool = False) -> ImmutableSandboxedEnvironment:
+    """Create the Jinja environment of transformers' chat templates; ``strict`` rejects undefined variables."""
+    found = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+        undefined=StrictUndefined if strict else Undefined,
+    )
     found.filters["tojson"] = to_json
     found.globals["raise_exception"] = raise_exception
     found.globals["strftime_now"] = strftime_now
@@ -78,17 +84,17 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without Jinja's escapes for HTML."""
+    """Return JSON without Jinja's HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def raise_exception(message: Any) -> None:
-    """How a template refuses messages."""
+    """Let a template reject messages."""
     raise TemplateError(message)
 
 
 def strftime_now(format: str) -> str:
-    """The time as templates ask for it."""
+    """Return the current time in the template's format."""
     return datetime.now().strftime(format)
 
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and the chat template. Imports transformers when a tokenizer is opened, torch never."""
+"""Tokenization and chat templates. Imports transformers when a tokenizer is opened, and never torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy as np
 from plasmid.components import PromptEncoder
 from plasmid.components.rollouts import SEPARATOR, unescape
 from plasmid.config.run import ModelConfig
-from plasmid.errors import DataError, ModelError
+from plasmid.errors import DataError, ModelError, PlasmidError, one_line
 from plasmid.types import Ints
 
 from .special_tokens import SpecialTokens
 from .templates import render_templates_in_subprocess
-from .tokenizer_files import FAST, FILES, has_tokenizer
+from .tokenizer_files import FAST, FILES, check_tokenizer_files, has_tokenizer
 
 OURS = ("continue_final_message", "add_generation_prompt")
-"""Arguments that mean something also for a chat template that never reads them."""
+"""Arguments that have an effect even if the chat template does not read them."""
 UNTRUSTED = ("tools", "documents")
-"""Arguments that may come from agents and rows of data."""
+"""Arguments that may come from agents and data, so control tokens in them are escaped."""
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face folder. Picklable: it is opened anew from its files on the other side."""
+    """Tokenizer of a Hugging Face folder. Picklable: unpickling opens it again from its files."""
 
     def __init__(self, path: str | Path, *, chat_template: str = "auto", trust_remote_code: bool = False) -> None:
-        """Open it; ``chat_template`` is a Jinja file, ``auto`` the tokenizer's own. Raises `ModelError`."""
+        """Open the tokenizer; ``chat_template`` is a Jinja file or ``auto`` for its own. Raises `ModelError`."""
         self._source = (str(path), chat_template, trust_remote_code)
         self._hf = _open(Path(path), trust_remote_code)
         if chat_template != "auto":
@@ -38,7 +38,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Self:
-        """The tokenizer that a recipe's ``[model]`` names."""
+        """Open the tokenizer of a recipe's ``[model]``."""
         return cls(model.tokenizer_path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -46,51 +46,56 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text; None if the tokenizer names none."""
+        """End-of-text token; None if the tokenizer has none."""
         return None if self._hf.eos_token_id is None else int(self._hf.eos_token_id)
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills up batches: the tokenizer's own, or else the end of text, or else 0."""
+        """Padding token: the tokenizer's own, else the end-of-text token, else 0."""
         pad = self._hf.pad_token_id
         return int(pad) if pad is not None else self.eos_token_id or 0
 
     def encode(self, text: str, *, allow_special: bool = True) -> Ints:
-        """Text to tokens, no special tokens added.
+        """Encode text without adding special tokens.
 
-        Special tokens that the text spells out are recognized, except in what `render` took from messages. With
-        ``allow_special`` false none is. Raises `DataError` if the tokenizer has no plain form of one.
+        Special tokens spelled out in the text are recognized, except those that `render` escaped in messages; with
+        ``allow_special`` false, none are. Raises `DataError` if the tokenizer cannot encode the text, or cannot encode
+        a special token as plain text.
         """
-        if not allow_special:
-            return np.asarray(self._special.encode_plain(text), np.int32)
-        if SEPARATOR in text:
-            return np.asarray(self._special.encode(text), np.int32)
-        # verbose would print a line about texts longer than the model takes; what is done about those is said elsewhere
-        return np.asarray(self._hf.encode(text, add_special_tokens=False, verbose=False), np.int32)
+        try:
+            if not allow_special:
+                return np.asarray(self._special.encode_plain(text), np.int32)
+            if SEPARATOR in text:
+                return np.asarray(self._special.encode(text), np.int32)
+            # verbose would warn about texts that are longer than the model allows, which are handled elsewhere
+            return np.asarray(self._hf.encode(text, add_special_tokens=False, verbose=False), np.int32)
+        except PlasmidError:
+            raise
+        except Exception as error:  # boundary: broken files make tokenizers raise anything
+            raise DataError(f"the tokenizer in {self._source[0]} cannot encode a text: {one_line(error)}") from error
 
     def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
-        """Tokens to text, special tokens left out unless they are asked for."""
+        """Decode tokens to text, without special tokens unless ``keep_special``."""
         ids = np.asarray(token_ids).tolist()
         return str(self._hf.decode(ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False))
 
     def encode_prompt(
         self, prompt: str | Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, tokenize: bool = True
     ) -> tuple[Ints, str]:
-        """Token ids and text of plain text as it is, or of messages through the chat template with its arguments.
+        """Return token ids and text of a plain-text prompt, or of messages rendered by the chat template.
 
-        Without ``tokenize`` there are no token ids, and the text is that of `render`, which can be cut and encoded in
-        pieces. Raises `DataError` if there is no chat template, if it does not read an argument, or if it refuses the
-        messages.
+        ``template`` are the arguments of the chat template. Without ``tokenize`` there are no token ids, and the text
+        is that of `render`, which can be split and encoded in pieces. Raises `DataError` if there is no chat template,
+        if it does not read an argument, or if it rejects the messages.
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, template)
         return (self.encode(text), unescape(text)) if tokenize else (np.zeros(0, np.int32), text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
-        """Text of messages through the chat template; the generation prompt follows unless an argument says no.
+        """Render messages with the chat template, by default with the generation prompt.
 
-        Special tokens that messages spell out are marked, so that `encode` takes them as plain text.
-
-        Raises `DataError` as `encode_prompt` does.
+        Escapes special tokens spelled out in messages, so that `encode` treats them as plain text. Raises `DataError`
+        as `encode_prompt` does.
         """
         self._check_arguments(template)
         ends = not template.get("continue_final_message", False)
@@ -101,7 +106,7 @@ class Tokenizer:
             return str(self._hf.apply_chat_template(conversation, tokenize=False, **arguments))
         except Exception as error:  # boundary: chat templates are programs that come with models
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(f"the chat template refuses the messages: {what}") from error
+            raise DataError(f"the chat template rejects the messages: {what}") from error
 
     def _check_arguments(self, template: Mapping[str, Any]) -> None:
         try:
@@ -117,7 +122,7 @@ class Tokenizer:
 
 
 def prompt_encoder(model: ModelConfig) -> PromptEncoder:
-    """`Tokenizer.encode_prompt` of a recipe's model. Opened with the first prompt: bad rows are found before."""
+    """Return `Tokenizer.encode_prompt` of a recipe's model; the tokenizer is opened lazily, after rows were checked."""
 
     @cache
     def tokenizer() -> Tokenizer:
@@ -145,9 +150,10 @@ def _open(path: Path, trust_remote_code: bool) -> Any:
             f"model.path: {path} has no tokenizer ({', '.join(FILES)}); copy it there, or set model.tokenizer to the "
             "folder that has it"
         )
+    check_tokenizer_files(path)
     try:
         if fast and not trust_remote_code:
-            # AutoTokenizer would import torch (3 s) only to find this class, and rebuilds what the file says.
+            # AutoTokenizer would import torch (3 s) only to find this class, and would rebuild the tokenizer
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)

@@ -1,0 +1,304 @@
+"""Shapes and sizes of a language model's weights, derived from ``config.json`` without building the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from plasmid.errors import ConfigError
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Differences of a model family from Llama."""
+
+    query_bias: bool | None = None
+    """True if queries, keys and values have biases; None reads ``attention_bias``."""
+    output_bias: bool = False
+    """True if ``attention_bias`` also adds a bias to the output projection."""
+    head_norm: Literal["none", "head", "all"] = "none"
+    """Normalization of queries and keys: none, per head, or over all heads."""
+    norms: int = 2
+    """Number of normalizations per layer."""
+    head_size: int | None = None
+    """Head size if the config has none; None is hidden size / number of heads."""
+    tied: bool = False
+    """True if input and output embeddings are tied by default."""
+    shared_gate: bool = False
+    """True if the shared expert has a gate."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(output_bias=True),
+    "mistral": Family(query_bias=False),
+    "mixtral": Family(query_bias=False),
+    "smollm3": Family(output_bias=True, tied=True),
+    "granite": Family(output_bias=True),
+    "phi3": Family(query_bias=False),
+    "qwen2": Family(query_bias=True),
+    "qwen2_moe": Family(query_bias=True, shared_gate=True),
+    "qwen3": Family(output_bias=True, head_norm="head", head_size=128),
+    "qwen3_moe": Family(output_bias=True, head_norm="head"),
+    "olmo2": Family(output_bias=True, head_norm="all"),
+    "gemma2": Family(output_bias=True, norms=4, head_size=256, tied=True),
+    "gemma3_text": Family(output_bias=True, norms=4, head_size=256, tied=True, head_norm="head"),
+    "glm4": Family(norms=4, head_size=128),
+    "glm4_moe": Family(head_size=128),
+    "deepseek_v3": Family(),
+}
+"""Supported families; their parameter counts were compared with transformers."""
+BEFORE_ACTIVATION = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight of a model, or the same weight of all experts of a layer."""
+
+    name: str
+    """Name in the model folder without ``.weight``; for experts without their index."""
+    shape: tuple[int, ...]
+    count: int = 1
+    active: float = 1.0
+    """Number out of ``count`` that each token is multiplied with; 0 for input embeddings, which are only looked up."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        total = self.count
+        for length in self.shape:
+            total *= length
+        return total
+
+    @property
+    def is_expert(self) -> bool:
+        return ".experts." in self.name
+
+    @property
+    def is_linear(self) -> bool:
+        """True for a matrix of a decoder layer, which can have an adapter."""
+        return len(self.shape) == 2 and ".layers." in self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a model's weights, KV cache and activations."""
+
+    family: str
+    weights: tuple[Weight, ...]
+    layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    query: int
+    """Elements of a token's queries per layer."""
+    value: int
+    """Elements of a token's attention output per layer, over all heads."""
+    keys: int
+    """Elements of a token's keys per layer in training."""
+    cache: int
+    """Elements of a token in the KV cache per layer."""
+    has_head_norm: bool
+    inner: int
+    """Mean over layers of the active feed-forward width per token, experts included."""
+    experts: int
+    """Number of experts per layer; 0 for dense models."""
+    routed: int
+    """Number of experts that each token is routed to, without shared experts."""
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Config, *, where: str = "model.path") -> ModelShape:
+        """Derive the shape from a config. Raises `ConfigError` for unknown families and configs that lack sizes."""
+        config = config.get("text_config") or config
+        family = str(config.get("model_type"))
+        if family not in FAMILIES:
+            raise ConfigError(
+                f"{where}: `rl plan` does not support model_type {family!r}; supported are "
+                f"{', '.join(sorted(FAMILIES))}"
+            )
+        try:
+            return _shape(family, config)
+        except KeyError as error:
+            raise ConfigError(
+                f"{where}: config.json has no {error.args[0]}, which model_type {family!r} needs"
+            ) from None
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of parameters; tied ones count once."""
+        return sum(weight.size for weight in self.weights)
+
+    @cached_property
+    def active(self) -> int:
+        """Number of parameters in matrices that each token is multiplied with, output embeddings included."""
+        one = (w.size / w.count * w.active for w in self.weights if len(w.shape) == 2)
+        return round(sum(one)) + (self.embedding if self.tied else 0)
+
+    @property
+    def embedding(self) -> int:
+        """Number of parameters of the input embeddings, and of the output embeddings."""
+        return self.vocab * self.hidden
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Number of parameters of routed experts, which expert parallelism splits."""
+        return sum(weight.size for weight in self.weights if weight.is_expert)
+
+    @property
+    def visited_experts(self) -> float:
+        """Fraction of a layer's routed experts that each token is routed to."""
+        return self.routed / self.experts if self.experts else 0.0
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of parameters of the largest layer."""
+        sizes: dict[str, int] = {}
+        for weight in self.weights:
+            if match := re.search(r"\.layers\.\d+\.", weight.name):
+                sizes[match[0]] = sizes.get(match[0], 0) + weight.size
+        return max(sizes.values(), default=0)
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str] = ()) -> int:
+        """Return the number of parameters of an adapter of the linear layers that match ``targets``; by default all."""
+        return sum(
+            rank * sum(weight.shape)
+            for weight in self.weights
+            if weight.is_linear and (not targets or any(re.search(target, weight.name) for target in targets))
+        )
+
+
+def _shape(family: str, config: Config) -> ModelShape:
+    kind, hidden, heads, layers = (
+        FAMILIES[family],
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["num_hidden_layers"],
+    )
+    tied = bool(config.get("tie_word_embeddings", kind.tied))
+    weights = [Weight("model.embed_tokens", (config["vocab_size"], hidden), active=0.0)]
+    for layer in range(layers):
+        weights += _layer(kind, config, layer)
+    weights.append(Weight("model.norm", (hidden,)))
+    if not tied:
+        weights.append(Weight("lm_head", (config["vocab_size"], hidden)))
+    inner = sum(
+        weight.shape[0] * weight.active
+        for weight in weights
+        if weight.name.endswith(".up_proj") and ".mlp" in weight.name
+    )
+    latent = config.get("kv_lora_rank")
+    size = _head_size(kind, config)
+    key_heads = config.get("num_key_value_heads") or heads
+    query = heads * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"] if latent else size)
+    return ModelShape(
+        family=family,
+        weights=tuple(weights),
+        layers=layers,
+        hidden=hidden,
+        vocab=config["vocab_size"],
+        heads=heads,
+        query=query,
+        value=heads * (config["v_head_dim"] if latent else size),
+        keys=query if latent else key_heads * size,
+        cache=latent + config["qk_rope_head_dim"] if latent else 2 * key_heads * size,
+        has_head_norm=_has_head_norm(kind, config),
+        inner=round(inner / layers),
+        experts=num_experts(config),
+        routed=_num_routed(config),
+        tied=tied,
+    )
+
+
+def _layer(kind: Family, config: Config, layer: int) -> Iterator[Weight]:
+    at, hidden = f"model.layers.{layer}", config["hidden_size"]
+    latent = config.get("kv_lora_rank")
+    yield from (_latent_attention if latent else _attention)(kind, config, f"{at}.self_attn")
+    for number in range(kind.norms):
+        yield Weight(f"{at}.norm_{number}", (hidden,))
+    experts = num_experts(config)
+    if not experts or not _is_sparse(config, layer):
+        yield from _gated(f"{at}.mlp", hidden, config["intermediate_size"], bias=bool(config.get("mlp_bias")))
+        return
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    yield Weight(f"{at}.mlp.gate", (experts, hidden))
+    for weight in _gated(f"{at}.mlp.experts", hidden, inner):
+        yield Weight(weight.name, weight.shape, experts, _num_routed(config))
+    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * inner
+    if shared:
+        yield from _gated(f"{at}.mlp.shared_experts", hidden, shared)
+    if kind.shared_gate:
+        yield Weight(f"{at}.mlp.shared_expert_gate", (1, hidden))
+
+
+def _attention(kind: Family, config: Config, at: str) -> Iterator[Weight]:
+    hidden, heads, size = config["hidden_size"], config["num_attention_heads"], _head_size(kind, config)
+    key_heads = config.get("num_key_value_heads") or heads
+    bias = bool(config.get("attention_bias")) if kind.query_bias is None else kind.query_bias
+    for name, count in (("q_proj", heads), ("k_proj", key_heads), ("v_proj", key_heads)):
+        yield Weight(f"{at}.{name}", (count * size, hidden))
+        if bias:
+            yield Weight(f"{at}.{name}.bias", (count * size,))
+    yield Weight(f"{at}.o_proj", (hidden, heads * size))
+    if bias and kind.output_bias:
+        yield Weight(f"{at}.o_proj.bias", (hidden,))
+    if _has_head_norm(kind, config):
+        every = kind.head_norm == "all"
+        yield Weight(f"{at}.q_norm", (heads * size if every else size,))
+        yield Weight(f"{at}.k_norm", (key_heads * size if every else size,))
+
+
+def _latent_attention(kind: Family, config: Config, at: str) -> Iterator[Weight]:
+    """Yield the weights of multi-head latent attention (DeepSeek-V2, 2024)."""
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    rope, plain, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
+    low, query = config.get("q_lora_rank"), heads * (plain + rope)
+    bias = bool(config.get("attention_bias"))
+    if low:
+        yield Weight(f"{at}.q_a_proj", (low, hidden))
+        yield Weight(f"{at}.q_a_layernorm", (low,))
+        yield Weight(f"{at}.q_b_proj", (query, low))
+    else:
+        yield Weight(f"{at}.q_proj", (query, hidden))
+    yield Weight(f"{at}.kv_a_proj_with_mqa", (latent + rope, hidden))
+    yield Weight(f"{at}.kv_a_layernorm", (latent,))
+    yield Weight(f"{at}.kv_b_proj", (heads * (plain + value), latent))
+    yield Weight(f"{at}.o_proj", (hidden, heads * value))
+    if bias:
+        yield Weight(f"{at}.bias", ((low or 0) + latent + rope + hidden,))
+
+
+def _gated(at: str, hidden: int, inner: int, *, bias: bool = False) -> Iterator[Weight]:
+    for name in BEFORE_ACTIVATION:
+        yield Weight(f"{at}.{name}", (inner, hidden))
+    yield Weight(f"{at}.down_proj", (hidden, inner))
+    if bias:
+        yield Weight(f"{at}.bias", (2 * inner + hidden,))
+
+
+def _head_size(kind: Family, config: Config) -> int:
+    return int(config.get("head_dim") or kind.head_size or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _has_head_norm(kind: Family, config: Config) -> bool:
+    return kind.head_norm != "none" or bool(config.get("use_qk_norm"))
+
+
+def num_experts(config: Config) -> int:
+    """Return the number of experts per layer; 0 for dense models."""
+    return int(config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0)
+
+
+def _num_routed(config: Config) -> int:
+    return int(config.get("num_experts_per_tok") or 2) if num_experts(config) else 0
+
+
+def _is_sparse(config: Config, layer: int) -> bool:
+    """Return True if this layer of a mixture-of-experts model has experts."""
+    if layer < (config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
