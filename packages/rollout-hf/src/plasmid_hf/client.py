@@ -1,4 +1,4 @@
-"""The client of the engine in a rollout worker: batches requests into one call for each engine process."""
+"""Client of the engine in a rollout worker: batches requests into one call per engine process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from plasmid.errors import EngineError
-from plasmid.protocols import Actor
+from plasmid.protocols import Actor, call
 from plasmid.types import Completion, GenerateRequest
 
+from .process.worker import EngineWorker
+
 ANSWER_S = 600.0
-"""Longest time for an engine process to react; a step of a large model on a CPU takes long."""
+"""Time limit for an engine process to react, in seconds; one step of a large model on a CPU may take minutes."""
 
 
 class RequestBatcher:
@@ -24,7 +26,7 @@ class RequestBatcher:
         self._id = uuid.uuid4().hex
         self._routes: dict[str, int] = {}
         self._open: list[dict[str, asyncio.Future[Completion]]] = [{} for _ in actors]
-        """For each engine: its requests that have no answer."""
+        """Unanswered requests of each engine."""
         self._outgoing: list[tuple[GenerateRequest, asyncio.Future[Completion]]] = []
         self._leaving: list[tuple[str, asyncio.Future[None]]] = []
         self._flushing = False
@@ -32,24 +34,37 @@ class RequestBatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Send a request together with others that are ready and wait for its completion."""
+        """Send a request together with others that are ready, and wait for its completion."""
         answer: asyncio.Future[Completion] = self.loop.create_future()
         self._outgoing.append((request, answer))
-        self._flush_soon()
+        self._schedule_flush()
         return await answer
 
-    async def leave(self, session_ids: Sequence[str]) -> None:
-        """End sessions, in one call with requests that are ready."""
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """End sessions, in one call together with requests that are ready."""
         done: list[asyncio.Future[None]] = [self.loop.create_future() for _ in session_ids]
         self._leaving += zip(session_ids, done, strict=True)
-        self._flush_soon()
+        self._schedule_flush()
         await asyncio.gather(*done)
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
-        """End requests, wherever they run."""
-        await asyncio.gather(*(actor.call("abort", request_ids, timeout_s=ANSWER_S) for actor in self._actors))
+        """End requests on whichever engine they run."""
+        await asyncio.gather(*(call(actor, ANSWER_S, EngineWorker.abort, request_ids) for actor in self._actors))
 
-    def _flush_soon(self) -> None:
+    async def fetch_partial(self, request_ids: Sequence[str]) -> list[Completion]:
+        """What requests have drawn so far: see `EngineClient.fetch_partial`."""
+        asked = [[id_ for id_ in request_ids if id_ in opened] for opened in self._open]
+        unsent = set(request_ids).difference(*asked)
+        found = await asyncio.gather(
+            *(
+                call(actor, ANSWER_S, EngineWorker.fetch_partial, ids)
+                for actor, ids in zip(self._actors, asked, strict=True)
+                if ids
+            )
+        )
+        return [*(Completion.unstarted(id_) for id_ in unsent), *(part for parts in found for part in parts)]
+
+    def _schedule_flush(self) -> None:
         if not self._flushing:
             self._flushing = True
             self._keep(self.loop.create_task(self._flush()))
@@ -59,7 +74,7 @@ class RequestBatcher:
         task.add_done_callback(self._tasks.discard)
 
     async def _flush(self) -> None:
-        await asyncio.sleep(0)  # tasks that are ready add their requests
+        await asyncio.sleep(0)  # let tasks that are ready add their requests
         self._flushing = False
         outgoing, self._outgoing = self._outgoing, []
         leaving, self._leaving = self._leaving, []
@@ -72,7 +87,7 @@ class RequestBatcher:
             parts = [self._part(i, outgoing, leaving, routes) for i in sorted(set(routes.values()))]
             await asyncio.gather(*(self._submit(*part) for part in parts))
             await self._forget([session for session, _ in leaving])
-        except Exception as error:  # noqa: BLE001  boundary: callers get the error of the call that they share
+        except Exception as error:  # noqa: BLE001  boundary: each caller gets the error of the shared call
             _fail(futures, error)
         for _, done in leaving:
             if not done.done():
@@ -89,13 +104,13 @@ class RequestBatcher:
         opened = self._open[engine]
         for request, answer in wanted:
             if request.id in opened:
-                answer.set_exception(EngineError(f"request {request.id}: is running already; ids must be unique"))
+                answer.set_exception(EngineError(f"request {request.id}: already running; request ids must be unique"))
             else:
                 opened[request.id] = answer
         sent = [request for request, answer in wanted if opened.get(request.id) is answer]
         try:
-            await self._actors[engine].call("submit", self._id, sent, ended_sessions, timeout_s=ANSWER_S)
-        except Exception as error:  # boundary: these requests alone are lost
+            await call(self._actors[engine], ANSWER_S, EngineWorker.submit, self._id, sent, ended_sessions)
+        except Exception as error:  # boundary: only these requests fail
             _fail([opened.pop(request.id) for request in sent], error)
             if ended_sessions:
                 raise
@@ -103,15 +118,15 @@ class RequestBatcher:
             self._collectors[engine] = self.loop.create_task(self._collect(engine))
 
     async def _collect(self, engine: int) -> None:
-        """Fetch completions for as long as there are open requests."""
+        """Fetch completions as long as there are open requests."""
         opened = self._open[engine]
         try:
             while opened:
-                for completion in await self._actors[engine].call("collect", self._id, timeout_s=ANSWER_S):
+                for completion in await call(self._actors[engine], ANSWER_S, EngineWorker.collect, self._id):
                     answer = opened.pop(completion.request_id, None)
                     if answer is not None and not answer.done():
                         answer.set_result(completion)
-        except Exception as error:  # noqa: BLE001  boundary: the engine has ended, waiting callers get the error
+        except Exception as error:  # noqa: BLE001  boundary: the engine has stopped; waiting callers get the error
             _fail(list(opened.values()), error)
             opened.clear()
         finally:
@@ -122,7 +137,7 @@ class RequestBatcher:
             return dict.fromkeys(sessions, 0)
         new = sorted({session for session in sessions if session not in self._routes})
         if new:
-            engines = await self._actors[0].call("route", new, timeout_s=ANSWER_S)
+            engines = await call(self._actors[0], ANSWER_S, EngineWorker.route, new)
             self._routes |= dict(zip(new, engines, strict=True))
         return {session: self._routes[session] for session in sessions}
 
@@ -131,7 +146,7 @@ class RequestBatcher:
             return
         for session in sessions:
             self._routes.pop(session, None)
-        await self._actors[0].call("forget", list(sessions), timeout_s=ANSWER_S)
+        await call(self._actors[0], ANSWER_S, EngineWorker.forget, list(sessions))
 
 
 def _fail(futures: Sequence[asyncio.Future[Any]], error: Exception) -> None:
@@ -141,7 +156,7 @@ def _fail(futures: Sequence[asyncio.Future[Any]], error: Exception) -> None:
 
 
 class HFClient:
-    """Implements `EngineClient`. Picklable; keeps nothing but the handles of the engine processes."""
+    """Implements `EngineClient`. Picklable; holds only the handles of the engine processes."""
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self._actors = tuple(actors)
@@ -151,20 +166,24 @@ class HFClient:
         return HFClient, (self._actors,)
 
     def _loop_batcher(self) -> RequestBatcher:
-        """State of the running loop: futures belong to one."""
+        """Return the batcher of the running event loop, because futures belong to one loop."""
         if self._batcher is None or self._batcher.loop is not asyncio.get_running_loop():
             self._batcher = RequestBatcher(self._actors)
         return self._batcher
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Continue the tokens of the request."""
+        """Generate a continuation of the request's tokens."""
         return await self._loop_batcher().generate(request)
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
-        """End requests early; returns when their completions are on the way."""
+        """End requests early. Returns once their completions are under way."""
         await self._loop_batcher().abort(request_ids if request_ids == "all" else tuple(request_ids))
 
-    async def leave(self, session_ids: Sequence[str]) -> None:
-        """These sessions ask for nothing more."""
+    async def fetch_partial(self, request_ids: Sequence[str]) -> Sequence[Completion]:
+        """What requests have drawn so far, while they go on."""
+        return await self._loop_batcher().fetch_partial(tuple(request_ids))
+
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """Declare that these sessions send no further requests."""
         if session_ids:
-            await self._loop_batcher().leave(tuple(session_ids))
+            await self._loop_batcher().end_sessions(tuple(session_ids))

@@ -1,15 +1,15 @@
-"""The engine as the loop sees it: one process for each rank, behind one handle."""
+"""The engine as the training loop uses it: one process per rank, behind one handle."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from plasmid.components import BuildContext
 from plasmid.errors import SyncError
-from plasmid.protocols import Actor, Bundle, PauseMode, Resources, SyncPlan
+from plasmid.protocols import Actor, Bundle, PauseMode, Resources, SyncPlan, call
 from plasmid.types import SyncReceipt
 
 from .client import ANSWER_S, HFClient
@@ -17,12 +17,19 @@ from .process.worker import EngineWorker, WorkerOptions
 from .settings import HF
 from .weight_sync.sender import HFWire
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class HFEngine:
-    """Implements `RolloutEngine` over the processes that it was started with."""
+    """Implements `RolloutEngine` on top of running engine processes."""
 
-    def __init__(self, actors: Sequence[Actor], settings: HF, *, dtype: str, sync_timeout_s: float) -> None:
+    def __init__(
+        self, actors: Sequence[Actor], settings: HF, *, dtype: str, sync_timeout_s: float, has_adapter: bool = False
+    ) -> None:
+        """Wrap running processes. With ``has_adapter`` they hold a base model and a LoRA adapter."""
         self._actors = tuple(actors)
+        self._has_adapter, self._has_base = has_adapter, False
         self._settings = settings
         self._dtype = dtype
         self._sync_timeout_s = sync_timeout_s
@@ -30,16 +37,16 @@ class HFEngine:
 
     @property
     def client(self) -> HFClient:
-        """What rollout workers talk to."""
+        """Return the client for rollout workers."""
         return self._client
 
     @property
     def pause_mode(self) -> PauseMode:
-        """What the loop asks of `pause` before a weight sync."""
+        """Return the mode in which the training loop pauses the engine before a weight sync."""
         return self._settings.pause_mode
 
     def needs_weights(self) -> bool:
-        """False: a process that has died ends the run."""
+        """Return False: a process that dies ends the run."""
         return False
 
     async def expect(self, session_ids: Sequence[str]) -> None:
@@ -47,43 +54,49 @@ class HFEngine:
         sessions = list(session_ids)
         engines = [0] * len(sessions)
         if len(self._actors) > 1:
-            engines = await self._actors[0].call("route", sessions, timeout_s=ANSWER_S)
+            engines = await call(self._actors[0], ANSWER_S, EngineWorker.route, sessions)
         for index, actor in enumerate(self._actors):
             own = [session for session, engine in zip(sessions, engines, strict=True) if engine == index]
             if own:
-                await actor.call("expect", own, timeout_s=ANSWER_S)
+                await call(actor, ANSWER_S, EngineWorker.expect, own)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop drawing tokens in every process."""
-        await self._all("pause", mode)
+        """Stop generating in every process."""
+        await self._all(EngineWorker.pause, mode)
 
     async def resume(self) -> None:
-        """Undo `pause`. Raises `SyncError` while the last weight sync is not complete."""
-        await self._all("resume")
+        """Undo `pause`. Raises `SyncError` if the last weight sync is incomplete."""
+        await self._all(EngineWorker.resume)
 
     async def plan_sync(self) -> SyncPlan:
-        """A plan for one weight sync: buckets of bytes from the first rank to every process."""
+        """Plan one weight sync, in which the first rank sends byte buckets to every process."""
         wire = HFWire(actors=self._actors, token=uuid.uuid4().hex, timeout_s=self._sync_timeout_s)
-        return SyncPlan(wire=wire, dtype=self._dtype, bucket_bytes=self._settings.bucket_bytes)
+        way: Literal["merged", "with_base", "alone"] = "merged"
+        if self._has_adapter:
+            way = "alone" if self._has_base else "with_base"
+        return SyncPlan(wire=wire, dtype=self._dtype, bucket_bytes=self._settings.bucket_bytes, adapter=way)
 
     async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Update every process. Raises `SyncError`; the engine then refuses to serve until an update has succeeded."""
+        """Update every process. Raises `SyncError`; the engine then refuses requests until an update succeeds."""
         wire = plan.wire
         if not isinstance(wire, HFWire):
-            raise SyncError(f"weight sync of version {version}: engine 'hf' cannot receive by {type(wire).__name__}")
+            raise SyncError(f"weight sync of version {version}: engine 'hf' does not support {type(wire).__name__}")
         limit_s = wire.timeout_s
-        calls = [actor.call("receive", wire.token, version, limit_s, timeout_s=limit_s + 60) for actor in self._actors]
-        receipts: list[SyncReceipt] = await asyncio.gather(*calls)
+        receipts = await asyncio.gather(
+            *(call(a, limit_s + 60, EngineWorker.receive, wire.token, version, limit_s) for a in self._actors)
+        )
         for actor, receipt in zip(self._actors, receipts, strict=True):
             if (receipt.num_tensors, receipt.buckets) != (receipts[0].num_tensors, receipts[0].buckets):
                 raise SyncError(
-                    f"weight sync of version {version}: {actor.name} received other bytes than {self._actors[0].name}"
+                    f"weight sync of version {version}: {actor.name} and {self._actors[0].name} received different "
+                    "bytes"
                 )
+        self._has_base = True
         return max(receipts, key=lambda receipt: receipt.seconds)
 
     async def checksum(self) -> Mapping[str, int]:
-        """Checksums of every tensor, read back from the live model. Raises `SyncError` if processes differ."""
-        found: list[Mapping[str, int]] = await self._all("checksums")
+        """Compute checksums of all tensors in the live model. Raises `SyncError` if processes differ."""
+        found = await self._all(EngineWorker.checksums)
         for actor, sums in zip(self._actors, found, strict=True):
             if sums != found[0]:
                 name = next(name for name in found[0] if sums.get(name) != found[0][name])
@@ -91,47 +104,48 @@ class HFEngine:
         return found[0]
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Drop the KV caches and move the weights to host memory, in any case."""
-        await self._all("sleep")
+        """Drop the KV caches and move the weights to host memory, whatever ``keep_weights`` is."""
+        await self._all(EngineWorker.sleep)
 
     async def wake(self, *, kv_cache: bool = True) -> None:
-        """Bring the weights back; without ``kv_cache`` nothing is drawn yet."""
-        await self._all("wake", kv_cache)
+        """Move the weights back. Without ``kv_cache`` generation does not resume yet."""
+        await self._all(EngineWorker.wake, kv_cache)
 
     async def health(self) -> None:
-        """Raises `EngineError` if a process cannot serve."""
-        await self._all("health")
+        """Raise `EngineError` if a process cannot serve."""
+        await self._all(EngineWorker.health)
 
     async def metrics(self) -> Mapping[str, float]:
-        """Sums over the processes."""
-        found: list[Mapping[str, float]] = await self._all("metrics")
+        """Sum the metrics over the processes."""
+        found = await self._all(EngineWorker.metrics)
         return {name: sum(gauges[name] for gauges in found) for name in found[0]}
 
     async def close(self) -> None:
         """Stop the processes."""
         await asyncio.gather(*(actor.stop() for actor in self._actors))
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
+    async def _all(
+        self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
         limit_s = max(ANSWER_S, self._sync_timeout_s)
-        return list(await asyncio.gather(*(actor.call(method, *args, timeout_s=limit_s) for actor in self._actors)))
+        return await asyncio.gather(*(call(actor, limit_s, method, *args, **kwargs) for actor in self._actors))
 
 
 async def start_engine(settings: HF, context: BuildContext) -> HFEngine:
-    """Start one process for each rank of the placement."""
-    config, model = context.config, context.config.model
+    """Start one process per rank of the placement."""
+    config = context.config
 
     async def start(index: int, bundle: Bundle) -> Actor:
         options = WorkerOptions(
             settings=settings,
-            model_path=model.path,
-            tokenizer_path=model.tokenizer_path,
-            trust_remote_code=model.trust_remote_code,
-            max_length=model.max_length,
+            model=config.model,
+            adapter=config.trainer.adapter(),
             on_gpu=context.on_gpu,
             threads=context.threads,
             num_engines=len(context.bundles),
         )
-        return await context.cluster.start(
+        limit_s = config.placement.start_timeout_s
+        actor = await context.cluster.start(
             EngineWorker,
             options,
             name=f"{context.engine_name}-{index}",
@@ -139,9 +153,17 @@ async def start_engine(settings: HF, context: BuildContext) -> HFEngine:
                 bundles=(bundle,),
                 env={"OMP_NUM_THREADS": str(context.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
             ),
-            timeout_s=config.placement.start_timeout_s,
+            timeout_s=limit_s,
         )
+        await call(actor, limit_s, EngineWorker.load)
+        return actor
 
     actors = await asyncio.gather(*(start(i, bundle) for i, bundle in enumerate(context.bundles)))
-    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if context.on_gpu else "float32"
-    return HFEngine(actors, settings, dtype=dtype, sync_timeout_s=config.run.sync_timeout_s)
+    dtype = settings.number_type(on_gpu=context.on_gpu)
+    return HFEngine(
+        actors,
+        settings,
+        dtype=dtype,
+        sync_timeout_s=config.run.sync_timeout_s,
+        has_adapter=config.trainer.adapter() is not None,
+    )

@@ -1,4 +1,4 @@
-"""Registers the embedded rollout engine ``hf``. Imports no torch."""
+"""Registers the embedded rollout engine ``hf``. Does not import torch."""
 
 from __future__ import annotations
 

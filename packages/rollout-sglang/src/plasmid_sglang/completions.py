@@ -1,15 +1,18 @@
-"""Bodies of SGLang's ``/generate``, and completions from its answers."""
+"""Request bodies for SGLang's ``/generate``, and completions from its responses."""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from plasmid.types import Completion, GenerateRequest, StopReason, VersionSpan
+from plasmid.types import Completion, GenerateRequest, SamplingParams, StopReason, VersionSpan
 from plasmid.types.kept_sets import KeptSet
-from plasmid_serving.client import empty_completion, failed
+from plasmid.types.routing import Experts
+from plasmid_serving.client import empty_completion, failed_completion
 
 REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
 SEED_BITS = 63
@@ -31,6 +34,7 @@ def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int, see
         params["stop"] = list(sampling.stop)
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
+    params |= optional_fields(sampling)
     if seeded:
         params["sampling_seed"] = request.seed % (1 << SEED_BITS)
     body = {
@@ -39,35 +43,52 @@ def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int, see
         "sampling_params": params,
         "return_logprob": True,
     }
+    if request.routing is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
     return body | {"return_sampling_mask": True} if _has_sets(request) else body
 
 
+def optional_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the optional settings that are in effect, by SGLang's names, which are the same."""
+    fields = dict(sampling.optional)
+    if "stop_regex" in fields:
+        fields["stop_regex"] = list(sampling.stop_regex)
+    if "json_schema" in fields:
+        fields["json_schema"] = json.dumps(sampling.json_schema)
+    return fields
+
+
 def _has_sets(request: GenerateRequest) -> bool:
-    """True if sampling leaves tokens out. Greedy decoding does not sample."""
+    """Return whether sampling truncates the vocabulary. Greedy decoding does not sample."""
     return request.wants_kept_set and request.sampling.is_restricted and request.sampling.temperature > 0
 
 
 def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any], *, has_spans: bool) -> Completion:
-    """Return the completion in an answer. A refusal is an error, as no other server would take the request."""
+    """Convert a response to a completion. A refusal becomes an error, because other servers would refuse it, too."""
     if status != 200:
         error = answer.get("error", answer)
         text = error.get("message", error) if isinstance(error, Mapping) else error
         if str(text).startswith(f"Request {request.id}~") and str(text).endswith(" was aborted"):
-            # 0.5.17 answers so where a pause finds a request that it has not begun: nothing is wrong with it
+            # 0.5.17 responds like this if a pause finds a request that has not started; the request is valid
             return empty_completion(request, StopReason.ABORT)
-        return failed(request, f"the server refused the request: {text}")
+        return failed_completion(request, f"the server rejected the request: {text}")
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     drawn = meta.get("output_token_logprobs") or []
     stop = REASONS.get(reason["type"])
     if stop is None or (stop is StopReason.ABORT and reason.get("status_code") not in (None, 503)):
-        return failed(request, f"the server ended the request: {reason.get('message') or reason['type']}")
+        return failed_completion(request, f"the server aborted the request: {reason.get('message') or reason['type']}")
     logprobs = np.minimum(np.array([logprob for logprob, *_ in drawn], np.float32), 0.0)
+    try:
+        experts = _experts(request, meta)
+    except ValueError as error:
+        return failed_completion(request, f"the server returned wrong experts: {error}")
     return Completion(
         request_id=request.id,
         token_ids=np.array([token for _, token, *_ in drawn], np.int32),
         logprobs=logprobs,
         kept=_kept_set(request, meta, logprobs),
+        experts=experts,
         versions=tuple(_spans(meta, len(drawn), has_spans=has_spans)),
         stop_reason=stop,
         timings=_timings(meta),
@@ -75,7 +96,8 @@ def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any],
 
 
 def _kept_set(request: GenerateRequest, meta: Mapping[str, Any], logprobs: NDArray[np.float32]) -> KeptSet | None:
-    """SGLang gives each token's log-probability within its set; the whole one is below it by the set's mass."""
+    """Compute set masses: SGLang's log-probability within a set exceeds the full one by minus the log of the set's
+    mass."""
     if not request.wants_kept_set:
         return None
     if not _has_sets(request):
@@ -83,6 +105,20 @@ def _kept_set(request: GenerateRequest, meta: Mapping[str, Any], logprobs: NDArr
     within = np.array(meta.get("output_token_sampling_logprobs") or [], np.float32)
     sets = [np.array(tokens, np.int32) for tokens in meta.get("output_token_sampling_mask") or []]
     return KeptSet.of(sets, np.minimum(logprobs - within, 0.0))
+
+
+def _experts(request: GenerateRequest, meta: Mapping[str, Any]) -> Experts | None:
+    """Decode the experts of the tokens from ``experts_from``; none if an aborted request was never finished.
+
+    Raises ValueError if there is no such expert: its id would select another one, or memory outside of the weights.
+    """
+    routing = request.routing
+    if routing is None:
+        return None
+    ids = np.frombuffer(base64.b64decode(meta.get("routed_experts") or "", validate=True), np.int32)
+    if ids.size and not 0 <= ids.min() <= ids.max() < routing.experts:
+        raise ValueError(f"ids from {ids.min()} to {ids.max()}, but the model has {routing.experts} experts per layer")
+    return ids.reshape(-1, routing.layers, routing.choices).astype(routing.dtype)
 
 
 def _spans(meta: Mapping[str, Any], count: int, *, has_spans: bool) -> Iterator[VersionSpan]:

@@ -1,4 +1,4 @@
-"""The dialect of SGLang's servers (0.5.17 to 0.5.23)."""
+"""The dialect of SGLang servers (0.5.17 to 0.5.23)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from plasmid.components import BuildContext
+from plasmid.components import BuildContext, kind_of
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError, EngineError
 from plasmid.protocols import PauseMode
-from plasmid.types import Completion, GenerateRequest
+from plasmid.types import Completion, GenerateRequest, SamplingParams
 from plasmid.utils.addresses import LOOPBACK
 from plasmid_models.folder import is_torch_dist
 from plasmid_serving.api import HttpApi
 from plasmid_serving.dialect import HttpRequest, Load, Program, ServerInfo, StartOptions
 
 from . import completions
-from .exactness import attached_mistakes, exact_arguments
+from .exactness import attached_errors, exact_arguments
 from .loader import LOADER, MESSAGE
 from .schema import installed_version
 from .settings import SGLang
@@ -38,7 +38,7 @@ ON_CPU: Mapping[str, Any] = {
     "disable_cuda_graph": True,
     "max_total_tokens": 16384,
 }
-"""Server arguments without a GPU, unless the recipe sets them. The KV cache must not fill the memory."""
+"""Server arguments without a GPU, unless the recipe sets them. They keep the KV cache from filling the memory."""
 FRACTIONS = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
 SPECULATIVE = ("accept_length", "accept_rate")
 
@@ -48,7 +48,7 @@ class SGLangDialect:
     """Implements `Dialect`."""
 
     arguments: Mapping[str, Any]
-    """Fields of ``ServerArgs``, without those that each start chooses."""
+    """Fields of ``ServerArgs``, except those chosen at each start."""
     router_arguments: Mapping[str, Any]
     model_path: Path
     exact: Mapping[str, Any]
@@ -59,12 +59,12 @@ class SGLangDialect:
     environment: ClassVar[Mapping[str, str]] = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # a paused server is healthy, but would not draw the token that this check asks for
+        # a paused server is healthy but would not generate the token that this check requests
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
 
     def launch(self, start: StartOptions) -> Program:
-        """Run SGLang's HTTP server."""
+        """Return the command of SGLang's HTTP server."""
         chosen: dict[str, Any] = {"host": start.host, "port": start.port}
         if start.name:
             chosen["served_model_name"] = start.name
@@ -73,23 +73,23 @@ class SGLangDialect:
         return Program("plasmid_sglang.launch:serve", {**self.arguments, **chosen})
 
     def launch_router(self, host: str, port: int, metrics_port: int) -> Program:
-        """Run SGLang's router."""
-        # metrics name every server and path and need no key, so they are for this machine alone
+        """Return the command of SGLang's router."""
+        # metrics list all servers and paths and need no key, so they are served on this machine only
         chosen = {"host": host, "port": port, "prometheus_host": LOOPBACK, "prometheus_port": metrics_port}
         return Program("plasmid_sglang.launch:route", {**self.router_arguments, **chosen, "worker_urls": []})
 
     async def served_name(self, api: HttpApi) -> str:
-        """Name of the served model."""
+        """Return the name of the served model."""
         return str((await api.get("/get_server_info")).get("served_model_name"))
 
     async def describe(self, api: HttpApi) -> ServerInfo:
-        """Read release, sizes, and what update calls look like."""
+        """Read the release, parallel sizes and the form of update calls."""
         info, about = await api.get("/get_server_info"), await api.get("/openapi.json")
         models = await api.get("/v1/models")
         update = about["components"]["schemas"].get("UpdateWeightsFromTensorReqInput", {}).get("properties", {})
         features = {
             "sessions": "/begin_weight_update" in about["paths"],  # updates have a begin and an end (0.5.23)
-            "selector": "selector" in update,  # updates name their models; before, a flag left out the draft model
+            "selector": "selector" in update,  # updates select models; earlier a flag left out the draft model
             "disk_updates": "/update_weights_from_disk" in about["paths"],
         }
         return ServerInfo(
@@ -100,28 +100,29 @@ class SGLangDialect:
         )
 
     async def check_attached(self, api: HttpApi, info: ServerInfo) -> None:
-        """Compare the model and the modes, and call an update."""
+        """Check the model and the modes, and try an update call."""
         served = await api.get("/model_info")
         own = json.loads((self.model_path / "config.json").read_text())
         for name in ("model_type", "architectures"):
             if name in served and served[name] != own.get(name):
                 raise EngineError(
-                    f"rollout.urls: {api.url} serves a model with {name} {served[name]!r}, "
-                    f"model.path has {own.get(name)!r}"
+                    f"rollout.urls: {api.url} serves a model with {name} = {served[name]!r}, "
+                    f"but model.path has {own.get(name)!r}"
                 )
-        for line in attached_mistakes(self.exact, await api.get("/get_server_info"), api.url):
+        for line in attached_errors(self.exact, await api.get("/get_server_info"), api.url):
             raise EngineError(line)
         if "disk_updates" not in info.features:
-            raise EngineError(f"{api.url}: SGLang {info.release} cannot take weights from disk")
-        # a server may ask for another key here (admin_api_key)
+            raise EngineError(f"{api.url}: SGLang {info.release} cannot load weights from disk")
+        # this call may require another key (admin_api_key)
         await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
     async def loads(self, api: HttpApi) -> tuple[Load, ...]:
-        """Gauges of each scheduler."""
+        """Return the load of each scheduler, from memory that they share: only the call before asks them."""
+        await api.get("/get_server_info")
         return tuple(map(read_load, (await api.get("/v1/loads"))["loads"]))
 
     async def pause(self, api: HttpApi, mode: PauseMode) -> None:
-        """Pause generation; ``retract`` holds requests without their KV cache."""
+        """Pause generation; ``retract`` keeps requests but drops their KV cache."""
         held = "retract" if self.recompute_kv else "in_place"
         await api.post("/pause_generation", {"mode": held if mode == "in_place" else "abort"})
 
@@ -130,12 +131,12 @@ class SGLangDialect:
         await api.post("/continue_generation")
 
     async def set_memory(self, api: HttpApi, parts: AbstractSet[str], *, is_held: bool) -> None:
-        """Take or free GPU memory."""
+        """Allocate or release GPU memory."""
         path = "/resume_memory_occupation" if is_held else "/release_memory_occupation"
         await api.post(path, {"tags": sorted(parts)})
 
     async def begin_update(self, api: HttpApi, info: ServerInfo) -> None:
-        """Open an update. Closes an abandoned one first."""
+        """Begin an update. Ends an abandoned one first."""
         if "sessions" not in info.features:
             return
         try:
@@ -145,7 +146,7 @@ class SGLangDialect:
             await api.post("/begin_weight_update")
 
     async def end_update(self, api: HttpApi, info: ServerInfo) -> None:
-        """Close the update."""
+        """End the update."""
         if "sessions" in info.features:
             await api.post("/end_weight_update")
 
@@ -166,22 +167,23 @@ class SGLangDialect:
         await api.post("/update_weights_from_disk", body)
 
     def request(self, request: GenerateRequest, *, rid: str, max_new_tokens: int) -> HttpRequest:
-        """Request for ``/generate``. A router finds the server that has the session's prefix by its header."""
+        """Build a request for ``/generate``. The header lets a router find the server that has the session's prefix
+        cached."""
         body = completions.request_body(request, rid=rid, max_new_tokens=max_new_tokens, seeded=bool(self.exact))
         return HttpRequest("/generate", body, {"X-SMG-Routing-Key": request.session_id} if self.has_router else {})
 
     def completion(self, request: GenerateRequest, status: int, answer: Any) -> Completion:
-        """Return the completion in an answer. Only held requests have tokens of several versions."""
+        """Convert a response to a completion. Only paused requests have tokens of several versions."""
         return completions.completion(request, status, answer, has_spans=self.pause_mode == "in_place")
 
     async def abort(self, api: HttpApi, prefixes: Sequence[str] | Literal["all"]) -> None:
-        """End requests."""
+        """Abort requests."""
         bodies = [{"abort_all": True}] if prefixes == "all" else [{"rid": prefix} for prefix in prefixes]
         await asyncio.gather(*(api.post("/abort_request", body) for body in bodies))
 
 
 def read_load(answer: Mapping[str, Any]) -> Load:
-    """Return the gauges of one scheduler. Decoding speed is computed from ``decode_moments``.
+    """Read the load of one scheduler. Decoding speed is computed from ``decode_moments``.
 
     These are sums over all steps so far: steps, requests, microseconds, two squares, tokens. SGLang's own gauge is 0
     whenever a server is idle.
@@ -200,20 +202,20 @@ def read_load(answer: Mapping[str, Any]) -> Load:
 
 
 def make_dialect(settings: SGLang, context: BuildContext) -> SGLangDialect:
-    """Return the dialect for servers with these settings. Raises `ConfigError` if they cannot be started."""
+    """Create the dialect for servers with these settings. Raises `ConfigError` if they cannot be started."""
     config = context.config
     if not settings.urls and installed_version("sglang") is None:
         raise ConfigError('rollout.kind: SGLang is not installed; install "plasmid-sglang[server]"')
-    exact = exact_arguments(settings, config)
+    exact = exact_arguments(settings, kind_of(config.trainer))
     if exact and not settings.urls and not context.on_gpu:
         mode = "true_on_policy" if settings.true_on_policy else "deterministic"
         raise ConfigError(
-            f"rollout.{mode}: SGLang's deterministic kernels run on GPUs only, and there is none; remove it"
+            f"rollout.{mode}: requires GPUs for SGLang's deterministic kernels, but this machine has none; remove it"
         )
     if settings.true_on_policy:
         log.warning(
-            "rollout.true_on_policy: needs a trainer with SGLang's kernels; with this one, trainer and engine differ "
-            "more than without it (log-probabilities by 0.017 in the mean instead of 0.008 on an H100)"
+            "rollout.true_on_policy: requires a trainer with SGLang's kernels; with this trainer it increases the "
+            "mean difference of log-probabilities (0.017 instead of 0.008 on an H100)"
         )
     return SGLangDialect(
         arguments=server_arguments(settings, config, on_gpu=context.on_gpu),
@@ -230,7 +232,8 @@ def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> di
     """Return the fields of ``ServerArgs`` that all servers share."""
     model = config.model
     own = (set_.sampling for set_ in config.eval if set_.sampling is not None)
-    wants_text = any(sampling.stop for sampling in (*config.samplings().values(), *own))
+    reading = ("stop", "stop_regex", *SamplingParams.GRAMMARS)
+    wants_text = any(getattr(s, name) for s in (*config.samplings().values(), *own) for name in reading)
     arguments: dict[str, Any] = {
         "model_path": str(Path(model.path).absolute()),
         "tokenizer_path": str(Path(model.tokenizer_path).absolute()),
@@ -246,10 +249,12 @@ def server_arguments(settings: SGLang, config: RunConfig, *, on_gpu: bool) -> di
         "log_level": "info",
     }
     if is_torch_dist(Path(model.path)):
-        arguments["load_format"] = "dummy"  # weights that it does not read; the trainer sends them before all else
+        arguments["load_format"] = "dummy"  # skip reading weights; the trainer sends them before anything else
+    if config.trainer.replays_routing():
+        arguments["enable_return_routed_experts"] = True
     if model.max_length != "auto":
         arguments["context_length"] = model.max_length
-    arguments |= exact_arguments(settings, config)
+    arguments |= exact_arguments(settings, kind_of(config.trainer))
     if config.placement.offload_engine and on_gpu:
         arguments["enable_memory_saver"] = True
     return arguments | ({} if on_gpu else dict(ON_CPU)) | dict(settings.server_args)

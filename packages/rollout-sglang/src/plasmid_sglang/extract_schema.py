@@ -1,6 +1,6 @@
-"""Run as a program: writes what the installed SGLang's server arguments are called and what they take, as JSON.
+"""Script that prints the names and types of the installed SGLang's server arguments as JSON.
 
-Importing SGLang takes seconds, so `schema.py` runs this once for each version and keeps the result.
+Importing SGLang takes seconds, so `schema.py` runs this once per version and caches the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", type(N
 
 
 def describe(annotation: Any) -> dict[str, Any]:
-    """``{"types": [...], "choices": [...]}``; no types mean that anything goes."""
+    """Return ``{"types": [...], "choices": [...]}``; an empty type list accepts any value."""
     if get_origin(annotation) is Annotated:
         inner, *notes = get_args(annotation)
         found = describe(inner)
@@ -50,7 +50,7 @@ def _union(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def server_schema() -> dict[str, Any]:
-    """Arguments of SGLang's server."""
+    """Return the arguments of SGLang's server."""
     from sglang.srt.server_args import ServerArgs
 
     hints = get_type_hints(ServerArgs, include_extras=True)
@@ -59,7 +59,7 @@ def server_schema() -> dict[str, Any]:
 
 
 def router_schema() -> dict[str, Any]:
-    """Arguments of SGLang's router."""
+    """Return the arguments of SGLang's router."""
     from sglang_router.router_args import RouterArgs
 
     hints = get_type_hints(RouterArgs, include_extras=True)

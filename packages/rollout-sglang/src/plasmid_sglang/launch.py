@@ -1,4 +1,4 @@
-"""Functions of the processes of SGLang's servers and routers (see `plasmid_serving.processes.launch`)."""
+"""Entry points of SGLang's server and router processes (see `plasmid_serving.processes.launch`)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """Run a server until its end."""
+    """Run a server until it exits."""
     bind_threads(arguments)
     store = open_rendezvous(arguments)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
     run_server(ServerArgs(**arguments))
-    del store  # it must live until now
+    del store  # keeps the store alive until now
 
 
 def bind_threads(arguments: Mapping[str, Any]) -> None:
-    """On the CPU, let ranks share the cores. SGLang wants a NUMA node for each unless it is given cores."""
+    """On the CPU, let ranks share the cores. SGLang otherwise requires a NUMA node per rank."""
     ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1)
     if arguments.get("device") != "cpu" or ranks <= len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))):
         return
@@ -32,10 +32,10 @@ def bind_threads(arguments: Mapping[str, Any]) -> None:
 
 
 def open_rendezvous(arguments: Mapping[str, Any]) -> Any:
-    """Open a rendezvous for SGLang's processes, whose own store would listen on every address of the machine.
+    """Open a rendezvous for SGLang's processes, whose own store would listen on all addresses of the machine.
 
-    On one machine it is in memory that this process holds. Of several machines, the first opens a store on its address
-    in the run alone, for as long as the returned object lives.
+    On one machine it is an in-memory file of this process. With several machines, the first opens a store that listens
+    only on its address in the run. The rendezvous exists as long as the returned object.
     """
     if arguments.get("nnodes", 1) == 1:
         os.environ[RENDEZVOUS] = f"file:///proc/{os.getpid()}/fd/{os.memfd_create('sglang-rendezvous')}"
@@ -48,7 +48,7 @@ def open_rendezvous(arguments: Mapping[str, Any]) -> Any:
 
 
 def route(arguments: dict[str, Any]) -> None:
-    """Run a router until its end."""
+    """Run a router until it exits."""
     from sglang_router.launch_router import launch_router
     from sglang_router.router_args import RouterArgs
 

@@ -1,4 +1,4 @@
-"""Runs inside SGLang's own processes: a custom weight loader that carries out the engine's commands."""
+"""Custom weight loader that runs inside SGLang's processes and executes the engine's commands."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from plasmid_serving.weights.loading import Fusions, execute
 from torch import Tensor, nn
 
 LOADER = "plasmid_sglang.loader.load"
-"""Name by which SGLang imports it."""
+"""Import path that SGLang loads."""
 MESSAGE = "plasmid.command"
-"""Name of the tensor that is the message for `execute`."""
+"""Name of the tensor that carries the message for `execute`."""
 FUSIONS = Fusions("SGLang", {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")})
-"""Of 0.5.17 and 0.5.23: attention of DeepSeek-V2, V3 and their like."""
+"""Applies to 0.5.17 and 0.5.23: attention of DeepSeek-V2, V3 and similar models."""
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Carry out one command. Never raises."""
+    """Execute one command. Never raises."""
     execute(model, bytes(dict(named_tensors)[MESSAGE].cpu().numpy()), FUSIONS)

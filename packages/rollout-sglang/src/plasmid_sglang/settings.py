@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
-from plasmid.components import BuildContext, PlanRow
-from plasmid.errors import ConfigError
+from plasmid.components import BuildContext, RecipeView
 from plasmid.protocols import RolloutEngine
+from plasmid.types import SamplingParams
+from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_serving.settings import ServersConfig
 from pydantic import Field, field_validator
 
-from .exactness import exact_mistakes
-from .schema import knows, mistakes
-
-if TYPE_CHECKING:
-    from plasmid.config.run import RunConfig
+from .exactness import exactness_errors
+from .schema import argument_errors, has_argument
 
 OWN = {
     "model_path": "model.path",
@@ -29,7 +27,7 @@ OWN = {
     "rl_on_policy_target": "rollout.true_on_policy",
     "host": "rollout.host",
 }
-"""Server arguments that other settings decide."""
+"""Server arguments that are set through other settings."""
 FIXED = (
     "port",
     "api_key",
@@ -47,139 +45,144 @@ FIXED = (
     "gpu_id_step",
     "log_requests",
 )
-"""Server arguments that the engine itself needs for what it does."""
+"""Server arguments that the engine sets itself."""
 
 
 UNSUPPORTED = {
-    "disaggregation_mode": "servers of the run do both; start the servers yourself and set rollout.urls",
-    "quantization": "weight syncs send weights that are not quantized; remove it",
-    "enable_return_routed_experts": "the trainer does not replay routing; remove it",
-    "enable_lora": "adapters are not trained or synced; remove it",
-    "lora_paths": "adapters are not trained or synced; remove it",
-    "grpc_mode": "SGLang's gRPC server asks for no API key; remove it",
-    "smg_grpc_mode": "SGLang's gRPC server asks for no API key; remove it",
-    "grpc_port": "SGLang's gRPC server asks for no API key; remove it",
+    "disaggregation_mode": "servers of the run do both; start servers yourself and set rollout.urls",
+    "quantization": "weight syncs send unquantized weights; remove it",
+    "enable_return_routed_experts": "follows from trainer.routing_replay; set that instead",
+    "enable_lora": "weight syncs send adapters merged into the weights; remove it",
+    "lora_paths": "weight syncs send adapters merged into the weights; remove it",
+    "grpc_mode": "SGLang's gRPC server does not check the API key; remove it",
+    "smg_grpc_mode": "SGLang's gRPC server does not check the API key; remove it",
+    "grpc_port": "SGLang's gRPC server does not check the API key; remove it",
 }
-"""Server arguments that SGLang would accept and the run would get wrong, and why. Their off values are allowed."""
+"""Server arguments that SGLang accepts but that break a run, with the reason. Their off values are allowed."""
 OFF = (None, False, "null")
 WITHOUT_DRAFT_WEIGHTS = ("NGRAM",)
-"""Speculative algorithms whose drafts need no weights, which no weight sync would update."""
+"""Speculative algorithms whose drafts have no weights to sync."""
 LARGEST_SET = 4096
-"""SGLang's own default of ``sampling_mask_max_tokens``."""
+"""SGLang's default of ``sampling_mask_max_tokens``."""
 
 
 class SGLang(ServersConfig):
-    """SGLang servers, one for every `gpus_per_engine` GPUs (on the CPU: one for each process of the placement)."""
+    """SGLang servers, one for every `gpus_per_engine` GPUs (on the CPU: one per process of the placement)."""
 
     kind: Literal["sglang"] = "sglang"
+    memory_share: ClassVar[str] = "mem_fraction_static"
     gpus_per_engine: int = Field(1, ge=1)
-    """GPUs of one server, on one machine or as many on each of several; its tensor parallel size is this over
-    ``server_args.pp_size``, or what `server_args` says."""
+    """Number of GPUs per server, on one machine or evenly spread over several. The tensor parallel size is this
+    divided by ``server_args.pp_size``, unless `server_args` sets it."""
     server_args: Mapping[str, Any] = Field(default_factory=dict)
-    """Any other field of the installed SGLang's ``ServerArgs``, under its own name."""
+    """Any other field of the installed SGLang's ``ServerArgs``, by its original name."""
     router_args: Mapping[str, Any] = Field(default_factory=dict)
-    """Any argument of the SGLang router, under its own name; read with `router` only."""
+    """Any argument of the SGLang router, by its original name; used only with `router`."""
     router: bool = False
-    """Put the SGLang router in front; without, each rollout worker asks the server that has fewest of its requests."""
+    """Put the SGLang router in front of the servers. If false, each rollout worker picks the server with the fewest
+    of its own requests."""
     deterministic: bool = False
-    """SGLang's deterministic inference, with a seed for each sample. GPUs only."""
+    """Use SGLang's deterministic inference, with a seed per sample. GPUs only."""
     true_on_policy: bool = False
-    """SGLang's ``rl_on_policy_target``, deterministic inference included, which is meant for trainers with SGLang's own
-    kernels. Plasmid's have others, so it makes the mismatch larger: on an H100 log-probabilities differ by 0.017 in the
-    mean instead of 0.008. GPUs only, in bfloat16."""
+    """Use SGLang's ``rl_on_policy_target``, which includes deterministic inference and is meant for trainers with
+    SGLang's own kernels. Plasmid's trainers use other kernels, so it increases the mismatch: on an H100,
+    log-probabilities differ by 0.017 in the mean instead of 0.008. GPUs only, in bfloat16."""
 
     @field_validator("server_args")
     @classmethod
-    def _known_to_sglang(cls, table: Mapping[str, Any]) -> Mapping[str, Any]:
-        lines = [f"{name}: is decided by {OWN[name]}; set that" for name in table if name in OWN]
-        lines += [f"{name}: is set by the engine itself; remove it" for name in table if name in FIXED]
+    def _check_server_args(cls, table: Mapping[str, Any]) -> Mapping[str, Any]:
+        lines = [f"{name}: follows from {OWN[name]}; set that instead" for name in table if name in OWN]
+        lines += [f"{name}: is set by Plasmid; remove it" for name in table if name in FIXED]
         others = {name: value for name, value in table.items() if name not in OWN and name not in FIXED}
-        _raise([*lines, *mistakes("sglang", others), *unsupported(table)])
+        _raise([*lines, *argument_errors("sglang", others), *unsupported(table)])
         return table
 
     @field_validator("router_args")
     @classmethod
-    def _known_to_the_router(cls, table: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _check_router_args(cls, table: Mapping[str, Any]) -> Mapping[str, Any]:
         own = ("worker_urls", "host", "port", "prometheus_host", "prometheus_port", "api_key")
-        lines = [f"{name}: is set by the engine itself; remove it" for name in table if name in own]
+        lines = [f"{name}: is set by Plasmid; remove it" for name in table if name in own]
         others = {name: value for name, value in table.items() if name not in own}
-        _raise([*lines, *mistakes("sglang-router", others)])
+        _raise([*lines, *argument_errors("sglang-router", others)])
         return table
 
-    def misfits(self) -> Iterator[str]:
+    def has_router(self) -> bool:
+        return self.router
+
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        if self.router_args and not self.router:
+            yield "router_args: is never read without a router; remove the table or set router = true"
         if self.pause_mode == "in_place" and not self.recompute_kv and not self.server_args.get("disable_radix_cache"):
             yield (
-                "recompute_kv: false would serve prefixes that an older policy has computed; "
+                "recompute_kv: false would reuse KV entries computed by an older policy; "
                 "set server_args.disable_radix_cache = true"
             )
-        yield from super().misfits()
+        yield from super().find_errors(recipe)
+        if recipe is not None:
+            yield from exactness_errors(self, recipe)
+            if self.gives_kept_sets():
+                yield from self._kept_set_errors(recipe)
 
-    def mistakes(self, config: RunConfig) -> Iterator[str]:
-        """Validate against the rest of the recipe."""
-        yield from super().mistakes(config)
-        yield from exact_mistakes(self, config)
-        if self.gives_kept_sets():
-            yield from self._too_large_sets(config)
-
-    def _too_large_sets(self, config: RunConfig) -> Iterator[str]:
-        """SGLang refuses to say what was left to draw from unless top-k bounds it."""
+    def _kept_set_errors(self, recipe: RecipeView) -> Iterator[str]:
+        """Yield errors for truncations without a top-k bound, for which SGLang refuses to return the kept tokens."""
         limit = self.server_args.get("sampling_mask_max_tokens", LARGEST_SET)
-        for place, sampling in config.samplings().items():
+        for place, sampling in recipe.samplings.items():
             if sampling.is_restricted and sampling.temperature and (sampling.top_k == "all" or sampling.top_k > limit):
                 yield (
-                    f"{place}.top_k: must be at most {limit} with top_p, top_k or min_p, so that SGLang can say what "
-                    f"they left to draw from, got {sampling.top_k!r}; lower it, or raise "
+                    f"{place}.top_k: must be at most {limit} with top_p, top_k or min_p, got {sampling.top_k!r}: "
+                    "SGLang returns kept sets up to this size; lower it, or raise "
                     "rollout.server_args.sampling_mask_max_tokens"
                 )
 
     def packages(self) -> Mapping[str, str]:
-        """SGLang itself, unless the servers at `urls` are started by somebody else."""
+        """Return SGLang itself, unless external servers at `urls` are used."""
         return {} if self.urls else {"sglang": "plasmid-sglang[server]"}
 
     def split_error(self, ranks: Sequence[int]) -> str:
-        """Why a server with so many ranks on each of its machines is impossible; empty if it is possible."""
+        """Return why a server cannot have so many ranks on each of its machines; empty if it can."""
         count, pipeline = len(ranks), self.server_args.get("pp_size", 1)
         if len(set(ranks)) > 1:
-            return f"{' + '.join(map(str, ranks))} GPUs on {count} machines, and SGLang wants as many on each"
+            return f"{' + '.join(map(str, ranks))} GPUs on {count} machines; SGLang requires the same number on each"
         if pipeline % count and count % pipeline:
-            return f"{count} machines, over which server_args.pp_size = {pipeline} stages cannot be spread"
+            return f"{count} machines, which cannot be split into server_args.pp_size = {pipeline} pipeline stages"
         return ""
 
-    def gives_kept_sets(self) -> bool:
-        """Releases that return what was left to draw from can be told how much; servers of others may be older."""
-        return not self.urls and knows("sglang", "sampling_mask_max_tokens")
+    def gives_experts(self) -> bool:
+        """Return whether servers of the run's own record experts; those of a pipeline record only some layers."""
+        return not self.urls and int(self.server_args.get("pp_size", 1)) == 1
 
-    def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
-        """Servers, and the heads of each GPU."""
-        if self.urls:
-            return
+    def gives_kept_sets(self) -> bool:
+        """Return whether servers return the kept tokens. The check is the server argument that limits their number."""
+        return not self.urls and has_argument("sglang", "sampling_mask_max_tokens")
+
+    def sampling_settings(self) -> frozenset[str]:
+        """Return all optional settings."""
+        return frozenset(SamplingParams.OPTIONAL)
+
+    def tensor_parallel(self) -> int:
         pipeline, shards = self.server_args.get("pp_size", 1), self.server_args.get("dp_size", 1)
-        split = self.gpus_per_engine // pipeline // (shards if self.server_args.get("enable_dp_attention") else 1)
-        yield "servers", str(ranks // self.gpus_per_engine), f"{ranks} engine ranks / {self.gpus_per_engine} of each"
-        heads = model.get("num_attention_heads")
-        if isinstance(heads, int) and split > 1:
-            if heads % split:
-                raise ConfigError(
-                    f"rollout.gpus_per_engine: the model's num_attention_heads = {heads} cannot be split over {split} "
-                    "GPUs"
-                )
-            yield "attention heads of a GPU", str(heads // split), f"{heads} over {split} GPUs of a server"
+        return int(self.gpus_per_engine // pipeline // (shards if self.server_args.get("enable_dp_attention") else 1))
+
+    def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
+        from .estimate import estimate
+
+        return estimate(self, context)
 
     async def build(self, context: BuildContext) -> RolloutEngine:
         from plasmid_serving.start import start_engine
 
         from .dialect import make_dialect
 
-        return await start_engine(self, context, make_dialect(self, context))
+        return await start_engine(self, context, make_dialect)
 
 
 def unsupported(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Server arguments with which a run would silently go wrong."""
+    """Yield errors for server arguments with which a run would silently go wrong."""
     for name, why in UNSUPPORTED.items():
         if arguments.get(name) not in OFF:
             yield f"{name}: {arguments[name]!r} is not supported: {why}"
     if (workers := arguments.get("tokenizer_worker_num", 1)) != 1:
-        yield f"tokenizer_worker_num: must be 1, got {workers}: with more, SGLang asks for no API key"
+        yield f"tokenizer_worker_num: must be 1, got {workers}: with more, SGLang does not check the API key"
     algorithm = arguments.get("speculative_algorithm")
     if algorithm is not None and algorithm not in WITHOUT_DRAFT_WEIGHTS:
         yield (

@@ -1,4 +1,4 @@
-"""The half of the engine that rollout workers hold: token ids in, token ids and log-probabilities out, over HTTP."""
+"""Client of rollout workers: token ids in, token ids and log-probabilities out, over HTTP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,33 +22,35 @@ from plasmid.types import Completion, GenerateRequest, StopReason
 from plasmid.types.kept_sets import KeptSet
 from plasmid.utils.safe_files import write_text
 
-from .api import HttpApi, read_answer
+from .api import HttpApi, ServerAddress, read_answer
 from .dialect import Dialect
 
 POLL_S = 0.05
-"""Time between two looks for a server to ask."""
+"""Interval for checking whether a server is available, in seconds."""
 RETRIED = (502, 503)
-"""Answers of a server that is starting, or of a router that has lost its server. A retry may succeed."""
+"""Status codes of a server that is starting, or of a router that lost its server. A retry may succeed."""
+SERVER_LOST = b"error sending request"
+"""What a router says, with status 500, of a server that has just ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """State of the engine that rollout workers need."""
+    """Engine state that rollout workers need."""
 
-    urls: tuple[str, ...] = ()
+    urls: tuple[ServerAddress, ...] = ()
     """Servers that serve the current policy, or the router in front of them."""
-    servers: tuple[str, ...] = ()
+    servers: tuple[ServerAddress, ...] = ()
     """All servers that may hold requests, for aborts."""
     is_open: bool = True
-    """False while no new request may be sent."""
+    """False while new requests must not be sent."""
     context_length: int = 0
-    """Longest sample in tokens."""
+    """Maximum length of a sample, in tokens."""
     error: str = ""
-    """Why the engine cannot serve any more."""
+    """Why the engine can no longer serve."""
 
 
 class EndpointsFile:
-    """The file. Picklable."""
+    """File through which the engine publishes its endpoints. Picklable."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,14 +63,15 @@ class EndpointsFile:
         write_text(self._path, json.dumps(asdict(endpoints)))
 
     def read(self) -> Endpoints:
-        """Return the latest state. Only looks at the file's date unless it has changed."""
+        """Return the latest state. The file is read only if its modification time has changed."""
         try:
             stat = self._path.stat()
         except FileNotFoundError:
             return self._last
         if (seen := (stat.st_mtime_ns, stat.st_ino)) != self._seen:
             found = json.loads(self._path.read_text())
-            self._last = Endpoints(**{**found, "urls": tuple(found["urls"]), "servers": tuple(found["servers"])})
+            listed = {name: tuple(ServerAddress(**one) for one in found[name]) for name in ("urls", "servers")}
+            self._last = Endpoints(**{**found, **listed})
             self._seen = seen
         return self._last
 
@@ -80,41 +84,50 @@ def empty_completion(request: GenerateRequest, reason: StopReason, error: str | 
         logprobs=np.zeros(0, np.float32),
         versions=(),
         kept=KeptSet.whole(0) if request.wants_kept_set else None,
+        experts=None if request.routing is None else request.routing.rows(0),
         stop_reason=reason,
         error=error,
     )
 
 
-def failed(request: GenerateRequest, error: str) -> Completion:
-    """Return the completion of a request that failed."""
+def failed_completion(request: GenerateRequest, error: str) -> Completion:
+    """Return the completion of a failed request."""
     return empty_completion(request, StopReason.ERROR, error)
 
 
-def _without_room(request: GenerateRequest) -> Completion:
+def _full_completion(request: GenerateRequest) -> Completion:
     if request.num_generated:
         return empty_completion(request, StopReason.LENGTH)
     tokens = len(request.token_ids)
-    return failed(request, f"the prompt of {tokens} tokens leaves no room; raise model.max_length or shorten it")
+    return failed_completion(
+        request, f"the prompt has {tokens} tokens, which leaves no room for a completion; raise model.max_length"
+    )
 
 
 def _max_bytes(request: GenerateRequest, num_tokens: int) -> int:
-    """Largest answer with so many tokens. With kept sets, each token has a list of token ids."""
-    return (1 << 20) + num_tokens * (1 << 16 if request.wants_kept_set else 1 << 10)
+    """Return the maximum response size for so many tokens.
+
+    With kept sets, each token has a list of token ids; with experts, each token of the prompt, too, has its experts.
+    """
+    routing = request.routing
+    experts = 0 if routing is None else 8 * routing.layers * routing.choices * (len(request.token_ids) + num_tokens)
+    return (1 << 20) + num_tokens * (1 << 16 if request.wants_kept_set else 1 << 10) + experts
 
 
 class _UnavailableError(Exception):
-    """The server did not take the request, or ended with it. Another one may take it."""
+    """The server refused or dropped the request. Another server may accept it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """How servers are found and asked."""
+    """Options for finding and calling servers."""
 
     endpoints: EndpointsFile
     dialect: Dialect
     max_requests: int
-    """Open at once on each event loop."""
-    api_key: str = field(default="", repr=False)
+    """Maximum number of open requests on each event loop."""
+    secret: str = field(default="", repr=False)
+    """See `ServerAddress.open`."""
 
 
 class ServersClient:
@@ -127,26 +140,30 @@ class ServersClient:
     def __reduce__(self) -> tuple[Any, ...]:
         return ServersClient, (self._options,)
 
-    def _here(self) -> _LoopClient:
-        """Return the state of the running loop, to which its connections belong."""
+    def _loop_client(self) -> _LoopClient:
+        """Return the state of the running event loop, which owns its connections."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             self._loops[loop] = _LoopClient(self._options)
         return self._loops[loop]
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Continue the tokens of the request."""
-        return await self._here().generate(request)
+        """Generate a continuation of the request's tokens."""
+        return await self._loop_client().generate(request)
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
-        """End requests early. Returns when the servers know."""
-        await self._here().abort(request_ids)
+        """End requests early. Returns once the servers have been notified."""
+        await self._loop_client().abort(request_ids)
 
-    async def leave(self, session_ids: Sequence[str]) -> None:
-        """Nothing to do: servers keep nothing of sessions."""
+    async def fetch_partial(self, request_ids: Sequence[str]) -> Sequence[Completion]:
+        """End requests: servers do not report partial results otherwise. The callers continue from the completions."""
+        return await self._loop_client().end_sent(request_ids)
+
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """Do nothing: servers keep no session state."""
 
     async def close(self) -> None:
-        """Close the connections of this loop."""
+        """Close the connections of this event loop."""
         here = self._loops.pop(asyncio.get_running_loop(), None)
         if here is not None:
             await asyncio.gather(*(api.close() for api in here.apis.values()))
@@ -156,16 +173,19 @@ class _LoopClient:
     """The client on one event loop."""
 
     def __init__(self, options: ClientOptions) -> None:
-        self._endpoints, self._dialect, self._key = options.endpoints, options.dialect, options.api_key
+        self._endpoints, self._dialect, self._secret = options.endpoints, options.dialect, options.secret
         self._slots = asyncio.Semaphore(options.max_requests)
-        self.apis: dict[str, HttpApi] = {}
-        self._open: Counter[str] = Counter()
+        self.apis: dict[ServerAddress, HttpApi] = {}
+        self._open: Counter[ServerAddress] = Counter()
         self._attempt = itertools.count()
+        self._sent: dict[str, str] = {}
+        """Server-side ids of the requests that a server is processing."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Ask the server with the fewest open requests, or another if it is gone, until the request's deadline."""
+        """Send to the server with the fewest open requests; on failure retry elsewhere, until the request's
+        deadline."""
         started = time.monotonic()
-        why = "no server was ready"
+        why = "no server is ready"
         async with self._slots:
             while (left := request.deadline_s - (time.monotonic() - started)) > 0:
                 endpoints = self._endpoints.read()
@@ -177,58 +197,71 @@ class _LoopClient:
                 room = endpoints.context_length - 1 - len(request.token_ids)
                 allowed = min(request.sampling.max_new_tokens - request.num_generated, room)
                 if allowed <= 0:
-                    return _without_room(request)
-                url = min(endpoints.urls, key=lambda u: self._open[u])
+                    return _full_completion(request)
+                address = min(endpoints.urls, key=lambda a: self._open[a])
                 try:
-                    return await self._ask(url, request, allowed, left)
+                    return await self._ask(address, request, allowed, left)
                 except _UnavailableError as error:
                     why = str(error)
                     await asyncio.sleep(POLL_S)
-        return failed(request, f"no answer within {request.deadline_s:g} s: {why}")
+        return failed_completion(request, f"no answer within {request.deadline_s:g} s: {why}")
 
-    async def _ask(self, url: str, request: GenerateRequest, allowed: int, limit_s: float) -> Completion:
+    async def _ask(self, address: ServerAddress, request: GenerateRequest, allowed: int, limit_s: float) -> Completion:
         # ids are matched by prefix: the separator keeps "1" from ending "10"
         rid = f"{request.id}~{os.getpid()}.{next(self._attempt)}"
         path, body, headers = self._dialect.request(request, rid=rid, max_new_tokens=allowed)
-        api = self._api(url)
+        api, url = self._api(address), address.url
         started = time.monotonic()
-        self._open[url] += 1
+        self._open[address] += 1
+        self._sent[request.id] = rid
         try:
             async with asyncio.timeout(limit_s):
                 call = api.session().post(api.url + path, json=body, headers=headers, allow_redirects=False)
                 async with call as reply:
                     if reply.status in RETRIED:
                         raise _UnavailableError(f"{url} answered {reply.status}")
-                    answer = orjson.loads(await read_answer(reply, _max_bytes(request, allowed)))
+                    data = await read_answer(reply, _max_bytes(request, allowed))
+                    if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR and SERVER_LOST in data:
+                        raise _UnavailableError(f"{url}: its server is gone")
+                    answer = orjson.loads(data)
                     return self._dialect.completion(request, reply.status, answer)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
             raise _UnavailableError(f"{url}: {one_line(error)}") from None
         except TimeoutError:
             await self._end(api, rid)
             seconds = time.monotonic() - started
-            return failed(request, f"no answer within {request.deadline_s:g} s ({seconds:.0f} s at {url})")
+            return failed_completion(request, f"no answer within {request.deadline_s:g} s ({seconds:.0f} s at {url})")
         except asyncio.CancelledError:
             await asyncio.shield(self._end(api, rid))
             raise
         finally:
-            self._open[url] -= 1
+            self._open[address] -= 1
+            self._sent.pop(request.id, None)
 
     async def _end(self, api: HttpApi, rid: str) -> None:
-        """Let the server drop a request whose answer is not needed."""
+        """Let the server drop a request whose response is no longer needed."""
         try:
             await self._dialect.abort(api, [rid])
         except EngineError:
-            return  # the server is gone, and the request with it
+            return  # the server has ended, and the request with it
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
         """End requests on every server. Ignores servers that are gone."""
         prefixes: Sequence[str] | Literal["all"] = "all"
         if request_ids != "all":
-            prefixes = [f"{id_}~" for id_ in request_ids]
-        apis = [self._api(url) for url in self._endpoints.read().servers]
+            # some servers accept only whole ids, which are known here for requests sent from here
+            prefixes = [self._sent.get(id_, f"{id_}~") for id_ in request_ids]
+        apis = [self._api(address) for address in self._endpoints.read().servers]
         await asyncio.gather(*(self._dialect.abort(api, prefixes) for api in apis), return_exceptions=True)
 
-    def _api(self, url: str) -> HttpApi:
-        if url not in self.apis:
-            self.apis[url] = HttpApi(url, self._key)
-        return self.apis[url]
+    async def end_sent(self, request_ids: Sequence[str]) -> list[Completion]:
+        """End requests that servers are processing; return empty completions for the others."""
+        sent = [id_ for id_ in request_ids if id_ in self._sent]
+        if sent:
+            await self.abort(sent)
+        return [Completion.unstarted(id_) for id_ in request_ids if id_ not in self._sent and id_ not in sent]
+
+    def _api(self, address: ServerAddress) -> HttpApi:
+        if address not in self.apis:
+            self.apis[address] = address.open(self._secret)
+        return self.apis[address]

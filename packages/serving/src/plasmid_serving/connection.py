@@ -1,4 +1,4 @@
-"""Connection of the engine to one running server: its HTTP API, in the server's dialect, and its control channel."""
+"""The engine's connection to one running server: its HTTP API, via the dialect, and its control channel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from plasmid.errors import EngineError, SyncError
 
-from .api import HttpApi
+from .api import HttpApi, ServerAddress
 from .dialect import Dialect, Load, ServerInfo
 from .weights.command import UpdateCommand
 from .weights.control import ControlAddress
@@ -22,10 +22,10 @@ from .weights.receiver import Receiver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A server that answers."""
+class StartedServer:
+    """A server that is ready."""
 
-    url: str
+    address: ServerAddress
     info: ServerInfo
     control: ControlAddress
     """Control channel of weight syncs."""
@@ -34,46 +34,49 @@ class Started:
 class ServerConnection:
     """The engine's calls to one server."""
 
-    def __init__(self, dialect: Dialect, started: Started, api_key: str, *, is_attached: bool) -> None:
-        """``is_attached``: the server belongs to others. It takes weights from files, and they cannot be read back."""
-        self.dialect, self._key, self._is_attached = dialect, api_key, is_attached
+    def __init__(self, dialect: Dialect, started: StartedServer, secret: str, *, is_attached: bool) -> None:
+        """With ``is_attached`` the server is external: it loads weights from files, and they cannot be read back.
+
+        ``secret`` is that of `ServerAddress.open`.
+        """
+        self.dialect, self.secret, self._is_attached = dialect, secret, is_attached
         self.open(started)
 
-    def open(self, started: Started) -> None:
-        """Connect to the server, or to the one that was started in its place."""
-        self.info, self.control = started.info, started.control
-        self.api = HttpApi(started.url, self._key)
+    def open(self, started: StartedServer) -> None:
+        """Connect to the server, or to its replacement."""
+        self.address, self.info, self.control = started.address, started.info, started.control
+        self.api = started.address.open(self.secret)
 
     async def loads(self, *, timeout_s: float) -> tuple[Load, ...]:
-        """Gauges of each of the server's schedulers. An answer shows that the processes that compute are alive."""
-        return await self.dialect.loads(self.api.limited(timeout_s))
+        """Return the load of each scheduler. A response proves that the compute processes are alive."""
+        return await self.dialect.loads(self.api.with_time_limit(timeout_s))
 
     async def begin_update(self) -> None:
-        """Open a weight update."""
+        """Begin a weight update."""
         if not self._is_attached:
             await self.dialect.begin_update(self.api, self.info)
 
     async def end_update(self) -> None:
-        """Close the weight update."""
+        """End the weight update."""
         if not self._is_attached:
             await self.dialect.end_update(self.api, self.info)
 
     async def update(self, command: UpdateCommand, version: int) -> list[dict[str, Any]]:
-        """Have the server take what the trainer sends. Returns what `Receiver.run` says, for each process.
+        """Have the server load what the trainer sends. Returns the results of `Receiver.run`, one per process.
 
         Raises `SyncError`, `EngineError`.
         """
         if self._is_attached:
             return [await self._update_from_files(command, version)]
-        api, flush = self.api.limited(command.timeout_s), command.flush_cache
+        api, flush = self.api.with_time_limit(command.timeout_s), command.flush_cache
         return await self._run(api, asdict(command), version=version, flush_cache=flush)
 
     async def checksums(self, timeout_s: float) -> Mapping[str, int]:
-        """Checksums of every parameter of every process. Raises `SyncError`, `EngineError`."""
+        """Return checksums of all parameters of all processes. Raises `SyncError`, `EngineError`."""
         if self._is_attached:
-            raise EngineError(f"{self.api.url}: parameters of servers that others run cannot be read")
+            raise EngineError(f"{self.api.url}: cannot read the parameters of a server that the run did not start")
         await self.begin_update()
-        receipts = await self._run(self.api.limited(timeout_s), None, version=None, flush_cache=False)
+        receipts = await self._run(self.api.with_time_limit(timeout_s), None, version=None, flush_cache=False)
         await self.end_update()
         return {
             f"{name}@{rank}" if len(receipts) > 1 else name: value
@@ -84,7 +87,7 @@ class ServerConnection:
     async def _run(
         self, api: HttpApi, update: Mapping[str, Any] | None, *, version: int | None, flush_cache: bool
     ) -> list[dict[str, Any]]:
-        """Have every process `execute` a command, and return their receipts in rank order."""
+        """Have every process `execute` a command. Returns their receipts in rank order."""
         name = uuid.uuid4().hex
         command = {"name": name, "control": (self.control.host, self.control.port), "update": update}
         message = json.dumps(command).encode()
@@ -94,21 +97,21 @@ class ServerConnection:
     def _receipt(self, name: str, rank: int) -> dict[str, Any]:
         receipt = self.control.get(f"{name}/{rank}")
         if receipt is None:
-            raise SyncError(f"rank {rank} of the engine gave no receipt")
+            raise SyncError(f"engine rank {rank} returned no receipt")
         if error := decode_error(receipt):
             raise error
         return receipt
 
     async def _update_from_files(self, command: UpdateCommand, version: int) -> dict[str, Any]:
-        """Check the files in place of the server, which then loads all of them at once."""
+        """Verify the files for the server, which then loads all of them at once."""
         receiver = Receiver(
             address=self.control,
             command=command,
-            load=lambda bucket: None,  # reading it was enough
+            load=lambda bucket: None,  # reading it is enough
             rank=0,
             device=torch.device("cpu"),
         )
         receipt = await asyncio.to_thread(receiver.run)
-        api, folder = self.api.limited(command.timeout_s), Path(command.folder)
+        api, folder = self.api.with_time_limit(command.timeout_s), Path(command.folder)
         await self.dialect.load_folder(api, folder, version=version, flush_cache=command.flush_cache)
         return receipt

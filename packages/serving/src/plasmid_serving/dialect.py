@@ -1,4 +1,4 @@
-"""`Dialect`: everything that differs between server programs. Supervision, routing and weight syncs use it alone."""
+"""`Dialect`: everything that differs between server programs. Supervision, routing and weight syncs use only this."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .api import HttpApi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What a running server says of itself; releases of a program differ."""
+    """Properties reported by a running server; they differ between releases."""
 
     release: str
     context_length: int
     ranks: int
-    """Processes that hold parts of the model."""
+    """Number of processes that hold parts of the model."""
     features: frozenset[str] = frozenset()
-    """Calls and fields that this release has, in names of the dialect's own."""
+    """Calls and fields that this release supports, by names that the dialect defines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,38 +31,40 @@ class Load:
     """Gauges of one scheduler of a server."""
 
     running: float = 0.0
-    """Requests that are being computed."""
+    """Number of running requests."""
     queued: float = 0.0
-    """Requests that wait."""
+    """Number of queued requests."""
     tokens: float = 0.0
     """Tokens decoded since the server started."""
     seconds: float = 0.0
-    """Time spent on them."""
+    """Decoding time of these tokens, in seconds."""
     fractions: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that are averaged over schedulers, by name: ``kv_usage``, ``cache_hit_rate``, ..."""
+    """Metrics to average over schedulers, by name: ``kv_usage``, ``cache_hit_rate``, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """What is chosen anew for each start of a server, on each of its machines."""
+    """Options that change with every start of a server, on each of its machines."""
 
     host: str
     port: int
     name: str = ""
-    """Random name of the model to serve, by which the server is recognised; empty on other machines than the first."""
+    """Random name of the served model, which identifies the server; empty on all machines but the first."""
     nodes: int = 1
-    """Machines of the server."""
+    """Number of machines of the server."""
     node_rank: int = 0
     rendezvous: str = ""
-    """Host and port where processes on several machines meet."""
+    """Host and port at which processes on several machines meet."""
 
 
 class Program(NamedTuple):
-    """A Python function to run in a process of its own, as ``module:function``, and its arguments."""
+    """A Python function to run in a separate process, as ``module:function``, and its arguments."""
 
     function: str
-    """It is called with one dict: the arguments and the random ``api_key`` that requests must carry."""
+    """Called with one dict: the arguments, and the random ``api_key`` that requests must carry."""
     arguments: Mapping[str, Any]
+    python: str = ""
+    """Python interpreter of the process; empty for the current one."""
 
 
 class HttpRequest(NamedTuple):
@@ -74,79 +76,67 @@ class HttpRequest(NamedTuple):
 
 
 class Dialect(Protocol):
-    """How one server program is launched, paused, updated and asked.
+    """How to launch, pause, update and query one server program.
 
-    Picklable: the engine, the actors beside servers and the rollout workers each have a copy. Methods that call a
-    server raise `EngineError`. The caller limits their time (`HttpApi.limited`).
+    Picklable: the engine, the server actors and the rollout workers each have a copy. Methods that call a server raise
+    `EngineError`. The caller limits their duration (`HttpApi.with_time_limit`).
     """
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables of servers."""
-        ...
+        """Return the environment variables of servers."""
 
     def launch(self, start: StartOptions) -> Program:
         """Return the program of a server. Its processes call `loading.execute` for each `update`."""
-        ...
-
-    def launch_router(self, host: str, port: int, metrics_port: int) -> Program:
-        """Return the program of a router without servers; `Router` adds and removes them through ``/workers``."""
-        ...
 
     async def served_name(self, api: HttpApi) -> str:
-        """Return `StartOptions.name` of the server that answers. Raises `EngineError` until it is ready."""
-        ...
+        """Return `StartOptions.name` of the responding server. Raises `EngineError` until it is ready."""
 
     async def describe(self, api: HttpApi) -> ServerInfo:
-        """Read what the server says of itself."""
-        ...
+        """Read the properties that the server reports."""
 
     async def check_attached(self, api: HttpApi, info: ServerInfo) -> None:
-        """Raise `EngineError` if a server that others run serves another model or cannot be updated by us."""
-        ...
+        """Raise `EngineError` if an external server serves another model or cannot be updated."""
 
     async def loads(self, api: HttpApi) -> tuple[Load, ...]:
-        """Gauges of each scheduler. Must be answered by the processes that compute: health checks use it."""
-        ...
+        """Return the load of each scheduler. The compute processes must answer, because health checks use this call."""
 
     async def pause(self, api: HttpApi, mode: PauseMode) -> None:
-        """Stop drawing tokens; running requests are held with ``in_place``, else end with the tokens so far."""
-        ...
+        """Stop generating. With ``in_place`` running requests are paused; otherwise they end with their tokens so
+        far."""
 
     async def resume(self, api: HttpApi) -> None:
         """Undo `pause`."""
-        ...
 
     async def set_memory(self, api: HttpApi, parts: AbstractSet[str], *, is_held: bool) -> None:
-        """Take GPU memory for ``weights`` and ``kv_cache``, or one of them, or free it."""
-        ...
+        """Allocate or release GPU memory of ``weights``, ``kv_cache`` or both."""
 
     async def begin_update(self, api: HttpApi, info: ServerInfo) -> None:
-        """Open a weight update, where the release needs that. Must also work after an update that was abandoned."""
-        ...
+        """Begin a weight update, where the release requires it. Must also work after an abandoned update."""
 
     async def end_update(self, api: HttpApi, info: ServerInfo) -> None:
-        """Close the weight update."""
-        ...
+        """End the weight update."""
 
     async def update(
         self, api: HttpApi, info: ServerInfo, message: bytes, *, version: int | None, flush_cache: bool
     ) -> None:
-        """Have every process call `loading.execute` with the message. Later tokens are of ``version``, if given."""
-        ...
+        """Have every process call `loading.execute` with the message. If given, ``version`` applies to later tokens."""
 
     async def load_folder(self, api: HttpApi, folder: Path, *, version: int, flush_cache: bool) -> None:
-        """Have a server that others run load safetensors files as ``version``."""
-        ...
+        """Have an external server load safetensors files as ``version``."""
 
     def request(self, request: GenerateRequest, *, rid: str, max_new_tokens: int) -> HttpRequest:
-        """Return the HTTP request for a completion, under the id ``rid``."""
-        ...
+        """Return the HTTP request for a completion, with the id ``rid``."""
 
     def completion(self, request: GenerateRequest, status: int, answer: Any) -> Completion:
-        """Return the completion in an answer. A refusal is a completion with an error."""
-        ...
+        """Convert a response to a completion. A refusal becomes a completion with an error."""
 
     async def abort(self, api: HttpApi, prefixes: Sequence[str] | Literal["all"]) -> None:
-        """End the requests whose ids begin with one of the prefixes, or all."""
-        ...
+        """Abort the requests whose ids start with one of the prefixes, or all."""
+
+
+class RouterDialect(Protocol):
+    """Additional methods of a dialect whose program comes with a router."""
+
+    def launch_router(self, host: str, port: int, metrics_port: int) -> Program:
+        """Return the program of a router without servers; `Router` adds and removes them through ``/workers``."""

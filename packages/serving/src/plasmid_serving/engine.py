@@ -1,21 +1,21 @@
-"""Rollout engine over supervised servers of any `Dialect`."""
+"""Rollout engine on supervised servers of any `Dialect`."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from plasmid.components import kind_of
 from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import PauseMode, SyncPlan
 from plasmid.types import SyncReceipt
 
 from .api import HttpApi
 from .client import ClientOptions, Endpoints, EndpointsFile, ServersClient
-from .dialect import Dialect, Load
-from .gauges import Speeds, gauges
+from .dialect import Dialect, Load, RouterDialect
 from .planner import Planner
 from .processes.router import Router
 from .supervisor import Condition, ManagedServer, Supervisor, for_each
@@ -28,19 +28,60 @@ if TYPE_CHECKING:
 
     from .settings import ServersConfig
 
+
+class Speeds:
+    """Decoding speed in tokens per second between two calls.
+
+    Computed from counters, because the servers' own gauges read 0 when idle, as between batches.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, int], Load] = {}
+
+    def of(self, server: str, loads: Sequence[Load]) -> float:
+        """Return the sum over the server's schedulers since the last call; 0 if nothing was decoded."""
+        return sum(self._one((server, place), load) for place, load in enumerate(loads))
+
+    def _one(self, key: tuple[str, int], load: Load) -> float:
+        before = self._before.get(key, Load())
+        if load.tokens < before.tokens or load.seconds < before.seconds:  # the server was restarted
+            before = Load()
+        self._before[key] = load
+        seconds = load.seconds - before.seconds
+        return (load.tokens - before.tokens) / seconds if seconds > 0 else 0.0
+
+
+def gauges(loads: Mapping[str, Sequence[Load]], speeds: Speeds) -> dict[str, float]:
+    """Return ``engine/...`` metrics from the loads by server name: sums over schedulers, means of fractions.
+
+    The speed is also given per server.
+    """
+    every = [load for own in loads.values() for load in own]
+    each = {server: speeds.of(server, own) for server, own in loads.items()}
+    found = {
+        "engine/tokens_per_s": sum(each.values()),
+        "engine/running": sum(load.running for load in every),
+        "engine/queued": sum(load.queued for load in every),
+    }
+    for name in dict.fromkeys(name for load in every for name in load.fractions):
+        values = [load.fractions[name] for load in every if name in load.fractions]
+        found[f"engine/{name}"] = sum(values) / len(values)
+    return found | {f"engine/{server}/tokens_per_s": speed for server, speed in each.items()}
+
+
 ACTOR_S = 120.0
-"""Time limit of the start of an actor itself."""
+"""Time limit for starting an actor itself, in seconds."""
 DRAIN_S = 0.2
 
 
 class ServersEngine:
-    """Implements `RolloutEngine` over servers that are supervised while they serve."""
+    """Implements `RolloutEngine` on servers that are supervised while they serve."""
 
     def __init__(
         self, servers: list[ManagedServer], settings: ServersConfig, context: BuildContext, dialect: Dialect
     ) -> None:
-        """The servers run, and share one API key."""
-        config, folder, key = context.config, folder_of(context), servers[0].connection.api.key
+        """Wrap running servers, which share one secret."""
+        config, folder, secret = context.config, folder_of(context), servers[0].connection.secret
         self._settings, self._dialect = settings, dialect
         self._dtype = "auto" if settings.urls else settings.number_type(on_gpu=context.on_gpu)
         self._sync_s = config.run.sync_timeout_s
@@ -53,39 +94,40 @@ class ServersEngine:
         self._asleep: set[str] = set()
         self._error = ""
         options = ClientOptions(
-            endpoints=self.endpoints, dialect=dialect, max_requests=settings.max_requests, api_key=key
+            endpoints=self.endpoints, dialect=dialect, max_requests=settings.max_requests, secret=secret
         )
         self._client = ServersClient(options)
         self._router: Router | None = None
-        if settings.router:
+        if settings.has_router():
             log_file = context.run_dir.absolute() / "logs" / f"{context.engine_name}-router.log"
+            own = cast(RouterDialect, dialect)
             self._router = Router(
-                dialect, settings.host, key, folder=folder, log_file=log_file, changed=self._publish_endpoints
+                own, settings.host, secret, folder=folder, log_file=log_file, changed=self._publish_endpoints
             )
         self._publish_endpoints()
         self.supervisor.begin()
 
     @property
     def client(self) -> ServersClient:
-        """Client for rollout workers."""
+        """Return the client for rollout workers."""
         return self._client
 
     @property
     def pause_mode(self) -> PauseMode:
-        """Mode of `pause` before a weight sync."""
+        """Return the pause mode before a weight sync."""
         return self._settings.pause_mode
 
     def needs_weights(self) -> bool:
-        """True if a restarted server only lacks the current weights. Raises `EngineError`."""
+        """Return whether a restarted server only lacks the current weights. Raises `EngineError`."""
         self.supervisor.check()
         return any(s.condition is Condition.WAITING for s in self.supervisor.all)
 
     def _publish_endpoints(self) -> None:
-        """Tell the rollout workers which servers to ask."""
-        urls = tuple(s.connection.api.url for s in self.supervisor.serving())
+        """Publish the servers that rollout workers should call."""
+        urls = tuple(s.connection.address for s in self.supervisor.serving())
         if self._router is not None:
             self._router.route_to(urls)
-            urls = (self._router.url,) if self._router.url and urls else urls
+            urls = (self._router.address,) if self._router.address and urls else urls
         try:
             self.supervisor.check()
         except EngineError as error:
@@ -93,7 +135,7 @@ class ServersEngine:
         self.endpoints.write(
             Endpoints(
                 urls=urls,
-                servers=tuple(s.connection.api.url for s in self.supervisor.running()),
+                servers=tuple(s.connection.address for s in self.supervisor.running()),
                 is_open=not self._draining,
                 context_length=min((s.connection.info.context_length for s in self.supervisor.all), default=0),
                 error=self._error,
@@ -101,10 +143,10 @@ class ServersEngine:
         )
 
     async def expect(self, session_ids: object) -> None:
-        """Ignored: servers that repeat draws do so whatever the batch is."""
+        """Do nothing: servers with reproducible sampling do not depend on batch composition."""
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop drawing tokens on every server. Servers that do not answer are given up."""
+        """Stop generating on every server, and take servers that do not respond out of service."""
         if mode == "wait" and not self._paused:
             self._draining = True
             self._publish_endpoints()
@@ -113,7 +155,7 @@ class ServersEngine:
         await self.supervisor.each_running(lambda s: self._dialect.pause(self._api_of(s), mode))
 
     async def _drain(self) -> None:
-        """Wait until no server has a request, twice in a row because one may have been on its way."""
+        """Wait until no server has requests in two consecutive checks: a request may be in transit at the first."""
         idle = 0
         async with asyncio.timeout(self._sync_s):
             while idle < 2:
@@ -127,14 +169,14 @@ class ServersEngine:
                 idle = 0 if any(load.running or load.queued for load in loads) else idle + 1
 
     async def resume(self) -> None:
-        """Undo `pause` on the servers that hold a proved version. Raises `SyncError` if none does."""
+        """Undo `pause` on servers with verified weights. Raises `SyncError` if there is none."""
         if not self.supervisor.serving():
             self.supervisor.check()
-            raise SyncError("the engine cannot resume: no server holds a complete version")
+            raise SyncError("the engine cannot resume: no server has a complete version")
         self._paused = self._draining = False
         failed = await for_each(self.supervisor.serving(), lambda s: self._dialect.resume(s.connection.api))
         for server, error in failed.items():
-            await self.supervisor.give_up(server, str(error))
+            await self.supervisor.remove_from_service(server, str(error))
         self._publish_endpoints()
 
     async def plan_sync(self) -> SyncPlan:
@@ -144,16 +186,14 @@ class ServersEngine:
         return SyncPlan(wire=wire, dtype=self._dtype, bucket_bytes=self._settings.bucket_bytes)
 
     async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Update every server of the plan. Gives up those that fail; raises `SyncError` if too few are left."""
+        """Update every server of the plan, and restart those that fail. Raises `SyncError` if too few are left."""
         wire = plan.wire
         if not isinstance(wire, ServersWire):
-            kind = type(self._settings).model_fields["kind"].default
-            raise SyncError(
-                f"weight sync of version {version}: engine {kind!r} cannot receive by {type(wire).__name__}"
-            )
+            kind = kind_of(self._settings)
+            raise SyncError(f"weight sync of version {version}: engine {kind!r} does not support {type(wire).__name__}")
         servers = [s for s in self.supervisor.all if wire.addresses.get(s.index) == s.connection.control]
         self.supervisor.has_synced = True
-        for server in self.supervisor.running():  # servers that the plan leaves out miss this version, too
+        for server in self.supervisor.running():  # servers outside the plan miss this version, too
             server.condition = Condition.WAITING
         self._publish_endpoints()
         receipts: dict[ManagedServer, SyncReceipt] = {}
@@ -165,8 +205,8 @@ class ServersEngine:
         if wire.command.folder:
             shutil.rmtree(wire.command.folder, ignore_errors=True)
         at_fault = [server for server, error in failed.items() if not isinstance(error, SyncAbortedError)]
-        for server in at_fault or failed:  # servers that others have aborted wait for the next update
-            await self.supervisor.give_up(server, str(failed[server]))
+        for server in at_fault or failed:  # servers aborted because of others wait for the next update
+            await self.supervisor.remove_from_service(server, str(failed[server]))
         if not receipts:
             raise sync_failure(failed.values())
         first = next(iter(receipts.values()))
@@ -181,7 +221,7 @@ class ServersEngine:
         return max(receipts.values(), key=lambda receipt: receipt.seconds)
 
     async def checksum(self) -> Mapping[str, int]:
-        """Checksums of every parameter, by the servers' own names. Raises `SyncError` if servers differ."""
+        """Return checksums of all parameters, by the servers' own names. Raises `SyncError` if servers differ."""
         found: dict[str, Mapping[str, int]] = {}
 
         async def ask(server: ManagedServer) -> None:
@@ -197,13 +237,14 @@ class ServersEngine:
         return first
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Release GPU memory: the KV cache and, without ``keep_weights``, the weights. Servers keep no copy of them."""
+        """Release GPU memory: the KV cache and, without ``keep_weights``, the weights, of which servers keep no
+        copy."""
         parts = {"kv_cache"} if keep_weights else {"weights", "kv_cache"}
         await self._set_memory(parts - self._asleep, is_held=False)
         self._asleep |= parts
 
     async def wake(self, *, kv_cache: bool = True) -> None:
-        """Take GPU memory again, without ``kv_cache`` for the weights only."""
+        """Allocate GPU memory again; without ``kv_cache`` only for the weights."""
         parts = {"weights", "kv_cache"} if kv_cache else {"weights"}
         await self._set_memory(parts & self._asleep, is_held=True)
         self._asleep -= parts
@@ -214,21 +255,21 @@ class ServersEngine:
             await self.supervisor.each_running(lambda s: set_memory(self._api_of(s), parts, is_held=is_held))
 
     def _api_of(self, server: ManagedServer) -> HttpApi:
-        """Calls to a server that may take as long as a weight sync."""
-        return server.connection.api.limited(self._sync_s)
+        """Return the server's API with a time limit as long as that of a weight sync."""
+        return server.connection.api.with_time_limit(self._sync_s)
 
     async def health(self) -> None:
-        """Raises `EngineError` when too few servers are left."""
+        """Raise `EngineError` if too few servers are left."""
         self.supervisor.check()
 
     async def metrics(self) -> Mapping[str, float]:
-        """Gauges of the servers that answer; how many serve, and how many restarts there were."""
+        """Return gauges of the responding servers, the number of serving servers and the number of restarts."""
         loads: dict[str, tuple[Load, ...]] = {}
 
         async def look(server: ManagedServer) -> None:
             loads[server.name] = await server.connection.loads(timeout_s=self._settings.health_timeout_s)
 
-        await for_each(self.supervisor.running(), look)  # those that do not answer are left to the supervisor
+        await for_each(self.supervisor.running(), look)  # servers that do not respond are left to the supervisor
         return {
             **gauges(dict(sorted(loads.items())), self._speeds),
             "engine/serving": float(len(self.supervisor.serving())),
@@ -250,5 +291,5 @@ def folder_of(context: BuildContext) -> Path:
 
 
 def start_limit_s(config: RunConfig) -> float:
-    """Return the time limit of the start of a server, its actor included."""
+    """Return the time limit for starting a server, including its actor."""
     return config.placement.start_timeout_s + ACTOR_S

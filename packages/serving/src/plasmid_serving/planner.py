@@ -1,4 +1,4 @@
-"""Plans weight syncs: which servers get the weights and over which transport."""
+"""Plans weight syncs: which servers get the weights, and over which transport."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from .settings import ServersConfig
 
 ANSWER_S = 20.0
-"""Time for a server to answer before it is left out of a broadcast."""
+"""Time limit for a server to respond before a broadcast leaves it out, in seconds."""
 
 
 class Planner:
-    """Makes the wire of each weight sync."""
+    """Creates the wire of each weight sync."""
 
     def __init__(self, settings: ServersConfig, config: RunConfig, folder: Path, *, on_gpu: bool) -> None:
-        """``folder`` holds the engine's files. Raises `ConfigError` if weights cannot travel as the settings say."""
+        """``folder`` holds the engine's files. Raises `ConfigError` if the configured transport is impossible."""
         self.transport, self.timeout_s = transport_of(settings, config, on_gpu=on_gpu), config.run.sync_timeout_s
         self._settings, self._folder = settings, folder
         self._flush_cache = settings.pause_mode != "in_place" or settings.recompute_kv
         self._backend = "nccl" if on_gpu else "gloo"
         self._count = self._restarts = 0
-        """Syncs so far, and restarts of all servers when parameters were last read back."""
+        """Number of syncs, and number of restarts of all servers at the last read-back."""
         self._group, self._members = "", tuple[str, ...]()
         self._first_ranks: dict[int, int] = {}
 
@@ -69,7 +69,7 @@ class Planner:
         )
 
     def _verifies(self, running: Sequence[ManagedServer]) -> bool:
-        """Whether this sync reads parameters back: the first, every k-th, and the one after a restart."""
+        """Return whether this sync reads parameters back: the first, every k-th, and the one after a restart."""
         self._count += 1
         if not self._settings.read_back_every:
             return False
@@ -80,7 +80,7 @@ class Planner:
         return is_due
 
     async def _form_group(self, running: Sequence[ManagedServer]) -> None:
-        """Keep the group while its members are the same; else a new one, without servers that do not answer."""
+        """Keep the group while its members stay the same; else form a new one without servers that do not respond."""
         members = tuple(f"{server.name}.{server.restarts}" for server in running)
         if members == self._members:
             return
@@ -92,7 +92,7 @@ class Planner:
 
 
 def transport_of(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> Transport:
-    """Return how weights travel. Raises `ConfigError` if they cannot."""
+    """Return the transport of weights. Raises `ConfigError` if it is impossible."""
     place = config.placement
     transport: Transport
     if settings.urls:
@@ -105,7 +105,7 @@ def transport_of(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) ->
         transport = "ipc" if place.colocated else "broadcast"
     if transport == "ipc" and (not on_gpu or place.trainer_ranks < place.engine_ranks):
         raise ConfigError(
-            'rollout.wire: "ipc" needs a trainer rank on the GPU of every engine rank; '
-            f"there are {place.trainer_ranks} and {place.engine_ranks}, set another wire"
+            'rollout.wire: "ipc" requires one trainer rank per engine rank, on the same GPU; '
+            f"got {place.trainer_ranks} and {place.engine_ranks}; set another wire"
         )
     return transport

@@ -1,13 +1,14 @@
-"""Registers the engine for servers of others."""
+"""Registers the engine for external servers, and OpenAI's API."""
 
 from __future__ import annotations
 
 from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
+from .remote.apis import CompletionsApi
 from .remote.settings import Server
 
 
 @hookimpl
 def register_components() -> list[type[Component]]:
-    return [Server]
+    return [Server, CompletionsApi]

@@ -1,4 +1,4 @@
-"""Supervision of an engine's servers: health checks, restarts, and which of them may serve."""
+"""Supervision of an engine's servers: health checks, restarts, and the set of servers that may get requests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from plasmid.errors import EngineError, PlasmidError, SyncError, one_line
+from plasmid.utils.waits.ledger import LEDGER, Wait
 
 from .connection import ServerConnection
 from .processes.handles import ServerHandle
@@ -28,9 +29,10 @@ class Condition(StrEnum):
 
     SERVING = "serving"
     WAITING = "waiting"
-    """It runs, and must get a complete set of weights before it may serve."""
+    """Running, but must receive the current weights before it gets requests."""
     STARTING = "starting"
     GONE = "gone"
+    """Not running, with no restarts left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,47 +46,47 @@ class ManagedServer:
     condition: Condition = Condition.SERVING
     restarts: int = 0
     failures: int = 0
-    """Consecutive health checks that failed."""
+    """Number of consecutive failed health checks."""
     current_update: Update | None = None
     heartbeats: int | None = None
-    """Of the update, at the last health check."""
+    """Heartbeats of the update at the last health check."""
     error: str = ""
-    """Why it was last given up."""
+    """Reason why the server was last taken out of service."""
 
     @property
     def is_running(self) -> bool:
-        """True if there is a server to talk to."""
+        """Return True if the server accepts connections."""
         return self.condition in (Condition.SERVING, Condition.WAITING)
 
     async def restart(self, *, timeout_s: float) -> None:
-        """Start the server again. Raises `PlasmidError`."""
+        """Restart the server. Raises `PlasmidError`."""
         await self.connection.api.close()
         self.connection.open(await self.handle.start(timeout_s=timeout_s))
 
     def begin_update(self, command: UpdateCommand, version: int) -> Update:
-        """Begin a weight update. Cancels an earlier one that has not completed."""
+        """Begin a weight update, and cancel the previous one if it is incomplete."""
         if self.current_update is not None:
-            self.current_update.cancel(SyncError("it was replaced by a later one"))
+            self.current_update.cancel(SyncError("replaced by a later one"))
         self.current_update = Update(self.connection, command, version)
         return self.current_update
 
 
 class Supervisor:
-    """All servers of an engine. Calls ``changed`` whenever one begins or ceases to serve."""
+    """Monitors and restarts the servers of an engine. Calls ``changed`` whenever one starts or stops serving."""
 
     def __init__(
         self, servers: Sequence[ManagedServer], settings: ServersConfig, *, start_s: float, changed: Callable[[], None]
     ) -> None:
-        """``start_s`` is the time limit of a restart."""
+        """``start_s`` is the time limit of a restart, in seconds."""
         self.all = tuple(servers)
         self.max_restarts = settings.max_restarts
         self._settings, self._start_s, self._changed = settings, start_s, changed
         self._tasks: set[asyncio.Task[None]] = set()
         self.has_synced = False
-        """False before the first weight sync, when servers hold the weights of the model folder."""
+        """False until the first weight sync; until then, servers use the weights of the model folder."""
 
     def begin(self) -> None:
-        """Begin to check the health of every server."""
+        """Start the health checks of every server."""
         for server in self.all:
             self._run(self._supervise(server))
 
@@ -94,31 +96,31 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     def serving(self) -> tuple[ManagedServer, ...]:
-        """Servers that hold a proved version."""
+        """Return the servers that get requests; their weights are verified."""
         return tuple(s for s in self.all if s.condition is Condition.SERVING)
 
     def running(self) -> tuple[ManagedServer, ...]:
-        """Servers that can take weights."""
+        """Return the servers that can receive weights."""
         return tuple(s for s in self.all if s.is_running)
 
     async def await_running(self) -> None:
-        """Wait until a server can take weights. Raises `EngineError` when too few are left."""
+        """Wait until a server can receive weights. Raises `EngineError` if too few are left."""
         self.check()
         if not self.running():
-            log.warning("no server runs; waiting for one of those that are being started")
+            log.warning("no server is running; waiting for a restart")
         while not self.running():
             await asyncio.sleep(POLL_S)
             self.check()
 
     def check(self) -> None:
-        """Raises `EngineError` when too few servers are left."""
+        """Raise `EngineError` if too few servers are left."""
         gone = [s for s in self.all if s.condition is Condition.GONE]
         left = len(self.all) - len(gone)
         if left < self._settings.min_engines:
             errors = "; ".join(f"{s.name}: {s.error}" for s in gone)
             raise EngineError(
-                f"{left} of {len(self.all)} servers are left, "
-                f"rollout.min_engines is {self._settings.min_engines}; {errors}"
+                f"{left} of {len(self.all)} servers are running, but "
+                f"rollout.min_engines = {self._settings.min_engines}; {errors}"
             )
 
     async def _supervise(self, server: ManagedServer) -> None:
@@ -127,37 +129,43 @@ class Supervisor:
             await asyncio.sleep(self._settings.health_interval_s)
             if not server.is_running:
                 continue
+            wait = Wait(f"{server.name}: health check (rollout.health_timeout_s)", self._settings.health_timeout_s)
             try:
                 await self._check_health(server)
                 server.failures = 0
             except PlasmidError as error:
                 server.failures += 1
-                log.warning("%s: look %d of %d failed: %s", server.name, server.failures, allowed, error)
-                if server.failures >= allowed or isinstance(error, _ServerEndedError):
-                    await self.give_up(server, one_line(error))
+                log.warning(
+                    "%s: health check failed (%d of at most %d): %s", server.name, server.failures, allowed, error
+                )
+                has_ended = isinstance(error, _ServerEndedError)
+                if server.failures >= allowed or has_ended:
+                    if not has_ended:
+                        await LEDGER.expire(wait)  # the stacks of its processes, before it is restarted
+                    await self.remove_from_service(server, one_line(error))
 
     async def _check_health(self, server: ManagedServer) -> None:
-        """Raises `PlasmidError` if the server does not answer; at once if its process or actor has ended."""
+        """Raise `PlasmidError` if the server does not respond, or `_ServerEndedError` if its process or actor ended."""
         timeout_s = self._settings.health_timeout_s
         try:
             code = await server.handle.exit_code(timeout_s=timeout_s)
         except PlasmidError as error:
-            raise _ServerEndedError(f"its actor is gone: {error}") from None
+            raise _ServerEndedError(f"its actor has ended: {error}") from None
         if code is not None:
-            raise _ServerEndedError(f"its server ended with code {code}")
+            raise _ServerEndedError(f"the server process exited with code {code}")
         before = server.heartbeats
         server.heartbeats = None if server.current_update is None else await server.current_update.heartbeats()
         if server.heartbeats is not None and server.heartbeats != before:
-            return  # it is taking weights, and would answer after the last
+            return  # it is receiving weights and cannot respond until it has all of them
         await server.connection.loads(timeout_s=timeout_s)
 
-    async def give_up(self, server: ManagedServer, error: str) -> None:
-        """Take a server out of service, and restart it if it may be."""
+    async def remove_from_service(self, server: ManagedServer, error: str) -> None:
+        """Take a server out of service, and restart it if restarts are left."""
         if not server.is_running:
             return
         server.condition, server.error = Condition.STARTING, error
         self._changed()
-        log.warning("%s: given up: %s", server.name, error)
+        log.warning("%s: taken out of service: %s", server.name, error)
         self._run(self._restart(server))
 
     async def _restart(self, server: ManagedServer) -> None:
@@ -169,7 +177,7 @@ class Supervisor:
                 server.error = one_line(error)
                 log.warning("%s: restart %d failed: %s", server.name, server.restarts, error)
                 continue
-            log.warning("%s: runs again after %d restarts", server.name, server.restarts)
+            log.warning("%s: running again after restart %d", server.name, server.restarts)
             server.failures = 0
             server.condition = Condition.WAITING if self.has_synced else Condition.SERVING
             self._changed()
@@ -178,12 +186,12 @@ class Supervisor:
         self._changed()
 
     async def each_running(self, action: Callable[[ManagedServer], Awaitable[Any]]) -> None:
-        """Do something with every running server. Gives up those that fail."""
+        """Run an action on every running server, and take servers that fail out of service."""
         for server, error in (await for_each(self.running(), action)).items():
-            await self.give_up(server, str(error))
+            await self.remove_from_service(server, str(error))
 
     async def stop(self) -> None:
-        """Stop supervising and restarting."""
+        """Stop health checks and restarts."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -198,13 +206,13 @@ class Supervisor:
 
 
 class _ServerEndedError(EngineError):
-    """The server has ended: further health checks are pointless."""
+    """The server has ended, so it is restarted without further health checks."""
 
 
 async def for_each(
     servers: Iterable[ManagedServer], action: Callable[[ManagedServer], Awaitable[Any]]
 ) -> dict[ManagedServer, PlasmidError]:
-    """Do something with all servers at once. Returns the errors of those that failed."""
+    """Run an action on all servers concurrently. Returns the errors of those that failed."""
     servers = list(servers)
     results = await asyncio.gather(*map(action, servers), return_exceptions=True)
     failed = {}

@@ -1,4 +1,4 @@
-"""One step after another: prefill what has come, or draw one more token for every running row."""
+"""The step loop: each step prefills new requests or decodes one token for every running row."""
 
 from __future__ import annotations
 
@@ -6,21 +6,53 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from plasmid.types import Completion, GenerateRequest, StopReason
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..model.cache import SlotCache
 from ..model.language_model import LanguageModel
-from .philox import uniforms
 from .row import Row, StopTexts
 from .sampler import Sampler
 from .scheduler import Limits, Scheduler
 
+Words = NDArray[np.uint64]
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+
+
+def philox(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, Words, Words, Words]:
+    """Compute Philox4x32-10 of four counter words and two key words, each an array of 32-bit values.
+
+    Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3. NumPy's Philox4x64 has one state per stream; here
+    each row needs one number at a given position of its own stream, for many rows in one call.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (second >> _SHIFT) ^ c1 ^ k0, second & _LOW, (first >> _SHIFT) ^ c3 ^ k1, first & _LOW
+        k0, k1 = (k0 + np.uint64(_WEYL[0])) & _LOW, (k1 + np.uint64(_WEYL[1])) & _LOW
+    return c0, c1, c2, c3
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """Return [n] numbers in [0, 1), one for each pair of seed (64 bits count) and position."""
+    seed = np.array([value & (2**64 - 1) for value in seeds], np.uint64)
+    position = np.array(positions, np.uint64)
+    zero = np.zeros_like(position)
+    high, low, _, _ = philox((position & _LOW, position >> _SHIFT, zero, zero), (seed & _LOW, seed >> _SHIFT))
+    bits = (high << np.uint64(21)) | (low >> np.uint64(11))  # 53 bits, the precision of a double
+    return bits.astype(np.float64) * 2.0**-53
+
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What has been done since the start."""
+    """Counters since the start."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -30,7 +62,7 @@ class Counts:
 
 
 class Generator:
-    """Rows, their cache and the model. Not thread-safe: everything is called from one thread."""
+    """Owns the rows, their cache and the model. Not thread-safe: call everything from one thread."""
 
     def __init__(
         self,
@@ -54,7 +86,7 @@ class Generator:
         self._sampler: Sampler | None = None
 
     def submit(self, request: GenerateRequest, done: Callable[[Completion], None]) -> None:
-        """Queue a request, or answer it at once if it cannot be served."""
+        """Queue a request, or fail it immediately if it cannot be served."""
         self.counts.requests += 1
         sampling = request.sampling
         row = Row(
@@ -64,7 +96,7 @@ class Generator:
             stop_texts=self._stop_texts(request),
             max_length=self._max_length,
         )
-        error = self._refusal(request)
+        error = self._request_error(request)
         if error:
             row.finish(StopReason.ERROR, error)
         elif row.is_full():
@@ -80,24 +112,24 @@ class Generator:
             texts.add(int(token_id))
         return texts
 
-    def _refusal(self, request: GenerateRequest) -> str | None:
-        """Why a request cannot be served; None if it can."""
+    def _request_error(self, request: GenerateRequest) -> str | None:
+        """Return why a request cannot be served; None if it can."""
         length, size = len(request.token_ids), self.model.facts.vocab_size
         if self.scheduler.find([request.id]):
-            return f"a request {request.id} is running already; ids must be unique"
+            return f"request {request.id} is already running; request ids must be unique"
         if length == 0:
             return "the prompt is empty"
         if length > self._max_length:
-            return f"the prompt has {length} tokens, the model takes at most {self._max_length}"
+            return f"the prompt has {length} tokens, the maximum is {self._max_length}"
         low, high = int(request.token_ids.min()), int(request.token_ids.max())
         if low < 0 or high >= size:
-            return f"the prompt has a token {low if low < 0 else high} outside of the vocabulary of {size}"
+            return f"the prompt contains token {low if low < 0 else high}, outside of the vocabulary of {size} tokens"
         if request.sampling.stop and self._tokenizer is None:
-            return "stop texts need a tokenizer.json beside the model; use stop_token_ids"
+            return "stop texts require a tokenizer.json in the model folder; use stop_token_ids"
         return None
 
     def step(self, *, may_admit: bool = True) -> bool:
-        """One forward pass, if there is anything to do and every expected session has a request."""
+        """Run one forward pass if there is work and every expected session has a request."""
         scheduler = self.scheduler
         if not scheduler.may_step or not (scheduler.running or (may_admit and scheduler.waiting)):
             return False
@@ -118,7 +150,10 @@ class Generator:
             row.admitted = row.admitted or now
         sequences = [row.token_ids() for row in rows]
         self.counts.prompt_tokens += sum(map(len, sequences))
-        logits = self.model.prefill(self.cache, sequences, first_slot=first)
+        with self.model.recorder.recording(any(row.request.routing for row in rows)) as recorded:
+            logits = self.model.prefill(self.cache, sequences, first_slot=first)
+        for row, experts in zip(rows, recorded, strict=False):
+            row.add_experts(experts, 0)
         self._draw(rows, logits)
         for row in rows:
             row.prefilled = row.prefilled or time.monotonic()
@@ -127,7 +162,10 @@ class Generator:
         self.scheduler.preempt_for_room()
         rows = self.scheduler.running
         last = [row.tokens[-1] for row in rows]
-        logits = self.model.decode(self.cache, last, [row.length - 1 for row in rows])
+        with self.model.recorder.recording(any(row.request.routing for row in rows)) as recorded:
+            logits = self.model.decode(self.cache, last, [row.length - 1 for row in rows])
+        for row, experts in zip(rows, recorded, strict=False):
+            row.add_experts(experts, row.length - 1)
         self._draw(list(rows), logits)
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> None:
@@ -159,15 +197,15 @@ class Generator:
         return self._sampler
 
     def end(self, rows: Sequence[Row], reason: StopReason, error: str | None = None) -> None:
-        """Deliver rows as they are."""
+        """Deliver rows with the tokens that they have generated so far."""
         self.scheduler.remove(rows)
         for row in rows:
             row.finish(reason, error)
 
     def expire(self) -> float | None:
-        """End rows past their deadline; seconds until the next one passes, None without rows."""
+        """End rows past their deadline. Returns the seconds until the next deadline, None without rows."""
         now = time.monotonic()
         late = [row for row in self.scheduler.rows() if row.deadline <= now]
         for row in late:
-            self.end([row], StopReason.ERROR, f"no end within the deadline of {row.request.deadline_s:g} s")
+            self.end([row], StopReason.ERROR, f"not finished within the deadline of {row.request.deadline_s:g} s")
         return min((row.deadline - now for row in self.scheduler.rows()), default=None)

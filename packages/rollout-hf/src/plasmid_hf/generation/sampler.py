@@ -1,4 +1,4 @@
-"""Draws the next token of every row from logits, and says how likely it was."""
+"""Sampling of the next token of every row, with its log-probability."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ _BELOW_ONE = 1.0 - 2.0**-50
 
 
 class Kept(NamedTuple):
-    """What one row was drawn from."""
+    """The tokens that truncation left for one row."""
 
     token_ids: Ints
-    """Empty for the whole vocabulary."""
+    """Empty if nothing was truncated."""
     log_mass: float
-    """Log of their probability before truncation."""
+    """Log of their total probability before truncation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawn:
-    """One token for each of n rows."""
+    """One sampled token for each of n rows."""
 
     token_ids: Ints
     """[n]"""
     logprobs: Floats
     """[n] log-softmax of logits / temperature at the token, before any truncation; not finite if the logits are not."""
     kept: tuple[Kept | None, ...]
-    """n sets of tokens that truncation left, where they were asked for."""
+    """n sets of tokens left after truncation, where requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Truncation:
-    """Rows that draw from a part of the vocabulary. V is its size."""
+    """Truncation settings of the rows that sample from part of the vocabulary. V is the vocabulary size."""
 
     rows: Tensor
-    """[m] their indices."""
+    """[m] row indices."""
     top_k: Tensor
-    """[m, 1] V for all."""
+    """[m, 1]; V for no limit."""
     top_p: Tensor
     """[m, 1]"""
     min_p: Tensor
@@ -53,7 +53,7 @@ class Truncation:
 
 
 class Sampler:
-    """Settings of n rows as tensors, made once for as long as the same rows run."""
+    """Sampling settings of n rows as tensors; reused as long as the same rows run."""
 
     def __init__(self, params: Sequence[SamplingParams], *, wants_kept: Sequence[bool], device: torch.device) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class Sampler:
         self._params = tuple(params)
 
     def draw(self, logits: Tensor, uniforms: NDArray[np.float64]) -> Drawn:
-        """Draw by inverting the cumulative distribution at the uniforms [n]; ``logits`` [n, V] are overwritten."""
+        """Sample by inverting the cumulative distribution at the uniforms [n]. Overwrites ``logits`` [n, V]."""
         scaled = logits.float()
         if self._temperatures is not None:
             scaled = scaled.div_(self._temperatures)
@@ -113,7 +113,8 @@ class Sampler:
     def _kept_sets(
         self, keep: Tensor | None, weights: Tensor, token_ids: Tensor, logprobs: Tensor
     ) -> tuple[Kept | None, ...]:
-        """``weights`` [n, V] are the probabilities before truncation, 0 where it left a token out."""
+        """Return the sets. ``weights`` [n, V] are probabilities before truncation, 0 for tokens that truncation
+        removed."""
         if not any(self._wants_kept):
             return (None,) * len(self._params)
         log_mass = weights.sum(-1, dtype=torch.float64).log_().tolist()
@@ -134,7 +135,7 @@ def _truncates(params: SamplingParams, size: int) -> bool:
 
 
 def kept_tokens(probs: Tensor, truncation: Truncation) -> Tensor:
-    """[m, V] True where top-k, then top-p of what is left, then min-p keep a token."""
+    """Return [m, V] True where top-k, then top-p of the rest, then min-p keep a token."""
     size = probs.shape[1]
     keep = torch.ones_like(probs, dtype=torch.bool)
     narrow = ((truncation.top_k < size) | (truncation.top_p < 1))[:, 0].nonzero()[:, 0]
@@ -154,7 +155,7 @@ def _top_k_top_p(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _largest(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """As many of the largest probabilities, in order, as decide; sorting a whole vocabulary is slow."""
+    """Return enough of the largest probabilities, in order, to decide; sorting the whole vocabulary is slow."""
     size = probs.shape[1]
     if size > CANDIDATES:
         values, order = probs.topk(CANDIDATES)
@@ -166,10 +167,10 @@ def _largest(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tenso
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """[n] indices where the cumulative sums of ``weights`` [n, V] first pass ``uniforms`` [n] of their total.
+    """Return [n] indices where the cumulative sums of ``weights`` [n, V] first exceed ``uniforms`` [n] of their total.
 
-    Weights need not add up to 1; an index of weight 0 is never returned unless all are 0. In two levels, because a
-    running sum over a whole vocabulary takes longer than everything else.
+    Weights need not sum to 1. An index of weight 0 is returned only if all are 0. The search has two levels, because a
+    cumulative sum over the whole vocabulary takes longer than everything else.
     """
     size = weights.shape[1]
     missing = -size % BLOCK
@@ -186,6 +187,7 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_above(edges: Tensor, target: Tensor) -> Tensor:
-    """[n, 1] first index whose edge is above the target, which rounding may have moved to or past the last edge."""
+    """Return [n, 1] the first index whose edge exceeds the target, which rounding may have moved to or past the last
+    edge."""
     target = torch.minimum(target.clamp(min=0), edges[:, -1:] * _BELOW_ONE)
     return torch.searchsorted(edges, target.contiguous(), right=True).clamp_(max=edges.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Which requests run, and when the engine may take a step at all."""
+"""Scheduler: decides which requests run, and when the engine may take a decoding step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .row import Row, natural_sort_key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much runs at once."""
+    """Maximum sizes of the running batch."""
 
     max_batch: int
     prefill_tokens: int
@@ -22,10 +22,10 @@ class Limits:
 
 
 class Scheduler:
-    """Waiting rows in order, running rows by slot, and the sessions that were promised.
+    """Queue of waiting rows and batch of running rows. A row is one request.
 
-    With promised (expected) sessions the order of admission is that of request ids and a step waits until every one of
-    them has a request, so that which rows run together follows from the set of requests alone.
+    With expected sessions, rows are admitted in the order of request ids, and no step is taken until each of these
+    sessions has a request. The composition of the batch then depends only on the set of requests, not on timing.
     """
 
     def __init__(self, limits: Limits, cache: SlotCache) -> None:
@@ -42,26 +42,26 @@ class Scheduler:
 
     @property
     def may_step(self) -> bool:
-        """False while an expected session has no request."""
+        """Return False while an expected session has no request."""
         return not self._missing
 
     def rows(self) -> list[Row]:
-        """Every row."""
+        """Return all rows, waiting and running."""
         return list(self._by_id.values())
 
     def find(self, request_ids: Iterable[str]) -> list[Row]:
-        """The rows of those requests that are still here."""
+        """Return the rows of those requests that have not ended."""
         return [self._by_id[id_] for id_ in request_ids if id_ in self._by_id]
 
     def expect(self, session_ids: Iterable[str]) -> None:
-        """Take no step without a request from each of these."""
+        """Take no step until each of these sessions has a request."""
         for session in session_ids:
             self._expected.add(session)
             if not self._requests[session]:
                 self._missing.add(session)
 
-    def leave(self, session_ids: Iterable[str]) -> None:
-        """Expect these no longer."""
+    def end_sessions(self, session_ids: Iterable[str]) -> None:
+        """Stop expecting these sessions."""
         self._expected.difference_update(session_ids)
         self._missing.difference_update(session_ids)
 
@@ -71,14 +71,14 @@ class Scheduler:
         self._by_id[row.request.id] = row
         self._arrivals += 1
         session = row.request.session_id
-        # others go first, first come first served: nobody can wait for them reproducibly
+        # rows outside of expected sessions go first, in order of arrival, because no step waits for them
         row.order = (1, *natural_sort_key(row.request.id)) if session in self._expected else (0, self._arrivals)
         bisect.insort(self.waiting, row, key=lambda r: r.order)
         self._requests[session] += 1
         self._missing.discard(session)
 
     def admit(self) -> list[Row]:
-        """Move the next rows from waiting to running: as many as slots, cache and one prefill have room for."""
+        """Start as many waiting rows as fit into the batch, the cache and one prefill. Returns these rows."""
         admitted: list[Row] = []
         longest = max((row.length for row in self.running), default=0)
         prompts: set[bytes] = set()
@@ -90,8 +90,8 @@ class Scheduler:
             cost = 0 if prompt in prompts else row.length
             if admitted and cost > budget:
                 break
-            # room to grow, or the row would be sent back right away; one row alone always fits
-            if self.running and not self._fits(len(self.running) + 1, longest + self._cache.block):
+            # leave room to grow, or the row would soon be preempted; a single row is always admitted
+            if self.running and not self._can_fit(len(self.running) + 1, longest + self._cache.block):
                 break
             prompts.add(prompt)
             budget -= cost
@@ -100,15 +100,15 @@ class Scheduler:
         return admitted
 
     def preempt_for_room(self) -> None:
-        """Send the last rows back to the queue until every running one can grow by a token."""
+        """Preempt rows, the last in order first, until every running row can grow by one token."""
         while len(self.running) > 1:
-            if self._fits(len(self.running), max(row.length for row in self.running)):
+            if self._can_fit(len(self.running), max(row.length for row in self.running)):
                 return
             last = max(range(len(self.running)), key=lambda i: self.running[i].order)
             self._requeue(self._take_out([last]))
 
     def preempt_all(self) -> None:
-        """Send every running row back to the queue; its tokens stay, its cache is computed again."""
+        """Preempt all running rows. They keep their tokens; their cache is recomputed later."""
         rows, self.running = self.running, []
         self._requeue(rows)
         self._cache.clear()
@@ -117,12 +117,12 @@ class Scheduler:
         for row in rows:
             bisect.insort(self.waiting, row, key=lambda r: r.order)
 
-    def _fits(self, rows: int, tokens: int) -> bool:
+    def _can_fit(self, rows: int, tokens: int) -> bool:
         limit = self._limits.kv_tokens
         return limit is None or self._cache.tokens_for(rows, tokens) <= limit
 
     def remove(self, rows: Sequence[Row]) -> None:
-        """Take rows out, wherever they are."""
+        """Remove rows, waiting or running."""
         removed = set(map(id, rows))
         self.waiting = [row for row in self.waiting if id(row) not in removed]
         self._take_out([i for i, row in enumerate(self.running) if id(row) in removed])
@@ -140,7 +140,7 @@ class Scheduler:
                 self._missing.add(session)
 
     def _take_out(self, slots: Sequence[int]) -> list[Row]:
-        """Remove running rows; the last ones move into their slots."""
+        """Remove and return the rows in these slots, and move the last running rows into the free slots."""
         taken = []
         for slot in sorted(slots, reverse=True):
             taken.append(self.running[slot])

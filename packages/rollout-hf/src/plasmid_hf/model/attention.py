@@ -1,4 +1,4 @@
-"""Attention over the slot cache, put under its own name into the registry that transformers has for this."""
+"""Attention over the slot cache, registered with transformers under its own name."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from .cache import SlotCache
 
 NAME = "plasmid_slots"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments by which some model families change attention; this one must not ignore them."""
+"""Arguments with which some model families modify attention. They are refused, not ignored."""
 
 
 class Plan(Protocol):
-    """What one forward pass does in every layer."""
+    """The attention computation of one forward pass."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Take keys and values up; [batch, tokens, heads, size of values] from [batch, heads, tokens, size] each."""
-        ...
+        """Store keys and values and attend: [batch, heads, tokens, size] each to [batch, tokens, heads, size of
+        values]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompts:
-    """Some distinct prompts of one length, next to each other in the stream of tokens."""
+    """Distinct prompts of one length, adjacent in the packed tokens."""
 
     start: int
     length: int
     slots: tuple[Tensor, ...]
-    """For each of them the slots that its keys and values go to: several where several requests share a prompt."""
+    """Cache slots of each prompt's keys and values; several if several requests share the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prefill:
-    """A forward pass over whole prompts, packed one after another into one row."""
+    """A forward pass over whole prompts, packed into one row."""
 
     cache: SlotCache
     prompts: Sequence[Prompts]
@@ -60,29 +60,29 @@ class Prefill:
 
 
 def _rows(packed: Tensor, count: int) -> Tensor:
-    """[count, heads, length, size] of [heads, count * length, size]."""
+    """Reshape [heads, count * length, size] to [count, heads, length, size]."""
     heads, tokens, size = packed.shape
     return packed.reshape(heads, count, tokens // count, size).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decode:
-    """A forward pass over one token of each of n rows, which are in slots ``0:n``."""
+    """A forward pass over one token of each of n rows, which occupy slots ``0:n``."""
 
     cache: SlotCache
     rows: Tensor
     """[n] 0, 1, ..., n - 1"""
     positions: Tensor
-    """[n] where in its row each token goes."""
+    """[n] position of each token in its row."""
     mask: Tensor
-    """[n, 1, 1, L] 0 up to and at each row's position and minus infinity behind it, in the type of the queries."""
+    """[n, 1, 1, L] 0 up to and including each row's position, minus infinity after it; same dtype as the queries."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.cache.layer(layer, key, value)
         n, length = len(self.rows), self.mask.shape[-1]
         keys[self.rows, :, self.positions] = key[:, :, 0]
         values[self.rows, :, self.positions] = value[:, :, 0]
-        # query heads that share a key head become queries of that head: nothing of the cache is repeated
+        # query heads that share a key head become queries of that head, so the cache is not repeated
         q = query.reshape(n, keys.shape[1], -1, query.shape[3])
         mask = self.mask.expand(-1, -1, q.shape[2], -1)
         out = scaled_dot_product_attention(
@@ -101,7 +101,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Entry point for transformers. Raises `NotImplementedError` for attention that needs more than causality."""
+    """Entry point for transformers. Raises `NotImplementedError` for anything but plain causal attention."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"attention with {name}")

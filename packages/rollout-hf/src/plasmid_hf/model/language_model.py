@@ -1,60 +1,71 @@
-"""The Hugging Face model of one engine process: loading it, and its two kinds of forward pass."""
+"""The Hugging Face model of one engine process: loading, prefill and decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from plasmid.components import AdapterSpec
 from plasmid.errors import ModelError, one_line
 from plasmid.types import Ints
-from plasmid_models.building import BUILDING
+from plasmid_models.building import BUILD_LOCK, choose_expert_products
 from plasmid_models.folder import is_torch_dist, tensor_names
+from plasmid_models.lora.layers import insert_adapter
 from plasmid_models.pieces import Pieces, pieces_of, present_pieces
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ..layers import check_layers
 from .attention import NAME, Decode, Plan, Prefill, Prompts
 from .cache import SlotCache, round_up
+from .expert_recorder import ExpertRecorder
 
 ALIGNMENT = 16
-"""Attention reads this many tokens more at a time; GPU kernels want masks of aligned size."""
+"""Attention reads a multiple of this many tokens; GPU kernels require masks of aligned size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the model's config says."""
+    """Facts from the model's config."""
 
     vocab_size: int
     num_layers: int
     max_positions: int
-    """Tokens that the model was made for."""
+    """Maximum number of tokens that the model supports."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
 
 
 class LanguageModel:
-    """Logits of next tokens over a slot cache, for whole prompts and for single tokens."""
+    """Computes logits of next tokens over a slot cache, for whole prompts and for single tokens."""
 
-    def __init__(self, hf: PreTrainedModel, device: torch.device, *, pieces: Pieces | None = None) -> None:
-        """``pieces``: where tensors of the folder lie that the model holds in others; trainers send them one by one."""
+    def __init__(
+        self, hf: PreTrainedModel, device: torch.device, *, pieces: Pieces | None = None, adapted: Collection[str] = ()
+    ) -> None:
+        """Wrap a model. ``adapted`` lists the layers with an adapter.
+
+        ``pieces`` maps tensors of the model folder to their place in fused parameters; trainers send them one by one.
+        """
         self.hf = hf
+        self._adapter = {f"{layer}.{matrix}" for layer in adapted for matrix in ("lora_A", "lora_B")}
         self._pieces = pieces or {}
+        self.recorder = ExpertRecorder(hf)
         self.device = device
         self.facts = _facts(hf)
 
     def prefill(self, cache: SlotCache, sequences: Sequence[Ints], *, first_slot: int) -> Tensor:
-        """[n, V] logits after each of n sequences; sequence i goes into slot ``first_slot + i``.
+        """Return [n, V] logits after each of n sequences; sequence i goes into slot ``first_slot + i``.
 
         Equal sequences (the samples of one prompt) are computed once.
         """
         slots: dict[bytes, list[int]] = {}
         for i, sequence in enumerate(sequences):
             slots.setdefault(sequence.tobytes(), []).append(i)
-        distinct = sorted(slots.values(), key=lambda rows: len(sequences[rows[0]]))  # stable: order of admission
+        distinct = sorted(slots.values(), key=lambda rows: len(sequences[rows[0]]))  # stable: in admission order
         lengths = [len(sequences[rows[0]]) for rows in distinct]
         cache.reserve(first_slot + len(sequences), max(lengths) + 1)
         plan = Prefill(cache=cache, prompts=self._groups(distinct, lengths, first_slot))
@@ -65,6 +76,7 @@ class LanguageModel:
         source = torch.empty(len(sequences), dtype=torch.long)
         for i, rows in enumerate(distinct):
             source[rows] = i
+        self.recorder.deliver(lengths, source.tolist())
         return logits[source.to(self.device)]
 
     def _groups(self, distinct: list[list[int]], lengths: list[int], first_slot: int) -> list[Prompts]:
@@ -78,7 +90,7 @@ class LanguageModel:
         return groups
 
     def decode(self, cache: SlotCache, token_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """[n, V] logits after one more token of each of the rows in slots ``0:n``, which go to these positions."""
+        """Return [n, V] logits after one more token, at the given positions, for the rows in slots ``0:n``."""
         cache.reserve(len(token_ids), max(positions) + 1)
         where = torch.tensor(positions)
         length = round_up(max(positions) + 1, ALIGNMENT)
@@ -90,29 +102,35 @@ class LanguageModel:
             positions=where.to(self.device),
             mask=mask.to(self.device, self.hf.dtype),
         )
-        return self._forward(torch.tensor(token_ids)[:, None], where[:, None], plan, last=1)[:, 0]
+        logits = self._forward(torch.tensor(token_ids)[:, None], where[:, None], plan, last=1)[:, 0]
+        self.recorder.deliver([1] * len(token_ids), range(len(token_ids)))
+        return logits
 
     def _forward(self, token_ids: Tensor, positions: Tensor, plan: Plan, *, last: Tensor | int) -> Tensor:
         output = self.hf(
             input_ids=token_ids.to(self.device),
             position_ids=positions.to(self.device),
             logits_to_keep=last,
-            use_cache=False,  # the plan carries the cache
+            use_cache=False,  # the plan contains the cache
             plan=plan,
         )
         logits: Tensor = output.logits
         return logits
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the folder by its name there, in the model's own memory; tied ones share it."""
+        """Return every tensor of the model folder by name, as views of the model's memory; tied tensors share it."""
         found: dict[str, Tensor] = {}
         for name, tensor in self.hf.state_dict(keep_vars=False).items():
             pieces = self._pieces.get(name)
             found |= {name: tensor} if pieces is None else {piece.name: piece.of(tensor) for piece in pieces}
         return found
 
+    def base_names(self) -> frozenset[str]:
+        """Return the names of the frozen base model's weights; empty without an adapter."""
+        return frozenset(self.tensors().keys() - self._adapter) if self._adapter else frozenset()
+
     def move(self, device: torch.device) -> None:
-        """Move the weights, and what is computed from now on."""
+        """Move the weights and all further computation to a device."""
         self.hf.to(device)  # type: ignore[arg-type]
 
 
@@ -127,7 +145,7 @@ def _facts(hf: PreTrainedModel) -> ModelFacts:
 
 
 def _stop_ids(hf: PreTrainedModel) -> frozenset[int]:
-    """By the generation config, or else by the config."""
+    """Read the stop ids from the generation config, or else from the config."""
     ids = hf.generation_config.eos_token_id if hf.generation_config is not None else None
     ids = hf.config.get_text_config().eos_token_id if ids is None else ids
     if ids is None:
@@ -135,20 +153,22 @@ def _stop_ids(hf: PreTrainedModel) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> LanguageModel:
-    """Read a Hugging Face folder. Raises `ModelError` if it is incomplete or its attention is not supported.
+def load_model(
+    path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, adapter: AdapterSpec | None = None
+) -> LanguageModel:
+    """Load a Hugging Face folder. Raises `ModelError` if it is incomplete or its attention is not supported.
 
-    Of one with weights in Megatron's distributed format only the config is read: the trainer sends the weights before
-    anything is sampled.
+    With ``adapter``, the model computes with its base and an adapter of zeros, until a trainer sends one. For weights
+    in Megatron's distributed format only the config is read: the trainer sends the weights before any sampling.
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
     options |= {"output_loading_info": True, "local_files_only": True}
-    options["ignore_mismatched_sizes"] = True  # they are named below; transformers raises without a name
+    options["ignore_mismatched_sizes"] = True  # reported below by name; transformers raises without one
     loaded: Any
     if not path.is_dir():
         raise ModelError(f"model.path: no such folder: {path}")
     try:
-        with BUILDING:
+        with BUILD_LOCK:
             if is_torch_dist(path):
                 loaded = _without_weights(path, dtype, trust_remote_code), {"missing_keys": [], "mismatched_keys": []}
             else:
@@ -158,15 +178,20 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
     hf, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
-        raise ModelError(f"model.path: {path} lacks {len(missing)} tensors, the first is {missing[0]}")
+        raise ModelError(f"model.path: {path}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if info["mismatched_keys"]:
-        name, saved, wanted = min(info["mismatched_keys"])
-        raise ModelError(f"model.path: {path}: {name} is {list(saved)}, its config.json wants {list(wanted)}")
+        name, saved, expected = min(info["mismatched_keys"])
+        raise ModelError(
+            f"model.path: {path}: tensor {name} has shape {list(saved)}, config.json requires {list(expected)}"
+        )
     _check_windows(hf, path)
-    _check_layers(hf, path)
+    check_layers(path, hf.config.to_dict())
+    choose_expert_products(hf, dtype)
+    pieces = _pieces(hf, path)
+    adapted = () if adapter is None else insert_adapter(hf, adapter, dtype=dtype).keys()
     hf.eval().requires_grad_(False)
     hf.to(device)
-    return LanguageModel(hf, device, pieces=_pieces(hf, path))
+    return LanguageModel(hf, device, pieces=pieces, adapted=adapted)
 
 
 def _pieces(hf: PreTrainedModel, path: Path) -> Pieces:
@@ -182,29 +207,18 @@ def _without_weights(path: Path, dtype: torch.dtype, trust_remote_code: bool) ->
 
 
 def _check_windows(hf: PreTrainedModel, path: Path) -> None:
-    """Attention that sees only the last tokens would silently be computed as if it saw all."""
+    """Refuse sliding-window attention, which would silently be computed as full attention."""
     for name, module in hf.named_modules():
         window = getattr(module, "sliding_window", None)
         if window is not None and window < hf.config.get_text_config().max_position_embeddings:
             raise ModelError(
-                f"model.path: {path} has attention over a sliding window of {window} tokens ({name}), which engine "
-                "'hf' does not compute; choose another model or another engine"
+                f"model.path: {path} has sliding-window attention ({name} = {window}), which engine 'hf' does not "
+                "support; choose another model or engine"
             )
 
 
-def _check_layers(hf: PreTrainedModel, path: Path) -> None:
-    """Layers that keep a state of their own would silently begin with an empty one at every token."""
-    kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()
-    others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if others:
-        raise ModelError(
-            f"model.path: {path} has layers of kind {others[0]!r}, which engine 'hf' does not compute; choose another "
-            "model or another engine"
-        )
-
-
 def kv_bytes_per_token(model: LanguageModel) -> int:
-    """Of the cache, found with one token. Raises `ModelError` if the family needs more than causal attention."""
+    """Measure the cache size with one token. Raises `ModelError` if the family needs more than causal attention."""
     cache = SlotCache(num_layers=model.facts.num_layers, block=ALIGNMENT, max_rows=1)
     try:
         with torch.inference_mode():
@@ -215,7 +229,7 @@ def kv_bytes_per_token(model: LanguageModel) -> int:
     idle = [index for index, keys in enumerate(cache.keys) if not keys.numel()]
     if idle:
         raise ModelError(
-            f"model.path: engine 'hf' cannot run models of type {model.hf.config.model_type!r}: layer {idle[0]} has no "
-            "attention over the cache"
+            f"model.path: engine 'hf' cannot run models of type {model.hf.config.model_type!r}: layer {idle[0]} "
+            "does not use the KV cache"
         )
     return cache.num_bytes // ALIGNMENT

@@ -1,4 +1,4 @@
-"""The thread that owns a model: runs one step after another, and functions of other threads between steps."""
+"""The thread that owns a model: runs steps, and functions of other threads between steps."""
 
 from __future__ import annotations
 
@@ -7,30 +7,20 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from plasmid.errors import EngineError
+
+if TYPE_CHECKING:
+    from .core import EngineCore
 
 log = logging.getLogger(__name__)
 
 
-class Steps(Protocol):
-    """What the thread drives."""
-
-    def step(self) -> bool:
-        """Do something; False if there is nothing to do until a function is submitted."""
-        ...
-
-    def expire(self) -> float | None:
-        """Look after deadlines; seconds until the next one."""
-        ...
-
-
 class EngineThread:
-    """Runs ``make()`` and then its steps in a thread of its own; `submit` runs a function there between two steps."""
+    """Runs ``make()`` and then its steps in its own thread; `submit` runs a function there between two steps."""
 
-    def __init__(self, make: Callable[[], Steps], *, num_threads: int, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, make: Callable[[], EngineCore], *, num_threads: int, on_failure: Callable[[str], None]) -> None:
         self._make = make
         self._num_threads = num_threads
         self._on_failure = on_failure
@@ -38,49 +28,51 @@ class EngineThread:
         self._wakened = threading.Condition()
         self._closed = False
         self.failure = ""
-        """What ended the thread; empty while it runs."""
+        """Why the thread ended; empty while it runs."""
         self.started: Future[None] = Future()
-        """Done when ``make()`` has returned; holds what it raised."""
+        """Done when ``make()`` has returned; holds its exception if it raised one."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Run a function between two steps; a future that it returns is waited for, too."""
+        """Run a function between two steps. If it returns a future, wait for that, too."""
         answer: Future[Any] = Future()
         with self._wakened:
             if self.failure or self._closed:
-                answer.set_exception(EngineError(f"the engine has ended: {self.failure or 'it was closed'}"))
+                answer.set_exception(EngineError(f"the engine has stopped: {self.failure or 'it was closed'}"))
             else:
                 self._queue.append((work, answer))
                 self._wakened.notify()
         return answer
 
     def close(self) -> None:
-        """End after the current step."""
+        """End the thread after the current step."""
         with self._wakened:
             self._closed = True
             self._wakened.notify()
         self._thread.join(timeout=30)
 
     def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)  # counts for this thread alone
         try:
-            steps = self._make()
+            import torch  # here, because callers import this module for its methods, without torch
+
+            torch.set_num_threads(self._num_threads)  # applies to this thread only
+            core = self._make()
             self.started.set_result(None)
             with torch.inference_mode():
-                self._drive(steps)
-        except Exception as error:  # boundary of the thread: waiting callers get it
+                self._drive(core)
+        except Exception as error:  # waiting callers get the error
             if not self.started.done():
                 self.started.set_exception(error)
             else:
-                log.exception("the engine ended")
+                log.exception("the engine failed")
                 self._fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
-    def _drive(self, steps: Steps) -> None:
+    def _drive(self, core: EngineCore) -> None:
         while not self._closed:
             self._run_queue()
-            wait_s = steps.expire()
-            if not steps.step():
+            wait_s = core.generator.expire()
+            if not core.step():
                 with self._wakened:
                     if not self._queue and not self._closed:
                         self._wakened.wait(wait_s)
@@ -92,7 +84,7 @@ class EngineThread:
                 continue
             try:
                 _set_result(answer, work())
-            except Exception as error:  # noqa: BLE001  boundary: the caller gets it, the thread goes on
+            except Exception as error:  # noqa: BLE001  boundary: the caller gets the error, the thread goes on
                 answer.set_exception(error)
 
     def _fail(self, failure: str) -> None:
@@ -100,7 +92,7 @@ class EngineThread:
             self.failure = failure
             queue, self._queue = self._queue, deque()
         for _, answer in queue:
-            answer.set_exception(EngineError(f"the engine has ended: {failure}"))
+            answer.set_exception(EngineError(f"the engine has stopped: {failure}"))
         self._on_failure(failure)
 
 

@@ -1,103 +1,138 @@
-"""What lives in each engine process: the surface that clients, the driver and trainer ranks call."""
+"""The actor class of an engine process, called by clients, the driver and trainer ranks.
+
+Does not import torch, because callers import it for its methods.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from plasmid.errors import ConfigError, EngineError
-from plasmid.protocols import Bucket, PauseMode
+from plasmid.components import AdapterSpec
+from plasmid.config.run import ModelConfig
+from plasmid.errors import EngineError
+from plasmid.protocols import PauseMode
 from plasmid.types import Completion, GenerateRequest, StopReason, SyncReceipt
-from tokenizers import Tokenizer
 
-from ..generation.generator import Generator
-from ..generation.scheduler import Limits
-from ..model.cache import round_up
-from ..model.language_model import kv_bytes_per_token, load_model
 from ..settings import HF
-from .completion_queues import CompletionQueues
-from .core import EngineCore
-from .session_routes import SessionRoutes
 from .thread import EngineThread
 
+if TYPE_CHECKING:
+    from ..generation.row import Row
+    from .core import EngineCore
+
+
+class CompletionQueues:
+    """One queue per client. Used on the actor's event loop; only `put` may be called from other threads."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, asyncio.Queue[Completion]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, client: str) -> asyncio.Queue[Completion]:
+        """Return the queue of a client; create it if needed."""
+        self._loop = asyncio.get_running_loop()
+        return self._queues.setdefault(client, asyncio.Queue())
+
+    def put(self, client: str, completion: Completion) -> None:
+        """Add a completion to the queue of a client. Thread-safe."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._queues[client].put_nowait, completion)
+
+    async def collect(self, client: str, *, wait_s: float) -> list[Completion]:
+        """Take all completions of a client; wait up to ``wait_s`` seconds for the first."""
+        queue = self.open(client)
+        try:
+            async with asyncio.timeout(wait_s):
+                found = [await queue.get()]
+        except TimeoutError:
+            return []
+        return found + [queue.get_nowait() for _ in range(queue.qsize())]
+
+
+class SessionRoutes:
+    """Assigns each new session to the engine with the fewest sessions, until the session ends."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._loads = [0] * num_engines
+        self._engines: dict[str, int] = {}
+
+    def find(self, session_ids: Sequence[str]) -> list[int]:
+        """Return the engine of each session, assigning new ones."""
+        return [self._find(session) for session in session_ids]
+
+    def _find(self, session: str) -> int:
+        if session not in self._engines:
+            engine = min(range(len(self._loads)), key=self._loads.__getitem__)
+            self._engines[session] = engine
+            self._loads[engine] += 1
+        return self._engines[session]
+
+    def forget(self, session_ids: Iterable[str]) -> None:
+        """Remove sessions that have ended."""
+        for session in session_ids:
+            engine = self._engines.pop(session, None)
+            if engine is not None:
+                self._loads[engine] -= 1
+
+
+P = ParamSpec("P")
 COLLECT_S = 20.0
-"""Maximum time of one `collect` call without a completion; then the client calls again."""
+"""Maximum duration of one `collect` call without a completion, in seconds; the client then calls again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What one engine process is started with."""
+    """Start options of an engine process."""
 
     settings: HF
-    model_path: str
-    tokenizer_path: str
-    trust_remote_code: bool
-    max_length: Literal["auto"] | int
+    model: ModelConfig
+    adapter: AdapterSpec | None
+    """Adapter that the trainer trains instead of the full weights; None for full training."""
     on_gpu: bool
     threads: int
     num_engines: int
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and cache."""
-        name = self.settings.dtype
-        if name == "auto":
-            name = "bfloat16" if self.on_gpu else "float32"
-        return cast(torch.dtype, getattr(torch, name))
-
 
 class EngineWorker:
-    """One model in one process. Methods are called by actors' handles; all may run at once."""
+    """One model in one process. Methods are called through actor handles and may run concurrently."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._completions = CompletionQueues()
         self._routes = SessionRoutes(options.num_engines)
         self._open: dict[str, str] = {}
-        """Request -> client, of what has not been answered."""
+        """Client of each unanswered request."""
         self._core: EngineCore | None = None
         self._last = (time.monotonic(), 0)
-        self._thread = EngineThread(self._make, num_threads=options.threads, on_failure=self._failed)
-        self._thread.started.result()
+        from .core import make_core
 
-    def _make(self) -> EngineCore:
-        options, settings = self._options, self._options.settings
-        model = load_model(
-            Path(options.model_path),
-            dtype=options.dtype,
-            device=torch.device("cuda" if options.on_gpu else "cpu"),
-            trust_remote_code=options.trust_remote_code,
-        )
-        bytes_per_token = kv_bytes_per_token(model)
-        longest = model.facts.max_positions
-        max_length = longest if options.max_length == "auto" else min(longest, options.max_length)
-        limits = Limits(
-            max_batch=settings.max_batch,
-            prefill_tokens=settings.prefill_tokens,
-            kv_tokens=kv_limit(settings, model.device, max_length, bytes_per_token),
-        )
-        tokenizer = load_tokenizer(Path(options.tokenizer_path))
-        generator = Generator(model, limits, kv_block=settings.kv_block, max_length=max_length, tokenizer=tokenizer)
-        self._core = EngineCore(generator, recompute_kv=settings.recompute_kv)
-        return self._core
+        def make() -> EngineCore:
+            self._core = make_core(self._options)
+            return self._core
+
+        self._thread = EngineThread(make, num_threads=options.threads, on_failure=self._fail_requests)
+
+    def load(self) -> None:
+        """Wait until the model is loaded. Raises `ModelError` or `ConfigError`."""
+        self._thread.started.result()
 
     @property
     def core(self) -> EngineCore:
-        """What the thread drives."""
+        """Return the engine core."""
         assert self._core is not None
         return self._core
 
-    async def _run_between_steps(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._thread.submit(work))
+    async def _run(self, work: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call a method between two steps."""
+        return await asyncio.wrap_future(self._thread.submit(partial(work, *args, **kwargs)))
 
     async def submit(self, client: str, requests: Sequence[GenerateRequest], ended_sessions: Sequence[str]) -> None:
         """Queue requests of a client and end sessions. Raises `EngineError`."""
@@ -109,18 +144,18 @@ class EngineWorker:
         if requests:
             self._check(self._thread.submit(partial(self.core.submit, requests, self._deliver)))
         if ended_sessions:
-            self._check(self._thread.submit(partial(self.core.leave, ended_sessions)))
+            self._check(self._thread.submit(partial(self.core.scheduler.end_sessions, ended_sessions)))
 
     def _check(self, answer: Future[None]) -> None:
-        """Raise at once if the thread takes nothing any more; otherwise there is nothing to wait for."""
+        """Raise if the thread has ended; otherwise do not wait for the answer."""
         if answer.done():
             answer.result()
 
     def _deliver(self, completion: Completion) -> None:
         self._completions.put(self._open.pop(completion.request_id), completion)
 
-    def _failed(self, failure: str) -> None:
-        """Fail all open requests: the thread has ended."""
+    def _fail_requests(self, failure: str) -> None:
+        """Fail all open requests because the thread has ended."""
         for request_id in list(self._open):
             self._deliver(
                 Completion(
@@ -129,80 +164,83 @@ class EngineWorker:
                     logprobs=np.zeros(0, np.float32),
                     versions=(),
                     stop_reason=StopReason.ERROR,
-                    error=f"the engine has ended: {failure}",
+                    error=f"the engine has stopped: {failure}",
                 )
             )
 
     async def collect(self, client: str) -> list[Completion]:
-        """Completions of a client's requests, as soon as there are any; none after a while without."""
+        """Return completions of a client's requests as soon as there are any; an empty list after `COLLECT_S`."""
         return await self._completions.collect(client, wait_s=COLLECT_S)
 
     async def route(self, session_ids: Sequence[str]) -> list[int]:
-        """Engine of each session; called on the first engine only."""
+        """Return the engine of each session. Called on the first engine only."""
         return self._routes.find(session_ids)
 
     async def forget(self, session_ids: Sequence[str]) -> None:
-        """Remove the routes of ended sessions; called on the first engine only."""
+        """Remove the routes of ended sessions. Called on the first engine only."""
         self._routes.forget(session_ids)
 
     async def expect(self, session_ids: Sequence[str]) -> None:
         """See `RolloutEngine.expect`."""
-        await self._run_between_steps(partial(self.core.expect, session_ids))
+        await self._run(self.core.scheduler.expect, session_ids)
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
         """See `EngineClient.abort`."""
-        await self._run_between_steps(partial(self.core.abort, request_ids))
+        await self._run(self.core.abort, request_ids)
+
+    async def fetch_partial(self, request_ids: Sequence[str]) -> list[Completion]:
+        """See `EngineClient.fetch_partial`. The engine's thread only copies lists, between two steps."""
+        rows: list[Row] = await self._run(self.core.copy_rows, request_ids)
+        return [row.completion(StopReason.ABORT) for row in rows]
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
-        await self._run_between_steps(partial(self.core.pause, mode))
+        await self._run(self.core.pause, mode)
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`. Raises `SyncError`."""
-        await self._run_between_steps(self.core.resume)
+        await self._run(self.core.resume)
 
     async def receive(self, token: str, version: int, limit_s: float) -> SyncReceipt:
-        """Wait for the end of a weight sync. Raises `SyncError`, also if it takes longer than the limit."""
+        """Wait for the end of a weight sync. Raises `SyncError`, also if it exceeds the time limit."""
         receipt = self._thread.submit(partial(self.core.receive, token, version))
         try:
             async with asyncio.timeout(limit_s):
                 return cast(SyncReceipt, await asyncio.wrap_future(receipt))
         except TimeoutError:
             reason = f"weight sync of version {version}: not complete within {limit_s:g} s"
-            await self._run_between_steps(partial(self.core.fail_update, token, reason))
-            return cast(SyncReceipt, await self._run_between_steps(partial(self.core.receive, token, version)))
+            await self._run(self.core.fail_update, token, reason)
+            return cast(SyncReceipt, await self._run(self.core.receive, token, version))
 
     async def put_bucket(self, token: str, version: int, header: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
-        """Take some weights of a weight sync; returns when they are in the model. Raises `SyncError`."""
-        # arrays out of a shared store are read-only, which torch does not support
-        own = torch.from_numpy(data if data.flags.writeable else data.copy())
-        await self._run_between_steps(partial(self.core.put_bucket, token, version, Bucket(**header, data=own)))
+        """Write some weights into the model; returns when they are written. Raises `SyncError`."""
+        await self._run(self.core.put_bucket, token, version, header, data)
 
     async def finish_update(self, token: str, version: int, ok: bool) -> None:
-        """The sender is done, or has given up. Raises `SyncError`."""
-        await self._run_between_steps(partial(self.core.finish_update, token, version, ok=ok))
+        """Complete the weight sync, or abort it if ``ok`` is false. Raises `SyncError`."""
+        await self._run(self.core.finish_update, token, version, ok=ok)
 
     async def checksums(self) -> Mapping[str, int]:
         """See `RolloutEngine.checksum`."""
-        return cast(Mapping[str, int], await self._run_between_steps(self.core.checksums))
+        return cast(Mapping[str, int], await self._run(self.core.checksums))
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
-        await self._run_between_steps(self.core.sleep)
+        await self._run(self.core.sleep)
 
     async def wake(self, kv_cache: bool) -> None:
         """See `RolloutEngine.wake`."""
-        await self._run_between_steps(partial(self.core.wake, kv_cache=kv_cache))
+        await self._run(self.core.wake, kv_cache=kv_cache)
 
     async def health(self) -> None:
-        """Raises `EngineError` if this process cannot serve."""
+        """Raise `EngineError` if this process cannot serve."""
         if self._thread.failure:
-            raise EngineError(f"the engine has ended: {self._thread.failure}")
+            raise EngineError(f"the engine has stopped: {self._thread.failure}")
         if self.core.broken:
             raise EngineError(f"the engine cannot serve: {self.core.broken}")
 
     async def metrics(self) -> Mapping[str, float]:
-        """Gauges now, and the speed since the last call. Answers while a step is under way."""
+        """Return current gauges, and the speed since the last call. Responds even while a step is running."""
         generator = self.core.generator
         now, (then, tokens) = time.monotonic(), self._last
         self._last = (now, generator.counts.new_tokens)
@@ -221,29 +259,5 @@ class EngineWorker:
         }
 
     async def close(self) -> None:
-        """End the thread; open requests are not answered any more."""
+        """End the thread; open requests get no answer."""
         await asyncio.to_thread(self._thread.close)
-
-
-def kv_limit(settings: HF, device: torch.device, max_length: int, bytes_per_token: int) -> int | None:
-    """Tokens that the cache may hold. Raises `ConfigError` if that is less than one request may take."""
-    needed = round_up(max_length, settings.kv_block)
-    if settings.kv_tokens != "auto":
-        limit = settings.kv_tokens
-    elif device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        limit = int(free * settings.kv_memory_fraction) // bytes_per_token
-    else:
-        return None
-    if limit < needed:
-        raise ConfigError(
-            f"rollout.kv_tokens: the cache holds {limit} tokens, one request may take {needed}; lower model.max_length "
-            "or allow more"
-        )
-    return limit
-
-
-def load_tokenizer(path: Path) -> Tokenizer | None:
-    """The folder's fast tokenizer; None if it has none."""
-    file = path / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.is_file() else None

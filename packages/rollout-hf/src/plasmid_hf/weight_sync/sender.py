@@ -1,24 +1,27 @@
-"""How weights get from a trainer rank into the engine processes: buckets as bytes, through the actors' handles."""
+"""Sends weights from a trainer rank to the engine processes, as byte buckets through actor handles."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Concatenate, Literal, ParamSpec
 
-from plasmid.protocols import Actor, Bucket, Sender
+from plasmid.protocols import Actor, Bucket, Sender, call
+
+from ..process.worker import EngineWorker
 
 IN_FLIGHT = 2
-"""Buckets on the way at once: one is copied while the next is on the wire."""
+"""Maximum number of buckets in flight: one is copied while the next is transferred."""
+P = ParamSpec("P")
 
 
 @dataclass(slots=True, kw_only=True)
 class HFWire:
-    """Implements `Wire`. The token names one weight sync, so that late calls of an earlier one are recognized."""
+    """Implements `Wire`. The token identifies one weight sync, so that late calls of an earlier one are recognized."""
 
     actors: tuple[Actor, ...]
     token: str
@@ -31,7 +34,7 @@ class HFWire:
 
 
 class HFSender:
-    """Implements `Sender`. Calls run on a loop in a thread of its own, because a rank's code is synchronous."""
+    """Implements `Sender`. Calls run on an event loop in a separate thread, because trainer code is synchronous."""
 
     def __init__(self, wire: HFWire, version: int) -> None:
         self._wire = wire
@@ -42,24 +45,18 @@ class HFSender:
         self._sent: deque[Future[None]] = deque()
 
     def send(self, bucket: Bucket) -> None:
-        """Hand over one bucket to every engine. Raises what an earlier one met."""
+        """Send one bucket to every engine. Raises errors of earlier buckets."""
         while len(self._sent) >= IN_FLIGHT:
             self._sent.popleft().result()
-        header = {
-            "index": bucket.index,
-            "names": bucket.names,
-            "shapes": bucket.shapes,
-            "dtypes": bucket.dtypes,
-            "checksum": bucket.checksum,
-        }
+        header = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "data"}
         data = bucket.data.cpu().numpy()
-        self._sent.append(self._start(self._call_all("put_bucket", header, data)))
+        self._sent.append(self._start(self._call_all(EngineWorker.put_bucket, header, data)))
 
     def close(self, *, ok: bool) -> None:
-        """Wait for everything sent, then say whether it is complete. Raises what any engine met."""
+        """Wait until everything is sent, then report success or failure. Raises errors of any engine."""
         try:
             error = self._first_error()
-            finish = self._start(self._call_all("finish_update", ok and error is None))
+            finish = self._start(self._call_all(EngineWorker.finish_update, ok and error is None))
             finish.result()
             if error is not None and ok:
                 raise error
@@ -73,11 +70,11 @@ class HFSender:
         self._sent.clear()
         return next((error for error in errors if error is not None), None)
 
-    async def _call_all(self, method: str, *args: Any) -> None:
-        wire = self._wire
-        calls = [
-            actor.call(method, wire.token, self._version, *args, timeout_s=wire.timeout_s) for actor in wire.actors
-        ]
+    async def _call_all(
+        self, method: Callable[Concatenate[Any, str, int, P], Awaitable[None]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        token, version, limit_s = self._wire.token, self._version, self._wire.timeout_s
+        calls = [call(actor, limit_s, method, token, version, *args, **kwargs) for actor in self._wire.actors]
         results = await asyncio.gather(*calls, return_exceptions=True)
         error = next((result for result in results if isinstance(result, BaseException)), None)
         if error is not None:

@@ -1,9 +1,9 @@
-"""The receiving half of one weight sync: every tensor once, checked before it is written, or an error."""
+"""Receiving side of one weight sync: every tensor exactly once, verified before it is written."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 import torch
@@ -15,14 +15,18 @@ from torch import Tensor
 
 
 class WeightUpdate:
-    """One policy version on its way into the model. After the first error nothing more is taken."""
+    """One policy version being written into the model. After the first error no more buckets are accepted."""
 
-    def __init__(self, token: str, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, token: str, version: int, tensors: Mapping[str, Tensor], *, kept: Collection[str] = frozenset()
+    ) -> None:
+        """Start an update. The tensors in ``kept``, an adapter's base sent earlier, may be omitted: all or none of
+        them."""
         self.token = token
         self.version = version
         self.result: Future[SyncReceipt] = Future()
         """The receipt, or `SyncError`."""
-        self._tensors = tensors
+        self._tensors, self._kept = tensors, kept
         self._tied = tied_names(tensors)
         self._started = time.monotonic()
         self._sums: list[BucketSum] = []
@@ -30,15 +34,20 @@ class WeightUpdate:
 
     @property
     def is_open(self) -> bool:
-        """False once it has succeeded or failed."""
+        """Return False once the update has succeeded or failed."""
         return not self.result.done()
 
+    @property
+    def overwrote_kept(self) -> bool:
+        """Return whether the update failed after it overwrote some of the ``kept`` tensors."""
+        return self.result.done() and self.result.exception() is not None and not self._written.isdisjoint(self._kept)
+
     def put(self, bucket: Bucket) -> None:
-        """Check a bucket, then write it into the model. Raises `SyncError`; the model is then half old, half new."""
+        """Verify a bucket, then write it into the model. Raises `SyncError`; the model may then be partly updated."""
         if not self.is_open:
-            raise SyncError(f"{self._where}: has ended; no more buckets are taken")
+            raise SyncError(f"{self._where}: already finished; no more buckets are accepted")
         try:
-            self._check_sum(bucket)
+            self._verify_checksum(bucket)
             tensors = list(unpack(bucket))
             for name, tensor in tensors:
                 self._check(name, tensor)
@@ -49,13 +58,12 @@ class WeightUpdate:
             self._tensors[name].copy_(tensor)
             self._written.add(name)
 
-    def _check_sum(self, bucket: Bucket) -> None:
+    def _verify_checksum(self, bucket: Bucket) -> None:
         received = checksum(bucket.data)
         self._sums.append(BucketSum(index=bucket.index, num_bytes=bucket.data.numel(), checksum=received))
         if received != bucket.checksum:
             raise SyncError(
-                f"{self._where}: bucket {bucket.index} was sent with checksum {bucket.checksum:016x} and arrived "
-                f"with {received:016x}"
+                f"{self._where}: bucket {bucket.index} has checksum {received:016x}, expected {bucket.checksum:016x}"
             )
 
     def _check(self, name: str, tensor: Tensor) -> None:
@@ -65,19 +73,21 @@ class WeightUpdate:
         if name in self._written:
             raise SyncError(f"{self._where}: tensor {name!r} was sent twice")
         if (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
-            sent, held = f"{tensor.dtype} {tuple(tensor.shape)}", f"{own.dtype} {tuple(own.shape)}"
-            raise SyncError(f"{self._where}: tensor {name!r} was sent as {sent}, the engine holds {held}")
+            sent, expected = f"{tensor.dtype} {tuple(tensor.shape)}", f"{own.dtype} {tuple(own.shape)}"
+            raise SyncError(f"{self._where}: tensor {name!r} has {sent}, expected {expected}")
         twin = next((other for other in self._tied.get(name, ()) if other in self._written), None)
         if twin is not None and not torch.equal(own.cpu(), tensor.cpu()):
-            raise SyncError(f"{self._where}: tensors {twin!r} and {name!r} are tied but were sent with other values")
+            raise SyncError(f"{self._where}: tensors {twin!r} and {name!r} are tied, but were sent with other values")
 
     def finish(self) -> SyncReceipt:
-        """Account for what has arrived. Raises `SyncError` if a tensor is missing."""
+        """Complete the update. Raises `SyncError` if a tensor is missing."""
         if not self.is_open:
             return self.result.result()
-        missing = [n for n in distinct_names(self._tensors) if self._written.isdisjoint(self._tied.get(n, {n}))]
+        kept = self._kept if self._written.isdisjoint(self._kept) else ()
+        required = [name for name in distinct_names(self._tensors) if name not in kept]
+        missing = [name for name in required if self._written.isdisjoint(self._tied.get(name, {name}))]
         if missing:
-            error = SyncError(f"{self._where}: {len(missing)} tensors never came, the first is {missing[0]!r}")
+            error = SyncError(f"{self._where}: {len(missing)} tensors were not sent, the first is {missing[0]!r}")
             self.fail(error)
             raise error
         receipt = SyncReceipt(
@@ -90,7 +100,7 @@ class WeightUpdate:
         return receipt
 
     def fail(self, error: SyncError) -> None:
-        """End it. What was written stays written, so the engine must not serve."""
+        """Fail the update. The engine must not serve afterwards, because written tensors stay."""
         if self.is_open:
             self.result.set_exception(error)
 
@@ -100,12 +110,12 @@ class WeightUpdate:
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """All names of its memory, of every tensor that has several."""
+    """Map every tensor that has several names to all of them."""
     return {name: names for names in _by_memory(tensors) if len(names) > 1 for name in names}
 
 
 def distinct_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The first name of every tensor that has memory of its own."""
+    """Return the first name of every tensor with memory of its own."""
     return [names[0] for names in _by_memory(tensors)]
 
 

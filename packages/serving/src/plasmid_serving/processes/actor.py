@@ -1,4 +1,4 @@
-"""The actor beside each server, on its machine: starts it, holds its control channel, ends it."""
+"""Actor next to each server, on the same machine: starts it, hosts its control channel, stops it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Sequence
 from plasmid.errors import EngineError
 from plasmid.protocols import Actor
 
-from ..api import HttpApi
-from ..connection import Started
+from ..api import HttpApi, ServerAddress
+from ..connection import StartedServer
 from ..dialect import StartOptions
 from ..weights.control import ControlServer
 from .machines import OtherNodes
 from .server import ServerOptions, ServerProcess, address_to_listen_on, free_port, host_and_port
 
 TRIES = 5
-"""Ports to try: one may be taken between the choice and the server's start."""
+"""Number of ports to try, because another process may take one before the server starts."""
 TAKEN = "address already in use"
 POLL_S = 0.5
 READY_S = 10.0
-"""Time limit of a call to a server that is starting."""
+"""Time limit of a call to a server that is starting, in seconds."""
 
 
 class ServerActor:
-    """One server. If it spans machines, this is the actor on the first of them."""
+    """One server. If it spans machines, this actor runs on the first of them."""
 
     def __init__(self, options: ServerOptions, others: Sequence[Actor] = ()) -> None:
         """``others`` hold a `NodeActor` on each of the other machines."""
@@ -36,8 +36,8 @@ class ServerActor:
         self._others = OtherNodes(others)
         self._control = ControlServer(options.control_key)
 
-    async def start(self) -> Started:
-        """Start the server, or start it again. Raises `EngineError` with the last lines of its log."""
+    async def launch(self) -> StartedServer:
+        """Start or restart the server. Raises `EngineError` with the last lines of its log."""
         deadline = time.monotonic() + self._options.start_s
         for _ in range(TRIES):
             host = address_to_listen_on(self._options.host)
@@ -46,18 +46,21 @@ class ServerActor:
                 await self._others.start(meeting)
                 nodes = self._others.nodes
                 self._process.spawn(StartOptions(host=host, port=port, name=name, nodes=nodes, rendezvous=meeting))
-                api = HttpApi(f"http://{host_and_port(host, port)}", self._options.api_key, timeout_s=READY_S)
+                address = ServerAddress(f"http://{host_and_port(host, port)}", name)
+                api = address.open(self._options.secret, timeout_s=READY_S)
                 try:
                     if await self._is_ready(api, name, deadline):
                         info = await self._options.dialect.describe(api)
-                        return Started(url=api.url, info=info, control=self._control.address)
+                        return StartedServer(address=address, info=info, control=self._control.address)
                 finally:
                     await api.close()
                 await self._others.kill()
-        raise EngineError(f"{self._options.name}: no port of {TRIES} tried could be had; {self._process.last_output()}")
+        raise EngineError(
+            f"{self._options.name}: found no free port in {TRIES} attempts; {self._process.last_output()}"
+        )
 
     async def _is_ready(self, api: HttpApi, name: str, deadline: float) -> bool:
-        """Wait until the server answers. False if its port was taken."""
+        """Wait until the server is ready. Returns False if its port was taken."""
         while True:
             if self._process.exit_code() is not None:
                 if TAKEN in self._process.log().lower():
@@ -69,8 +72,8 @@ class ServerActor:
             if time.monotonic() > deadline:
                 await self._process.kill()
                 raise EngineError(
-                    f"{self._options.name}: not up within {self._options.start_s:g} s "
-                    f"(placement.start_timeout_s); {self._process.last_output()}"
+                    f"{self._options.name}: not ready within placement.start_timeout_s = "
+                    f"{self._options.start_s:g}; {self._process.last_output()}"
                 )
             with contextlib.suppress(EngineError):
                 # another server may have taken the port: the name tells them apart
@@ -79,7 +82,7 @@ class ServerActor:
             await asyncio.sleep(POLL_S)
 
     async def exit_code(self) -> int | None:
-        """Exit code of the server, or of a part of it on another machine; None while all runs."""
+        """Return the exit code of the server, or of its part on another machine; None while all parts run."""
         code = self._process.exit_code()
         return code if code is not None else await self._others.exit_code()
 

@@ -1,4 +1,4 @@
-"""Handles by which the supervisor starts and stops servers: its own, in actors, and those that others run."""
+"""Handles with which the supervisor starts and stops servers: own ones in actors, and external ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 from plasmid.errors import PlasmidError
 from plasmid.protocols import Actor, call
 
-from ..api import HttpApi
-from ..connection import Started
+from ..api import ServerAddress
+from ..connection import StartedServer
 from ..dialect import Dialect
 from ..weights.control import ControlServer
 from .actor import ServerActor
@@ -21,28 +21,25 @@ STOP_S = 15.0
 class ServerHandle(Protocol):
     """One server of the engine."""
 
-    async def start(self, *, timeout_s: float) -> Started:
-        """Start the server, or start it again whatever its state. Raises `PlasmidError`."""
-        ...
+    async def start(self, *, timeout_s: float) -> StartedServer:
+        """Start the server, or restart it whatever its state. Raises `PlasmidError`."""
 
     async def exit_code(self, *, timeout_s: float) -> int | None:
-        """Exit code of the server; None while it runs. Raises `PlasmidError` if that cannot be found out."""
-        ...
+        """Return the exit code of the server; None while it runs. Raises `PlasmidError` if it cannot be determined."""
 
     async def stop(self) -> None:
         """Stop the server."""
-        ...
 
 
 class OwnServer:
-    """Implements `ServerHandle`: a server of the run, beside a `ServerActor`."""
+    """Implements `ServerHandle` for a server of the run, managed by a `ServerActor`."""
 
     def __init__(self, make: Callable[[], Awaitable[Actor]]) -> None:
-        """``make`` starts the actor. It is called again if the actor has died with its machine."""
+        """``make`` starts the actor. It is called again if the actor dies with its machine."""
         self._make = make
         self._actor: Actor | None = None
 
-    async def start(self, *, timeout_s: float) -> Started:
+    async def start(self, *, timeout_s: float) -> StartedServer:
         actor, self._actor = self._actor, None
         if actor is not None:
             try:
@@ -52,7 +49,7 @@ class OwnServer:
                 await actor.stop(grace_s=0.1)
         if self._actor is None:
             self._actor = await self._make()
-        return await call(self._actor, timeout_s, ServerActor.start)
+        return await call(self._actor, timeout_s, ServerActor.launch)
 
     async def exit_code(self, *, timeout_s: float) -> int | None:
         assert self._actor is not None
@@ -64,24 +61,24 @@ class OwnServer:
 
 
 class AttachedServer:
-    """Implements `ServerHandle`: a server that others run. It is never started or stopped."""
+    """Implements `ServerHandle` for an external server, which is never started or stopped."""
 
     def __init__(self, dialect: Dialect, url: str, api_key: str) -> None:
-        self._dialect, self._url, self._key = dialect, url, api_key
+        self._dialect, self._address, self._key = dialect, ServerAddress(url.rstrip("/")), api_key
         self._control = ControlServer(secrets.token_bytes(32))
 
-    async def start(self, *, timeout_s: float) -> Started:
+    async def start(self, *, timeout_s: float) -> StartedServer:
         """Attach. Raises `EngineError` if the server has another model or cannot be updated."""
-        api = HttpApi(self._url, self._key)
+        api = self._address.open(self._key)
         try:
             info = await self._dialect.describe(api)
             await self._dialect.check_attached(api, info)
         finally:
             await api.close()
-        return Started(url=self._url, info=info, control=self._control.address)
+        return StartedServer(address=self._address, info=info, control=self._control.address)
 
     async def exit_code(self, *, timeout_s: float) -> int | None:
-        """Never known."""
+        """Return None: it is never known."""
         return None
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Servers that span several machines: the first machine serves and controls the processes on the others."""
+"""Servers that span several machines: the first machine serves, and controls the processes on the others."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .server import ServerOptions, ServerProcess, address_to_listen_on, free_por
 
 CALL_S = 30.0
 RENDEZVOUS_PORTS = 7
-"""Consecutive ports from the rendezvous on that a server over several machines may open."""
+"""Number of consecutive ports, from the rendezvous on, that a multi-machine server may open."""
 TRIES = 50
 
 
 class NodeActor:
-    """Part of a server on another machine than its first; serves only its own health. Ends with the first."""
+    """Part of a server on a machine other than its first. Exposes only its own health. Ends with the first."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._process = ServerProcess(options)
 
     async def start(self, nodes: int, node_rank: int, rendezvous: str) -> None:
-        """Start the process, or start it again. Returns at once."""
+        """Start or restart the process. Returns immediately."""
         await self.kill()
         host = address_to_listen_on(self._process.options.host)
         port = free_port(host)
@@ -40,7 +40,7 @@ class NodeActor:
         return self._process.start_error()
 
     async def exit_code(self) -> int | None:
-        """Exit code of the process; None while it runs."""
+        """Return the exit code of the process; None while it runs."""
         return self._process.exit_code()
 
     async def kill(self) -> None:
@@ -53,7 +53,7 @@ class NodeActor:
 
 
 class OtherNodes:
-    """The `NodeActor`s of a server, as its first machine sees them. There may be none."""
+    """The `NodeActor`s of a server, held by its first machine. There may be none."""
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self._actors = tuple(actors)
@@ -61,7 +61,8 @@ class OtherNodes:
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[str]:
-        """Host and port where all processes meet, reserved meanwhile. Empty for a server on one machine."""
+        """Yield the host and port at which all processes meet, reserved meanwhile; empty for a server on one
+        machine."""
         if not self._actors:
             yield ""
             return
@@ -75,23 +76,23 @@ class OtherNodes:
         await self._all(call(actor, CALL_S, NodeActor.start, self.nodes, i, rendezvous) for i, actor in ranked)
 
     async def start_error(self) -> str:
-        """Why the first of them has ended; empty while all run."""
+        """Return why the first ended process ended; empty while all run."""
         return next(filter(None, await self._all(call(a, CALL_S, NodeActor.start_error) for a in self._actors)), "")
 
     async def exit_code(self) -> int | None:
-        """Exit code of the first that has ended; None while all run."""
+        """Return the exit code of the first ended process; None while all run."""
         codes = await self._all(call(actor, CALL_S, NodeActor.exit_code) for actor in self._actors)
         return next((code for code in codes if code is not None), None)
 
     async def kill(self) -> None:
-        """Kill all processes. Raises `EngineError` if a machine does not answer, after the others have ended."""
+        """Kill all processes. Raises `EngineError` if a machine does not respond, after the others have ended."""
         await self._all(call(actor, CALL_S, NodeActor.kill) for actor in self._actors)
 
     async def _all(self, calls: Any) -> list[Any]:
         found = await asyncio.gather(*calls, return_exceptions=True)
         for result in found:
             if isinstance(result, PlasmidError):
-                raise EngineError(f"another machine of the server: {result}") from None
+                raise EngineError(f"server process on another machine: {result}") from None
             if isinstance(result, BaseException):
                 raise result
         return found
@@ -99,9 +100,9 @@ class OtherNodes:
 
 @contextlib.contextmanager
 def reserved_ports(host: str, count: int) -> Iterator[int]:
-    """Reserve consecutive ports and return the first. Processes that ask for any free port do not get them.
+    """Reserve consecutive ports and yield the first. The kernel does not hand them out to others as free ports.
 
-    The ports are bound, not listened to. Linux then lets sockets with SO_REUSEADDR bind them by number, as torch's
+    The ports are bound but not listened to. Linux then lets sockets with SO_REUSEADDR bind them by number, as torch's
     stores do.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -115,7 +116,7 @@ def reserved_ports(host: str, count: int) -> Iterator[int]:
                 continue
             yield first
             return
-    raise EngineError(f"no {count} free ports in a row on {host}")
+    raise EngineError(f"no {count} consecutive free ports on {host}")
 
 
 def _bind(stack: contextlib.ExitStack, family: int, host: str, port: int) -> int:
@@ -125,6 +126,6 @@ def _bind(stack: contextlib.ExitStack, family: int, host: str, port: int) -> int
     return int(bound.getsockname()[1])
 
 
-def by_machine(bundles: Sequence[Bundle]) -> list[tuple[Bundle, ...]]:
+def group_by_machine(bundles: Sequence[Bundle]) -> list[tuple[Bundle, ...]]:
     """Split the bundles of one server by machine."""
     return [tuple(own) for _, own in groupby(bundles, key=lambda bundle: bundle.node)]

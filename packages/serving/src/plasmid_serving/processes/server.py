@@ -1,4 +1,4 @@
-"""Child processes for servers: ports, start, log, end."""
+"""Child processes of servers: ports, start, log and shutdown."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,45 +19,50 @@ from plasmid.utils.addresses import own_address
 from plasmid.utils.log_files import last_lines
 from plasmid.utils.safe_files import append_private, write_text
 
+from ..api import start_key
 from ..dialect import Dialect, Program, StartOptions
 from ..weights.control import KEY_VARIABLE
 from .launch import API_KEY_VARIABLE
 
 STOP_S = 5.0
+LISTENING = "0A"
+"""State of a socket in the kernel's tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Options of every start of one server."""
+    """Options that stay the same for every start of one server."""
 
     name: str
     dialect: Dialect
     host: str
     """Address to listen on, or ``auto``."""
     folder: Path
-    """For the file of arguments."""
+    """Folder for the arguments file."""
     log_file: Path
     start_s: float
-    """Time limit of a start."""
+    """Time limit of a start, in seconds."""
     env: Mapping[str, str] = field(default_factory=dict)
-    api_key: str = field(repr=False)
-    """Random; the server refuses requests without it."""
+    secret: str = field(repr=False)
+    """Random secret from which each start gets the API key that requests must carry (`start_key`)."""
     control_key: bytes = field(repr=False)
-    """Random; authenticates the control channel of weight syncs."""
+    """Random key that authenticates the control channel of weight syncs."""
 
 
 class ServerProcess:
-    """The process of a server on one machine. May be started again after its end."""
+    """The process of a server on one machine. Can be restarted after it ended."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._key = ""
 
     def spawn(self, start: StartOptions) -> None:
         """Start the process."""
         options = self.options
-        keys = {API_KEY_VARIABLE: options.api_key, KEY_VARIABLE: options.control_key.hex()}
+        self._key = start_key(options.secret, start.name)
+        keys = {API_KEY_VARIABLE: self._key, KEY_VARIABLE: options.control_key.hex()}
         self._log_start = options.log_file.stat().st_size if options.log_file.exists() else 0
         self._process = spawn(
             options.dialect.launch(start),
@@ -66,29 +72,29 @@ class ServerProcess:
         )
 
     def exit_code(self) -> int | None:
-        """Exit code of the process; None while it runs."""
+        """Return the exit code of the process; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def start_error(self) -> str:
-        """Why the process ended during its start; empty while it runs."""
+        """Return why the process ended during its start; empty while it runs."""
         code = self.exit_code()
         name = self.options.name
-        return "" if code is None else f"{name}: ended with code {code} while starting; {self.last_output()}"
+        return "" if code is None else f"{name}: exited with code {code} while starting; {self.last_output()}"
 
     def log(self) -> str:
-        """Output since the last start."""
+        """Return the output since the last start."""
         with self.options.log_file.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
 
     def last_output(self) -> str:
-        """Last lines of the log, for messages, without the API key."""
+        """Return the last lines of the log, for messages, without the API key."""
         options = self.options
-        words = last_lines(options.log_file).replace(options.api_key, "***") or "it said nothing"
-        return f"its last words: {words} (its log: {options.log_file})"
+        lines = last_lines(options.log_file).replace(self._key, "***") or "none"
+        return f"last output: {lines} (log: {options.log_file})"
 
     async def stop(self) -> None:
-        """Ask the process to end, then kill it with all its children."""
+        """Ask the process to exit, then kill it with all its children."""
         if self._process is not None and self.exit_code() is None:
             self._signal(signal.SIGTERM)
             for _ in range(round(STOP_S / 0.1)):
@@ -110,13 +116,20 @@ class ServerProcess:
 
 
 def spawn(program: Program, file: Path, log_file: Path, *, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a program that ends with this process. Its arguments go through ``file``, its output to ``log_file``."""
+    """Start a program that ends with this process. Arguments go through ``file``, output to ``log_file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps(program.arguments, indent=1))
-    with append_private(log_file) as log:  # servers log their arguments, and with them the key
+    with append_private(log_file) as log:  # private, because servers log their arguments, including the key
         return subprocess.Popen(
-            [sys.executable, "-m", "plasmid_serving.processes.launch", program.function, str(os.getpid()), str(file)],
+            [
+                program.python or sys.executable,
+                "-m",
+                "plasmid_serving.processes.launch",
+                program.function,
+                str(os.getpid()),
+                str(file),
+            ],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -131,13 +144,28 @@ def address_to_listen_on(setting: str) -> str:
 
 
 def free_port(host: str) -> int:
-    """Return a port that is free now. It may be taken before a server has started, so the caller checks who answers."""
+    """Return a port that is currently free. Another process may take it, so the caller checks which server responds."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
+def listens_as_this_user(host: str, port: int) -> bool:
+    """Return whether this user's processes, and those of no other user, listen there on this machine. Linux only."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    places = {_in_table(family, address, port) for address in (host, "::" if ":" in host else "0.0.0.0")}
+    lines = Path("/proc/net/tcp6" if ":" in host else "/proc/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]
+    return {row[7] for row in rows if row[3] == LISTENING and row[1] in places} == {str(os.getuid())}
+
+
+def _in_table(family: int, address: str, port: int) -> str:
+    """Return how the kernel's tables of sockets write an address: as numbers of 32 bits in the machine's order."""
+    packed = socket.inet_pton(family, address)
+    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed)) + f":{port:04X}"
+
+
 def host_and_port(host: str, port: int) -> str:
-    """Return both as in a URL."""
+    """Join host and port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,118 +1,124 @@
-"""Requests to servers of others and their answers: ``/generate`` on token ids, and OpenAI's completions."""
+"""APIs of external servers: the extension point, and OpenAI's completions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from plasmid.components import Component
+from plasmid.config.run import ModelConfig
 from plasmid.types import Completion, Floats, GenerateRequest, Ints, SamplingParams, StopReason, VersionSpan
+from plasmid_models.tokenization.tokenizer import Tokenizer
 
 STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ERROR}
 
 MOST_TOKENS, FEW_TOKENS = 2, 16
-"""A text may have more tokens than were drawn, since it is tokenised anew: at most so many times, and so many more."""
+"""A text is tokenized again and may then have more tokens than were generated: at most this factor, and this many
+more."""
 MAX_REASON = 1000
-"""Characters of a server's own words that are kept."""
+"""Maximum length of a server's error message, in characters."""
 
 
-class Api(Protocol):
-    """One way of asking."""
+class ServedModel:
+    """The model of an external server: its name there, and the tokenizer of the recipe's ``model``."""
 
-    path: str
+    def __init__(self, name: str, model: ModelConfig, *, prompt: Literal["tokens", "text"]) -> None:
+        """``prompt`` selects the content of requests; in text, special tokens are spelled out."""
+        self.name, self._model, self._prompt = name, model, prompt
 
-    def payload(self, request: GenerateRequest) -> dict[str, Any]:
-        """The body of a request."""
-        ...
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, opened on first use."""
+        return Tokenizer.of(self._model)
 
-    def completion(self, request: GenerateRequest, answer: Any) -> Completion:
-        """What an answer says. Raises `KeyError`, `TypeError`, `ValueError` or `IndexError` if it is not one."""
-        ...
+    def prompt_of(self, request: GenerateRequest) -> str | list[int]:
+        """Return the tokens of a request, or their text."""
+        ids = request.token_ids
+        return ids.tolist() if self._prompt == "tokens" else self.tokenizer.decode(ids, keep_special=True)
 
 
-class GenerateApi:
-    """``/generate``: token ids in and out, log-probabilities at the sampling temperature."""
+class ServerApi(Component, slot="server_apis"):
+    """How to request completions from external servers: ``rollout.api`` of the engine ``server``."""
 
-    path = "/generate"
+    path: ClassVar[str]
+    """Path of requests."""
+    probe: ClassVar[str] = ""
+    """Path that only servers with this API answer, used by ``api = "auto"`` for detection; empty for none."""
+    names_model: ClassVar[bool] = False
+    """Whether requests contain the model name."""
+    sampling_settings: ClassVar[frozenset[str]] = frozenset()
+    """Settings of `SamplingParams.OPTIONAL` that requests contain."""
 
-    def payload(self, request: GenerateRequest) -> dict[str, Any]:
+    @abstractmethod
+    def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
+        """Return the body of a request."""
+
+    @abstractmethod
+    def completion(self, request: GenerateRequest, answer: Any, model: ServedModel) -> Completion:
+        """Convert a response, which is untrusted, to a completion (`make_completion`).
+
+        Raises `KeyError`, `TypeError`, `ValueError` or `IndexError` for an invalid response.
+        """
+
+
+class CompletionsApi(ServerApi):
+    """``/v1/completions`` of OpenAI. The text of a response is tokenized, unless the server returns tokens."""
+
+    kind: Literal["openai"] = "openai"
+    path: ClassVar[str] = "/v1/completions"
+    names_model: ClassVar[bool] = True
+    sampling_settings: ClassVar[frozenset[str]] = frozenset({"frequency_penalty", "presence_penalty", "logit_bias"})
+
+    def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
         sampling = request.sampling
         return {
-            "input_ids": request.token_ids.tolist(),
-            "return_logprob": True,
-            "sampling_params": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": -1 if sampling.top_k == "all" else sampling.top_k,
-                "min_p": sampling.min_p,
-                "max_new_tokens": _left(request),
-                "stop": list(sampling.stop),
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "no_stop_trim": True,
-            },
-        }
-
-    def completion(self, request: GenerateRequest, answer: Any) -> Completion:
-        drawn = answer["meta_info"]["output_token_logprobs"]
-        reason = answer["meta_info"]["finish_reason"]
-        ids = np.array([token for _, token, *_ in drawn], np.int32)
-        logprobs = np.array([np.nan if value is None else value for value, *_ in drawn], np.float32)
-        return _completion(request, ids, logprobs, reason["type"], str(reason.get("message", "the server gave up")))
-
-
-class CompletionsApi:
-    """``/v1/completions``. Tokens of an answer are those of its text, unless the server tells them itself."""
-
-    path = "/v1/completions"
-
-    def __init__(self, model: str, *, encode: Callable[[str], Ints], spell: Callable[[Ints], str] | None) -> None:
-        """``spell`` writes prompts out as text; None sends their tokens."""
-        self._model, self._encode, self._spell = model, encode, spell
-
-    def payload(self, request: GenerateRequest) -> dict[str, Any]:
-        sampling = request.sampling
-        spell = self._spell
-        return {
-            "model": self._model,
-            "prompt": request.token_ids.tolist() if spell is None else spell(request.token_ids),
-            "max_tokens": _left(request),
+            "model": model.name,
+            "prompt": model.prompt_of(request),
+            "max_tokens": remaining_tokens(request),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": request.seed % 2**31,
             "logprobs": 1,
-            **_unusual(sampling),
+            **_changed_settings(sampling),
         }
 
-    def completion(self, request: GenerateRequest, answer: Any) -> Completion:
+    def completion(self, request: GenerateRequest, answer: Any, model: ServedModel) -> Completion:
         choice = answer["choices"][0]
-        told = choice.get("token_ids")
-        ids = np.asarray(told, np.int32) if told is not None else self._encode(str(choice["text"]))
+        returned = choice.get("token_ids")
+        ids = np.asarray(returned, np.int32) if returned is not None else model.tokenizer.encode(str(choice["text"]))
         values = (choice.get("logprobs") or {}).get("token_logprobs") or []
         known = len(values) == len(ids)
         logprobs = [np.nan if value is None else value for value in values] if known else [np.nan] * len(ids)
-        return _completion(request, ids, np.array(logprobs, np.float32), choice["finish_reason"], "the server gave up")
+        return make_completion(request, ids, np.array(logprobs, np.float32), choice["finish_reason"])
 
 
-def _left(request: GenerateRequest) -> int:
+def remaining_tokens(request: GenerateRequest) -> int:
+    """Return how many more tokens may be generated."""
     return max(1, request.sampling.max_new_tokens - request.num_generated)
 
 
-def _unusual(sampling: SamplingParams) -> Mapping[str, Any]:
-    """Settings that not every server knows are sent only where they say something."""
+def _changed_settings(sampling: SamplingParams) -> Mapping[str, Any]:
+    """Return non-default settings only, because not every server knows them."""
     settings = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop": list(sampling.stop)}
     plain = {"top_k": "all", "min_p": 0.0, "stop": []}
     ids = {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
-    return {name: value for name, value in settings.items() if value != plain[name]} | ids
+    return {name: value for name, value in settings.items() if value != plain[name]} | ids | dict(sampling.optional)
 
 
-def _completion(request: GenerateRequest, ids: Ints, logprobs: Floats, reason: str, error: str) -> Completion:
+def make_completion(
+    request: GenerateRequest, ids: Ints, logprobs: Floats, reason: str, error: str = "aborted by the server"
+) -> Completion:
+    """Build a completion from a server's response. Raises ValueError for an invalid one."""
     stop = STOPS.get(reason, StopReason.STOP)
-    if len(ids) > MOST_TOKENS * _left(request) + FEW_TOKENS:
-        raise ValueError(f"{len(ids)} tokens came, {_left(request)} were asked for")
+    if len(ids) > MOST_TOKENS * remaining_tokens(request) + FEW_TOKENS:
+        raise ValueError(f"got {len(ids)} tokens, at most {remaining_tokens(request)} were requested")
     if len(ids) and ids.min() < 0:
-        raise ValueError(f"a token is {ids.min()}")
+        raise ValueError(f"got token {ids.min()}")
     if np.isinf(logprobs).any():
-        raise ValueError("a log-probability is infinite")
+        raise ValueError("got an infinite log-probability")
     return Completion(
         request_id=request.id,
         token_ids=ids,
@@ -123,6 +129,6 @@ def _completion(request: GenerateRequest, ids: Ints, logprobs: Floats, reason: s
     )
 
 
-def failed(request: GenerateRequest, error: str) -> Completion:
-    """No completion, and why."""
-    return _completion(request, np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", error)
+def failed_completion(request: GenerateRequest, error: str) -> Completion:
+    """Return a completion without tokens that carries the error."""
+    return make_completion(request, np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", error)

@@ -1,4 +1,4 @@
-"""Asks the server: connections, attempts, deadlines."""
+"""Client of an external server: connections, retries and deadlines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -14,17 +14,16 @@ from plasmid.config.run import ModelConfig
 from plasmid.errors import ConfigError, one_line
 from plasmid.types import Completion, GenerateRequest, StopReason
 from plasmid.utils import json_client
-from plasmid.utils.json_client import Asking, JsonClient, ServerFailure
-from plasmid_models.tokenization.tokenizer import Tokenizer
+from plasmid.utils.json_client import JsonClient, RequestOptions, ServerFailure
 
-from .apis import Api, CompletionsApi, GenerateApi, failed
-from .settings import Server, ServerApi
+from .apis import ServedModel, ServerApi, failed_completion
+from .settings import Server
 
 LONGEST_PAUSE_S = 20.0
 LEAST_BYTES = 1 << 20
-"""Of an answer, however short the completion may be."""
+"""Minimum limit on the response size, in bytes, for short completions."""
 BYTES_PER_TOKEN = 1024
-"""Of an answer with tokens and log-probabilities, generously."""
+"""Generous limit on the response size per token with its log-probability, in bytes."""
 
 
 class ServerClient:
@@ -32,69 +31,64 @@ class ServerClient:
 
     def __init__(self, settings: Server, model: ModelConfig, *, served: str, api: ServerApi) -> None:
         """``served`` is the model's name in requests."""
-        self._settings, self._model, self._served, self._api_name = settings, model, served, api
+        self._settings, self._model, self._api = settings, model, api
+        self._served = ServedModel(served, model, prompt=settings.prompt)
         self.json = EngineServer(settings)
         self._running: dict[str, asyncio.Task[Completion]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(ServerClient, served=self._served, api=self._api_name), (self._settings, self._model)
-
-    @cached_property
-    def _api(self) -> Api:
-        if self._api_name == "generate":
-            return GenerateApi()
-        tokenizer = Tokenizer.of(self._model)
-        spell = None
-        if self._settings.prompt == "text":
-            spell = partial(tokenizer.decode, keep_special=True)
-        return CompletionsApi(self._served, encode=tokenizer.encode, spell=spell)
+        return partial(ServerClient, served=self._served.name, api=self._api), (self._settings, self._model)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Continue the tokens. What the server does not answer in time, or refuses, is a completion with an error."""
+        """Continue the tokens. A timeout or a refusal by the server becomes a completion with an error."""
         task = asyncio.create_task(self._ask(request))
         self._running[request.id] = task
         try:
             return await asyncio.wait_for(task, request.deadline_s)
         except TimeoutError:
-            return failed(request, f"{self.json.shown} gave no answer within {request.deadline_s:g} s")
+            return failed_completion(request, f"no answer from {self.json.shown} within {request.deadline_s:g} s")
         except asyncio.CancelledError:
-            if request.id in self._running:  # whoever waits has gone, and not `abort` ended the request
+            if request.id in self._running:  # the waiting task was cancelled, not the request aborted
                 raise
-            return replace(failed(request, ""), stop_reason=StopReason.ABORT, error=None)
+            return replace(failed_completion(request, ""), stop_reason=StopReason.ABORT, error=None)
         finally:
             self._running.pop(request.id, None)
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
-        """End requests early. What the server has drawn of them is not known here."""
+        """End requests early. Tokens that the server has generated for them are lost."""
         for id_ in list(self._running) if request_ids == "all" else request_ids:
             task = self._running.pop(id_, None)
             if task is not None:
                 task.cancel()
 
-    async def leave(self, session_ids: Sequence[str]) -> None:
-        """Nobody needs to know."""
+    async def fetch_partial(self, request_ids: Sequence[str]) -> Sequence[Completion]:
+        """Return empty completions: partial results of the server are not available."""
+        return [Completion.unstarted(id_) for id_ in request_ids]
+
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """Do nothing: the server keeps no sessions."""
 
     async def close(self) -> None:
-        """Close the connections of this loop."""
+        """Close the connections of this event loop."""
         await self.json.close()
 
     async def _ask(self, request: GenerateRequest) -> Completion:
         try:
             most = LEAST_BYTES + request.sampling.max_new_tokens * BYTES_PER_TOKEN
-            answer = await self.json.post(self._api.payload(request), path=self._api.path, max_bytes=most)
-            return self._api.completion(request, answer)
+            answer = await self.json.post(self._api.payload(request, self._served), path=self._api.path, max_bytes=most)
+            return self._api.completion(request, answer, self._served)
         except ServerFailure as error:
-            return failed(request, str(error))
+            return failed_completion(request, str(error))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-            reason = f"not the answer of a server of this kind: {one_line(error)}"
-            return failed(request, self.json.described(self._api.path, reason))
+            reason = f"not a valid answer: {one_line(error)}"
+            return failed_completion(request, self.json.describe_error(self._api.path, reason))
 
 
 class EngineServer(JsonClient):
-    """The server, asked for JSON."""
+    """JSON client of the server."""
 
     def __init__(self, settings: Server) -> None:
-        asking = Asking(
+        asking = RequestOptions(
             attempts=settings.attempts,
             backoff_s=settings.backoff_s,
             max_backoff_s=LONGEST_PAUSE_S,
@@ -108,12 +102,12 @@ class EngineServer(JsonClient):
             library=partial(import_module, "httpx"),
         )
 
-    def described(self, path: str, reason: str) -> str:
+    def describe_error(self, path: str, reason: str) -> str:
         return f"{self.shown}{path}: {reason.removeprefix('answered ')}"
 
 
 def authorization(variable: str) -> dict[str, str]:
-    """The header with the key. Raises `ConfigError` if the variable is not set."""
+    """Return the header with the key. Raises `ConfigError` if the variable is not set."""
     if not variable:
         return {}
     if not os.environ.get(variable):

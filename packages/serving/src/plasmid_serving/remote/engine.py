@@ -1,27 +1,31 @@
-"""The server as a run sees it: an engine that serves, and whose weights nobody here can change."""
+"""Engine for an external server, whose weights cannot be changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from plasmid.config.run import ModelConfig
+from plasmid.components import kind_of
+from plasmid.config.run import RunConfig
 from plasmid.errors import EngineError
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.protocols import PauseMode, SyncPlan
 from plasmid.types import SyncReceipt
 from plasmid.utils.addresses import shown_url
 
+from .apis import CompletionsApi, ServerApi
 from .client import ServerClient, authorization
-from .settings import NATIVE, Server, ServerApi
+from .settings import Server
 
 ANSWER_S = 30.0
-"""Longest time for an answer about the server itself."""
+"""Time limit for requests about the server itself, in seconds."""
 MAX_NAME = 500
-"""Characters of a model's name."""
+"""Maximum length of a model name, in characters."""
 
 
 class ServerEngine:
-    """Implements `RolloutEngine` as far as evaluating and sampling need it."""
+    """Implements the parts of `RolloutEngine` that evaluation and sampling need."""
 
     pause_mode: PauseMode = "in_place"
 
@@ -30,38 +34,38 @@ class ServerEngine:
 
     @property
     def client(self) -> ServerClient:
-        """What rollout workers talk to."""
+        """Return the client for rollout workers."""
         return self._client
 
     def needs_weights(self) -> bool:
         return False
 
     async def expect(self, session_ids: Sequence[str]) -> None:
-        """A server batches as it likes."""
+        """Do nothing: the server decides how it batches."""
 
     async def pause(self, mode: PauseMode) -> None:
-        self._cannot("be paused")
+        self._refuse("be paused")
 
     async def resume(self) -> None:
-        """It never was paused."""
+        """Do nothing: the server is never paused."""
 
     async def plan_sync(self) -> SyncPlan:
-        self._cannot("take weights")
+        self._refuse("receive weights")
 
     async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        self._cannot("take weights")
+        self._refuse("receive weights")
 
     async def checksum(self) -> Mapping[str, int]:
-        self._cannot("show its weights")
+        self._refuse("return checksums")
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        self._cannot("give up its memory")
+        self._refuse("release its memory")
 
     async def wake(self, *, kv_cache: bool = True) -> None:
-        """It never slept."""
+        """Do nothing: the server never sleeps."""
 
     async def health(self) -> None:
-        """Raises `EngineError` if the server cannot be reached."""
+        """Raise `EngineError` if the server cannot be reached."""
         await _get(self._client, "/v1/models")
 
     async def metrics(self) -> Mapping[str, float]:
@@ -70,40 +74,54 @@ class ServerEngine:
     async def close(self) -> None:
         await self._client.close()
 
-    def _cannot(self, what: str) -> NoReturn:
-        raise EngineError(f"rollout: the server at {self._url} cannot {what}: it is somebody else's")
+    def _refuse(self, what: str) -> NoReturn:
+        raise EngineError(f"rollout: the server at {self._url} cannot {what}, because the run did not start it")
 
 
-async def connect(settings: Server, model: ModelConfig) -> ServerEngine:
-    """Find out what the server speaks and serves. Raises `EngineError` if it cannot be reached."""
+async def connect(settings: Server, config: RunConfig) -> ServerEngine:
+    """Detect the server's API and its model. Raises `EngineError` if it cannot be reached."""
     authorization(settings.api_key_env)
-    probe = ServerClient(settings, model, served="", api="completions")
+    probe = ServerClient(settings, config.model, served="", api=CompletionsApi())
     try:
-        api: ServerApi = "completions"
-        if settings.api == NATIVE or (settings.api == "auto" and await _get(probe, "/get_model_info", needed=False)):
-            api = "generate"
+        api = await _find_api(probe, config.plugins) if settings.api == "auto" else settings.api
+        _check_sampling(api, config)
         served = settings.model
-        if api == "completions" and served == "auto":
+        if api.names_model and served == "auto":
             listed = await _get(probe, "/v1/models")
             try:
                 served = str(listed["data"][0]["id"])[:MAX_NAME]
             except (KeyError, IndexError, TypeError):
-                raise EngineError(
-                    f"rollout.url: {shown_url(settings.url)} lists no model; name one with rollout.model"
-                ) from None
+                raise EngineError(f"rollout.url: {shown_url(settings.url)} lists no model; set rollout.model") from None
     finally:
         await probe.close()
-    return ServerEngine(ServerClient(settings, model, served=served, api=api), shown_url(settings.url))
+    return ServerEngine(ServerClient(settings, config.model, served=served, api=api), shown_url(settings.url))
+
+
+def _check_sampling(api: ServerApi, config: RunConfig) -> None:
+    for place, sampling in config.given_samplings():
+        if unsupported := [name for name in sampling.optional if name not in api.sampling_settings]:
+            raise EngineError(
+                f"{place}.{unsupported[0]}: the server's API {kind_of(api)!r} does not support it; remove it or set "
+                "rollout.api"
+            )
+
+
+async def _find_api(probe: ServerClient, plugins: Sequence[str]) -> ServerApi:
+    """Return the installed API whose own path the server answers, or else OpenAI's."""
+    for cls in find_components(load_plugins(files=map(Path, plugins)))["server_apis"].values():
+        if issubclass(cls, ServerApi) and cls.probe and await _get(probe, cls.probe, needed=False):
+            return cls()
+    return CompletionsApi()
 
 
 async def _get(client: ServerClient, path: str, *, needed: bool = True) -> Any:
-    """The JSON at the path; None if the server has none there and it is not ``needed``."""
+    """Return the JSON at the path; None if it is missing and not ``needed``."""
     url, answer = client.json.shown, await client.json.ask("GET", path, limit_s=ANSWER_S)
     if answer.error and not answer.status:
         raise EngineError(f"rollout.url: cannot reach {url}: {answer.error}")
     if answer.error and needed:
         raise EngineError(
-            f"rollout.url: {url}{path} answered {answer.status}, so this is no OpenAI-compatible server; see that the "
-            "address is right, and rollout.api_key_env if it wants a key"
+            f"rollout.url: {url}{path} returned status {answer.status}, so it is not an OpenAI-compatible server; "
+            "check the URL, and set rollout.api_key_env if the server requires a key"
         )
     return answer.value

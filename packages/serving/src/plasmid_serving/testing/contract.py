@@ -1,13 +1,14 @@
-"""What the loop relies on in an engine, as a check that authors run on their own engines: one line of a test.
+"""Check of the guarantees that the training loop relies on, for authors of engines: one line of a test.
 
     asyncio.run(check_engine(engine, token_ids=[5, 6, 7], policy=policy))
 
-A promise that is not kept is an `AssertionError` that says which.
+A violated guarantee raises an `AssertionError` that names it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,27 +22,28 @@ from plasmid_models.sync import compare, make_buckets, send_weights
 from torch import Tensor
 
 HELD_S = 0.3
-"""How long a paused engine is watched for tokens that it must not draw."""
-DELAYS_S = (0.1, 0.3, 1.0)
-"""Times after which long requests are interrupted; the first that finds one running is enough."""
+"""Time that a paused engine is watched for tokens that it must not generate, in seconds."""
+INTERRUPTIONS = (0.5, 0.25, 0.75, 0.1, 0.5, 0.25)
+"""When a sync interrupts long requests, as fractions of their undisturbed duration. The first attempt that
+interrupts one is enough, because the duration varies on a busy machine."""
 FAULTS = {
     "corrupt": "a bucket whose bytes do not have the sender's checksum fails the sync",
-    "incomplete": "a sync that its sender gives up fails",
+    "incomplete": "a sync that its sender aborts fails",
 }
-"""Faults of senders, and the promise that each tests."""
+"""Faults of senders, and the guarantee that each one tests."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Policy:
-    """The policy that an engine serves, for `check_engine` to send changed weights and compare what it draws."""
+    """The policy of an engine, with which `check_engine` sends changed weights and checks generated tokens."""
 
     weights: Mapping[str, Tensor]
-    """By Hugging Face name, in the number type of the engine."""
+    """Weights by Hugging Face name, in the data type of the engine."""
     logprobs: Callable[[Mapping[str, Tensor], GenerateRequest, Completion], Floats]
-    """[C] reference log-probabilities of a completion's tokens under some weights, at the scoring temperature."""
+    """Function that returns [C] reference log-probabilities of a completion's tokens, at the scoring temperature."""
     tolerance: float = 1e-4
     long_tokens: int = 200
-    """Length of requests that are interrupted by a weight sync."""
+    """Length of requests that a weight sync interrupts, in tokens."""
 
 
 async def check_engine(
@@ -55,10 +57,10 @@ async def check_engine(
     policy: Policy | None = None,
     timeout_s: float = 60.0,
 ) -> None:
-    """Check what `RolloutEngine` and `EngineClient` promise. The engine must be serving; it is again afterwards.
+    """Check the guarantees of `RolloutEngine` and `EngineClient`. The engine must be serving, and is again afterwards.
 
     ``gives_kept_sets`` and ``owns_weights`` are those of the engine's settings; ``temperature`` is 0 for an engine that
-    draws without seeds. Weight syncs and partial rollouts are checked with a ``policy`` only.
+    samples without seeds. Weight syncs and partial rollouts are checked only with a ``policy``.
     """
     _check_members(engine, RolloutEngine)
     _check_members(engine.client, EngineClient)
@@ -75,7 +77,7 @@ async def check_engine(
         first = await _answer(engine, request)
         _check_completion(first, request)
         again = await _answer(engine, replace(request, id="contract/0#1"))
-        assert first.token_ids.tolist() == again.token_ids.tolist(), "one seed must give one completion"
+        assert first.token_ids.tolist() == again.token_ids.tolist(), "the same seed must give the same completion"
         if owns_weights:
             await _check_pause(engine, replace(request, id="contract/0#2"), first)
             await _check_sleep(engine, replace(request, id="contract/0#3"), first)
@@ -86,23 +88,23 @@ async def check_engine(
             restricted = replace(request, id="contract/0#4", sampling=sampling, wants_kept_set=True)
             _check_kept(await engine.client.generate(restricted), restricted)
         await engine.client.abort(["contract/unknown"])
-        await engine.client.leave(["contract/unknown", "contract/0"])
+        await engine.client.end_sessions(["contract/unknown", "contract/0"])
         if owns_weights:
             sums = dict(await engine.checksum())
-            assert sums == dict(await engine.checksum()), "unchanged weights have one checksum"
+            assert sums == dict(await engine.checksum()), "checksums of unchanged weights must not change"
             if policy is not None:
                 await _check_syncs(engine, replace(request, id="contract/0#5"), policy)
-                assert dict(await engine.checksum()) == sums, "weights that are sent again have their checksums again"
+                assert dict(await engine.checksum()) == sums, "the same weights must give the same checksums"
         check_gauges(await engine.metrics(), "engine.metrics")
 
 
 def _check_members(part: object, protocol: type) -> None:
     missing = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(part, name)]
-    assert not missing, f"{type(part).__name__} is no {protocol.__name__}: it lacks {', '.join(missing)}"
+    assert not missing, f"{type(part).__name__} does not implement {protocol.__name__}: missing {', '.join(missing)}"
 
 
 async def _check_refusals(engine: RolloutEngine) -> None:
-    """An engine whose weights belong to others says that it cannot do what needs them."""
+    """Check that an engine with external weights refuses operations that need to change them."""
     calls: dict[str, Callable[[], Awaitable[object]]] = {
         "pause": lambda: engine.pause(engine.pause_mode),
         "sleep": engine.sleep,
@@ -113,27 +115,27 @@ async def _check_refusals(engine: RolloutEngine) -> None:
             await call()
         except EngineError:
             continue
-        raise AssertionError(f"an engine without weights of its own raises EngineError in {name}")
-    assert not engine.needs_weights(), "an engine without weights of its own never waits for any"
+        raise AssertionError(f"an engine without weights of its own must raise EngineError in {name}")
+    assert not engine.needs_weights(), "an engine without weights of its own must not need weights"
 
 
 async def _check_syncs(engine: RolloutEngine, request: GenerateRequest, policy: Policy) -> None:
-    """Syncs of changed weights: proved, refused where the proof fails, and crossed by requests that go on."""
-    changed = _changed(policy.weights, seed=1)
+    """Check syncs of changed weights: verified, refused if verification fails, and during running requests."""
+    changed = _perturb(policy.weights, seed=1)
     before = await engine.checksum()
     await _sync(engine, changed, 1)
     after = await engine.checksum()
     assert before.keys() == after.keys() and all(after[name] != before[name] for name in before), (
-        "checksum reads the engine's own parameters: a sync of other weights changes all of them"
+        "checksum must read the engine's parameters: a sync of other weights must change all of them"
     )
-    await _check_drawn(engine, replace(request, id="contract/1#0"), policy, {1: changed})
+    await _check_versions(engine, replace(request, id="contract/1#0"), policy, {1: changed})
     for version, fault in enumerate(FAULTS, 2):
         await _check_failed_sync(engine, replace(request, id=f"contract/{version}#0"), policy, fault, version)
     await _sync(engine, changed, 4)
-    await _check_drawn(engine, replace(request, id="contract/4#0"), policy, {4: changed})
+    await _check_versions(engine, replace(request, id="contract/4#0"), policy, {4: changed})
     await _check_partial(engine, request, policy, changed, 5)
     await _sync(engine, policy.weights, 9)
-    await _check_drawn(engine, replace(request, id="contract/9#0"), policy, {9: policy.weights})
+    await _check_versions(engine, replace(request, id="contract/9#0"), policy, {9: policy.weights})
 
 
 async def _sync(engine: RolloutEngine, weights: Mapping[str, Tensor], version: int) -> None:
@@ -144,18 +146,20 @@ async def _sync(engine: RolloutEngine, weights: Mapping[str, Tensor], version: i
     try:
         compare(sent, received)
     except SyncError as error:
-        raise AssertionError(f"the receipt of receive accounts for every byte that was sent: {error}") from None
+        raise AssertionError(f"the receipt of receive must account for every byte sent: {error}") from None
     await engine.resume()
 
 
-async def _check_drawn(
+async def _check_versions(
     engine: RolloutEngine, request: GenerateRequest, policy: Policy, served: Mapping[int, Mapping[str, Tensor]]
 ) -> None:
-    """One request after a sync: its tokens are of the version served, and so are their log-probabilities."""
+    """Check one request after a sync: its tokens and log-probabilities must be those of the served version."""
     completion = await engine.client.generate(request)
     _check_completion(completion, request)
     versions = {span.version for span in completion.versions}
-    assert versions == served.keys(), f"tokens name the version that drew them, {list(served)}, got {sorted(versions)}"
+    assert versions == served.keys(), (
+        f"tokens must have the version that sampled them, one of {list(served)}, got {sorted(versions)}"
+    )
     _check_canary(request, completion, policy, served)
 
 
@@ -167,7 +171,7 @@ def _check_canary(
         expected = policy.logprobs(served[span.version], request, completion)[part]
         worst = float(np.abs(completion.logprobs[part] - expected).max())
         assert worst <= policy.tolerance, (
-            f"log-probabilities are those of the weights of version {span.version}: off by {worst:.2g}"
+            f"log-probabilities must be those of version {span.version}, but differ by {worst:.2g}"
         )
 
 
@@ -176,7 +180,7 @@ async def _check_failed_sync(
 ) -> None:
     await engine.pause(engine.pause_mode)
     plan = await engine.plan_sync()
-    sending = asyncio.to_thread(_send_faulty, plan, _changed(policy.weights, seed=2), version, fault)
+    sending = asyncio.to_thread(_send_faulty, plan, _perturb(policy.weights, seed=2), version, fault)
     _, received = await asyncio.gather(sending, engine.receive(plan, version), return_exceptions=True)
     assert isinstance(received, SyncError), f"{FAULTS[fault]}: receive must raise SyncError, got {received!r}"
     try:
@@ -185,7 +189,7 @@ async def _check_failed_sync(
         return
     completion = await engine.client.generate(request)
     assert version not in {span.version for span in completion.versions}, (
-        f"{FAULTS[fault]}: nothing of it is ever served"
+        f"{FAULTS[fault]}: no token may be sampled from it"
     )
 
 
@@ -206,17 +210,20 @@ def _send_faulty(plan: SyncPlan, weights: Mapping[str, Tensor], version: int, fa
 async def _check_partial(
     engine: RolloutEngine, request: GenerateRequest, policy: Policy, weights: Mapping[str, Tensor], version: int
 ) -> None:
-    """Long requests go on through a sync: each token is kept, with the version that drew it."""
-    sampling = SamplingParams(max_new_tokens=policy.long_tokens, temperature=3.0)
+    """Check that long requests continue across a sync, and that each token keeps the version that sampled it."""
+    sampling = SamplingParams(max_new_tokens=policy.long_tokens, temperature=2.0)
     served = {version - 1: weights}
     crossed = 0
-    for attempt, delay_s in enumerate(DELAYS_S):
-        requests = [
-            replace(request, id=f"contract/{version + attempt}#{i}", seed=i, sampling=sampling) for i in range(4)
-        ]
+    long = [replace(request, id=f"contract/{version}#long-{i}", seed=i, sampling=sampling) for i in range(4)]
+    started = time.monotonic()
+    await asyncio.gather(*(_answer(engine, one) for one in long))
+    duration_s = time.monotonic() - started
+    attempts = INTERRUPTIONS[:2] if engine.pause_mode == "wait" else INTERRUPTIONS
+    for attempt, fraction in enumerate(attempts):
+        requests = [replace(one, id=f"contract/{version + attempt}#{i}") for i, one in enumerate(long)]
         running = [asyncio.create_task(_answer(engine, one)) for one in requests]
-        await asyncio.sleep(delay_s)
-        served[version + attempt] = _changed(policy.weights, seed=version + attempt)
+        await asyncio.sleep(fraction * duration_s)
+        served[version + attempt] = _perturb(policy.weights, seed=version + attempt)
         await _sync(engine, served[version + attempt], version + attempt)
         for one, completion in zip(requests, await asyncio.gather(*running), strict=True):
             _check_completion(completion, one)
@@ -225,12 +232,12 @@ async def _check_partial(
         if crossed:
             break
     if engine.pause_mode == "wait":
-        assert not crossed, "with pause mode 'wait', requests end before a sync"
+        assert not crossed, "with pause mode 'wait', requests must end before a sync"
     else:
-        assert crossed, f"with pause mode {engine.pause_mode!r}, a request goes on after a sync with the tokens it has"
+        assert crossed, f"with pause mode {engine.pause_mode!r}, a request must continue after a sync"
 
 
-def _changed(weights: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+def _perturb(weights: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     noise = (torch.randn(tensor.shape, generator=generator) for tensor in weights.values())
     return {
@@ -239,7 +246,7 @@ def _changed(weights: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
 
 
 async def _answer(engine: RolloutEngine, request: GenerateRequest) -> Completion:
-    """The whole completion, asked for as rollouts do: an aborted request goes on where it stopped."""
+    """Return the whole completion; like a rollout, continue an aborted request where it stopped."""
     parts: list[Completion] = []
     asked = request
     while not parts or parts[-1].stop_reason is StopReason.ABORT:
@@ -251,44 +258,48 @@ async def _answer(engine: RolloutEngine, request: GenerateRequest) -> Completion
         parts[-1],
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
-        versions=tuple(
-            span.shifted(int(by)) for part, by in zip(parts, shifts, strict=False) for span in part.versions
-        ),
+        versions=tuple(span.shift(int(by)) for part, by in zip(parts, shifts, strict=False) for span in part.versions),
     )
 
 
 def _check_completion(completion: Completion, request: GenerateRequest) -> None:
     count = len(completion.token_ids)
-    assert completion.request_id == request.id, "a completion names its request"
+    assert completion.request_id == request.id, "request_id must be the request's id"
     assert completion.stop_reason in (StopReason.STOP, StopReason.LENGTH), f"failed: {completion.error}"
-    assert completion.error is None, "an error text comes with stop reason ERROR only"
-    assert 1 <= count <= request.sampling.max_new_tokens, "max_new_tokens is the longest completion"
-    assert len(completion.logprobs) == count, "one log-probability for each token"
-    assert np.isfinite(completion.logprobs).all() and (completion.logprobs <= 0).all(), "log-probabilities are finite"
+    assert completion.error is None, "error must be None unless stop_reason is ERROR"
+    assert 1 <= count <= request.sampling.max_new_tokens, "a completion must have 1 to max_new_tokens tokens"
+    assert len(completion.logprobs) == count, "a completion must have one log-probability per token"
+    assert np.isfinite(completion.logprobs).all() and (completion.logprobs <= 0).all(), (
+        "log-probabilities must be finite and at most 0"
+    )
     covered = [position for span in completion.versions for position in range(span.start, span.end)]
-    assert covered == list(range(count)), "version spans cover every token once, in order"
+    assert covered == list(range(count)), "version spans must cover every token once, in order"
 
 
 def _check_kept(completion: Completion, request: GenerateRequest) -> None:
     _check_completion(completion, request)
     kept, count = completion.kept, len(completion.token_ids)
-    assert kept is not None and kept.num_positions == count, "a kept set for each token, as it was asked for"
-    assert (kept.sizes() == 3).all(), "top_k = 3 leaves three tokens"
+    assert kept is not None and kept.num_positions == count, (
+        "a completion must have one kept set per token if requested"
+    )
+    assert (kept.sizes() == 3).all(), "with top_k = 3, kept sets must have three tokens"
     for token, left in zip(completion.token_ids, np.split(kept.token_ids, kept.offsets[1:-1]), strict=True):
-        assert np.count_nonzero(left == token) == 1 and len(set(left.tolist())) == 3, "a token is once in its own set"
+        assert np.count_nonzero(left == token) == 1 and len(set(left.tolist())) == 3, (
+            "a kept set must contain the sampled token, each token once"
+        )
     assert (kept.log_mass <= 0).all() and (completion.logprobs <= kept.log_mass + 1e-5).all(), (
-        "log_mass is that of the whole set before it was cut out, as log-probabilities are"
+        "log_mass must be computed from the log-probabilities of the whole vocabulary"
     )
 
 
 async def _check_pause(engine: RolloutEngine, request: GenerateRequest, expected: Completion) -> None:
     await engine.pause(engine.pause_mode)
-    await engine.pause(engine.pause_mode)  # the loop may pause an engine that is paused
+    await engine.pause(engine.pause_mode)  # the loop may pause an engine that is already paused
     asked = asyncio.create_task(_answer(engine, request))
     await asyncio.sleep(HELD_S)
-    assert not asked.done(), "a paused engine draws no tokens and answers no new request"
+    assert not asked.done(), "a paused engine must not sample tokens or answer new requests"
     await engine.resume()
-    assert (await asked).token_ids.tolist() == expected.token_ids.tolist(), "a pause changes no completion"
+    assert (await asked).token_ids.tolist() == expected.token_ids.tolist(), "a pause must not change completions"
 
 
 async def _check_sleep(engine: RolloutEngine, request: GenerateRequest, expected: Completion) -> None:
@@ -298,4 +309,4 @@ async def _check_sleep(engine: RolloutEngine, request: GenerateRequest, expected
     await engine.wake(kv_cache=True)
     await engine.resume()
     after = await _answer(engine, request)
-    assert after.token_ids.tolist() == expected.token_ids.tolist(), "sleep and wake keep the weights"
+    assert after.token_ids.tolist() == expected.token_ids.tolist(), "sleep and wake must keep the weights"

@@ -1,4 +1,4 @@
-"""Process group for broadcasts of weights, beside the groups that trainer ranks and server processes already have."""
+"""Process group for weight broadcasts, independent of the groups of trainer ranks and server processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class BroadcastGroup:
 
     @classmethod
     def join(cls, backend: str, *, rendezvous: str, rank: int, size: int, timeout: timedelta) -> Self:
-        """Join as a receiver. All members must set NCCL_CUMEM_ENABLE alike.
+        """Join as a receiver. All members must use the same NCCL_CUMEM_ENABLE.
 
-        Raises `ValueError` if the rendezvous cannot belong to this run, `RuntimeError` if the others do not come.
+        Raises `ValueError` if the rendezvous cannot belong to this run, `RuntimeError` if other members do not join.
         """
         store = connect(rendezvous, own_address(), timeout_s=timeout.total_seconds())
         return cls(_process_group(backend, store, rank, size, timeout), store)
@@ -47,7 +47,7 @@ class BroadcastHost:
 
     @cached_property
     def group(self) -> BroadcastGroup:
-        """The group. The first access waits for the other members."""
+        """Return the group. The first access waits for the other members."""
         store = self._rendezvous.store
         return BroadcastGroup(_process_group(self._backend, store, 0, self._size, self._timeout), store)
 

@@ -14,7 +14,7 @@ from plasmid.utils.addresses import own_address
 from torch import Tensor
 
 READ_S = 60.0
-"""Longest time without receiving a byte."""
+"""Maximum time without receiving a byte, in seconds."""
 
 
 class BucketServer:
@@ -29,7 +29,7 @@ class BucketServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
+        """Return host and port."""
         host, port = self._server.server_address[:2]
         return str(host), int(port)
 
@@ -77,27 +77,27 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def bucket_path(token: str, index: int) -> str:
-    """Path of a bucket's URL. The token is secret."""
+    """Return the path of a bucket's URL. The token is secret."""
     return f"/{token}/{index}"
 
 
 def as_memory(data: Tensor) -> memoryview:
-    """Memory of a uint8 tensor on the CPU."""
+    """Return the memory of a uint8 tensor on the CPU."""
     return memoryview(cast(Any, data.numpy()))
 
 
 def download(host: str, port: int, path: str, into: memoryview) -> None:
-    """Read a bucket into memory. Raises `OSError` if the server has another number of bytes there."""
+    """Download into memory. Raises `OSError` if the server has a different number of bytes."""
     connection = http.client.HTTPConnection(host, port, timeout=READ_S)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
         if answer.status != HTTPStatus.OK or answer.length != into.nbytes:
-            raise OSError(f"answered {answer.status} with {answer.length} bytes, not 200 with {into.nbytes}")
+            raise OSError(f"answered {answer.status} with {answer.length} bytes, expected 200 with {into.nbytes}")
         while into.nbytes:
             count = answer.readinto(into)
             if not count:
-                raise OSError(f"ended {into.nbytes} bytes too early")
+                raise OSError(f"response ended {into.nbytes} bytes too early")
             into = into[count:]
     except http.client.HTTPException as error:
         raise OSError(str(error)) from error

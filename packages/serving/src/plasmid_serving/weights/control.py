@@ -1,11 +1,11 @@
-"""Control channel of weight syncs: named queues of JSON messages beside each server, over authenticated TCP.
+"""Control channel of weight syncs: named queues of JSON messages next to each server, over authenticated TCP.
 
-Trainer ranks and server processes know the address of the queues and nothing of each other. A server process is busy
-with a single update call until it has all weights, so buckets cannot be announced to it through the server itself.
+Trainer ranks and server processes know only the address of the queues, not each other. A server process is busy with a
+single update call until it has all weights, so buckets cannot be announced through the server itself.
 
 Both ends of a connection prove that they know the run's key, which is never sent. Each frame carries an HMAC of its
-direction, its number in the connection and its body, under a key derived from the run's key and a random number of
-each end. Frames that were recorded, changed, dropped or reordered are therefore refused.
+direction, its number within the connection and its body, under a key derived from the run's key and a random number of
+each end. Replayed, modified, dropped or reordered frames are therefore refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,18 +33,19 @@ HANDSHAKE_S = 10.0
 HEARTBEAT_S = 1.0
 KEEPALIVE_S = 60
 MAX_TOKENS = 16
-"""Updates and commands whose queues are kept, so that a late process still learns that its update has ended."""
-MAX_HANDSHAKES = 32
-"""Largest number of connections that are not authenticated yet."""
+"""Number of updates and commands whose queues are kept, so that a late process still learns that its update has
+ended."""
+MAX_HANDSHAKES = 128
+"""Maximum number of connections that are not authenticated yet. One more closes the oldest of them."""
 MAX_FRAME = 256 << 20
 BYTES = 32
 """Size of a key, a random number and an HMAC."""
 END = b"\n"
-"""Ends the header of a request. The message that follows is opaque to the server."""
+"""End of a request's header. The message that follows is opaque to the server."""
 KEY_VARIABLE = "PLASMID_CONTROL_KEY"
-"""Environment variable of server processes with the key in hexadecimal digits."""
+"""Environment variable of server processes with the key in hexadecimal."""
 OVER = {"over": True}
-"""Message in place of a bucket: the update has ended."""
+"""Message instead of a bucket: the update has ended."""
 
 
 class ControlError(RuntimeError):
@@ -60,7 +62,7 @@ class ControlAddress:
 
     @classmethod
     def from_environment(cls, host: str, port: int) -> ControlAddress:
-        """For server processes, which get the key from the actor that started them."""
+        """Create the address in a server process, which gets the key from the actor that started it."""
         return cls(host, port, bytes.fromhex(os.environ[KEY_VARIABLE]))
 
     def put(self, queue: str, message: Mapping[str, Any]) -> None:
@@ -79,7 +81,8 @@ class ControlAddress:
             self.put(_answers(token, rank), answer)
 
     def heartbeats(self, token: str) -> int:
-        """Heartbeats of an update so far; grows while its processes wait or make progress. Raises `ControlError`."""
+        """Return the heartbeat count of an update, which grows while processes wait or progress. Raises
+        `ControlError`."""
         return int(self.request(operation="heartbeats", token=token))
 
     def request(self, body: bytes = b"", **header: Any) -> bytes:
@@ -99,7 +102,7 @@ class ControlAddress:
 
 
 CONNECTIONS: dict[ControlAddress, list[_Connection]] = defaultdict(list)
-"""Idle connections of this process. One serves one request at a time."""
+"""Idle connections of this process. Each serves one request at a time."""
 
 
 class ControlChannel:
@@ -111,12 +114,12 @@ class ControlChannel:
 
     @classmethod
     def of_sender(cls, address: ControlAddress, token: str, rank: int) -> ControlChannel:
-        """The trainer's end of the channel to process ``rank`` of the server."""
+        """Create the trainer's end of the channel to process ``rank`` of the server."""
         return cls(address, _answers(token, rank), _buckets(token, rank))
 
     @classmethod
     def of_process(cls, address: ControlAddress, token: str, rank: int) -> ControlChannel:
-        """The server process's end. Waiting for a message counts as a heartbeat."""
+        """Create the server process's end. Waiting for a message counts as a heartbeat."""
         return cls(address, _buckets(token, rank), _answers(token, rank), token)
 
     def put(self, message: Mapping[str, Any]) -> None:
@@ -157,7 +160,7 @@ class ControlServer:
 
 
 class _Queues:
-    """Operations that clients call, each with a body of bytes. Thread-safe."""
+    """Operations for clients, each with a body of bytes. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -206,20 +209,37 @@ OPERATIONS: Mapping[str, Callable[..., bytes]] = {
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 128
+    request_queue_size = socket.SOMAXCONN
 
     def __init__(self, host: str, key: bytes, queues: _Queues) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, 0), _Handler)
         self.key, self.queues = key, queues
-        self.handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._handshakes: dict[socket.socket, None] = {}
+        """Unauthenticated connections, oldest first."""
+        self._lock = threading.Lock()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Limit the number of connections that are not authenticated."""
-        return self.handshakes.acquire(blocking=False)
+        """Limit the number of unauthenticated connections, so that silent ones cannot block others."""
+        with self._lock:
+            self._handshakes[request] = None
+            if len(self._handshakes) > MAX_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        return True
+
+    def authenticate(self, request: socket.socket) -> _Connection:
+        """Return the connection if the other end knows the key. Raises `ValueError`, `OSError`, `EOFError`."""
+        try:
+            return _Connection(request, self.key, is_server=True)
+        finally:
+            with self._lock:
+                self._handshakes.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore: the client sees that its connection has ended."""
+        """Ignore errors: the client notices that its connection has ended."""
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -227,10 +247,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         """Serve one connection until it ends."""
-        try:
-            connection = _Connection(self.request, self.server.key, is_server=True)
-        finally:
-            self.server.handshakes.release()
+        connection = self.server.authenticate(self.request)
         while True:
             header, _, body = connection.receive().partition(END)
             arguments = json.loads(header)
@@ -242,7 +259,7 @@ class _Connection:
     """Authenticated frames: length in 4 bytes, HMAC-SHA256 in 32, body."""
 
     def __init__(self, sock: socket.socket, key: bytes, *, is_server: bool) -> None:
-        """Authenticate. The server speaks first, the client proves first that it knows the key.
+        """Authenticate. The server speaks first; the client is the first to prove that it knows the key.
 
         Raises `ValueError` if the other end does not know the key, `OSError`, `EOFError`.
         """
@@ -270,10 +287,10 @@ class _Connection:
         self._socket.sendall(len(body).to_bytes(4, "big") + tag + body)
 
     def receive(self) -> bytes:
-        """Read one frame. Raises `ValueError` if it is not the next one of the other end, `OSError`, `EOFError`."""
+        """Read one frame. Raises `ValueError` if it is not the other end's next one, `OSError`, `EOFError`."""
         length = int.from_bytes(_read(self._socket, 4), "big")
         if length > MAX_FRAME:
-            raise ValueError(f"a message of {length} bytes")
+            raise ValueError(f"message too long: {length} bytes")
         tag, body = _read(self._socket, BYTES), _read(self._socket, length)
         _check(tag, _mac(self._key, self._receives, self._received.to_bytes(8, "big"), body))
         self._received += 1
@@ -286,7 +303,7 @@ def _connect(address: ControlAddress) -> _Connection:
         sock = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
         try:
             return _Connection(sock, address.key, is_server=False)
-        except (OSError, EOFError):  # too many handshakes at a time
+        except (OSError, EOFError):  # the server closed this one because of too many concurrent handshakes
             sock.close()
             if time.monotonic() > deadline:
                 raise
@@ -294,7 +311,7 @@ def _connect(address: ControlAddress) -> _Connection:
 
 
 def _set_options(sock: socket.socket) -> None:
-    """Send at once and detect lost machines. Firewalls drop connections that are idle between syncs."""
+    """Send immediately and detect lost machines. Firewalls drop connections that are idle between syncs."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
@@ -307,16 +324,16 @@ def _read(sock: socket.socket, count: int, deadline: float | None = None) -> byt
             sock.settimeout(max(deadline - time.monotonic(), 1e-3))
         part = sock.recv(min(count - len(data), 1 << 20))
         if not part:
-            raise EOFError("the connection has ended")
+            raise EOFError("the connection was closed")
         data += part
     return bytes(data)
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC of the parts. All but the last have a fixed length."""
+    """Compute the HMAC of the parts. All but the last have a fixed length."""
     return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
 
 
 def _check(found: bytes, wanted: bytes) -> None:
     if not hmac.compare_digest(found, wanted):
-        raise ValueError("a message with a wrong HMAC")
+        raise ValueError("message with a wrong HMAC")

@@ -1,4 +1,4 @@
-"""Errors of weight syncs: how processes exchange them, and which one ends a sync that no server completed."""
+"""Errors of weight syncs: their encoding between processes, and the one to raise if no server completed a sync."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ def decode_error(message: Mapping[str, Any]) -> PlasmidError | None:
 
 
 def connection_lost_error(broken: RuntimeError) -> EngineError:
-    """Error for a server whose control channel cannot be reached."""
-    return EngineError(f"what is beside the server is gone: {one_line(broken)}")
+    """Return the error for a server whose control channel cannot be reached."""
+    return EngineError(f"lost connection to the server's control process: {one_line(broken)}")
 
 
 def sync_failure(failed: Iterable[Exception]) -> PlasmidError:
-    """Error to raise when every server has failed in a weight sync.
+    """Return the error to raise when every server has failed in a weight sync.
 
-    A failed proof is returned as it is: retrying cannot help. Otherwise `EngineLostError`, which the loop retries.
+    A verification error is returned as is, because a retry cannot help. Otherwise `EngineLostError`, which the loop
+    retries.
     """
     errors = list(failed)
     wrong = [error for error in errors if isinstance(error, SyncError)]
     proof = next((error for error in wrong if not isinstance(error, SyncAbortedError)), None)
     if proof is not None or (wrong and len(wrong) == len(errors)):
         return proof or wrong[0]
-    return EngineLostError("; ".join(one_line(error) for error in errors) or "no server runs")
+    return EngineLostError("; ".join(one_line(error) for error in errors) or "no server is running")

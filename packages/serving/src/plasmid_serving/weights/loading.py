@@ -1,6 +1,6 @@
-"""Runs inside a server's processes: carries out one command of the engine and leaves a receipt on the control channel.
+"""Executes commands of the engine inside a server's processes, and sends receipts over the control channel.
 
-The update call of a server has no room for receipts in its answer, and an exception in here would end the server.
+The server's update call has no room for receipts in its response, and an exception here would end the server.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Fusions:
     """Parameters that a server program fuses on load, and silently drops unless they arrive in one call."""
 
     program: str
-    """For messages."""
+    """Name of the program, for messages."""
     parts: Mapping[str, tuple[str, ...]]
-    """Names of the modules that become one, by the name of the fused module."""
+    """Names of the modules that are fused, by the name of the fused module."""
 
     def partners(self, parameters: AbstractSet[str], name: str) -> tuple[str, ...]:
-        """The tensor and those that must be loaded with it, given the names of the model's ``parameters``."""
+        """Return the tensor and those to be loaded with it, given the names of the model's ``parameters``."""
         for fused, parts in self.parts.items():
             for part in parts:
                 if f".{part}." in name and name.replace(f".{part}.", f".{fused}.") in parameters:
@@ -42,7 +42,7 @@ class Fusions:
 
 
 class FusionBuffer:
-    """Holds back tensors until those that they are fused with have arrived, maybe in a later bucket."""
+    """Holds back tensors until all tensors that they are fused with have arrived, possibly in a later bucket."""
 
     def __init__(self, model: nn.Module, fusions: Fusions) -> None:
         self._fusions, self._waiting = fusions, dict[str, Tensor]()
@@ -50,7 +50,7 @@ class FusionBuffer:
         self._fused = {name for name in names if any(f".{fused}." in name for fused in fusions.parts)}
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return the tensors that can be loaded now. Copies those that have to wait."""
+        """Return the tensors that can be loaded now. Copies those that must wait."""
         if not self._fused:
             return list(named)
         here = self._waiting | dict(named)
@@ -63,7 +63,7 @@ class FusionBuffer:
         return ready
 
     def waiting(self) -> list[str]:
-        """Names of the tensors that still wait."""
+        """Return the names of the tensors that still wait."""
         return sorted(self._waiting)
 
 
@@ -81,7 +81,7 @@ class Loader:
         named = self._buffer.add(list(unpack(bucket)))
         if bucket.is_last and (left := self._buffer.waiting()):
             raise SyncError(
-                f"tensor {left[0]!r} came without the others that {self._fusions.program} takes it with alone"
+                f"tensor {left[0]!r} was sent without the tensors that {self._fusions.program} fuses it with"
             )
         with torch.no_grad():
             self._model.load_weights(named)  # type: ignore[operator]
@@ -98,7 +98,7 @@ class Loader:
 
 
 def execute(model: nn.Module, message: bytes, fusions: Fusions) -> None:
-    """Carry out one command (`ServerConnection.run`) on this process's model. Never raises, see above."""
+    """Execute one command (`ServerConnection.run`) on this process's model. Never raises, see above."""
     command = json.loads(message)
     address = ControlAddress.from_environment(*command["control"])
     try:
@@ -114,6 +114,6 @@ def execute(model: nn.Module, message: bytes, fusions: Fusions) -> None:
 
 
 def rank() -> int:
-    """Rank of this process in its server."""
+    """Return the rank of this process in its server."""
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if ready else 0

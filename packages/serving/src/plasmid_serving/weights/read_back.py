@@ -1,7 +1,7 @@
-"""Whether a tensor that was loaded lies in the engine's parameters, which are fused, padded and sharded in its own way.
+"""Check that loaded tensors are in the engine's parameters, which the engine fuses, pads and shards in its own way.
 
-Nothing about the architecture is known here. A tensor is loaded once as NaN, which shows the places that it goes to;
-then it is loaded again, and what lies in these places must be the tensor, or this process's part of it, bit by bit.
+This works without knowledge of the architecture. A tensor is loaded once as NaN, which reveals where it goes. Then it
+is loaded again, and these places must hold the tensor, or this process's part of it, bit by bit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
 
 
 def verify(model: nn.Module, named: Sequence[tuple[str, Tensor]], fusions: Fusions, *, complete: bool) -> set[str]:
-    """Return the names of the parameters that hold the tensors. ``complete``: this process holds the whole model.
+    """Return the parameters that hold the tensors. With ``complete`` this process holds the whole model.
 
-    Raises `SyncError` that names the first tensor which is not there. The tensors must have been loaded before.
+    Raises `SyncError` naming the first tensor that is missing. The tensors must have been loaded before.
     """
     parameters = dict(model.named_parameters())
     touched: set[str] = set()
@@ -35,16 +35,16 @@ def verify(model: nn.Module, named: Sequence[tuple[str, Tensor]], fusions: Fusio
         places = _places(parameters, name)
         model.load_weights([(name, tensor), *others])  # type: ignore[operator]
         if not places and complete:
-            raise SyncError(f"tensor {name!r} went into none of the engine's parameters")
+            raise SyncError(f"tensor {name!r} was loaded into none of the engine's parameters")
         for own, mask in places.items():
-            if not holds(parameters[own].detach()[mask], tensor):
-                raise SyncError(f"the engine's parameter {own!r} does not hold what was sent as {name!r}")
+            if not equals_sent(parameters[own].detach()[mask], tensor):
+                raise SyncError(f"the engine's parameter {own!r} differs from the sent tensor {name!r}")
         touched |= places.keys()
     return touched
 
 
 def _places(parameters: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Parameters that are NaN somewhere, with where. Looks at those of the same layer first."""
+    """Find the parameters that contain NaN, with its places. Checks those of the same layer first."""
     layer = LAYER.match(name)
     near = {own: p for own, p in parameters.items() if _layer_of(own) == (layer.group(1) if layer else None)}
     return _nan(near) or _nan({own: p for own, p in parameters.items() if own not in near})
@@ -65,15 +65,16 @@ def _nan(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def holds(got: Tensor, sent: Tensor) -> bool:
-    """True if ``got``, read in row-major order, is the tensor or the part that one of several ranks holds of it."""
+def equals_sent(got: Tensor, sent: Tensor) -> bool:
+    """Return whether ``got``, read in row-major order, is the tensor or the part that one of several ranks holds."""
     if got.numel() == 0 or got.numel() > sent.numel():
         return False
     return any(torch.equal(_bits(got), _bits(part.to(got.dtype))) for part in _parts(sent, got.numel()))
 
 
 def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """The parts with so many elements. Padding behind the tensor leaves the rank that holds its end with a rest."""
+    """Yield the parts with so many elements. With padding after the tensor, the rank that holds its end has a
+    shorter part."""
     if size == tensor.numel():
         yield tensor
         if tensor.dim() == 2:

@@ -1,4 +1,4 @@
-"""The receiving half of a weight sync, in one server process: buckets in the order in which they are announced."""
+"""Receiving side of a weight sync in one server process: buckets in the order of their announcements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sources import fetch
 
 @dataclass(slots=True, kw_only=True)
 class Receiver:
-    """Fetches every bucket, checks it, loads it, and answers, so that the sender may reuse its memory."""
+    """Fetches, verifies and loads every bucket, then confirms it, so that the sender may reuse its memory."""
 
     address: ControlAddress
     command: UpdateCommand
@@ -37,16 +37,16 @@ class Receiver:
         self._channel = ControlChannel.of_process(self.address, self.command.token, self.rank)
 
     def run(self) -> dict[str, Any]:
-        """Receive all buckets and return what the receipt says of them. Errors reach the sender, then are raised."""
+        """Receive all buckets and return their part of the receipt. Errors are sent to the sender, then raised."""
         is_last = False
         while not is_last:
             message = self._next()
             if message == OVER:
-                raise self._error or SyncAbortedError("the sender gave up")
+                raise self._error or SyncAbortedError("aborted by the sender")
             is_last, index = message["bucket"]["is_last"], message["bucket"]["index"]
             try:
                 self._receive(message["bucket"], message["source"])
-            except Exception as error:  # noqa: BLE001  other members of a broadcast wait: go on without loading
+            except Exception as error:  # noqa: BLE001  other members of a broadcast wait: continue without loading
                 self._error = self._error or error
             self._channel.put(encode_error(self._error) if self._error else {"index": index})
             if isinstance(self._error, SyncAbortedError):
@@ -60,9 +60,9 @@ class Receiver:
         try:
             return self._channel.get(self.command.timeout_s)
         except TimeoutError:
-            raise SyncAbortedError(f"the sender said nothing for {self.command.timeout_s:g} s") from None
+            raise SyncAbortedError(f"no message from the sender for {self.command.timeout_s:g} s") from None
         except RuntimeError as error:
-            raise SyncAbortedError(f"the sender cannot be heard: {one_line(error)}") from None
+            raise SyncAbortedError(f"lost connection to the sender: {one_line(error)}") from None
         finally:
             self._time("wait", began)
 
@@ -75,10 +75,7 @@ class Receiver:
         found = checksum(data)
         began = self._time("check", began)
         if found != header["checksum"]:
-            raise SyncError(
-                f"bucket {header['index']} was sent with checksum {header['checksum']:016x} "
-                f"and received with {found:016x}"
-            )
+            raise SyncError(f"bucket {header['index']} has checksum {found:016x}, expected {header['checksum']:016x}")
         self.load(Bucket(data=data, **{name: header[name] for name in HEADER}))
         if data.is_cuda:
             torch.cuda.synchronize()  # the sender may reuse the memory after the answer

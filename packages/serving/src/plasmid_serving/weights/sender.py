@@ -1,4 +1,4 @@
-"""The sending half of a weight sync, on a trainer rank."""
+"""Sending side of a weight sync, on a trainer rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .errors import connection_lost_error, decode_error, sync_failure
 from .sources import ipc_source
 
 IN_FLIGHT: Mapping[Transport, int] = {"ipc": 1, "broadcast": 1, "disk": 2, "http": 2}
-"""Buckets in flight besides the one that is being made. Each takes memory."""
+"""Maximum number of buckets in flight besides the one being built. Each takes memory."""
 HOSTS: dict[str, BroadcastHost] = {}
-"""The group that this rank broadcasts in. Joining is slow, so it is kept for later syncs with the same servers."""
+"""Broadcast groups that this rank hosts. Joining is slow, so they are kept for later syncs with the same servers."""
 
 
 def broadcast_host(command: UpdateCommand) -> BroadcastHost:
@@ -41,7 +41,7 @@ class ServersWire:
 
     command: UpdateCommand
     addresses: Mapping[int, ControlAddress]
-    """Control channel of each server that gets the weights, by its index."""
+    """Control channel of each server that gets the weights, by server index."""
     first_ranks: Mapping[int, int] = field(default_factory=dict)
     """With transport "broadcast": rank in the group of each server's first process."""
     senders: Literal["first", "all"] = "first"
@@ -66,7 +66,7 @@ class ServersSender:
     """
 
     def __init__(self, wire: ServersWire, processes: Mapping[int, Sequence[int]]) -> None:
-        """``processes`` are those of each server that this rank sends to, possibly none."""
+        """``processes`` lists, for each server, those that this rank sends to; may be empty."""
         self._wire, self._command = wire, wire.command
         self._errors: dict[int, PlasmidError] = {}
         self._channels: dict[int, list[ControlChannel]] = {}
@@ -78,7 +78,7 @@ class ServersSender:
         self._server = BucketServer(wire.command.token) if wire.command.transport == "http" else None
 
     def send(self, bucket: Bucket) -> None:
-        """Hand one bucket to every server. Raises when none is left."""
+        """Send one bucket to every server. Raises if no server is left."""
         if not self._channels:
             return
         while len(self._sent) >= IN_FLIGHT[self._command.transport]:
@@ -86,7 +86,7 @@ class ServersSender:
         self._check_any_left()
         header = {name: getattr(bucket, name) for name in HEADER} | {"num_bytes": bucket.data.numel()}
         message = {"bucket": header, "source": self._source(bucket)}
-        self._sent.append(bucket)  # keeps its memory until it is loaded
+        self._sent.append(bucket)  # keeps the memory until the bucket is loaded
         for index in self._channels:
             # members of a broadcast must take part even after they have failed
             if self._command.group or index not in self._errors:
@@ -127,7 +127,7 @@ class ServersSender:
         return {"kind": transport}
 
     def _await_first(self) -> None:
-        """Wait until the oldest bucket in flight is loaded by every server that has not failed."""
+        """Wait until every server that has not failed has loaded the oldest bucket in flight."""
         bucket = self._sent.popleft()
         for index, channels in self._channels.items():
             if index not in self._errors:
@@ -142,7 +142,7 @@ class ServersSender:
 
     @contextlib.contextmanager
     def _recording(self, index: int) -> Iterator[None]:
-        """Record errors as those of one server."""
+        """Record errors as errors of one server."""
         error: PlasmidError
         try:
             yield
@@ -162,7 +162,7 @@ class ServersSender:
                 channel.put(message)
 
     def close(self, *, ok: bool) -> None:
-        """Wait until every bucket is loaded, or announce that no more will come. Raises when no server is left."""
+        """Wait until every bucket is loaded, or announce that no more will come. Raises if no server is left."""
         try:
             if not ok:
                 for index in self._channels:

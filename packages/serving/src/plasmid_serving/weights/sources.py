@@ -1,4 +1,4 @@
-"""Transports of weight buckets on the receiving side: a server process fetches by the planned one and no other."""
+"""Transports of weight buckets on the receiving side. A server process accepts only the planned one."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .errors import SyncAbortedError
 GROUPS: dict[str, BroadcastGroup] = {}
 """Broadcast groups of this process by name. Joining is slow, so a group is kept for later syncs."""
 MAX_HANDLE = 4096
-"""Largest part of a CUDA IPC handle in bytes; torch's have 64 to some hundred."""
+"""Maximum size of each part of a CUDA IPC handle, in bytes; torch's have from 64 to a few hundred."""
 
 
 def fetch(
     source: Mapping[str, Any], header: Mapping[str, Any], command: UpdateCommand, *, rank: int, device: torch.device
 ) -> Tensor:
-    """[bytes] uint8 on the device. Raises `SyncError` if the sender uses another transport than was planned.
+    """Return the bucket as [bytes] uint8 on the device. Raises `SyncError` unless the planned transport is used.
 
     ``header`` has names, shapes and size of the bucket; ``rank`` is that of this process in its server.
     """
     planned, size = command.transport, header["num_bytes"]
     if source.get("kind") != planned:
-        raise SyncError(f"a bucket was announced by {source.get('kind')!r}, and {planned!r} was planned")
+        raise SyncError(f"a bucket was announced over {source.get('kind')!r}, expected {planned!r}")
     if planned == "http":
         data = _download(source, command.token, header["index"], size).to(device)
     elif planned == "disk":
@@ -43,7 +43,7 @@ def fetch(
     else:
         data = _broadcast(str(source["rendezvous"]), command, rank, torch.empty(size, dtype=torch.uint8, device=device))
     if data.numel() != size:
-        raise SyncError(f"a bucket was sent with {size} bytes and received with {data.numel()}")
+        raise SyncError(f"a bucket has {data.numel()} bytes, expected {size}")
     return data
 
 
@@ -88,12 +88,13 @@ def ipc_source(data: Tensor) -> dict[str, Any]:
 
 
 def ipc_arguments(source: Mapping[str, Any], *, num_bytes: int, device: int) -> tuple[Any, ...]:
-    """Arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`. Raises `SyncError` for invalid fields."""
+    """Return arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`. Raises `SyncError` for invalid
+    fields."""
     offset, size = _count(source, "offset"), _count(source, "storage_bytes")
     if offset + num_bytes > size:
-        raise SyncError(f"a bucket was announced at {offset} of {size} bytes with {num_bytes}")
+        raise SyncError(f"invalid bucket announcement: {num_bytes} bytes at offset {offset} of {size}")
     if not isinstance(source.get("is_recorded"), bool):
-        raise SyncError(f"a bucket was announced with is_recorded = {source.get('is_recorded')!r}")
+        raise SyncError(f"invalid bucket announcement: is_recorded = {source.get('is_recorded')!r}")
     return (
         Tensor,
         torch.Size([num_bytes]),
@@ -101,7 +102,7 @@ def ipc_arguments(source: Mapping[str, Any], *, num_bytes: int, device: int) -> 
         offset,
         torch.storage.TypedStorage,
         torch.uint8,
-        device,  # the sender's number of it may be another
+        device,  # the sender may number its devices differently
         _handle(source, "handle"),
         size,
         _count(source, "storage_offset"),
@@ -125,7 +126,7 @@ def _open_ipc(source: Mapping[str, Any], size: int, device: torch.device) -> Ten
 def _count(source: Mapping[str, Any], name: str, *, below: int = 1 << 62) -> int:
     value = source.get(name)
     if type(value) is not int or not 0 <= value < below:
-        raise SyncError(f"a bucket was announced with {name} = {value!r}")
+        raise SyncError(f"invalid bucket announcement: {name} = {value!r}")
     return value
 
 
@@ -136,12 +137,12 @@ def _handle(source: Mapping[str, Any], name: str) -> bytes:
     except ValueError:
         found = b""
     if not 0 < len(found) <= MAX_HANDLE:
-        raise SyncError(f"a bucket was announced with a wrong {name}: {str(value)[:80]!r}")
+        raise SyncError(f"invalid bucket announcement: {name} = {str(value)[:80]!r}")
     return found
 
 
 def _broadcast(rendezvous: str, command: UpdateCommand, rank: int, data: Tensor) -> Tensor:
-    name = f"{command.group}@{rendezvous}"  # the sender opens another rendezvous when it starts again
+    name = f"{command.group}@{rendezvous}"  # a restarted sender opens another rendezvous
     try:
         if name not in GROUPS:
             GROUPS.clear()
@@ -155,5 +156,5 @@ def _broadcast(rendezvous: str, command: UpdateCommand, rank: int, data: Tensor)
         GROUPS[name].broadcast(data)
     except (RuntimeError, ValueError) as error:
         GROUPS.clear()
-        raise SyncAbortedError(f"the broadcast broke off: {one_line(error)}") from None
+        raise SyncAbortedError(f"the broadcast failed: {one_line(error)}") from None
     return data

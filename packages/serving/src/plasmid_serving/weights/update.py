@@ -1,4 +1,4 @@
-"""The engine's side of a weight sync: a command to the processes of each server, and their receipts."""
+"""Engine side of a weight sync: a command to the processes of each server, and their receipts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class Update:
         self._reason: PlasmidError | None = None
 
     def cancel(self, reason: PlasmidError) -> None:
-        """Cancel the update if it has not completed. Weights may be half written, so the server must not serve."""
+        """Cancel the update if it has not completed. The server must not serve, because weights may be partly
+        written."""
         if not self._task.done():
             self._reason = reason
             self._task.cancel()
 
     async def heartbeats(self) -> int | None:
-        """A number that grows while the server's processes make progress; None if the update has ended or is lost."""
+        """Return a count that grows while the server's processes progress; None if the update has ended or is lost."""
         if self._task.done():
             return None
         try:
@@ -45,10 +46,10 @@ class Update:
             async with asyncio.timeout(self._command.timeout_s):
                 return await self._task
         except TimeoutError:
-            error: PlasmidError = SyncError(f"not complete within {self._command.timeout_s:g} s")
+            error: PlasmidError = SyncError(f"not finished within {self._command.timeout_s:g} s")
         except asyncio.CancelledError:
             if self._reason is None:
-                self._end(SyncAbortedError("the engine gave up"))
+                self._end(SyncAbortedError("aborted by the engine"))
                 raise
             error = self._reason
         except PlasmidError as failed:
@@ -61,7 +62,7 @@ class Update:
         raise error
 
     def _end(self, error: Exception) -> None:
-        """Let neither the trainer's ranks nor the server's processes wait any longer."""
+        """Stop the trainer's ranks and the server's processes from waiting any longer."""
         with contextlib.suppress(RuntimeError):
             self._server.control.end_update(self._command.token, self._command.ranks, encode_error(error))
 
@@ -75,7 +76,7 @@ class Update:
         await server.end_update()
         found = receipts[0]
         if any((r["buckets"], r["num_tensors"]) != (found["buckets"], found["num_tensors"]) for r in receipts):
-            raise SyncError("ranks of the engine received different bytes")
+            raise SyncError("engine ranks received different bytes")
         return SyncReceipt(
             version=self._version,
             num_tensors=found["num_tensors"],
@@ -85,6 +86,6 @@ class Update:
 
 
 def _phases(receipts: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
-    """Seconds of the slowest process in each phase; ``command`` is what the server's own call adds."""
+    """Return seconds of the slowest process in each phase; ``command`` is the overhead of the server's own call."""
     slowest = {phase: max(r["seconds"][phase] for r in receipts) for phase in receipts[0]["seconds"]}
     return slowest | {"command": seconds - max(sum(r["seconds"].values()) for r in receipts)}

@@ -1,0 +1,47 @@
+"""SGLang's ``/generate`` API for the engine ``server``, whose servers the run does not start."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from plasmid.types import Completion, GenerateRequest, SamplingParams
+from plasmid_serving.remote.apis import ServedModel, ServerApi, make_completion, remaining_tokens
+
+from .completions import optional_fields
+
+
+class GenerateApi(ServerApi):
+    """``/generate`` of SGLang: token ids in and out, log-probabilities at the sampling temperature."""
+
+    kind: Literal["sglang"] = "sglang"
+    path: ClassVar[str] = "/generate"
+    probe: ClassVar[str] = "/get_model_info"
+    sampling_settings: ClassVar[frozenset[str]] = frozenset(SamplingParams.OPTIONAL)
+
+    def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
+        sampling = request.sampling
+        return {
+            "input_ids": request.token_ids.tolist(),
+            "return_logprob": True,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": -1 if sampling.top_k == "all" else sampling.top_k,
+                "min_p": sampling.min_p,
+                "max_new_tokens": remaining_tokens(request),
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "no_stop_trim": True,
+                **optional_fields(sampling),
+            },
+        }
+
+    def completion(self, request: GenerateRequest, answer: Any, model: ServedModel) -> Completion:
+        drawn = answer["meta_info"]["output_token_logprobs"]
+        reason = answer["meta_info"]["finish_reason"]
+        ids = np.array([token for _, token, *_ in drawn], np.int32)
+        logprobs = np.array([np.nan if value is None else value for value, *_ in drawn], np.float32)
+        return make_completion(
+            request, ids, logprobs, reason["type"], str(reason.get("message", "aborted by the server"))
+        )
