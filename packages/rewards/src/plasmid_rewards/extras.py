@@ -1,4 +1,4 @@
-"""Packages that only some rewards need."""
+"""Imports of packages that only some rewards need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plasmid.errors import RewardError
 
 
 def import_extra(module: str, *, extra: str, kind: str) -> Any:
-    """Import an optional package. Raises `RewardError` that names the extra if it is not installed."""
+    """Import an optional package. Raises `RewardError` naming the extra if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

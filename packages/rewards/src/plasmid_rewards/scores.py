@@ -1,4 +1,5 @@
-"""Scores as JSON, in which worker processes answer: what one of them ran is not trusted."""
+"""JSON encoding of scores returned by worker processes. Workers run untrusted code, so decoding validates
+everything."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from plasmid.components.reward_calls import components_fault
+from plasmid.components.reward_calls import find_components_error
 from plasmid.types import Score
 
 
 def pack_scores(scores: Sequence[float | Score]) -> list[Any]:
-    """Scores as JSON has them."""
+    """Encode scores as JSON values."""
     return [[s.value, dict(s.components), s.error] if isinstance(s, Score) else [float(s), {}, None] for s in scores]
 
 
 def unpack_scores(answer: Any, count: int) -> list[Score] | str:
-    """The scores in an answer, or why it has none. Raises nothing, whatever was answered."""
+    """Decode the scores of an answer, or return why that fails. Never raises, whatever the answer is."""
     try:
         scores = [
             Score(
@@ -27,12 +28,12 @@ def unpack_scores(answer: Any, count: int) -> list[Score] | str:
             for value, parts, error in answer
         ]
     except OverflowError:
-        return "a score is too large a number"
+        return "a score is too large"
     except (ValueError, TypeError, AttributeError):
         return "the answer cannot be read"
     if len(scores) != count:
-        return f"{len(scores)} scores came for {count} samples"
+        return f"got {len(scores)} scores for {count} samples"
     finite = all(math.isfinite(v) for score in scores for v in (score.value, *score.components.values()))
     if not finite:
         return "a score is not finite"
-    return next(filter(None, (components_fault(score.components) for score in scores)), None) or scores
+    return next(filter(None, (find_components_error(score.components) for score in scores)), None) or scores

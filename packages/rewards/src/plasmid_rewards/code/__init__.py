@@ -1,5 +1,1 @@
-"""The reward that runs programs."""
-
-from .reward import Code
-
-__all__ = ["Code"]
+"""Reward that executes generated programs."""

@@ -1,4 +1,4 @@
-"""Calls of a program's functions, made inside the sandbox. Expected values stay outside."""
+"""Function calls that run inside the sandbox. Expected values stay outside."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ for index, (name, arguments) in enumerate(calls):
         text = json.dumps({"index": index, "error": f"{type(error).__name__}: {error}"[:200]})
     print(text, file=answers, flush=True)
 """
-"""Runs in the sandbox as main.py, beside the program under test."""
+"""Runs in the sandbox as main.py, next to the program under test."""
 
 
 def request(cases: Sequence[CallCase]) -> bytes:
-    """What the calls are, for standard input."""
+    """Serialize the calls for standard input."""
     return json.dumps([[case.function, case.arguments] for case in cases]).encode()
 
 
 def answers(output: bytes) -> dict[int, Any]:
-    """Index of a call -> ``{"value": ...}`` or ``{"error": ...}``; lines that are neither are not read."""
+    """Map the index of a call to ``{"value": ...}`` or ``{"error": ...}``. Other lines are ignored."""
     found: dict[int, Any] = {}
     for line in output.splitlines():
         try:

@@ -1,4 +1,4 @@
-"""Tests of programs, in the forms that data sets have them."""
+"""Parsers for the test formats of programming data sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class TextCase:
-    """What the program is given on standard input, and what it must print."""
+    """Text for standard input, and the output that the program must print."""
 
     given: str
     expected: str
@@ -27,7 +27,7 @@ class TextCase:
 
 @dataclass(frozen=True, slots=True)
 class CallCase:
-    """A call of one of its functions, and what that must return."""
+    """A call of one of the program's functions, and the value that it must return."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -38,12 +38,12 @@ Case = TextCase | CallCase
 
 
 def cases_of(prompt: Prompt) -> list[Case]:
-    """The tests in a prompt's target. Raises `RewardError` if it is in none of the known forms."""
+    """Read the tests from a prompt's target. Raises `RewardError` if the format is unknown."""
     try:
         cases = list(_cases(prompt.target))
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise RewardError(
-            f"code: prompt {prompt.id}: its target holds a test of another form ({error}): {FORMS}"
+            f"code: prompt {prompt.id}: its target has a test of an unsupported form ({error}); supported are {FORMS}"
         ) from None
     if not cases:
         raise RewardError(f"code: prompt {prompt.id} has no tests; its target must be {FORMS}")
@@ -68,19 +68,28 @@ def _cases(target: Any) -> list[Case]:
     raise TypeError(f"got {target!r}")
 
 
+def is_case(test: str) -> bool:
+    """Return whether a test is an assertion that can be converted to a `CallCase`."""
+    try:
+        _assertion(test)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
+
+
 def _lines(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
 def _assertion(text: str) -> CallCase:
-    """``assert f(1, [2]) == 3`` as a call: the comparison then happens out of the program's reach."""
+    """Convert ``assert f(1, [2]) == 3`` to a call, so that the comparison runs outside the program's reach."""
     (statement,) = ast.parse(text.strip()).body
     test = statement.test if isinstance(statement, ast.Assert) else None
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)):
-        raise ValueError(f"no comparison of a call with ==: {text[:80]!r}")
+        raise ValueError(f"not a comparison of a call with ==: {text[:80]!r}")
     call, expected = test.left, test.comparators[0]
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords:
-        raise ValueError(f"no plain call: {text[:80]!r}")
+        raise ValueError(f"not a plain call: {text[:80]!r}")
     arguments = tuple(_json(ast.literal_eval(argument)) for argument in call.args)
     return CallCase(call.func.id, arguments, _json(ast.literal_eval(expected)))
 
@@ -92,27 +101,27 @@ def _json(value: Any) -> Any:
         return {str(key): _json(item) for key, item in value.items()}
     if isinstance(value, int | float | str | None):
         return value
-    raise ValueError(f"{value!r} is no JSON value")
+    raise ValueError(f"{value!r} is not a JSON value")
 
 
 def same_text(expected: str, printed: str) -> bool:
-    """Whether the lines are the same; spaces at their ends and empty lines at the end do not count."""
-    return _trimmed(expected) == _trimmed(printed)
+    """Compare line by line, ignoring trailing spaces and trailing empty lines."""
+    return _trim_lines(expected) == _trim_lines(printed)
 
 
-def _trimmed(text: str) -> list[str]:
+def _trim_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def same_value(expected: Any, returned: Any) -> bool:
-    """Whether two JSON values are equal; numbers may differ by 1e-6 of their size, tuples are lists."""
+    """Compare two JSON values. Numbers may differ by a relative 1e-6; tuples count as lists."""
     if isinstance(expected, bool) or isinstance(returned, bool):
         return expected is returned
     if isinstance(expected, float) or isinstance(returned, float):
         numbers = isinstance(expected, int | float) and isinstance(returned, int | float)
         try:
             return numbers and math.isclose(expected, returned, rel_tol=1e-6, abs_tol=1e-9)
-        except OverflowError:  # an integer beyond all floats
+        except OverflowError:  # the integer is too large for a float
             return False
     if isinstance(expected, list | tuple) and isinstance(returned, list):
         return len(expected) == len(returned) and all(map(same_value, expected, returned))

@@ -1,4 +1,4 @@
-"""Does the program in the text pass its tests?"""
+"""Reward that runs the generated program against its tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
-from plasmid import Prompt, Reward, RunContext, Sample, Score
+from plasmid import Prompt, RecipeView, Reward, RunContext, Sample, Score
 from plasmid.errors import IsolationError, RewardError
 from plasmid.utils.work_clock import QueueingExecutor
 from plasmid_sandbox import Outcome, Program, Sandbox, SandboxSettings
@@ -20,42 +20,42 @@ from . import calls
 from .cases import CallCase, Case, TextCase, cases_of, same_text, same_value
 
 SANDBOX_S = 60.0
-"""Time beyond its limits in which a sandbox is made and has ended."""
-BLOCK = re.compile(  # *+ leaves one way only to match spaces, of which a policy may write thousands
+"""Allowance for starting and stopping a sandbox, in seconds, on top of its own limits."""
+BLOCK = re.compile(  # possessive *+ prevents backtracking over thousands of spaces
     r"^[ \t]*```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 
 
 class Code(Reward):
-    """1.0 if the Python program in the text passes its tests, else 0.0, also if there is no program.
+    """1.0 if the Python program in the text passes its tests, else 0.0; also 0.0 if there is no program.
 
-    The program is the last fenced block after thinking. The target holds the tests: texts for standard input and what
-    must be printed, calls of functions and what they must return, or plain assertions. Each program runs in a sandbox
-    of its own (``sandbox``), and results are compared outside of it.
+    The program is the last fenced block after thinking. The target holds the tests: standard input with expected
+    output, function calls with expected return values, or plain assertions. Each program runs in its own sandbox
+    (``sandbox``), and results are compared outside of it.
     """
 
     kind: Literal["code"] = "code"
     reads_target: ClassVar[bool] = True
     timeout_s: float = Field(600.0, gt=0)
-    """Longest time for the tests of one sample, in seconds; those that have not begun by then fail."""
+    """Time limit for all tests of one sample, in seconds. Tests that have not started by then fail."""
     score: Literal["all", "fraction"] = "all"
-    """Whether all tests must pass, or each one that does counts its part."""
+    """``all`` gives 1.0 only if all tests pass; ``fraction`` gives the fraction of tests that pass."""
     fenced: bool = True
-    """Ask for a fenced block; otherwise a text without one is taken for a program as a whole."""
+    """Require a fenced block. If false, a text without one is run as a program as a whole."""
     max_tests: Literal["all"] | int = "all"
-    """Tests of a prompt to run, the first ones."""
+    """Maximum number of tests to run per prompt, taken from the start of the list."""
     workers: Literal["auto"] | int = "auto"
-    """Sandboxes at one time; ``auto`` is one for each core, at most 16."""
+    """Maximum number of concurrent sandboxes; ``auto`` is one per core, at most 16."""
     sandbox: SandboxSettings = SandboxSettings()
-    """What programs may use."""
+    """Resource limits and permissions of the programs."""
     _threads: QueueingExecutor | None = PrivateAttr(None)
 
-    def model_post_init(self, context: object, /) -> None:
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         for name in ("max_tests", "workers"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
-                raise ValueError(f"{name} must be {type(self).model_fields[name].default!r} or at least 1, got {value}")
-        super().model_post_init(context)
+                yield f"{name} must be {type(self).model_fields[name].default!r} or at least 1, got {value}"
 
     def limit_s(self, num_samples: int) -> float:
         return super().limit_s(num_samples) + self.sandbox.wall_s + SANDBOX_S
@@ -94,7 +94,7 @@ class Code(Reward):
         for case in cases:
             if isinstance(case, TextCase) and not (error and self.score == "all"):
                 late = time.monotonic() > until
-                wrong = f"no time left of timeout_s = {self.timeout_s:g}" if late else self._print(source, case)
+                wrong = f"not run within timeout_s = {self.timeout_s:g}" if late else self._print(source, case)
                 passed += wrong is None
                 error = error or wrong
         fraction = passed / len(cases)
@@ -102,18 +102,18 @@ class Code(Reward):
         return Score(value=value, components={"passed": fraction, "found": 1.0}, error=error)
 
     def _print(self, source: str, case: TextCase) -> str | None:
-        """Why the program fails one test; None if it passes."""
+        """Return why the program fails one test, or None if it passes."""
         outcome = self._run(Program(source=source, stdin=case.given.encode(errors="surrogatepass")))
         if outcome.error is not None:
             return outcome.error
         return None if same_text(case.expected, outcome.stdout.decode(errors="replace")) else "wrong output"
 
     def _call(self, source: str, cases: Sequence[CallCase]) -> tuple[int, str | None]:
-        """How many calls return what they must, and why the first of the others does not."""
+        """Return how many calls give the expected value, and the reason for the first failure."""
         outcome = self._run(Program(source=calls.SOURCE, stdin=calls.request(cases), files={"solution.py": source}))
         found = calls.answers(outcome.stdout)
         if outcome.error is not None:
-            found.pop(len(cases) - 1, None)  # whatever was answered, the program did not end as it must
+            found.pop(len(cases) - 1, None)  # the program ended abnormally, so its last answer does not count
         passed, first = 0, None
         for index, case in enumerate(cases):
             answer = found.get(index, {"error": outcome.error or "no answer"})
@@ -126,12 +126,12 @@ class Code(Reward):
     def _run(self, program: Program) -> Outcome:
         outcome = Sandbox(self.sandbox).run(program)
         if outcome.refused:
-            raise RewardError(f"code: the sandbox cannot be made: {outcome.error}")
+            raise RewardError(f"code: cannot create the sandbox: {outcome.error}")
         return outcome
 
 
 def program_in(text: str, *, fenced: bool = True) -> str | None:
-    """The last fenced block of a text, behind its thinking; without ``fenced``, the text if it has no block."""
+    """Return the last fenced block after thinking. Without ``fenced``, a text that has no block is the program."""
     text = after_thinking(text)
     blocks = BLOCK.findall(text)
     if blocks:

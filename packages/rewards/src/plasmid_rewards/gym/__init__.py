@@ -1,6 +1,1 @@
-"""The tasks of the package reasoning-gym: as prompts without end, and as a verifier."""
-
-from .reward import ReasoningGym
-from .source import ReasoningGymSource
-
-__all__ = ["ReasoningGym", "ReasoningGymSource"]
+"""Tasks of the package reasoning-gym: an endless source of prompts, and a verifier."""

@@ -1,4 +1,4 @@
-"""A process that makes entries, asked line by line."""
+"""A process that creates entries, with a line-based JSON protocol."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from . import entries
 
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from plasmid_rewards.gym.generator import main; main()"
 ANSWER_S = 120.0
-"""Time for one entry; the slowest families take a second or two."""
+"""Time limit for one entry, in seconds; the slowest families take one or two."""
 
 
 class Generator:
-    """The client side. Starts the process at once; importing reasoning-gym takes some seconds."""
+    """Client side. Starts the process immediately; importing reasoning-gym takes some seconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,11 +38,11 @@ class Generator:
         weakref.finalize(self, _stop, self._process)
 
     def families(self) -> list[str]:
-        """Names of all families that can be used."""
+        """Return the names of all usable families."""
         return [str(name) for name in self._request({})["families"]]
 
     def make(self, family: str, seed: int, options: Mapping[str, Any]) -> entries.Entry:
-        """The entry of a seed. Raises `DataError`."""
+        """Create the entry of a seed. Raises `DataError`."""
         answer = self._request({"family": family, "seed": seed, "options": dict(options)})
         return entries.Entry(question=answer["question"], answer=answer["answer"])
 
@@ -58,7 +58,7 @@ class Generator:
                 line = b""
         if not line:
             _stop(self._process)
-            raise DataError(f"reasoning-gym: the process that makes prompts gave no answer to {dict(request)}")
+            raise DataError(f"reasoning-gym: the process that generates prompts did not answer {dict(request)}")
         answer = json.loads(line)
         if "error" in answer:
             raise DataError(str(answer["error"]))
@@ -74,14 +74,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None and not pipe.closed:
-            with suppress(BrokenPipeError):  # what was not sent is of no use any more
+            with suppress(BrokenPipeError):  # data that was not sent is no longer needed
                 pipe.close()
 
 
 def main() -> None:
-    """The answering side: one JSON line for each JSON line, until the pipe is closed."""
+    """Server side: answer each JSON line with one JSON line until the pipe is closed."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print is no answer
+    os.dup2(2, 1)  # keep output of other packages out of the answers
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
 

@@ -1,4 +1,4 @@
-"""Is it a right answer to a task of reasoning-gym?"""
+"""Reward that verifies answers to reasoning-gym tasks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from . import entries
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 RIGHT = 0.99
-"""Verifiers that compare numbers return values just below 1 for right answers."""
+"""Minimum score of a correct answer: verifiers that compare numbers return values just below 1 for correct answers."""
 
 
 class ReasoningGym(PooledReward):
-    """1.0 if the family's own verifier accepts the answer, else 0.0, also if there is no answer in the text.
+    """1.0 if the family's own verifier accepts the answer, else 0.0; also 0.0 if the text has no answer.
 
-    For prompts of the data source ``reasoning-gym``, or rows with a column ``reasoning_gym`` that says
-    ``{"family", "seed", "options"}``. Two families whose verifiers accept wrong answers have verifiers of ours.
+    For prompts of the data source ``reasoning-gym``, or rows with a column ``reasoning_gym`` that holds
+    ``{"family", "seed", "options"}``. Plasmid replaces the verifiers of two families that accept wrong answers.
     """
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     answer_in: Literal["tags", "box", "last-line", "last-number", "whole"] = "tags"
-    """Where the answer stands: in the last ``<answer>``, in the last box, ... Verifiers want the bare answer."""
+    """Where to find the answer: in the last ``<answer>``, in the last box, ... Verifiers expect the bare answer."""
     partial: bool = False
-    """Give the verifier's value between 0 and 1 as it is; some pay for parts, and a few for being short."""
+    """Return the verifier's value between 0 and 1 unchanged. Some verifiers give partial credit, and a few reward
+    brevity."""
 
     def packages(self) -> Mapping[str, str]:
         return {"reasoning_gym": "plasmid-rewards[reasoning-gym]"}
@@ -53,7 +54,7 @@ class ReasoningGym(PooledReward):
         )
 
     def answer(self, text: str) -> str | None:
-        """The answer in a text; None if there is none."""
+        """Extract the answer from a text; None if there is none."""
         if self.answer_in == "whole":
             return text.strip()
         if self.answer_in == "box":
@@ -72,8 +73,8 @@ def _entry(prompt: Prompt) -> tuple[str, int, Mapping[str, Any]]:
     place = prompt.metadata.get(entries.KEY)
     if not isinstance(place, Mapping) or not isinstance(place.get("family"), str):
         raise RewardError(
-            f"reasoning-gym: prompt {prompt.id} has no {entries.KEY!r} with family, seed and options; draw prompts "
-            'from the data source: [data] kind = "reasoning-gym"'
+            f"reasoning-gym: prompt {prompt.id} has no {entries.KEY!r} with family, seed and options; set "
+            '[data] kind = "reasoning-gym"'
         )
     seed, options = place.get("seed", 0), place.get("options") or {}
     if not isinstance(seed, int) or not isinstance(options, Mapping):

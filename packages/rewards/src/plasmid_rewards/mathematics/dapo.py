@@ -1,4 +1,4 @@
-"""The answer line of DAPO's mathematics."""
+"""Reward of DAPO for mathematical answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from plasmid import Prompt, Reward, Sample, Score
 from pydantic import Field
 
-from ..targets import accepted_targets
+from ..targets import read_targets
 from .boxed_text import last_boxed
 from .quantity import APART, WRAPPER, Quantity, read_quantity
 
@@ -27,20 +27,19 @@ FRACTION = re.compile(r"(-?)(?:(\d{1,50})(?=\())?\(?(-?\d{1,50})\)?/\(?(\d{1,50}
 
 
 class Dapo(Reward):
-    """1.0 if the last ``Answer: ...`` line is the target, else -1.0, also if there is no such line.
+    """1.0 if the last ``Answer: ...`` line equals the target, else -1.0; also -1.0 if there is no such line.
 
-    The reward of DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476). Both sides are brought to a plain form
-    (LaTeX wrappers, ``a = 3`` as ``3``, digit commas, units if only one side has one) and compared as numbers, or else
-    as text.
+    The reward of DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476). Both sides are normalized (LaTeX wrappers,
+    ``a = 3`` to ``3``, digit commas, units if only one side has one) and compared as numbers if possible, else as text.
     """
 
     kind: Literal["dapo"] = "dapo"
     reads_target: ClassVar[bool] = True
     window: int = Field(300, ge=10)
-    """Characters at the end of the text that are looked at."""
+    """Number of characters to search, counted from the end of the text."""
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        targets = [read_answer(str(target)) for target in accepted_targets(prompt, self.kind)]
+        targets = [read_answer(str(target)) for target in read_targets(prompt, self.kind)]
         lines = LINE.findall(sample.text[-self.window :])
         if not lines:
             return Score(value=-1.0, components={"accuracy": 0.0, "found": 0.0}, error="no line with 'Answer:'")
@@ -50,16 +49,16 @@ class Dapo(Reward):
 
 
 def read_answer(text: str) -> Quantity:
-    """The unit of an answer, and its expression without what does not change it."""
+    """Split an answer into unit and expression, and drop markup that does not change the expression."""
     text = END_TOKEN.sub("", last_boxed(text) or text)
-    if formula := FORMULA.fullmatch(text):  # text around the only formula is no part of the answer
+    if formula := FORMULA.fullmatch(text):  # text around a single formula is not part of the answer
         text = formula[1]
     text = MARKUP.sub("", text).rpartition("=")[2].strip().rstrip(".*:")
     quantity = read_quantity(ARTICLE.sub("", text))
-    return replace(quantity, expression=_simplified(quantity.expression))
+    return replace(quantity, expression=_simplify(quantity.expression))
 
 
-def _simplified(text: str) -> str:
+def _simplify(text: str) -> str:
     text = text.lower()
     while (inner := WRAPPED.sub(r"\1", text)) != text:
         text = inner

@@ -1,12 +1,12 @@
-"""Make math-verify faster in this process, with the same verdicts.
+"""Make math-verify faster in this process, with unchanged results.
 
-Parsing: latex2sympy2 parses with ANTLR's complete (LL) prediction, some 20 ms for an expression. SLL prediction takes a
-fraction of it: a text that SLL accepts has the same tree with LL, and one that it refuses is parsed again.
+Parsing: latex2sympy2 parses with ANTLR's full (LL) prediction, which takes about 20 ms per expression. SLL prediction
+takes a fraction of that: a text that SLL accepts has the same tree with LL, and one that it rejects is parsed again.
 
-Numbers: an integer is read as one, where sympy has Python compile and run its text.
+Numbers: integers are converted directly; sympy would have Python compile and run their text.
 
-Comparing: math-verify simplifies the difference of two expressions, some 20 ms. Whether a polynomial, or a number made
-of roots, is zero is known in less than a millisecond.
+Comparing: math-verify simplifies the difference of two expressions, which takes about 20 ms. Whether a polynomial, or a
+number built from roots, is zero can be decided in less than a millisecond.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import re
 from typing import Any
 
 MAX_DEGREE = 8
-"""Number of sums that are multiplied in a polynomial to expand; more have too many terms."""
+"""Maximum number of multiplied sums in a polynomial that is expanded; more produce too many terms."""
 INTEGER = re.compile("[0-9]{1,300}")
 DIGITS = 30
 SMALLEST = 1e-9
-"""Absolute value of a number with `DIGITS` digits that is certainly not zero."""
+"""Smallest absolute value that is certainly nonzero at a precision of `DIGITS` digits."""
 
 
 class TwoStageParser:
-    """Stands for the parser that latex2sympy2 makes of a text; ``math`` is what it calls."""
+    """Replaces the parser that latex2sympy2 creates for a text; latex2sympy2 calls ``math``."""
 
     def __init__(self, converter: Any, text: str, create_parser: Any) -> None:
         self._converter, self._text, self._create_parser = converter, text, create_parser
 
     def math(self) -> Any:
-        """The tree of the text. Raises what latex2sympy2 raises for a text that is no mathematics."""
+        """Return the tree of the text. Raises what latex2sympy2 raises for a text that is not mathematics."""
         parser = self._create_parser(self._converter, self._text)
         parser._interp.predictionMode = importlib.import_module("antlr4").PredictionMode.SLL
         try:
@@ -40,7 +40,7 @@ class TwoStageParser:
 
 
 def speed_up() -> None:
-    """Replace the parsers of latex2sympy2 and the simplification of math-verify. Calling it again changes nothing."""
+    """Replace the parsers of latex2sympy2 and the simplification of math-verify. Further calls have no effect."""
     sympy, grader = importlib.import_module("sympy"), importlib.import_module("math_verify.grader")
     converter = importlib.import_module("latex2sympy2_extended.latex2sympy2")._Latex2Sympy
     create_parser, read_number, simplify = converter.create_parser, converter.parse_number, grader.simplify
@@ -61,10 +61,10 @@ def speed_up() -> None:
 
 
 def reduce_difference(expression: Any) -> Any | None:
-    """An expression that is zero if and only if this one is, and shows it; None where `simplify` has to find out.
+    """Return an equivalent expression whose zeroness is obvious, or None if `simplify` has to decide.
 
-    Polynomials with rational coefficients are expanded. Sums and products of roots are evaluated; a value that may be
-    zero is no proof.
+    Polynomials with rational coefficients are expanded. Sums and products of roots are evaluated numerically; a value
+    that may be zero returns None.
     """
     sympy = importlib.import_module("sympy")
     has_symbols = has_roots = False
@@ -85,6 +85,6 @@ def reduce_difference(expression: Any) -> Any | None:
         return None
     if not has_roots:
         symbols = sorted(expression.free_symbols, key=str) or [sympy.Dummy()]
-        return sympy.Poly(expression, *symbols).as_expr()  # `expand` leaves what is marked as unevaluated
+        return sympy.Poly(expression, *symbols).as_expr()  # `expand` skips unevaluated parts
     value = None if has_symbols else expression.evalf(DIGITS)
     return value if value is not None and abs(value) > SMALLEST else None

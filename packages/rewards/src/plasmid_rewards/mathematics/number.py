@@ -1,4 +1,4 @@
-"""Is the number in the text the right one?"""
+"""Reward that compares a number in the text with the target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plasmid.errors import RewardError
 from plasmid.settings.trust import INERT
 from pydantic import Field
 
-from ..targets import accepted_targets
+from ..targets import read_targets
 
 NUMBER = re.compile(
     r"(?:(?<![\w).])[-+\u2212])?"  # a sign, unless it stands between two operands as in 3-5
@@ -21,15 +21,15 @@ NUMBER = re.compile(
     re.ASCII,
 )
 LONGEST = 400
-"""Characters of a number. Longer ones are no answer, and Python would take long to read them."""
+"""Maximum length of a number, in characters. Python would take long to convert longer ones."""
 EXACT = Context(prec=2 * LONGEST, Emax=10**6, Emin=-(10**6))
 
 
 class Number(Reward):
-    """1.0 if the first or last number of the text is the target, else 0.0, also if there is no number.
+    """1.0 if the first or last number of the text equals the target, else 0.0; also 0.0 if there is no number.
 
-    Understood are ``-3``, ``1,234.5``, ``.5`` and ``2e3``. A target may be a number, a string (its last number counts)
-    or a list of either.
+    Accepts ``-3``, ``1,234.5``, ``.5`` and ``2e3``. A target may be a number, a string (its last number counts) or a
+    list of either.
     """
 
     kind: Literal["number"] = "number"
@@ -37,12 +37,12 @@ class Number(Reward):
     pick: Literal["first", "last"] = "last"
     """Which number of the text is the answer."""
     after: Annotated[str, INERT] = ""
-    """Look only behind the last occurrence of this text, for example ``####``; a text without it has no number."""
+    """Search only after the last occurrence of this text, for example ``####``. A text without it has no number."""
     tolerance: float = Field(1e-6, ge=0, allow_inf_nan=False)
-    """Largest difference to the target that still counts as right."""
+    """Largest absolute difference from the target that still counts as correct."""
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        targets = [self._target(prompt, target) for target in accepted_targets(prompt, self.kind)]
+        targets = [self._target(prompt, target) for target in read_targets(prompt, self.kind)]
         answer = find_number(sample.text, pick=self.pick, after=self.after)
         if answer is None:
             return Score(value=0.0, components={"found": 0.0}, error="no number in the text")
@@ -53,7 +53,7 @@ class Number(Reward):
         number = None if isinstance(target, bool) else find_number(str(target))
         if number is None:
             raise RewardError(
-                f"number: prompt {prompt.id} has the target {str(target)[:100]!r}, in which no number stands"
+                f"number: prompt {prompt.id} has the target {str(target)[:100]!r}, which contains no number"
             )
         return number
 
@@ -65,7 +65,7 @@ class Number(Reward):
 
 
 def find_number(text: str, *, pick: Literal["first", "last"] = "last", after: str = "") -> Decimal | None:
-    """The first or last number of the text, behind the last occurrence of ``after``; None if there is none."""
+    """Return the first or last number after the last occurrence of ``after``; None if there is none."""
     if after:
         _, found, text = text.rpartition(after)
         if not found:

@@ -1,16 +1,15 @@
-r"""A mathematical answer in parts: the expression, its unit, percent sign and number base."""
+r"""A mathematical answer split into expression, unit, percent sign and number base."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 
 SPACING = re.compile(r"(?<!\\)\\(?:[,;: >]|q?quad(?![a-zA-Z])|$)|~|\s")
-"""A space of some width; two backslashes before a space end a line of a matrix."""
+"""Horizontal spacing. Two backslashes before a space end a row of a matrix instead."""
 NEGATIVE_SPACE = re.compile(r"(?<!\\)\\!\s*")
-STYLE = re.compile(r"\\(?:displaystyle|textstyle)(?![a-zA-Z])|\\left\s*\.|\\right\s*\.")
+STYLE = re.compile(r"\\(?:displaystyle|textstyle)(?![a-zA-Z])|\\left\s*\.|\\right\s*\.|^\s*\\approx(?![a-zA-Z])")
 FRACTION = re.compile(r"\\([dtc]?frac|[dt]?binom)\s*(\d)\s*(\d)")
 MIXED = re.compile(r"(?<![\w.,/^}])(\d+) +(\d+) ?/ ?(\d+)(?![\d.,/!^])")
 GROUPS = re.compile(r"(?<![\d.,_^] )(?<![\d.,_^])\d{1,3}(?: \d{3})+(?! ?\d)")
@@ -20,23 +19,24 @@ WORDS = re.compile(rf"{WRAPPER}\s*{{([^{{}}]*)}}")
 PERCENT = re.compile(rf"(?:\\?%|(?:{WRAPPER}\s*{{ *)?\b(?:percent(?:age)?|pct)\b *\}}?)$", re.IGNORECASE)
 POWER = r"(?: ?(?:\^ ?\{? ?([23]) ?\}?|([\u00b2\u00b3])))?"
 TEXT_UNIT = re.compile(rf"{WRAPPER}\s*{{([^{{}}]*)}}{POWER}$")
+INVERSE = r" ?\^ ?\{? ?-([1-3]) ?\}? ?"
+RATE = re.compile(
+    rf"({WRAPPER}\s*{{ ?(?:[cmk]?m|[mk]?g|m?l|rad)) ?(s|min|h)(?:{INVERSE}\}}| ?\}}{INVERSE})"  # as in \text{m s}^{-1}
+)
 BARE_WORDS = re.compile(r"(?<=[\d})]) ([a-z]{3,}(?: [a-z]{3,})*)$")
 NO_UNIT = re.compile(
     r"\d|(?<![a-zA-Z])(?:and|or|nor|not|no|infinity|half|thirds?|quarters?|dozens?|hundreds?|thousands?|[mbtr]+illions?)"
     r"(?![a-zA-Z])",
     re.IGNORECASE,
 )
-"""Words behind a number that change it, take it back, or go on with another one."""
-DEGREES = re.compile(rf"(?: ?\^ ?\{{? ?\\circ ?\}}?|\u00b0) ?(?:{WRAPPER}\s*{{ *)?([CF])? *\}}?$")
+"""Words after a number that modify it, negate it, or introduce another number."""
+DEGREES = re.compile(rf"(?: ?\^ ?\{{? ?\\circ ?\}}?| ?\\degree|\u00b0) ?(?:{WRAPPER}\s*{{ *)?([CF])? *\}}?$")
 BARE_UNIT = re.compile(
     rf"(?<=[\d}}) ])((?:square |cubic |sq\.? |cu\.? )?[a-zA-Z]{{2,}}(?: ?/ ?[a-zA-Z]+| per [a-z]+)?){POWER}$"
 )
 LETTER_UNIT = re.compile(rf"(?<=[\d}}) ])([msghl]){POWER}$")
 CURRENCY = re.compile(r"^(?:\\?\$|\u20ac|\u00a3|\\(?:euro|pounds)(?![a-zA-Z]))|(?:\u20ac|\u00a3)$")
 BASE = re.compile(r"^([0-9A-Fa-f]+) ?_ ?(?:\{ ?(\d+) ?\}|(\d+))$")
-RATIONAL = re.compile(
-    r"(-?)(?:([0-9]{1,300})(\.[0-9]{1,300})?|\\frac\{([0-9]{1,300})\}\{([0-9]{1,300})\}|([0-9]{1,300})/([0-9]{1,300}))"
-)
 CURRENCIES = {"$": "dollar", "\\$": "dollar", "\u20ac": "euro", "\\euro": "euro", "\u00a3": "gbp", "\\pounds": "gbp"}
 SINGULAR = {
     "m": "meter metre",
@@ -74,19 +74,20 @@ SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "kmph": "km/h"}
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """An answer without what is not part of its expression."""
+    """An answer with everything outside its expression split off."""
 
     expression: str
     """LaTeX, with single spaces."""
     unit: str | None = None
-    """Canonical name of a known unit, as ``cm^2`` or ``mi/h``; None for none and for words that are no known unit."""
+    """Canonical name of a known unit, such as ``cm^2`` or ``mi/h``; None if there is none or it is unknown."""
     is_percent: bool = False
     base: str | None = None
-    """The subscript of a number such as ``204_5``."""
+    """Subscript of a number such as ``204_5``."""
 
     @property
     def is_readable(self) -> bool:
-        """False if digits stand apart and form no number, as in ``4 2``: parsers read a sum or a product in them."""
+        """Return False for separated digits that form no number, as in ``4 2``: parsers read a sum or a product in
+        them."""
         return not APART.search(self.expression)
 
 
@@ -107,36 +108,18 @@ def read_quantity(text: str) -> Quantity:
 
 
 def plain(text: str) -> str:
-    r"""Bring spaces, ``$``, digit groups and mixed numbers into one form: ``1 1/2`` is ``1\frac{1}{2}``."""
+    r"""Normalize spaces, ``$``, digit groups and mixed numbers: ``1 1/2`` becomes ``1\frac{1}{2}``."""
     text = STYLE.sub("", NEGATIVE_SPACE.sub("", text).replace("{,}", ","))
     text = " ".join(SPACING.sub(" ", text).split())
     text = re.sub(r"(?<!\\)\$$", "", re.sub(r"^\$(?=.*\$)", "", text)).strip().removesuffix(".").strip()
+    text = RATE.sub(r"\1/\2^\3\4}", text).replace("^1}", "}").replace(r"\varnothing", r"\emptyset")
     text = FRACTION.sub(r"\\\1{\2}{\3}", text)
     text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
     return GROUPS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
-def tight(expression: str) -> str:
-    """An expression without spaces and commands that only change how it looks: equal texts are equal expressions."""
-    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", expression)
-    text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
-    return re.sub(r"(?<![a-zA-Z0-9.,]) | (?![a-zA-Z0-9.])", "", text)
-
-
-def read_rational(expression: str) -> tuple[Fraction, bool] | None:
-    r"""The value of ``-3``, ``2.50``, ``3/4`` and ``\frac{3}{4}``, and whether it is exact; None for all else."""
-    match = RATIONAL.fullmatch(expression)
-    if match is None:
-        return None
-    sign, whole, decimals, above, below = match[1], match[2], match[3], match[4] or match[6], match[5] or match[7]
-    if above is not None and int(below) == 0:
-        return None
-    value = Fraction(int(above), int(below)) if above is not None else Fraction(whole + (decimals or ""))
-    return (-value if sign else value), not decimals
-
-
 def without_letter_unit(quantity: Quantity, unit: str | None) -> Quantity:
-    """Cut ``m`` off ``5 m`` where the other side says that metres are meant, and no variable of this name."""
+    """Remove ``m`` from ``5 m`` if the other side shows that it means meters and not a variable."""
     match = LETTER_UNIT.search(quantity.expression)
     if match is None or quantity.unit is not None or unit != _unit(match[1], match[2] or match[3]):
         return quantity
@@ -144,9 +127,9 @@ def without_letter_unit(quantity: Quantity, unit: str | None) -> Quantity:
 
 
 def compare_words(target: str, answer: str) -> bool | None:
-    r"""Whether two answers are the same words, in any case; None if they are no words.
+    r"""Return whether two answers are the same words, ignoring case; None if they are not words.
 
-    Without ``\text`` and capital letters, ``xy`` is a product, which ``yx`` equals.
+    Without ``\text`` and capital letters, ``xy`` is a product, which equals ``yx``.
     """
     texts = [plain(text) for text in (target, answer)]
     unwrapped = [WORDS.sub(r"\1", text) for text in texts]
@@ -177,7 +160,7 @@ def _cut_unit(text: str) -> tuple[str, str | None]:
 
 
 def _unit(name: str, power: str | None) -> str | None:
-    """The canonical name of a unit; None if it is not known."""
+    """Return the canonical name of a unit; None if it is unknown."""
     name = name.strip().lower().rstrip(".").replace(" per ", "/")
     if power is None and (prefixed := re.match(r"(?:(square|sq\.?)|(?:cubic|cu\.?)) (?=.)", name)):
         name, power = name[prefixed.end() :], "2" if prefixed[1] else "3"

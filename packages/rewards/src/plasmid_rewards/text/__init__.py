@@ -1,1 +1,1 @@
-"""Rewards of a text's words and form."""
+"""Rewards based on the words and the form of a text."""

@@ -1,13 +1,13 @@
-"""A reward that another server computes."""
+"""Reward computed by an HTTP server."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from plasmid import Prompt, Sample, Score
+from plasmid import Prompt, RecipeView, Sample, Score
 from plasmid.utils.addresses import shown_url
 from plasmid.utils.json_client import ServerFailure
 from plasmid.utils.work_clock import Clocks, current_clocks, set_clocks
@@ -17,38 +17,48 @@ from .web_reward import WebReward
 
 Waiting = tuple[dict[str, Any], "asyncio.Future[Any]", Clocks]
 MAX_COMPONENTS = 100
-"""Numbers of one answer that become components."""
+"""Maximum number of components from one answer."""
 MAX_NAME = 100
-"""Characters of their names."""
+"""Maximum length of a component name, in characters."""
 
 
 class Remote(WebReward):
-    """What an HTTP server answers: a number, or an object with one under `key`.
+    """The answer of an HTTP server: a number, or an object that has one under `key`.
 
-    One sample is posted as ``{"prompt", "messages", "response", "target", "metadata", "sample_id"}``; with
+    One sample is posted as ``{"prompt", "messages", "response", "target", "metadata", "sample_id"}``. With
     ``batch_size`` above 1 the server gets ``{"items": [...]}`` and answers with a list, or ``{"scores": [...]}``, in
-    the same order. The other numbers of an object become components.
+    the same order. All other numbers of an object become components.
     """
 
     kind: Literal["remote"] = "remote"
+    fields: Literal["plasmid", "slime"] = "plasmid"
+    """Format of a request. ``slime`` posts ``{"prompt", "response", "label"}`` for each sample, as slime's remote
+    reward does, so that its servers work unchanged."""
     key: str = ""
-    """Name of the value in answers that are objects; empty if answers are numbers."""
+    """Key of the value in answers that are objects; empty if answers are numbers."""
     batch_size: int = Field(1, ge=1)
-    """Samples of one request."""
+    """Number of samples per request."""
     batch_wait_s: float = Field(0.02, ge=0)
-    """Longest time that a sample waits for others to fill its request."""
+    """Maximum time that a sample waits for its request to fill up, in seconds."""
     _waiting: list[Waiting] = PrivateAttr(default_factory=list)
     _tasks: set[asyncio.Task[None]] = PrivateAttr(default_factory=set)
 
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        if self.fields == "slime" and self.batch_size > 1:
+            yield f"batch_size: must be 1 with fields = 'slime', got {self.batch_size}: slime posts single samples"
+
     async def __call__(self, prompt: Prompt, sample: Sample) -> Score:
-        item = {
-            "prompt": prompt.text,
-            "messages": [dict(message) for message in prompt.messages],
-            "response": sample.text,
-            "target": prompt.target,
-            "metadata": dict(prompt.metadata),
-            "sample_id": sample.id,
-        }
+        item: dict[str, Any] = {"prompt": prompt.text, "response": sample.text}
+        if self.fields == "slime":
+            item["label"] = prompt.target
+        else:
+            item |= {
+                "messages": [dict(message) for message in prompt.messages],
+                "target": prompt.target,
+                "metadata": dict(prompt.metadata),
+                "sample_id": sample.id,
+            }
         try:
             answer = await (self.client().post(item) if self.batch_size == 1 else self._in_batch(item))
             return self._score(answer)
@@ -69,14 +79,14 @@ class Remote(WebReward):
         if wait_s == 0:
             self._waiting = []
         task = asyncio.get_running_loop().create_task(self._post(batch, wait_s))
-        self._tasks.add(task)  # a loop keeps only weak references
+        self._tasks.add(task)  # the event loop keeps only weak references
         task.add_done_callback(self._tasks.discard)
 
     async def _post(self, batch: list[Waiting], wait_s: float) -> None:
         if wait_s:
             await asyncio.sleep(wait_s)
             if batch is not self._waiting:
-                return  # it was full before
+                return  # the batch became full and was sent before
             self._waiting = []
         set_clocks([clocks for _, _, clocks in batch])
         try:
@@ -86,7 +96,7 @@ class Remote(WebReward):
                 raise ServerFailure(
                     f"{shown_url(self.url)}: must answer with a list of {len(batch)} scores, got {str(answer)[:100]}"
                 )
-        except Exception as error:  # noqa: BLE001  boundary: raised where the samples are scored
+        except Exception as error:  # noqa: BLE001  boundary: raised again where the samples are scored
             for _, future, _ in batch:
                 if not future.done():
                     future.set_exception(error)
@@ -105,7 +115,7 @@ class Remote(WebReward):
                 raise ServerFailure(f"{where}: answered with an object ({', '.join(answer)[:100]}); set key")
             value = answer.get(self.key)
         elif self.key:
-            raise ServerFailure(f"{where}: answered {str(answer)[:100]}, an object with {self.key!r} was expected")
+            raise ServerFailure(f"{where}: answered {str(answer)[:100]}, expected an object with {self.key!r}")
         if not _is_number(value):
             raise ServerFailure(f"{where}: {self.key or 'the answer'} must be a finite number, got {str(value)[:100]}")
         return Score(value=float(value), components=parts)
@@ -114,9 +124,9 @@ class Remote(WebReward):
 def _components(where: str, answer: Mapping[str, Any]) -> dict[str, float]:
     parts = {name: float(value) for name, value in answer.items() if _is_number(value)}
     if len(parts) > MAX_COMPONENTS:
-        raise ServerFailure(f"{where}: answered with {len(parts)} numbers, at most {MAX_COMPONENTS} become components")
+        raise ServerFailure(f"{where}: answered with {len(parts)} numbers, at most {MAX_COMPONENTS} are allowed")
     if any(len(name) > MAX_NAME or not name.isprintable() for name in parts):
-        raise ServerFailure(f"{where}: names of numbers must be at most {MAX_NAME} characters that can be printed")
+        raise ServerFailure(f"{where}: names of numbers must have at most {MAX_NAME} printable characters")
     return parts
 
 
