@@ -1,4 +1,4 @@
-"""Agents that know the policy only by HTTP."""
+"""Workflows for agents that access the policy over HTTP."""
 
 from .workflow import Agent
 

@@ -1,4 +1,4 @@
-"""What every API comes to: a request for one turn of a conversation, and the reply to it."""
+"""API-independent form of a request for one conversation turn, and of the reply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class Problem(StrEnum):
-    """Why a request is refused. Each API has a status and a name of its own for it."""
+    """Reason why a request is refused. Each API maps it to a status and a name."""
 
     BAD_REQUEST = "bad request"
     TOO_LONG = "too long"
@@ -24,8 +24,8 @@ class Problem(StrEnum):
     ENGINE = "engine"
 
 
-class Refused(Exception):
-    """A request that gets an error in place of a turn. The text is for whoever wrote the agent."""
+class RequestError(Exception):
+    """Raised for requests that are refused. The message is for the author of the agent."""
 
     def __init__(self, problem: Problem, text: str) -> None:
         super().__init__(problem, text)
@@ -37,7 +37,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a tool that the policy asks for."""
+    """One tool call by the policy."""
 
     id: str
     name: str
@@ -47,27 +47,27 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """One turn that an agent asks for."""
+    """One turn that an agent requests."""
 
     messages: tuple[Message, ...] = ()
-    """The conversation so far, as chat templates read it."""
+    """The conversation so far, in the form of chat templates."""
     text: str | None = None
-    """The text to continue, in place of messages."""
+    """The text to continue, instead of messages."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools in the form of OpenAI, which chat templates read."""
+    """Tools in OpenAI's format, which chat templates use."""
     max_tokens: int | None = None
-    """Longest reply in tokens; None for what the run allows."""
+    """Maximum length of the reply, in tokens; None for the run's limit."""
     stop: tuple[str, ...] = ()
-    """Texts that end the reply and are left out of it."""
+    """Texts that end the reply and are removed from it."""
     one_call: bool = False
-    """Give back at most one tool call."""
+    """Return at most one tool call."""
     stream: bool = False
     stream_usage: bool = False
-    """Tell the number of tokens at the end of the stream, too."""
+    """Report the number of tokens at the end of the stream, too."""
     model: str = "policy"
-    """The name that the agent gave; the reply repeats it."""
+    """The model name in the request; the reply repeats it."""
     unfollowed: tuple[str, ...] = ()
-    """What the request asks for and does not get: ``temperature = 0.2 (the run samples at 1)``."""
+    """Options of the request that the run does not follow: ``temperature = 0.2 (the run samples at 1)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,27 +77,27 @@ class Reply:
     id: str
     text: str
     reasoning: str = ""
-    """What the policy thought before, where the recipe keeps it apart."""
+    """Reasoning before the text, if the recipe separates it."""
     calls: tuple[Call, ...] = ()
     finish: Finish
     stopped_by: str | None = None
-    """Which of the request's stop texts ended it."""
+    """Which stop text of the request ended the reply."""
     prompt_tokens: int
     completion_tokens: int
 
 
 def assistant_message(text: str, calls: Sequence[Call]) -> Message:
-    """A turn of the policy as chat templates read it."""
+    """Return a turn of the policy in the form of chat templates."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
-        functions = [{"name": call.name, "arguments": _parsed(call.arguments)} for call in calls]
+        functions = [{"name": call.name, "arguments": _parse_arguments(call.arguments)} for call in calls]
         pairs = zip(calls, functions, strict=True)
         message["tool_calls"] = [{"id": call.id, "type": "function", "function": f} for call, f in pairs]
     return message
 
 
-def with_tool_names(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages, with the tool's name in every tool result: some chat templates need it, and no API sends it."""
+def add_tool_names(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Add the tool's name to every tool result: some chat templates need it, and no API sends it."""
     names: dict[str, str] = {}
     result: list[Message] = []
     for message in messages:
@@ -108,10 +108,10 @@ def with_tool_names(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def fingerprint(message: Message) -> str:
-    """Equal for messages that mean the same.
+    """Return a string that is equal for equivalent messages.
 
-    Clients send replies back with other spacing around the text and with arguments that they parsed and wrote anew.
-    What was drawn is known by its tokens, so neither matters.
+    Clients send replies back with different spacing around the text and with arguments that they parsed and serialized
+    again. Neither matters, because the sampled tokens are stored.
     """
     calls = [call["function"] for call in message.get("tool_calls", ())]
     what = {
@@ -123,8 +123,8 @@ def fingerprint(message: Message) -> str:
     return json.dumps(what, sort_keys=True)
 
 
-def _parsed(arguments: str) -> Any:
-    """Arguments as the object that templates write out; text that is no JSON stays text."""
+def _parse_arguments(arguments: str) -> Any:
+    """Parse the arguments of a tool call for the chat template. Text that is not JSON is returned unchanged."""
     try:
         return json.loads(arguments)
     except ValueError:

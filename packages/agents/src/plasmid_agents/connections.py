@@ -1,4 +1,4 @@
-"""Accept connections of agents: at most a number of them, and none that stays idle."""
+"""Connections of agents: limits their number, and closes idle ones."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from aiohttp.web_protocol import RequestHandler
 
 MAX_CONNECTIONS = 4096
 IDLE_S = 120.0
-"""Time after which a connection without a request is closed; requests may take as long as their turns do."""
+"""Time after which an idle connection is closed, in seconds; requests may take as long as their turns do."""
 NO_DESCRIPTOR_S = 0.1
-"""Pause after the process has run out of file descriptors."""
+"""Pause after the process runs out of file descriptors, in seconds."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Connections:
-    """The open connections of a server. One more than the maximum closes the one that has been idle for longest."""
+    """The open connections of a server. If there are too many, the one that has been idle the longest is closed."""
 
     def __init__(self, *, max_connections: int = MAX_CONNECTIONS, idle_s: float = IDLE_S) -> None:
         self._max_connections, self._idle_s = max_connections, idle_s
         self._idle_since: dict[RequestHandler, float] = {}
-        """Connections without a request, the longest idle first."""
+        """Connections without a request, longest idle first."""
         self._busy: set[RequestHandler] = set()
         self._listener: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -39,7 +39,7 @@ class Connections:
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
-        """Accept no more connections."""
+        """Stop accepting connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -48,7 +48,7 @@ class Connections:
 
     @web.middleware
     async def track_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Middleware: a connection is not idle while one of its requests is handled."""
+        """Mark a connection as busy while one of its requests is handled (middleware)."""
         connection = request.protocol
         self._idle_since.pop(connection, None)
         self._busy.add(connection)
@@ -59,22 +59,22 @@ class Connections:
             self._idle_since[connection] = time.monotonic()
 
     async def _accept(self, server: Callable[[], RequestHandler]) -> None:
-        assert self._listener is not None, "listen comes first"
+        assert self._listener is not None, "call listen first"
         loop = asyncio.get_running_loop()
         while True:
             try:
                 accepted, _ = await loop.sock_accept(self._listener)
-                if not self._make_room():
+                if not self._free_connection():
                     accepted.close()
                     continue
                 _, connection = await loop.connect_accepted_socket(server, accepted)
-            except OSError:  # no descriptor is left, or the peer has gone
+            except OSError:  # out of descriptors, or the peer has disconnected
                 await asyncio.sleep(NO_DESCRIPTOR_S)
                 continue
             self._idle_since[connection] = time.monotonic()
 
-    def _make_room(self) -> bool:
-        """Close the connection that has been idle for longest if there are too many; false if all have requests."""
+    def _free_connection(self) -> bool:
+        """Close the longest idle connection if there are too many. Returns False if all are busy."""
         self._forget_closed()
         if len(self._idle_since) + len(self._busy) < self._max_connections:
             return True

@@ -1,4 +1,4 @@
-"""The conversations of one session as a tree of turns, found again by what an agent sends back."""
+"""A tree of the turns of one session. A request is matched to earlier turns by the messages that it repeats."""
 
 from __future__ import annotations
 
@@ -6,59 +6,63 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from plasmid.components.rollouts import Codec
 from plasmid.errors import DataError, TemplateError
 from plasmid.types import Completion, Ints, Message
-from plasmid_workflows.transcript import Chat, Transcript
+from plasmid_workflows.transcript import Transcript
 
-from .chat import ChatRequest, Problem, Refused, Reply, assistant_message, fingerprint
+from .chat import ChatRequest, Problem, Reply, RequestError, assistant_message, fingerprint
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
-    """A turn of the policy and, through its transcript, everything before it."""
+    """A turn of the policy. Its transcript also contains everything before it."""
 
     transcript: Transcript
     continued: bool = False
-    """True if a later turn goes on from this one; else it ends a branch."""
+    """Whether a later turn continues this one; if not, this turn is the last one of a branch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingTurn:
-    """A turn that is about to be drawn."""
+    """A turn that is about to be generated."""
 
     transcript: Transcript
     parent: Turn | None
 
 
 class ConversationTree:
-    """Turns by the conversation that they end.
+    """Stores every turn under the conversation up to and including it.
 
-    A request goes on from the longest conversation that it repeats from the beginning; only what it adds is tokenised.
-    Where it repeats none, or where the chat template would show the past in another way than the policy saw it, it
-    begins a conversation of its own.
+    A request continues the longest stored conversation that is a prefix of it, and only its new messages are tokenized.
+    If there is none, or if the chat template would now render the earlier messages differently from what the policy
+    saw, the request starts a new conversation.
     """
 
-    def __init__(self, chat: Chat, *, keep_past: bool) -> None:
-        self._chat, self._keep_past = chat, keep_past
+    def __init__(self, codec: Codec, *, keep_past: bool) -> None:
+        self._codec, self._keep_past = codec, keep_past
         self._turns: list[Turn] = []
         self._by_messages: dict[bytes, Turn] = {}
         self._by_text: dict[str, Turn] = {}
 
     @property
     def num_turns(self) -> int:
-        """Turns that the policy has taken."""
+        """Return the number of turns that the policy has taken."""
         return len(self._turns)
 
     def open(self, request: ChatRequest) -> PendingTurn:
-        """Where the request's turn begins. Raises `Refused` if the chat template refuses the messages."""
+        """Find the conversation that the request continues, or start a new one.
+
+        Raises `RequestError` if the chat template refuses the messages.
+        """
         try:
             return self._open_text(request.text) if request.text is not None else self._open_chat(request)
         except DataError as error:
-            raise Refused(Problem.BAD_REQUEST, str(error)) from None
+            raise RequestError(Problem.BAD_REQUEST, str(error)) from None
 
     def _open_chat(self, request: ChatRequest) -> PendingTurn:
         if request.messages[-1]["role"] == "assistant":
-            raise Refused(Problem.BAD_REQUEST, "messages: the last one is the assistant's, there is nothing to answer")
+            raise RequestError(Problem.BAD_REQUEST, "messages: the last message must not be the assistant's")
         keys = conversation_keys(request)
         known = next((i for i in reversed(range(len(request.messages))) if keys[i] in self._by_messages), None)
         if known is not None:
@@ -68,17 +72,17 @@ class ConversationTree:
                 transcript.add(request.messages[known:])
                 return PendingTurn(transcript=transcript, parent=parent)
             except (TemplateError, DataError):
-                pass  # the template shows this conversation in another way: what it shows begins a branch
+                pass  # the template renders this conversation differently, so it starts a branch
         template = {"tools": list(request.tools)} if request.tools else {}
-        fresh = Transcript.of_messages(self._chat, request.messages, template=template, keep_past=self._keep_past)
+        fresh = Transcript.of_messages(self._codec, request.messages, template=template, keep_past=self._keep_past)
         return PendingTurn(transcript=fresh, parent=None)
 
     def _open_text(self, text: str) -> PendingTurn:
         known = max((known for known in self._by_text if text.startswith(known)), key=len, default=None)
         if known is None:
-            # an agent that asks for completions of text writes the whole prompt, special tokens included
+            # an agent that requests text completions writes the whole prompt, special tokens included
             return PendingTurn(
-                transcript=Transcript(self._chat, self._chat.encode(text), allow_special=True), parent=None
+                transcript=Transcript(self._codec, self._codec.encode(text), allow_special=True), parent=None
             )
         parent = self._by_text[known]
         transcript = parent.transcript.fork()
@@ -87,23 +91,23 @@ class ConversationTree:
         return PendingTurn(transcript=transcript, parent=parent)
 
     def close(self, opened: PendingTurn, request: ChatRequest, completion: Completion, reply: Reply) -> None:
-        """Remember a turn as it was drawn, under what an agent will send back of it."""
+        """Store a sampled turn under the messages with which the agent will refer to it."""
         opened.transcript.append(completion)
         turn = Turn(transcript=opened.transcript)
         self._turns.append(turn)
         if opened.parent is not None:
             opened.parent.continued = True
         if request.text is not None:
-            self._by_text[request.text + self._chat.decode(completion.token_ids)] = turn
+            self._by_text[request.text + self._codec.decode(completion.token_ids)] = turn
         else:
             self._by_messages[_next_key(conversation_keys(request)[-1], assistant_message(reply.text, reply.calls))] = (
                 turn
             )
 
     def branches(self) -> list[tuple[Ints, list[Completion | Ints]]]:
-        """Opening and parts of every branch, in the order in which they ended.
+        """Return the opening and the parts of every branch, in the order of their last turns.
 
-        A turn that several branches share is a completion in the first of them and plain tokens in the others, so that
+        A turn shared by several branches is a completion in the first of them and plain tokens in the others, so that
         it is trained on once.
         """
         trained: set[int] = set()
@@ -123,7 +127,8 @@ class ConversationTree:
 
 
 def conversation_keys(request: ChatRequest) -> list[bytes]:
-    """Key of the conversation before each message, and of all of it; tools are part of what the policy sees."""
+    """Return a key for every prefix of the conversation, from no messages to all. The tools are part of every key,
+    because the policy sees them."""
     keys = [hashlib.sha256(json.dumps(request.tools, sort_keys=True).encode()).digest()]
     for message in request.messages:
         keys.append(_next_key(keys[-1], message))

@@ -1,4 +1,4 @@
-"""The HTTP server that agents talk to: one for all sessions of a process."""
+"""The HTTP server for agents: one for all sessions of a process."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from aiohttp import http_exceptions, web
 from plasmid.errors import one_line
 from plasmid.types import SamplingParams
 
-from .chat import ChatRequest, Problem, Refused, Reply
+from .chat import ChatRequest, Problem, Reply, RequestError
 from .connections import IDLE_S, MAX_CONNECTIONS, Connections
-from .session import Prepared, Session
+from .session import PreparedRequest, Session
 from .wire import anthropic_messages, openai_chat, openai_text
 
 MAX_BODY = 16 << 20
-"""Largest body of a request in bytes, after decompression: a million tokens, and time enough to parse them."""
+"""Maximum size of a request body in bytes, after decompression: a million tokens, still quick to parse."""
 BODY_S = 60.0
-"""Maximum time for the body of a request to arrive."""
+"""Time limit for receiving the body of a request, in seconds."""
 KEEP_ALIVE_S = 5.0
-"""Time between two signs of life in a stream: proxies close silent connections, and clients that left are noticed."""
+"""Interval of keep-alive events in a stream, in seconds: proxies close silent connections, and lost clients are
+noticed."""
 ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/messages and /v1/messages/count_tokens"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger(__name__)
 
 
-class _ParsedOnly(logging.Filter):
-    """Leaves out requests that are no HTTP: they get status 400, and their tracebacks could fill the log."""
+class _HttpErrorFilter(logging.Filter):
+    """Drops log records of invalid HTTP requests: they get status 400, and their tracebacks could fill the log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -39,11 +40,11 @@ class _ParsedOnly(logging.Filter):
 
 
 http_log = logging.getLogger(f"{__name__}.http")
-http_log.addFilter(_ParsedOnly())
+http_log.addFilter(_HttpErrorFilter())
 
 
 class Wire(Protocol):
-    """One API's format; the modules in `wire` are such."""
+    """One API's format, implemented by the modules in `wire`."""
 
     def parse(self, data: object, sampling: SamplingParams) -> ChatRequest: ...
 
@@ -51,13 +52,13 @@ class Wire(Protocol):
 
     def events(self, request: ChatRequest, reply: Reply) -> Iterator[bytes]: ...
 
-    def refusal(self, error: Refused) -> tuple[int, dict[str, Any]]: ...
+    def refusal(self, error: RequestError) -> tuple[int, dict[str, Any]]: ...
 
-    def refusal_event(self, error: Refused) -> bytes: ...
+    def refusal_event(self, error: RequestError) -> bytes: ...
 
 
 class AgentServer:
-    """Serves OpenAI's and Anthropic's APIs. A request names its session by the base URL or by its API key."""
+    """Serves OpenAI's and Anthropic's APIs. A request selects its session by the base URL or by its API key."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class AgentServer:
         self._port = 0
 
     async def start(self) -> None:
-        """Listen on a free port. Raises `OSError` if the host cannot be listened on."""
+        """Listen on a free port. Raises `OSError` if that fails on the host."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._connections.track_request])
         for prefix in ("", "/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._turn_handler(openai_chat))
@@ -85,23 +86,23 @@ class AgentServer:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{name}}", self._model)
         app.router.add_route("*", "/{path:.*}", _not_found)
-        # a handler ends with its client: what nobody waits for must not be drawn, nor trained on
+        # handlers end with their clients: abandoned turns must be neither generated nor trained on
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0
         )
         await self._runner.setup()
-        assert self._runner.server is not None, "setup makes it"
+        assert self._runner.server is not None, "created by setup"
         self._port = self._connections.listen(self._host, self._runner.server)
 
     async def close(self) -> None:
-        """Stop listening; requests that still run are cancelled."""
+        """Stop listening, and cancel running requests."""
         await self._connections.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     @contextlib.contextmanager
     def serving(self, session: Session) -> Iterator[tuple[str, str]]:
-        """Serve a session; gives its URL, to which APIs add ``/v1``, and its API key."""
+        """Serve a session. Yields its URL, to which APIs append ``/v1``, and its API key."""
         key = secrets.token_hex(16)
         self._sessions[key] = session
         try:
@@ -113,14 +114,14 @@ class AgentServer:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         key = request.match_info.get("session") or request.headers.get("x-api-key") or bearer
         if key not in self._sessions:
-            raise Refused(
+            raise RequestError(
                 Problem.UNKNOWN_SESSION,
-                "no rollout has this base URL or API key, or it has ended; use those that the agent was started with",
+                "unknown base URL or API key, or the rollout has ended; use those that the agent was started with",
             )
         return self._sessions[key]
 
     def _turn_handler(self, wire: Wire) -> Handler:
-        """Handles requests for turns in one format."""
+        """Create the handler of turn requests in one format."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             session = None
@@ -130,24 +131,24 @@ class AgentServer:
                 if prepared.request.stream:
                     return await self._stream(request, wire, session, prepared)
                 return web.json_response(wire.answer(prepared.request, await session.generate(prepared)))
-            except Refused as error:
+            except RequestError as error:
                 return _refuse(wire, error)
             except (ConnectionError, web.HTTPException):
                 raise
             except RecursionError:
-                return _refuse(wire, _nested_too_deeply())
-            except Exception as error:  # boundary: the agent gets an answer, and the rollout an error
+                return _refuse(wire, _nesting_error())
+            except Exception as error:  # boundary: the agent gets a response, and the rollout an error
                 log.exception("a request failed")
                 if session is not None:
                     session.error = one_line(error)
-                return _refuse(wire, Refused(Problem.ENGINE, one_line(error)))
+                return _refuse(wire, RequestError(Problem.ENGINE, one_line(error)))
 
         return handle
 
     async def _stream(
-        self, request: web.Request, wire: Wire, session: Session, prepared: Prepared
+        self, request: web.Request, wire: Wire, session: Session, prepared: PreparedRequest
     ) -> web.StreamResponse:
-        """Tell the turn in pieces once it is complete: only its end shows whether it calls tools."""
+        """Send the turn in pieces once it is complete, because only its end shows whether it calls tools."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         turn = asyncio.ensure_future(session.generate(prepared))
@@ -167,10 +168,10 @@ class AgentServer:
             session = self._session(request)
             asked = anthropic_messages.parse_count(await _json(request), session.sampling)
             return web.json_response({"input_tokens": session.count(asked)})
-        except Refused as error:
+        except RequestError as error:
             return _refuse(anthropic_messages, error)
         except RecursionError:
-            return _refuse(anthropic_messages, _nested_too_deeply())
+            return _refuse(anthropic_messages, _nesting_error())
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [_card("policy")], "has_more": False})
@@ -179,20 +180,23 @@ class AgentServer:
         return web.json_response(_card(request.match_info["name"]))
 
 
-def _stream_events(wire: Wire, session: Session, prepared: Prepared, turn: asyncio.Future[Reply]) -> Iterator[bytes]:
+def _stream_events(
+    wire: Wire, session: Session, prepared: PreparedRequest, turn: asyncio.Future[Reply]
+) -> Iterator[bytes]:
     try:
         yield from wire.events(prepared.request, turn.result())
-    except Refused as error:
+    except RequestError as error:
         yield wire.refusal_event(error)
     except Exception as error:  # boundary: as for requests without a stream
         log.exception("a request failed")
         session.error = one_line(error)
-        yield wire.refusal_event(Refused(Problem.ENGINE, one_line(error)))
+        yield wire.refusal_event(RequestError(Problem.ENGINE, one_line(error)))
 
 
 async def _not_found(request: web.Request) -> web.StreamResponse:
     wire = anthropic_messages if "anthropic-version" in request.headers else openai_chat
-    return _refuse(wire, Refused(Problem.NOT_FOUND, f"{request.path.rpartition('/v1')[2]}: served are {ENDPOINTS}"))
+    path = request.path.rpartition("/v1")[2]
+    return _refuse(wire, RequestError(Problem.NOT_FOUND, f"{path}: not found; the endpoints are {ENDPOINTS}"))
 
 
 async def _json(request: web.Request) -> object:
@@ -200,25 +204,25 @@ async def _json(request: web.Request) -> object:
         async with asyncio.timeout(BODY_S):
             body = await request.read()
     except TimeoutError:
-        raise Refused(Problem.BAD_REQUEST, f"the body took longer than {BODY_S:g} s to arrive") from None
+        raise RequestError(Problem.BAD_REQUEST, f"the body took longer than {BODY_S:g} s to arrive") from None
     try:
         data = json.loads(body.decode("utf-8"))
         if b"\\ud" in body.lower():
             json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise Refused(Problem.BAD_REQUEST, "the body has half a surrogate pair; no tokenizer takes it") from None
-    except ValueError as error:  # of the encoding, the syntax, or a number of thousands of digits
-        raise Refused(Problem.BAD_REQUEST, f"the body is not valid JSON: {error}") from None
+        raise RequestError(Problem.BAD_REQUEST, "the body contains an unpaired surrogate") from None
+    except ValueError as error:  # invalid encoding or syntax, or a number with thousands of digits
+        raise RequestError(Problem.BAD_REQUEST, f"the body is not valid JSON: {error}") from None
     return data
 
 
-def _nested_too_deeply() -> Refused:
-    return Refused(Problem.BAD_REQUEST, "the body is nested too deeply")
+def _nesting_error() -> RequestError:
+    return RequestError(Problem.BAD_REQUEST, "the body is nested too deeply")
 
 
-def _refuse(wire: Wire, error: Refused) -> web.Response:
+def _refuse(wire: Wire, error: RequestError) -> web.Response:
     status, body = wire.refusal(error)
-    # clients would try again what cannot be had by trying again
+    # prevents clients from retrying errors that a retry cannot fix
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})
 
 

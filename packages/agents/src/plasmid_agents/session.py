@@ -1,40 +1,102 @@
-"""What one rollout's agent asks for: its turns, its budgets, and the samples that they become."""
+"""The session of one rollout's agent: its turns, its budgets, and the resulting samples."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from plasmid.components import Rollout
 from plasmid.types import Completion, Ints, Prompt, Sample, SamplingParams, StopReason
 from plasmid_workflows.execution import RolloutFailed
-from plasmid_workflows.tools.tool_calls import Parser
+from plasmid_workflows.tools.tool_calls import PARSERS, Parsed, Parser
 
-from .chat import ChatRequest, Problem, Refused, Reply
+from .chat import Call, ChatRequest, Finish, Problem, Reply, RequestError
 from .conversation_tree import ConversationTree, PendingTurn
-from .replies import make_reply
+
+if TYPE_CHECKING:
+    from .workflow import AgentWorkflow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What an agent may ask for."""
+def make_reply(
+    rollout: Rollout,
+    request: ChatRequest,
+    completion: Completion,
+    *,
+    number: int,
+    prompt_tokens: int,
+    parser: Parser,
+    thinks: bool,
+) -> Reply:
+    """Build the reply to a request; ``number`` counts the rollout's turns, ``thinks`` separates reasoning from the
+    text."""
+    written, stopped_by = cut_at_stop(rollout.decode(completion.token_ids), request.stop)
+    reasoning, text = split_reasoning(written) if thinks else ("", written)
+    calls: tuple[Call, ...] = ()
+    if request.tools and stopped_by is None:
+        parsed = parser(text)
+        if not parsed.calls:
+            parsed = _parse_special(rollout, completion.token_ids, parser, thinks=thinks)
+        # an invalid call stays text: no API has a form for it, and the agent sees what the policy wrote
+        if parsed.calls and not any(call.error or not call.name for call in parsed.calls):
+            text = parsed.text
+            calls = tuple(
+                Call(id=call_id(number, i), name=call.name, arguments=json.dumps(dict(call.arguments)))
+                for i, call in enumerate(parsed.calls[: 1 if request.one_call else None])
+            )
+    return Reply(
+        id=f"{number:08d}",
+        text=text.strip() if calls else text,
+        reasoning=reasoning,
+        calls=calls,
+        finish=_finish(completion, calls, stopped_by),
+        stopped_by=stopped_by,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=len(completion.token_ids),
+    )
 
-    max_turns: int
-    max_tokens: int | None
-    """Tokens that the policy may draw in one rollout; None for any number."""
-    parser: Parser
-    """Finds calls of tools."""
-    keep_past: bool
-    thinks: bool
-    """Keep reasoning apart from the text of replies."""
-    unfollowed: Literal["refuse", "ignore"]
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first stop text, and which one that was."""
+    found = [(at, word) for word in stop if (at := text.find(word)) >= 0]
+    if not found:
+        return text, None
+    at, word = min(found)
+    return text[:at], word
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Split the text at ``</think>``. The opening tag may be part of the chat template."""
+    before, end, after = text.partition("</think>")
+    thought = before.strip().removeprefix("<think>").strip()
+    if end:
+        return thought, after.lstrip()
+    return (thought, "") if text.lstrip().startswith("<think>") else ("", text)
+
+
+def call_id(turn: int, index: int) -> str:
+    """Return an id of nine letters and digits, as the strictest chat templates require."""
+    return f"c{turn % 100_000:05d}{index % 1000:03d}"
+
+
+def _parse_special(rollout: Rollout, token_ids: Ints, parser: Parser, *, thinks: bool) -> Parsed:
+    """Parse calls marked by special tokens, as in some vocabularies; decoding to plain text drops these tokens."""
+    whole = rollout.decode(token_ids, keep_special=True)
+    parsed = parser(split_reasoning(whole)[1] if thinks else whole)
+    return Parsed(text=rollout.decode(rollout.encode(parsed.text)), calls=parsed.calls)
+
+
+def _finish(completion: Completion, calls: Sequence[Call], stopped_by: str | None) -> Finish:
+    if calls:
+        return "tool_calls"
+    return "length" if completion.stop_reason is StopReason.LENGTH and stopped_by is None else "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prepared:
-    """A checked request, with the tokens that it comes to."""
+class PreparedRequest:
+    """A validated request with its tokens."""
 
     request: ChatRequest
     opened: PendingTurn
@@ -45,64 +107,64 @@ class Prepared:
 class Session:
     """One rollout as its agent sees it: a policy behind HTTP."""
 
-    def __init__(self, rollout: Rollout, rules: Rules) -> None:
-        self._rollout, self._rules = rollout, rules
-        self._tree = ConversationTree(rollout, keep_past=rules.keep_past)
+    def __init__(self, rollout: Rollout, settings: AgentWorkflow) -> None:
+        self._rollout, self._settings = rollout, settings
+        self._tree = ConversationTree(rollout, keep_past=settings.keep_past)
         self._asked = 0
         self._drawn = 0
         self._last = ""
         self._running: set[asyncio.Future[Completion]] = set()
         self._ended = False
         self.is_spent = False
-        """True once a request was refused for lack of budget: the rollout was cut off."""
+        """Whether a request was refused for lack of budget; the rollout then counts as cut off."""
         self.error: str | None = None
-        """Why a turn could not be served; the rollout then fails, whatever its agent makes of it."""
+        """Why a turn could not be served. The rollout then fails, whatever its agent returns."""
 
     @property
     def sampling(self) -> SamplingParams:
-        """What the rollout samples with."""
+        """Return the rollout's sampling parameters."""
         return self._rollout.sampling
 
     @property
     def num_turns(self) -> int:
-        """Turns that the policy has taken."""
+        """Return the number of turns that the policy has taken."""
         return self._tree.num_turns
 
     def count(self, request: ChatRequest) -> int:
-        """Tokens that the request comes to. Raises `Refused`."""
+        """Count the tokens of the request. Raises `RequestError`."""
         return self._tree.open(request).transcript.num_tokens
 
-    def prepare(self, request: ChatRequest) -> Prepared:
-        """Check a request and find its tokens. Raises `Refused`."""
-        if request.unfollowed and self._rules.unfollowed == "refuse":
-            raise Refused(
+    def prepare(self, request: ChatRequest) -> PreparedRequest:
+        """Validate a request and determine its tokens. Raises `RequestError`."""
+        if request.unfollowed and self._settings.unfollowed == "refuse":
+            raise RequestError(
                 Problem.BAD_REQUEST,
-                f"the run does not follow: {'; '.join(request.unfollowed)}; leave it out of the request, or set "
+                f"the run does not support: {'; '.join(request.unfollowed)}; remove it from the request, or set "
                 'workflow.unfollowed = "ignore"',
             )
-        left = self._left()
+        left = self._remaining_tokens()
         opened = self._tree.open(request)
         length = opened.transcript.num_tokens
         longest = self._rollout.max_length
         room = left if longest is None else min(left, longest - length)
         if room < 1:
-            raise Refused(Problem.TOO_LONG, f"{length} tokens > {(longest or 0) - 1} maximum")
+            raise RequestError(Problem.TOO_LONG, f"{length} tokens > {(longest or 0) - 1} maximum")
         self._asked += 1
         limit = min(room, self.sampling.max_new_tokens, request.max_tokens or room)
-        return Prepared(request=request, opened=opened, prompt_tokens=length, max_new_tokens=limit)
+        return PreparedRequest(request=request, opened=opened, prompt_tokens=length, max_new_tokens=limit)
 
-    def _left(self) -> int:
-        """Tokens that are left to draw. Raises `Refused` if there is none, or no turn."""
-        rules = self._rules
-        left = self.sampling.max_new_tokens if rules.max_tokens is None else rules.max_tokens - self._drawn
-        if self._asked < rules.max_turns and left > 0:
+    def _remaining_tokens(self) -> int:
+        """Return how many tokens may still be generated. Raises `RequestError` if no token or turn is left."""
+        max_turns, max_tokens = self._settings.max_turns, self._settings.max_tokens
+        left = self.sampling.max_new_tokens if max_tokens == "all" else max_tokens - self._drawn
+        if self._asked < max_turns and left > 0:
             return left
         self.is_spent = True
-        spent = f"max_tokens = {rules.max_tokens}" if left <= 0 else f"max_turns = {rules.max_turns}"
-        raise Refused(Problem.NO_BUDGET, f"this rollout has spent its budget, workflow.{spent}")
+        spent = f"max_tokens = {max_tokens}" if left <= 0 else f"max_turns = {max_turns}"
+        raise RequestError(Problem.NO_BUDGET, f"this rollout has used up its budget, workflow.{spent}")
 
-    async def generate(self, prepared: Prepared) -> Reply:
-        """Let the policy take its turn. Raises `Refused` if the engine cannot serve."""
+    async def generate(self, prepared: PreparedRequest) -> Reply:
+        """Generate the policy's turn. Raises `RequestError` if the engine cannot serve."""
         request, opened = prepared.request, prepared.opened
         try:
             completion = await self._draw(
@@ -110,7 +172,7 @@ class Session:
             )
         except RolloutFailed as error:
             self.error = str(error)
-            raise Refused(Problem.ENGINE, self.error) from None
+            raise RequestError(Problem.ENGINE, self.error) from None
         number = self._tree.num_turns
         reply = make_reply(
             self._rollout,
@@ -118,8 +180,8 @@ class Session:
             completion,
             number=number,
             prompt_tokens=prepared.prompt_tokens,
-            parser=self._rules.parser,
-            thinks=self._rules.thinks,
+            parser=PARSERS[self._settings.tool_calls],
+            thinks=self._settings.reasoning == "think",
         )
         self._tree.close(opened, request, completion, reply)
         self._drawn += len(completion.token_ids)
@@ -132,15 +194,15 @@ class Session:
         try:
             return await drawing
         except asyncio.CancelledError:
-            if self._ended:  # it was `close`, and not the client that left
-                raise Refused(Problem.UNKNOWN_SESSION, "the rollout has ended") from None
+            if self._ended:  # cancelled by `close`, not because the client left
+                raise RequestError(Problem.UNKNOWN_SESSION, "the rollout has ended") from None
             raise
         finally:
             drawing.cancel()
             self._running.discard(drawing)
 
     async def close(self) -> None:
-        """End what the agent left behind: turns that it asked for and did not wait for."""
+        """Cancel turns that the agent requested and did not wait for."""
         self._ended = True
         running = list(self._running)
         for drawing in running:
@@ -148,9 +210,9 @@ class Session:
         await asyncio.gather(*running, return_exceptions=True)
 
     def samples(self, prompt: Prompt, *, answer: str | None, metadata: Mapping[str, Any]) -> list[Sample]:
-        """A sample of every branch. All have the text of the rollout's answer, or else of its last turn.
+        """Return one sample per branch. All have the text of the rollout's answer, or else of its last turn.
 
-        Rewards judge what the agent made of the prompt, so all branches of a rollout are shown to them alike.
+        Rewards judge the agent's result for the prompt, so they see the same text for all branches of a rollout.
         """
         text = self._last if answer is None else answer
         branches = self._tree.branches()
@@ -163,7 +225,7 @@ class Session:
         return samples
 
     def failed(self, prompt: Prompt, error: str) -> list[Sample]:
-        """One sample with the error. It shows the branch that ended last, if there is any."""
+        """Return one sample with the error. It contains the branch that ended last, if there is one."""
         branches = self._tree.branches()
         if not branches:
             raise RolloutFailed(error)

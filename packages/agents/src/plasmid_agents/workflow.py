@@ -1,101 +1,108 @@
-"""The workflow `agent`: each prompt goes to a program that knows nothing of training and asks the policy by HTTP."""
+"""The workflow `agent`: passes each prompt to an external agent, which uses the policy over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from plasmid.components import Rollout, Workflow
+from plasmid.components import RecipeView, Rollout, Workflow
 from plasmid.errors import PluginError
 from plasmid.plugins.functions import FunctionName
 from plasmid.protocols import RunContext
+from plasmid.settings.trust import ACTIVE
 from plasmid.types import Prompt, Sample
 from plasmid.utils.child_environment import child_environment
 from plasmid.utils.seeds import seed_of
+from plasmid_sandbox.confinement import landlock
 from plasmid_workflows.execution import RolloutFailed
-from plasmid_workflows.tools.tool_calls import PARSERS
 from pydantic import Field, PrivateAttr
 
-from .launch import AgentFailed, FunctionHost, Result, Task, check_command, check_function, run_command
-from .session import Rules, Session
+from .launch import AgentFailed, FunctionHost, Result, ServiceHost, Task, check_command, check_function, run_command
+from .session import Session
 
 if TYPE_CHECKING:
     from .server import AgentServer
 
+log = logging.getLogger(__name__)
 Format = Literal["hermes", "llama3", "mistral", "python", "qwen-xml"]
 
 
-class Agent(Workflow):
-    """An agent per rollout, a function or a program, that reaches the policy through OpenAI's or Anthropic's API."""
+class AgentWorkflow(Workflow):
+    """Base class of workflows whose agents access the policy through OpenAI's or Anthropic's API."""
 
-    kind: Literal["agent"] = "agent"
-    function: str = ""
-    """The agent as a Python function, sync or async: ``module:function`` or ``file.py:function``."""
-    command: tuple[str, ...] = ()
-    """The agent as a program with its arguments. The prompt comes on standard input."""
     max_turns: int = Field(50, ge=1)
-    """Turns of the policy in one rollout; then requests are refused, and the samples count as cut off."""
+    """Maximum number of policy turns per rollout. Further requests are refused, and the samples count as truncated."""
     max_tokens: Literal["all"] | int = "all"
-    """Tokens that the policy may draw in one rollout, over all turns; then as with max_turns."""
+    """Maximum number of tokens that the policy may generate per rollout, over all turns. Beyond it, as with
+    max_turns, requests are refused and the samples count as truncated."""
     timeout_s: float = Field(300.0, gt=0)
-    """Longest time for one agent; past it the agent is killed, and its rollout becomes a sample with an error."""
+    """Time limit for one agent, in seconds. Beyond it the agent is killed, and its rollout becomes a sample with an
+    error."""
     tool_calls: Format = "hermes"
-    """How the policy writes calls of tools."""
+    """Format in which the policy writes tool calls."""
     reasoning: Literal["text", "think"] = "text"
-    """What the policy writes before ``</think>`` is part of its text, or is told apart from it: as
-    ``reasoning_content`` to OpenAI's clients, as thinking to Anthropic's."""
+    """How to return what the policy writes before ``</think>``: as part of the text (``text``), or separately
+    (``think``), as ``reasoning_content`` to OpenAI's clients and as thinking to Anthropic's."""
     keep_past: bool = False
-    """Go on from what the policy drew where the chat template would now leave out words of it, such as earlier
-    reasoning. Otherwise what the template shows begins another sample."""
+    """Continue the sampled tokens even if the chat template would now drop earlier text of the policy, such as
+    reasoning. If false, the conversation as the template renders it starts another sample."""
     unfollowed: Literal["refuse", "ignore"] = "refuse"
-    """What becomes of requests that ask for what the run does not follow (another temperature, a forced tool, a
-    response format, a seed): an error that names it, or nothing."""
+    """What to do with requests for something that the run does not follow (another temperature, a forced tool, a
+    response format, a seed): refuse them with an error that names it, or ignore the option."""
     environment: tuple[str, ...] = ()
-    """Names of further environment variables of the run that agents get, such as keys for their tools. Without it they
-    get ``PATH``, ``HOME``, the locale and the like, and those of the policy's server."""
+    """Names of additional environment variables to pass to agents, such as keys for their tools. Agents always get
+    ``PATH``, ``HOME``, the locale and similar variables, and those of the policy's server."""
     max_file_bytes: int = Field(1 << 30, ge=4096)
     """Maximum size of a file that an agent writes, in bytes. The output of a program is such a file."""
+    confined: Annotated[bool, ACTIVE] = True
+    """Isolate agents from other processes of your user: their memory, their environment, and signals to them
+    (Landlock: Linux 5.19 or newer, for signals 6.12). Confined agents cannot use ``sudo`` or mount file systems,
+    which bubblewrap does; set this to false for agents that need to."""
     host: str = "127.0.0.1"
     """Address to listen on; ``0.0.0.0`` for agents in containers or on other machines."""
     advertised_host: str = "auto"
-    """Name by which agents reach the server; ``auto`` is the address it listens on, or the loopback for ``0.0.0.0``."""
+    """Host name under which agents reach the server; ``auto`` is the listening address, or the loopback for
+    ``0.0.0.0``."""
 
     _server: AgentServer | None = PrivateAttr(None)
-    _functions: FunctionHost | None = PrivateAttr(None)
     _seed: int = PrivateAttr(0)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
-        if bool(self.function) == bool(self.command):
-            yield 'needs either function = "file.py:name" or command = ["program", "argument"], one of them'
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         if isinstance(self.max_tokens, int) and self.max_tokens < 1:
             yield f"max_tokens must be 'all' or at least 1, got {self.max_tokens}"
-        try:
-            if self.function:
-                check_function(FunctionName.parse(self.function))
-        except ValueError as error:
-            yield f"function: {error}"
-        try:
-            if self.command:
-                check_command(self.command)
-        except ValueError as error:
-            yield f"command: {error}"
+
+    @abstractmethod
+    async def start_agents(self, environment: Mapping[str, str]) -> None:
+        """Start the processes that the agents of all rollouts share. Raises `PluginError`."""
+
+    @abstractmethod
+    async def run_agent(self, task: Task, environment: Mapping[str, str]) -> Result:
+        """Run the agent of one rollout. Raises `AgentFailed`."""
+
+    async def end_agents(self) -> None:
+        """Stop the processes that `start_agents` started."""
+
+    def confinement(self) -> dict[str, Any]:
+        """Return the restrictions of every agent process."""
+        return {"max_file_bytes": self.max_file_bytes, "confined": self.confined}
 
     async def open(self, context: RunContext) -> None:
-        """Start the server, and import the function. Raises `PluginError`."""
-        from .server import AgentServer  # settings are read without the web server
+        """Start the server and the agents. Raises `PluginError`."""
+        from .server import AgentServer  # lets settings be read without the web server
 
+        if self.confined:
+            _warn_without_landlock()
         missing = [name for name in self.environment if name not in os.environ]
         if missing:
-            raise PluginError(f"workflow.environment: {missing[0]} is not set where the run was started; set it")
+            raise PluginError(f"workflow.environment: {missing[0]} is not set in the environment of the run")
         self._seed, self._environment = context.seed, child_environment(self.environment)
-        if self.function:
-            name = FunctionName.parse(self.function)
-            self._functions = FunctionHost(name, self._environment, max_file_bytes=self.max_file_bytes)
-            await self._functions.start()
+        await self.start_agents(self._environment)
         loopback = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
         advertised = loopback if self.advertised_host == "auto" else self.advertised_host
         self._server = AgentServer(host=self.host, advertised=advertised)
@@ -106,24 +113,23 @@ class Agent(Workflow):
 
     async def close(self) -> None:
         """Stop the server and all agents."""
-        if self._functions is not None:
-            await asyncio.to_thread(self._functions.close)
+        await self.end_agents()
         if self._server is not None:
             await self._server.close()
 
     async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
-        assert self._server is not None, "open comes first"
-        session = Session(rollout, self._rules())
+        assert self._server is not None, "call open first"
+        session = Session(rollout, self)
         error: str | None = None
         result = Result()
         with self._server.serving(session) as (url, key):
             task = Task.of(prompt, url=url, key=key, seed=seed_of(self._seed, rollout.id))
             try:
-                result = await asyncio.wait_for(self._agent(task), self.timeout_s)
+                result = await asyncio.wait_for(self.run_agent(task, self._environment), self.timeout_s)
             except TimeoutError:
                 error = f"the agent took longer than workflow.timeout_s = {self.timeout_s:g}"
             except AgentFailed as failure:
-                # an agent cannot be blamed for what it does without the policy
+                # failures after the budget ran out are not the agent's fault
                 error = None if session.is_spent else f"the agent failed: {failure}"
             finally:
                 await session.close()
@@ -132,20 +138,82 @@ class Agent(Workflow):
         if error is not None:
             return session.failed(prompt, error)
         if not session.num_turns:
-            raise RolloutFailed("the agent never asked the policy; check that it uses the base URL it was started with")
+            raise RolloutFailed("the agent sent no request to the policy; check that it uses the given base URL")
         return session.samples(prompt, answer=result.answer, metadata=result.metadata)
 
-    async def _agent(self, task: Task) -> Result:
+
+class Agent(AgentWorkflow):
+    """One agent per rollout, a function or a program, that accesses the policy through OpenAI's or Anthropic's API."""
+
+    kind: Literal["agent"] = "agent"
+    function: str = ""
+    """Agent as a Python function, sync or async: ``module:function`` or ``file.py:function``."""
+    command: tuple[str, ...] = ()
+    """Agent as a program with its arguments. The prompt comes on standard input."""
+    service: tuple[str, ...] = ()
+    """Agent as a program that is started once per rollout worker and serves all its rollouts. Tasks come as lines of
+    JSON on standard input, results go to standard output in the same way."""
+    start_timeout_s: float = Field(120.0, gt=0)
+    """Time limit for a service to become ready, in seconds."""
+
+    _functions: FunctionHost | None = PrivateAttr(None)
+    _service: ServiceHost | None = PrivateAttr(None)
+
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        if sum(map(bool, (self.function, self.command, self.service))) != 1:
+            yield (
+                'set one of function = "file.py:name", command = ["program", "argument"] or '
+                'service = ["program", "argument"]'
+            )
+        for setting, command in (("command", self.command), ("service", self.service)):
+            try:
+                if command:
+                    check_command(command)
+            except ValueError as error:
+                yield f"{setting}: {error}"
+        try:
+            if self.function:
+                check_function(FunctionName.parse(self.function))
+        except ValueError as error:
+            yield f"function: {error}"
+
+    async def start_agents(self, environment: Mapping[str, str]) -> None:
+        if self.function:
+            name = FunctionName.parse(self.function)
+            self._functions = FunctionHost(name, environment, **self.confinement())
+            await self._functions.start()
+        elif self.service:
+            self._service = ServiceHost(
+                self.service,
+                environment,
+                start_timeout_s=self.start_timeout_s,
+                **self.confinement(),
+            )
+            await self._service.start()
+
+    async def run_agent(self, task: Task, environment: Mapping[str, str]) -> Result:
         if self._functions is not None:
             return await self._functions.run(task)
-        return await run_command(self.command, task, self._environment, max_file_bytes=self.max_file_bytes)
+        if self._service is not None:
+            return await self._service.run(task)
+        return await run_command(self.command, task, environment, **self.confinement())
 
-    def _rules(self) -> Rules:
-        return Rules(
-            max_turns=self.max_turns,
-            max_tokens=None if self.max_tokens == "all" else self.max_tokens,
-            parser=PARSERS[self.tool_calls],
-            keep_past=self.keep_past,
-            thinks=self.reasoning == "think",
-            unfollowed=self.unfollowed,
+    async def end_agents(self) -> None:
+        if self._functions is not None:
+            await asyncio.to_thread(self._functions.close)
+        if self._service is not None:
+            await self._service.close()
+
+
+def _warn_without_landlock() -> None:
+    """Log a warning if this kernel cannot isolate agents from other processes of the user."""
+    found = landlock.version()
+    open_ways = ["read the memory and environment of", "signal"] if found < landlock.DOMAIN else ["signal"]
+    if found < landlock.SIGNALS:
+        log.warning(
+            "workflow.confined: this kernel has Landlock of version %d, so agents can %s other processes of your user; "
+            "run agents that you do not trust in a container",
+            found,
+            " and ".join(open_ways),
         )

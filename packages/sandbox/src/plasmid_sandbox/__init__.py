@@ -1,4 +1,4 @@
-"""Work that may hang, crash or do harm, run where it cannot: in worker processes, and programs in sandboxes."""
+"""Isolation of work that may hang, crash or do harm: worker processes, and sandboxes for programs."""
 
 from .batch_pool import BatchPool
 from .pool import Answer, Limits, WorkerPool

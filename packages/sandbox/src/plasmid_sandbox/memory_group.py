@@ -1,4 +1,4 @@
-"""Control groups (version 2) that bound the memory of all processes of one program, where this user may make them."""
+"""Control groups (version 2) that limit the total memory of a program's processes, where this user may create them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "plasmid-"
 REMOVAL_S = 2.0
-"""Time that killed processes have to leave a group."""
+"""Time limit for killed processes to leave a group, in seconds."""
 _numbers = itertools.count()
 
 
 @contextmanager
 def memory_group(num_bytes: int) -> Iterator[str | None]:
-    """Make a control group with this bound. Gives its folder, or None where there can be none.
+    """Create a control group with this limit. Yields its folder, or None if none can be created.
 
     All processes in the group are killed at the end.
     """
@@ -40,7 +40,7 @@ def memory_group(num_bytes: int) -> Iterator[str | None]:
 
 @cache
 def _parent() -> Path | None:
-    """The group to make groups in: this process's own, or the one above, whichever bounds memory and may be changed."""
+    """Return the parent for new groups: this process's own or the one above, if it limits memory and is writable."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         own = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
@@ -66,7 +66,7 @@ def _may_bound_memory(path: Path) -> bool:
 
 
 def _remove_left(path: Path) -> None:
-    """Remove groups of processes that were killed before they could."""
+    """Remove groups left behind by processes that were killed."""
     for group in path.glob(f"{PREFIX}*-*"):
         owner = group.name.removeprefix(PREFIX).partition("-")[0]
         if not Path("/proc", owner).exists():

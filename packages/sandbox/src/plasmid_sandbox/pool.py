@@ -1,9 +1,10 @@
-"""Worker processes on the pool's side: started when needed, replaced when they do not answer."""
+"""The pool's side of worker processes: starts them on demand, and replaces those that do not respond."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -11,11 +12,20 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from plasmid.errors import IsolationError
+from plasmid.errors import IsolationError, RaisedError, one_line
 from plasmid.utils.child_environment import child_environment
-from plasmid.utils.messages import LONGEST, NUMBER, Closed, Late, OtherCall, TooLong, receive, send
+from plasmid.utils.messages import (
+    LONGEST,
+    NUMBER,
+    ConnectionClosedError,
+    LateMessageError,
+    MessageTooLongError,
+    WrongCallError,
+    receive,
+    send,
+)
 from plasmid.utils.work_clock import QueueingExecutor
 
 from .worker import Work
@@ -29,52 +39,53 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONHASHSEED": "0",  # what goes through sets is then the same in all workers
+    "PYTHONHASHSEED": "0",  # so that iteration over sets is the same in all workers
 }
 START_S = 120.0
-"""Time that a worker has to import what its work needs."""
+"""Time limit for a worker to import what its work needs, in seconds."""
 GRACE_S = 30.0
-"""Time beyond its deadline that a worker has to answer, and to prepare a call."""
+"""Time that a worker has beyond its deadline to respond, and to prepare a call, in seconds."""
 PLUGIN = "plasmid_plugin_"
-"""How modules begin that plugin files are loaded as; a worker has to load them, too."""
+"""Name prefix of modules loaded from plugin files, which a worker must load, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one call may use."""
+    """Limits of one call."""
 
     timeout_s: float
     memory_mb: int
     network: bool = False
     processes: bool = False
     environment: tuple[str, ...] = ()
-    """Environment variables that workers get besides those of `child_environment`."""
+    """Environment variables passed to workers in addition to those of `child_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a call came to."""
+    """The outcome of a call."""
 
     value: Any = None
-    """JSON types. What came is not trusted: check it."""
+    """JSON types. Untrusted: validate it."""
     failed: str | None = None
-    """Why there is none: it hung, crashed, took too much memory, ..."""
+    """Why there is no value: the call hung, crashed, exceeded its memory, ..."""
 
 
 ENDED = Answer(failed="the worker process ended or did not answer")
 
 
 class WorkerPool:
-    """Does one kind of work in worker processes, each call in a process of its own with a deadline.
+    """Runs one kind of work in worker processes, each call in its own forked process with a deadline.
 
-    Safe to use from any event loop; none of them is blocked.
+    Can be used from any event loop without blocking it.
     """
 
-    def __init__(self, work: Work, limits: Limits, *, workers: int) -> None:
+    def __init__(self, work: Work, limits: Limits, *, workers: Literal["auto"] | int) -> None:
+        """Configure ``workers`` processes; ``auto`` is one per core, at most 8."""
         self._setup = pickle.dumps(
             {
                 "work": pickle.dumps(work),
-                "plugins": _plugin_files(),
+                "plugins": plugin_files(),
                 "timeout_s": limits.timeout_s,
                 "memory_bytes": limits.memory_mb << 20,
                 "cpu_s": max(1, int(limits.timeout_s) + 1),
@@ -85,19 +96,20 @@ class WorkerPool:
         self._limits = limits
         self._local = threading.local()
         self._workers: set[_Worker] = set()
-        self._threads = QueueingExecutor(workers, thread_name_prefix="isolated")
+        self._num_workers = min(os.cpu_count() or 1, 8) if workers == "auto" else workers
+        self._threads = QueueingExecutor(self._num_workers, thread_name_prefix="isolated")
         weakref.finalize(self, _stop_all, self._workers)
 
     async def start(self) -> None:
-        """Start one worker, so that what is wrong with the work shows at once. Raises `IsolationError`."""
+        """Start one worker, so that errors in the work show immediately. Raises `IsolationError`."""
         await asyncio.wrap_future(self._threads.submit(self._worker))
 
     async def call(self, given: Any) -> Answer:
-        """One call of the work. Raises `IsolationError` with what it raised."""
+        """Make one call. Raises `RaisedError` with the work's exception, `IsolationError` if there is no process."""
         return await asyncio.wrap_future(self._threads.submit(self._call, given))
 
     def close(self) -> None:
-        """Stop all workers; calls that still wait are cancelled."""
+        """Stop all workers and cancel waiting calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         _stop_all(self._workers)
 
@@ -112,13 +124,13 @@ class WorkerPool:
     def _call(self, given: Any) -> Answer:
         try:
             message = pickle.dumps(given)
-        except RecursionError:  # arguments come from policies, too
+        except RecursionError:  # arguments may come from policies
             return Answer(failed="too deeply nested")
         worker = self._worker()
         try:
             worker.send(pickle.dumps([message]))
             answer = worker.receive(self._limits.timeout_s + GRACE_S)
-        except (Late, Closed, TooLong):
+        except (LateMessageError, ConnectionClosedError, MessageTooLongError):
             self._drop(worker)
             return ENDED
         return read_answer(answer)
@@ -135,40 +147,43 @@ class _Worker:
 
     def __init__(self, setup: bytes, environment: Sequence[str]) -> None:
         self._num_answers = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**child_environment(environment), **ENVIRONMENT},
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, json.dumps(sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**child_environment(environment), **ENVIRONMENT},
+                start_new_session=True,
+            )
+        except OSError as error:  # out of processes, descriptors or memory
+            raise IsolationError(f"cannot start a worker process: {one_line(error)}") from None
         try:
             self.send(setup)
             read_answer(self.receive(START_S))
-        except (Late, Closed, TooLong):
+        except (LateMessageError, ConnectionClosedError, MessageTooLongError):
             self.stop()
             raise IsolationError(f"a worker process did not start within {START_S:g} s") from None
-        except IsolationError:
+        except RaisedError as error:
             self.stop()
-            raise
+            raise IsolationError(str(error)) from None
 
     def send(self, message: bytes) -> None:
-        """Send one message. Raises `Closed`."""
+        """Send one message. Raises `ConnectionClosedError`."""
         assert self._process.stdin is not None
         send(self._process.stdin.fileno(), message)
 
     def receive(self, timeout_s: float) -> bytes:
-        """Receive the answer to the next call. Raises `Late`, `Closed` or `TooLong`."""
+        """Receive the answer to the next call. Raises `LateMessageError`, `Closed` or `TooLong`."""
         assert self._process.stdout is not None
         message = receive(self._process.stdout.fileno(), timeout_s, longest=NUMBER.size + LONGEST)
         if message[: NUMBER.size] != NUMBER.pack(self._num_answers):
-            raise OtherCall
+            raise WrongCallError
         self._num_answers += 1
         return message[NUMBER.size :]
 
     def stop(self) -> None:
-        """Kill the process; its forks die with it."""
+        """Kill the process; its forks are killed with it."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -177,13 +192,13 @@ class _Worker:
 
 
 def read_answer(answer: bytes) -> Answer:
-    """Decode an answer. Raises `IsolationError` with what the work raised."""
+    """Decode an answer. Raises `RaisedError` with the work's exception."""
     try:
         data: Any = json.loads(answer)
     except (ValueError, RecursionError):
         data = None
     if isinstance(data, dict) and "raised" in data:
-        raise IsolationError(str(data["raised"]))
+        raise RaisedError(str(data["raised"]))
     if isinstance(data, dict) and isinstance(data.get("failed"), str):
         return Answer(failed=data["failed"])
     if isinstance(data, dict) and "answer" in data:
@@ -196,6 +211,7 @@ def _stop_all(workers: set[_Worker]) -> None:
         workers.pop().stop()
 
 
-def _plugin_files() -> list[str]:
+def plugin_files() -> list[str]:
+    """Return the plugin files that this process has loaded."""
     found = (getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name.startswith(PLUGIN))
     return [file for file in found if file]

@@ -1,4 +1,4 @@
-"""Programs that nobody vouches for, run where they can do no harm. What is enforced by what: docs/design/sandbox.md."""
+"""Sandboxes for untrusted programs. docs/design/sandbox.md lists which mechanism enforces what."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import IO, Annotated, Any, Literal
 from plasmid.components import Settings
 from plasmid.errors import IsolationError
 from plasmid.settings.trust import ACTIVE
+from plasmid.utils.safe_files import temporary_folder
 from pydantic import Field
 
 from .confinement import landlock
@@ -28,7 +28,7 @@ from .confinement.linux import PR_SET_DUMPABLE, prctl
 from .memory_group import memory_group
 
 GRACE_S = 5.0
-"""Time beyond its deadline that a launcher has to end by itself."""
+"""Time that a launcher has beyond its deadline to end by itself, in seconds."""
 BOOT = """import sys, types
 package = types.ModuleType("confinement")
 package.__path__ = [sys.argv[1]]
@@ -40,27 +40,28 @@ main()
 
 
 class SandboxSettings(Settings):
-    """What a program may use, and how firmly it is held."""
+    """Resource limits and isolation of programs."""
 
     isolation: Annotated[Literal["namespaces", "limits"], ACTIVE] = "namespaces"
-    """``namespaces``: no network, files and processes but its own, refused where the host does not permit it.
-    ``limits``: one process without network and with the limits below. It reaches no files but its own where the kernel
-    has Landlock (5.13 or newer); elsewhere it reads and writes whatever this user can."""
+    """``namespaces``: only its own network, files and processes; an error if the host does not permit it.
+    ``limits``: one process without network and with the limits below. Where the kernel has Landlock (5.13 or newer)
+    it can access only its own files; elsewhere it can read and write whatever this user can."""
     wall_s: float = Field(10.0, gt=0)
-    """Longest run of one program in seconds."""
+    """Wall-clock limit of one program, in seconds."""
     cpu_s: int = Field(10, ge=1)
-    """Processor seconds of each process."""
+    """CPU time limit of each process, in seconds."""
     memory_mb: int = Field(512, ge=32)
-    """Address space of each process in MiB. Where a control group (version 2) can be made, also the memory of all
-    processes of a program together, with its folder (``disk_mb``) on top."""
+    """Address space limit of each process, in MiB. Where a control group (version 2) can be created, also the limit
+    on the total memory of a program's processes, plus its folder (``disk_mb``)."""
     processes: int = Field(16, ge=1)
-    """Processes and threads at one time (``namespaces`` only; ``limits`` allows one process)."""
+    """Maximum number of concurrent processes and threads (``namespaces`` only; ``limits`` allows one process)."""
     disk_mb: int = Field(16, ge=1)
-    """What a program may write into its folder in MiB; counts as memory of the host (``limits``: of each file)."""
+    """Size limit of a program's folder, in MiB; counts as memory of the host. With ``limits`` it applies to each
+    file."""
     output_kb: int = Field(256, ge=1)
-    """Longest output of a program in KiB; one that writes more is stopped."""
+    """Maximum output of a program, in KiB. A program that writes more is stopped."""
     readable: tuple[str, ...] = ()
-    """Files and folders of the host that programs may read, besides the system's programs and Python."""
+    """Files and folders of the host that programs may read, in addition to system programs and Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +81,22 @@ class Outcome:
     stdout: bytes = b""
     stderr: bytes = b""
     error: str | None = None
-    """Why it did not end well; None if it exited with 0."""
+    """Why it failed; None if it exited with 0."""
     refused: bool = False
-    """True if the host did not permit the sandbox, so that nothing ran."""
+    """Whether the host did not permit the sandbox, so that nothing ran."""
     cpu_s: float = 0.0
 
 
 class Sandbox:
-    """Runs programs, each in a sandbox of its own. Safe to use from several threads."""
+    """Runs programs, each in its own sandbox. Thread-safe."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
 
     def check(self) -> None:
-        """Run a program that does nothing. Raises `IsolationError` if this host does not permit it."""
+        """Run a trivial program. Raises `IsolationError` if this host does not permit it."""
         if sys.platform != "linux":
-            raise IsolationError(f"sandbox: needs Linux, this is {sys.platform}")
+            raise IsolationError(f"sandbox: requires Linux, this is {sys.platform}")
         outcome = self.run(Program(source="print(2 + 2)"))
         if outcome.refused or outcome.stdout != b"4\n":
             why = outcome.error or outcome.stderr.decode(errors="replace")[-200:]
@@ -106,21 +107,21 @@ class Sandbox:
 
     @cached_property
     def _python(self) -> str:
-        """The interpreter itself: a virtual environment's link would lead to nowhere inside."""
+        """Return the real interpreter: a virtual environment's symbolic link would dangle inside."""
         return os.path.realpath(sys.executable)
 
     def run(self, program: Program) -> Outcome:
-        """Run one program to its end. Blocks for at most ``wall_s`` and the launcher's grace."""
+        """Run one program to its end. Blocks for at most ``wall_s`` plus the launcher's grace period."""
         if self.settings.isolation == "limits" and not landlock.version():
             prctl(PR_SET_DUMPABLE, 0)  # otherwise the program could read this process's memory and environment
         bound = (self.settings.memory_mb + self.settings.disk_mb) << 20
         with (
-            tempfile.TemporaryDirectory(prefix="plasmid-sandbox-", ignore_cleanup_errors=True) as work,
+            temporary_folder("plasmid-sandbox-") as work,
             memory_group(bound) as group,
         ):
             reading, writing = os.pipe()
             try:
-                spec = json.dumps({**self._spec(program, writing, work), "memory_group": group}).encode()
+                spec = json.dumps({**self._spec(program, writing, str(work)), "memory_group": group}).encode()
                 process = self._launch(writing)
             finally:
                 os.close(writing)
@@ -149,7 +150,7 @@ class Sandbox:
             "NOFILE": 64,
             "CORE": 0,
             "MSGQUEUE": 0,
-            "SIGPENDING": 256,  # timers, too
+            "SIGPENDING": 256,  # includes timers
             "MEMLOCK": 0,
         }
         if isolated:
@@ -181,9 +182,13 @@ class Sandbox:
                 _kill(process)
             out, err, report = streams.data()
             if streams.over:
-                return Outcome(stdout=out, stderr=err, error=f"wrote more than output_kb = {self.settings.output_kb}")
+                return Outcome(stdout=out, stderr=err, error=f"output exceeds output_kb = {self.settings.output_kb}")
             if not report:
-                error = "no end within wall_s" if not ended else "the sandbox broke: " + err.decode(errors="replace")
+                error = (
+                    "did not finish within wall_s"
+                    if not ended
+                    else "the sandbox failed: " + err.decode(errors="replace")
+                )
                 return Outcome(stdout=out, error=error[:300], refused=ended)
             return self._outcome(json.loads(report), out, err)
 
@@ -192,7 +197,7 @@ class Sandbox:
             return Outcome(error=report["refused"], refused=True)
         error = None
         if report["late"]:
-            error = f"no end within wall_s = {self.settings.wall_s:g}"
+            error = f"did not finish within wall_s = {self.settings.wall_s:g}"
         elif report["signal"]:
             error = f"killed by {_signal(report['signal'])}"
         elif report["exit"]:
@@ -202,7 +207,7 @@ class Sandbox:
 
 
 class _Streams:
-    """Reads several pipes at once, up to a number of bytes each."""
+    """Reads several pipes concurrently, up to a number of bytes each."""
 
     def __init__(self, pipes: Sequence[IO[bytes]], limit: int) -> None:
         self._pipes, self._limit = pipes, limit
@@ -210,7 +215,7 @@ class _Streams:
         self.over = False
 
     def read(self, timeout_s: float) -> bool:
-        """Read until all pipes are closed (True), one gives too much, or the time is up."""
+        """Read until all pipes are closed (True), one exceeds its limit, or the time is up."""
         until = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for number in self._parts:
@@ -230,7 +235,7 @@ class _Streams:
         return True
 
     def data(self) -> list[bytes]:
-        """What was read of each pipe."""
+        """Return what was read from each pipe."""
         return [bytes(self._parts[pipe.fileno()][: self._limit]) for pipe in self._pipes]
 
 

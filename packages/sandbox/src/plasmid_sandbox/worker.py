@@ -1,8 +1,7 @@
-"""The worker process: holds what does the work, warm, and answers calls in forks of itself, one for each list of calls.
+"""The worker process: keeps the work loaded, and answers each list of calls in a fork of itself.
 
-A fork is killed when the time of a call is up, and whatever it did to its memory is gone with it. It cannot start
-processes or reach a network unless the settings say so, and imports cannot either, so that none of them downloads
-anything.
+A fork is killed when the time of a call is up, and its changes in memory are lost with it. It cannot start processes or
+access the network unless the settings allow it. Neither can imports, so that none of them downloads anything.
 """
 
 from __future__ import annotations
@@ -22,7 +21,15 @@ from typing import Any, Protocol
 
 from plasmid.errors import PlasmidError, one_line, sample_fault
 from plasmid.plugins.registry import load_file
-from plasmid.utils.messages import LONGEST, NUMBER, Closed, Late, TooLong, receive, send
+from plasmid.utils.messages import (
+    LONGEST,
+    NUMBER,
+    ConnectionClosedError,
+    LateMessageError,
+    MessageTooLongError,
+    receive,
+    send,
+)
 
 from .confinement import landlock, seccomp
 from .confinement.linux import (
@@ -30,30 +37,30 @@ from .confinement.linux import (
     PR_SET_DUMPABLE,
     die_with_parent,
     drop_capabilities,
+    end_children,
     prctl,
     set_limits,
 )
 
 OUT_OF_MEMORY = b'{"memory": "none left"}'
-"""What a fork answers to a call for which it has not enough memory."""
+"""Answer of a fork to a call for which it lacks memory."""
 ENDING_S = 2.0
-"""Time that a fork which has closed its pipe has to end."""
+"""Time limit for a fork to end after it has closed its pipe, in seconds."""
+END_S = 20.0
+"""Time limit for killing what a fork leaves behind, in seconds. The pool ends a worker that takes longer than 30 s."""
 
 
 class Work(Protocol):
-    """What a worker holds. It is pickled to get there."""
+    """What a worker runs. It is pickled to get there."""
 
     def warm(self) -> None:
         """Import and open what calls need."""
-        ...
 
     def prepare(self, given: Any) -> None:
-        """Make what other calls can share. Trusted: it runs in the worker."""
-        ...
+        """Prepare what other calls can share. Trusted: it runs in the worker."""
 
     def answer(self, given: Any) -> Any:
-        """One call, in a fork of the worker; JSON types."""
-        ...
+        """Answer one call, in a fork of the worker, with JSON types."""
 
 
 def main() -> None:
@@ -64,7 +71,7 @@ def main() -> None:
     os.dup2(nowhere, 2)
     die_with_parent()
     if sys.platform == "linux":
-        prctl(PR_SET_DUMPABLE, 0)  # so that no fork reaches this process through /proc
+        prctl(PR_SET_DUMPABLE, 0)  # so that no fork can access this process through /proc
     setup: dict[str, Any] = pickle.loads(receive(0))
     numbers = itertools.count()
 
@@ -74,13 +81,13 @@ def main() -> None:
     try:
         work = _open(setup)
     except PlasmidError as error:
-        respond(_encoded({"raised": str(error)}))
+        respond(_encode({"raised": str(error)}))
         return
     except Exception as error:  # noqa: BLE001  boundary: imports and plugins of others
-        respond(_encoded({"raised": f"cannot be loaded: {one_line(error)}{_environment_hint(error)}"}))
+        respond(_encode({"raised": f"cannot be loaded: {one_line(error)}{_environment_hint(error)}"}))
         return
     respond(b"{}")
-    with suppress(Closed):
+    with suppress(ConnectionClosedError):
         while True:
             calls: list[bytes] = pickle.loads(receive(0))
             for answer in _serve(work, calls, {**setup, "answers": answers}):
@@ -90,13 +97,13 @@ def main() -> None:
 def _environment_hint(error: Exception) -> str:
     if not isinstance(error, KeyError):
         return ""
-    return " (a worker process has few environment variables; the setting `environment` names more)"
+    return " (a worker process has few environment variables; add others with the setting `environment`)"
 
 
 def _open(setup: dict[str, Any]) -> Work:
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if seccomp.supported():
+    if seccomp.is_supported():
         seccomp.install(seccomp.worker_rules(network=setup["network"]))
     for file in setup["plugins"]:
         load_file(Path(file))
@@ -106,19 +113,19 @@ def _open(setup: dict[str, Any]) -> Work:
 
 
 class _Raised(Exception):
-    """What `Work.prepare` raised; such a call is not answered in a fork."""
+    """An exception of `Work.prepare`; such a call is not answered in a fork."""
 
 
 def _serve(work: Work, calls: list[bytes], setup: dict[str, Any]) -> Iterator[bytes]:
-    """The answers of calls, in order: all in one fork, unless one breaks it; a new one then goes on."""
-    left = [_prepared(work, call) for call in calls]
+    """Yield the answers of calls in order, all from one fork; if a call breaks it, a new fork continues."""
+    left = [_prepare(work, call) for call in calls]
     while left:
         for answer in _answers(work, left, setup):
             left = left[1:]
             yield answer
 
 
-def _prepared(work: Work, call: bytes) -> Any:
+def _prepare(work: Work, call: bytes) -> Any:
     given = pickle.loads(call)
     try:
         work.prepare(given)
@@ -128,7 +135,7 @@ def _prepared(work: Work, call: bytes) -> Any:
 
 
 def _answers(work: Work, calls: list[Any], setup: dict[str, Any]) -> Iterator[bytes]:
-    """The answers of one fork, until all are there or it is of no more use."""
+    """Yield the answers of one fork, until all are there or the fork is no longer usable."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -138,14 +145,14 @@ def _answers(work: Work, calls: list[Any], setup: dict[str, Any]) -> Iterator[by
     try:
         for index, call in enumerate(calls):
             if isinstance(call, _Raised):
-                yield _encoded({"raised": str(call)})
+                yield _encode({"raised": str(call)})
                 continue
             answer, more = _receive(reading, child, setup)
             if answer == OUT_OF_MEMORY:
                 if index > 0:
-                    return  # calls before it took some of the memory: it gets a fork of its own
-                failed = f"more memory than memory_mb = {setup['memory_bytes'] >> 20}"
-                answer, more = _encoded({"failed": failed}), False
+                    return  # earlier calls used some of the memory, so it gets a fork of its own
+                failed = f"exceeded memory_mb = {setup['memory_bytes'] >> 20}"
+                answer, more = _encode({"failed": failed}), False
             yield answer
             if not more:
                 return
@@ -155,22 +162,22 @@ def _answers(work: Work, calls: list[Any], setup: dict[str, Any]) -> Iterator[by
 
 
 def _receive(reading: int, child: int, setup: dict[str, Any]) -> tuple[bytes, bool]:
-    """The next answer of a fork, as it came: the pool checks it. And whether the fork can give more."""
+    """Return a fork's next answer, unvalidated (the pool validates it), and whether the fork can give more."""
     try:
         return receive(reading, setup["timeout_s"], longest=LONGEST), True
-    except Late:
+    except LateMessageError:
         failed = f"no answer within call_timeout_s = {setup['timeout_s']:g}"
-    except TooLong:
-        failed = "its answer is too long"
-    except Closed:
-        failed = _why(child)
-    return _encoded({"failed": failed}), False
+    except MessageTooLongError:
+        failed = "the answer is too long"
+    except ConnectionClosedError:
+        failed = _exit_reason(child)
+    return _encode({"failed": failed}), False
 
 
 def _close_inherited(*descriptors: int) -> None:
-    """Close what the fork has of the worker: its input, its answers, and the other end of the pipe.
+    """Close descriptors inherited from the worker: its input, its answers, and the other end of the pipe.
 
-    The descriptors that remain are the fork's own pipe, and what the work has opened for itself.
+    The fork's own pipe and what the work has opened for itself remain.
     """
     for descriptor in descriptors:
         os.close(descriptor)
@@ -180,7 +187,7 @@ def _close_inherited(*descriptors: int) -> None:
 
 
 def _answer(work: Work, calls: list[Any], pipe: int, setup: dict[str, Any]) -> None:
-    """Runs in the fork: never returns."""
+    """Answer calls in the fork. Never returns."""
     try:
         os.setsid()
         die_with_parent()
@@ -189,7 +196,7 @@ def _answer(work: Work, calls: list[Any], pipe: int, setup: dict[str, Any]) -> N
         if sys.platform == "linux":
             landlock.enter_domain()
             drop_capabilities()
-        if seccomp.supported() and not setup["processes"]:
+        if seccomp.is_supported() and not setup["processes"]:
             seccomp.install(seccomp.single_process_rules(os.getpid()), others="all")
         for call in calls:
             if not isinstance(call, _Raised):
@@ -200,19 +207,19 @@ def _answer(work: Work, calls: list[Any], pipe: int, setup: dict[str, Any]) -> N
 
 def _result(work: Work, given: Any) -> bytes:
     try:
-        return _encoded({"answer": work.answer(given)})
+        return _encode({"answer": work.answer(given)})
     except MemoryError:
         return OUT_OF_MEMORY
     except Exception as error:  # noqa: BLE001  boundary: users' code
         fault = sample_fault(error)
-        return _encoded({"raised": _reason(error)} if fault is None else {"failed": fault})
+        return _encode({"raised": _reason(error)} if fault is None else {"failed": fault})
 
 
-def _encoded(result: dict[str, Any]) -> bytes:
+def _encode(result: dict[str, Any]) -> bytes:
     try:
         return json.dumps(result).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        return json.dumps({"failed": f"the answer is no JSON: {one_line(error)}"}).encode()
+        return json.dumps({"failed": f"the answer is not JSON: {one_line(error)}"}).encode()
 
 
 def _reason(error: Exception) -> str:
@@ -220,39 +227,29 @@ def _reason(error: Exception) -> str:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped already."""
+    """Return the number of bytes that this process has mapped already."""
     if sys.platform != "linux":
         return 1 << 30
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _why(child: int) -> str:
-    """Why a fork gave no answer before its pipe was closed."""
+def _exit_reason(child: int) -> str:
+    """Return why a fork gave no answer before its pipe was closed."""
     descriptor = os.pidfd_open(child)
     select.select([descriptor], [], [], ENDING_S)
     os.close(descriptor)
     info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if info is None or info.si_code == os.CLD_EXITED:
-        return "its process ended without an answer"
+        return "the process ended without an answer"
     if info.si_status == signal.SIGSYS:
-        return "tried to start a process, which it may not"
-    return f"its process was killed by {signal.Signals(info.si_status).name}"
+        return "tried to start a process, which is not allowed"
+    return f"the process was killed by {signal.Signals(info.si_status).name}"
 
 
 def _end(child: int) -> None:
-    """Kill the fork, its process group, and all that has come to be a child of this process."""
+    """Kill the fork, its process group, and all processes that this process has adopted."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitpid(child, 0)
-        while True:
-            for orphan in _children():
-                os.kill(orphan, signal.SIGKILL)
-            os.waitpid(-1, 0)
-
-
-def _children() -> list[int]:
-    file = Path(f"/proc/self/task/{os.getpid()}/children")
-    return [int(number) for number in file.read_text().split()] if file.is_file() else []
+    end_children(END_S)

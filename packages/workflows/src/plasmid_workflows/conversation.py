@@ -1,4 +1,4 @@
-"""Conversations of several turns, and what they may use up."""
+"""Multi-turn conversations and their limits."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from .transcript import Transcript
 
 
 class Conversation(Workflow):
-    """Base of workflows with several turns of the policy."""
+    """Base class of workflows with several turns of the policy."""
 
     max_turns: int = Field(8, ge=1)
-    """Turns of the policy in one sample; ``sampling.max_new_tokens`` is for each of them."""
+    """Maximum number of policy turns per sample; ``sampling.max_new_tokens`` applies to each turn."""
     max_tokens: Literal["model"] | Annotated[int, Field(ge=1)] = "model"
-    """Longest sample in tokens, prompt and replies included; ``model`` is what the model takes."""
+    """Maximum length of a sample, in tokens, prompt and replies included; ``model`` is the model's limit."""
     timeout_s: Literal["run"] | Annotated[float, Field(gt=0)] = "run"
-    """Seconds after which no further turn begins; ``run`` leaves it at run.rollout_timeout_s, past which it fails."""
+    """Time after which no further turn starts, in seconds. ``run`` sets no such limit; a rollout then fails after
+    run.rollout_timeout_s."""
     keep_past: bool = False
-    """Go on where the chat template would drop words of earlier turns, such as reasoning; else the rollout fails."""
+    """Continue if the chat template would drop text of earlier turns, such as reasoning. If false, the rollout
+    fails."""
 
     def begin(self, rollout: Rollout, transcript: Transcript) -> ConversationState:
-        """A conversation under these limits. Raises `ConfigError` or `DataError` if there is no room for a turn."""
+        """Start a conversation under these limits. Raises `ConfigError` or `DataError` if there is no room for a
+        turn."""
         limit = rollout.max_length
         if isinstance(self.max_tokens, int):
             if limit is not None and self.max_tokens > limit:
@@ -39,7 +42,7 @@ class Conversation(Workflow):
             limit = self.max_tokens
         if limit is not None and transcript.num_tokens >= limit:
             raise DataError(
-                f"the prompt has {transcript.num_tokens} tokens, which leaves no room for a turn in {limit}"
+                f"the prompt of {transcript.num_tokens} tokens leaves no room for a turn (maximum {limit} tokens)"
             )
         seconds = None if self.timeout_s == "run" else self.timeout_s
         return ConversationState(rollout, transcript, max_turns=self.max_turns, max_tokens=limit, max_seconds=seconds)
@@ -47,7 +50,7 @@ class Conversation(Workflow):
 
 @dataclass(slots=True, eq=False)
 class ConversationState:
-    """A conversation in progress, and what it has used up."""
+    """A conversation in progress and its remaining limits."""
 
     rollout: Rollout
     transcript: Transcript
@@ -75,17 +78,17 @@ class ConversationState:
 
     @property
     def was_cut(self) -> bool:
-        """True if the last turn ended in the middle."""
+        """Return whether the last turn was cut off."""
         last = self.transcript.parts[-1] if self.transcript.parts else None
         return getattr(last, "stop_reason", None) is StopReason.LENGTH
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """Put messages behind the policy's turn."""
+        """Append messages after the policy's turn."""
         self.transcript.add(messages)
         self.messages += messages
 
     def is_over(self) -> bool:
-        """True if no further turn may begin; `cut_by` then says why."""
+        """Return whether no further turn may start; `cut_by` then names the limit."""
         if self.turns >= self.max_turns:
             self.cut_by = "max_turns"
         elif self.max_tokens is not None and self.transcript.num_tokens >= self.max_tokens:
@@ -95,7 +98,7 @@ class ConversationState:
         return bool(self.cut_by)
 
     def sample(self, prompt: Prompt, text: str, **metadata: Any) -> Sample:
-        """The conversation as a training row, its messages in the metadata."""
+        """Return the conversation as a training sample, with its messages in the metadata."""
         cut = {"cut_by": self.cut_by} if self.cut_by else {}
         return self.transcript.sample(
             self.rollout,

@@ -1,4 +1,4 @@
-"""One execution of a workflow: what `components.Rollout` promises, over an engine's client."""
+"""One execution of a workflow: implements `components.Rollout` on top of an engine client."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from plasmid.components import Workflow
+from plasmid.components.rollouts import Codec
 from plasmid.errors import PlasmidError
 from plasmid.protocols import EngineClient
 from plasmid.types import (
@@ -26,31 +27,15 @@ from plasmid.types import (
     VersionSpan,
 )
 from plasmid.types.kept_sets import KeptSet, join_kept
+from plasmid.types.routing import Experts, Routing, fill_unknown
 from plasmid.utils.seeds import seed_of
+from plasmid.utils.waiting import deadline
+
+from .turns import Turn, TurnState, hash_request
 
 log = logging.getLogger(__name__)
 ABORT_S = 10.0
-"""Longest time for an engine to take note that a request is given up."""
-
-
-class Codec(Protocol):
-    """The part of a tokenizer that workflows need."""
-
-    def encode(self, text: str, *, allow_special: bool = True) -> Ints:
-        """Text to tokens, no special tokens added.
-
-        Those that the text spells out are recognized, unless ``allow_special`` is false or `render` took them from a
-        message.
-        """
-        ...
-
-    def decode(self, token_ids: Ints, *, keep_special: bool = False) -> str:
-        """Tokens to text, special tokens left out unless they are asked for."""
-        ...
-
-    def render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
-        """Text of messages through the chat template. Raises `DataError`."""
-        ...
+"""Time limit for an engine to confirm that a request is aborted, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -65,51 +50,97 @@ class Execution:
     seed: int
     deadline_s: float
     wants_kept_sets: bool = False
+    routing: Routing | None = None
+    """Request the experts that the engine chooses; None for models without experts, or if the trainer ignores them."""
     max_length: int | None = None
     group_seed: int = 0
+    resumed: dict[int, Turn] = field(default_factory=dict)
+    """Checkpointed tokens of turns that have not started since the resume, by turn number."""
     turns: int = 0
-    running: set[str] = field(default_factory=set)
+    open_turns: dict[str, TurnState] = field(default_factory=dict)
+    """Turns being generated, by request id."""
+    ended_turns: list[Turn] = field(default_factory=list)
+    """Tokens of all other turns."""
+    routed: tuple[Ints, Experts] | None = None
+    """The tokens of the last turn, prompt included, and the experts of all but the last token."""
     generate_s: float = 0.0
     samples_made: int = 0
 
     async def generate(
         self, token_ids: Ints, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Completion:
-        """One turn. A request that was aborted for a weight sync goes on where it stopped, under the newer policy."""
-        turn, self.turns = self.turns, self.turns + 1
-        request = GenerateRequest(
-            id=f"{self.id}#{turn}",
-            session_id=self.id,
-            token_ids=np.asarray(token_ids, np.int32),
-            sampling=narrow_sampling(self.sampling, max_new_tokens, stop),
-            seed=seed_of(self.seed, turn),
-            deadline_s=self.deadline_s,
-            wants_kept_set=self.wants_kept_sets,
-        )
-        parts: list[Completion] = []
-        started = time.monotonic()
-        self.running.add(request.id)
+        """Generate one turn. A request aborted for a weight sync continues where it stopped, under the newer policy."""
+        token_ids = np.asarray(token_ids, np.int32)
+        known = self._known_experts(token_ids)
+        turn = self._begin_turn(token_ids, narrow_sampling(self.sampling, max_new_tokens, stop), known)
+        request_id, started = turn.request.id, time.monotonic()
+        self.open_turns[request_id] = turn
         try:
-            while True:
-                parts.append(await self.client.generate(request))
-                if parts[-1].stop_reason is not StopReason.ABORT:
-                    break
-                so_far = np.concatenate([request.token_ids, parts[-1].token_ids])
-                done = request.num_generated + len(parts[-1].token_ids)
-                request = replace(request, token_ids=so_far, num_generated=done)
+            joined = await turn.draw(self.client)
         except asyncio.CancelledError:
-            with contextlib.suppress(Exception):  # the engine may be what failed
-                await asyncio.wait_for(self.client.abort([request.id]), ABORT_S)  # nobody waits for the rest
+            with contextlib.suppress(Exception):  # the engine itself may have failed
+                await asyncio.wait_for(self.client.abort([request_id]), ABORT_S)  # the rest is no longer needed
             raise
         finally:
-            self.running.discard(request.id)
+            del self.open_turns[request_id]
+            if (ended := turn.record(None)) is not None:
+                self.ended_turns.append(ended)
             self.generate_s += time.monotonic() - started
-        joined = join_completions(parts)
         if joined.stop_reason is StopReason.ERROR:
-            raise RolloutFailed(joined.error or "the engine gave no reason")
+            raise RolloutFailed(joined.error or "the engine returned no reason")
         if self.wants_kept_sets and joined.kept is None:
-            raise RolloutFailed("the engine was asked for kept sets and gave none")
-        return joined
+            raise RolloutFailed("the engine returned no kept sets, although they were requested")
+        return joined if self.routing is None else self._add_known_experts(turn.request, joined, self.routing, known)
+
+    def _known_experts(self, token_ids: Ints) -> Experts | None:
+        """Return the experts of the tokens that the last turn and these begin with, if it has them all."""
+        if self.routed is None or not np.array_equal(self.routed[0], token_ids[: len(self.routed[0])]):
+            return None
+        return self.routed[1]
+
+    def _add_known_experts(
+        self, request: GenerateRequest, joined: Completion, routing: Routing, known: Experts | None
+    ) -> Completion:
+        """Return the completion with the experts of all tokens but the last: each as first recorded."""
+        if joined.experts is None:
+            raise RolloutFailed("the engine returned no experts, although they were requested")
+        tokens = np.concatenate([request.token_ids, joined.token_ids])
+        end = request.experts_from + len(joined.experts)
+        if len(joined.token_ids) and end != len(tokens) - 1:
+            raise RolloutFailed(f"the engine returned the experts of {end} tokens instead of {len(tokens) - 1}")
+        experts = routing.rows(max(0, len(tokens) - 1))
+        if known is not None:
+            fill_unknown(experts, known, end=len(known))
+        fill_unknown(experts, joined.experts, end=min(end, len(experts)))
+        self.routed = tokens, experts
+        return replace(joined, experts=experts)
+
+    def _begin_turn(self, token_ids: Ints, sampling: SamplingParams, routed: Experts | None) -> TurnState:
+        """Start the next turn, with its tokens from a checkpoint if there are any."""
+        number, self.turns = self.turns, self.turns + 1
+        request = GenerateRequest(
+            id=f"{self.id}#{number}",
+            session_id=self.id,
+            token_ids=token_ids,
+            sampling=sampling,
+            seed=seed_of(self.seed, number),
+            deadline_s=self.deadline_s,
+            wants_kept_set=self.wants_kept_sets,
+            routing=self.routing,
+            experts_from=0 if routed is None else len(routed),
+        )
+        turn = TurnState(number, request)
+        if (known := self.resumed.pop(number, None)) is not None:
+            if known.request_hash == hash_request(request):
+                turn.parts.append(known.completion)
+            else:
+                log.warning(
+                    "rollout %s: the prompt of turn %d changed since the checkpoint; the turn is generated again",
+                    self.id,
+                    number,
+                )
+                self.resumed = {}
+        return turn
 
     def encode(self, text: str, *, allow_special: bool = True) -> Ints:
         return self.codec.encode(text, allow_special=allow_special)
@@ -121,7 +152,7 @@ class Execution:
         return self.codec.render(messages, template)
 
     def sample(self, prompt: Prompt, completions: Sequence[Completion | Ints], **fields: Any) -> Sample:
-        """Put completions (trained on) and plain tokens (not trained on) behind the prompt."""
+        """Append completions (trained on) and plain tokens (not trained on) to the prompt."""
         tokens: list[Ints] = [np.asarray(prompt.token_ids, np.int32)]
         mask = [np.zeros(len(prompt.token_ids), np.bool_)]
         logprobs = [np.zeros(len(prompt.token_ids), np.float32)]
@@ -136,7 +167,7 @@ class Execution:
             logprobs.append(part.logprobs if isinstance(part, Completion) else np.zeros(len(ids), np.float32))
             kept.append((part.kept if isinstance(part, Completion) else None, len(ids)))
             if isinstance(part, Completion):
-                spans += [span.shifted(position) for span in part.versions]
+                spans += [span.shift(position) for span in part.versions]
                 stop = part.stop_reason
             position += len(ids)
         number, self.samples_made = self.samples_made, self.samples_made + 1
@@ -153,9 +184,21 @@ class Execution:
             "text": self.decode(np.concatenate([np.zeros(0, np.int32), *tokens[1:]])),
             "stop_reason": stop,
             "kept": join_kept(kept),
+            "experts": self._place_experts(len(prompt.token_ids), completions),
             "timings": {"generate_s": self.generate_s},
         }
         return Sample(**(values | fields))
+
+    def _place_experts(self, position: int, completions: Sequence[Completion | Ints]) -> Experts | None:
+        """Return the experts of all tokens of a sample, each by the first completion that has them."""
+        if self.routing is None:
+            return None
+        ends = position + np.cumsum([len(p.token_ids if isinstance(p, Completion) else p) for p in completions])
+        experts = self.routing.rows(int(ends[-1]) if len(ends) else position)
+        for part, end in zip(completions, ends.tolist(), strict=True):
+            if isinstance(part, Completion) and part.experts is not None:
+                fill_unknown(experts, part.experts, end=max(0, int(end) - 1))
+        return experts
 
 
 class RolloutFailed(Exception):
@@ -163,7 +206,7 @@ class RolloutFailed(Exception):
 
 
 def narrow_sampling(sampling: SamplingParams, max_new_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
-    """The settings with a lower limit and more texts that end a completion; how tokens are drawn is the same."""
+    """Return the settings with a lower token limit and more stop texts; sampling stays the same."""
     changes: dict[str, Any] = {}
     if max_new_tokens is not None:
         changes["max_new_tokens"] = max(1, min(max_new_tokens, sampling.max_new_tokens))
@@ -172,48 +215,24 @@ def narrow_sampling(sampling: SamplingParams, max_new_tokens: int | None, stop: 
     return sampling.model_copy(update=changes) if changes else sampling
 
 
-def join_completions(parts: Sequence[Completion]) -> Completion:
-    """One completion from the parts that aborts cut it into."""
-    if len(parts) == 1:
-        return parts[0]
-    spans: list[VersionSpan] = []
-    position = 0
-    for part in parts:
-        spans += [span.shifted(position) for span in part.versions]
-        position += len(part.token_ids)
-    timings: dict[str, float] = {}
-    for part in parts:
-        for name, seconds in part.timings.items():
-            timings[name] = timings.get(name, 0.0) + seconds
-    return replace(
-        parts[-1],
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        versions=tuple(spans),
-        kept=join_kept([(part.kept, len(part.token_ids)) for part in parts]),
-        timings=timings,
-    )
-
-
 async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, timeout_s: float) -> list[Sample]:
-    """Run the workflow once. Whatever goes wrong in it becomes a sample with an error; its requests are aborted."""
+    """Run the workflow once. Any error in it becomes a sample with an error, and its requests are aborted."""
     started = time.monotonic()
     try:
-        samples = list(await asyncio.wait_for(workflow.run(execution, prompt), timeout_s))
+        async with deadline(timeout_s, f"rollout {execution.id} of prompt {prompt.id} (run.rollout_timeout_s)"):
+            samples = list(await workflow.run(execution, prompt))
         if not samples:
-            raise RolloutFailed(f"workflow {type(workflow).__name__} returned no sample")
-    except TimeoutError:
-        samples = [_failed(execution, prompt, f"no end within {timeout_s:g} s")]
+            raise RolloutFailed(f"workflow {type(workflow).__name__} must return at least one sample")
     except (RolloutFailed, PlasmidError) as error:
         samples = [_failed(execution, prompt, str(error))]
-    except Exception as error:  # boundary: workflows are users' code, and one bad rollout is data, not a crash
+    except Exception as error:  # boundary: workflows are users' code; a failed rollout must not end the run
         log.exception("rollout %s of prompt %s failed", execution.id, prompt.id)
         samples = [_failed(execution, prompt, f"{type(error).__name__}: {error}")]
     finally:
-        if execution.running:
-            with contextlib.suppress(Exception):  # the engine may be what failed
-                await execution.client.abort(tuple(execution.running))
-        await execution.client.leave([execution.id])
+        if execution.open_turns:
+            with contextlib.suppress(Exception):  # the engine itself may have failed
+                await execution.client.abort(tuple(execution.open_turns))
+        await execution.client.end_sessions([execution.id])
     seconds = {"rollout_s": time.monotonic() - started}
     return [replace(sample, timings={**sample.timings, **seconds}) for sample in samples]
 

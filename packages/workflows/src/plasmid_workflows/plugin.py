@@ -1,29 +1,12 @@
 """Registers workflows, tools and environments."""
 
-from __future__ import annotations
-
 from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
-from . import EnvironmentReward, EnvironmentWorkflow, FunctionWorkflow, Tools
-from .environments import Calculator, Guess, Search
-from .single_turn import SingleTurn
-from .tools.builtin import CalculatorTool, FunctionTool, PythonTool, SearchTool
+import plasmid_workflows
 
 
 @hookimpl
 def register_components() -> list[type[Component]]:
-    return [
-        EnvironmentWorkflow,
-        FunctionWorkflow,
-        SingleTurn,
-        Tools,
-        CalculatorTool,
-        FunctionTool,
-        PythonTool,
-        SearchTool,
-        Calculator,
-        Guess,
-        Search,
-        EnvironmentReward,
-    ]
+    """Return every component that the package exports."""
+    return [getattr(plasmid_workflows, name) for name in plasmid_workflows.__all__]

@@ -1,28 +1,23 @@
-"""The process that functions run in: it imports the agent once, and forks for every rollout.
+"""The process that runs functions: it imports the agent once, and forks for every rollout.
 
-A rollout costs milliseconds that way, and yet can be killed alone, leak, or crash. It communicates through
-sockets: one to hand over a socket for each rollout, and on that a line of JSON in each direction.
+A rollout then costs milliseconds, can be killed alone, and may leak or crash. Communication uses sockets: one passes a
+socket for each rollout, which carries one line of JSON in each direction.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import ctypes
 import inspect
 import json
 import os
 import random
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plasmid.plugins.functions import FunctionName
-
-PR_SET_PDEATHSIG = 1
+from plasmid.plugins.functions import FunctionName, call
+from plasmid_sandbox.confinement.supervisor import confine, supervise
 
 
 def main() -> None:
@@ -30,14 +25,14 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
         name = FunctionName.parse(sys.argv[2])
-        if name.module.endswith(".py"):  # what lies beside it can be imported, as by `python file.py`
+        if name.module.endswith(".py"):  # allow imports from its folder, as with `python file.py`
             sys.path.insert(0, os.path.dirname(os.path.abspath(name.module)))
         function = name.load()
-    except BaseException as error:  # noqa: BLE001  boundary: a module may raise anything; the other side tells the user
+    except BaseException as error:  # noqa: BLE001  boundary: a module may raise anything; the other side reports it
         control.sendall(_encode_line({"error": f"{type(error).__name__}: {error}"}))
         return
     control.sendall(_encode_line({"ready": True}))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child is waited for: its socket tells its end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for: their sockets signal their end
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -45,45 +40,44 @@ def main() -> None:
         (descriptor,) = descriptors
         if os.fork() == 0:
             control.close()
-            _run_agent(socket.socket(fileno=descriptor), function)
+            _supervise_agent(socket.socket(fileno=descriptor), function)
         os.close(descriptor)
 
 
+def _supervise_agent(channel: socket.socket, function: Callable[..., Any]) -> None:
+    """Run the function in a child of the fork; end when the child ends or the other end of the channel closes."""
+    try:
+        os.setsid()  # ignore signals from the terminal
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        supervise(lambda: _run_agent(channel, function), channel.fileno())
+    finally:
+        os._exit(0)  # skip the fork server's cleanup
+
+
 def _run_agent(channel: socket.socket, function: Callable[..., Any]) -> None:
-    """The forked process: send the process id, run the function, send the result, end."""
+    """Run the function, send the result and exit."""
     code = 1
     try:
-        os.setsid()  # what it starts is killed with it
-        _die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        channel.sendall(_encode_line({"pid": os.getpid()}))
         with channel.makefile("r", encoding="utf-8") as lines:
             task = json.loads(lines.readline())
         os.environ.update(task["environment"])
-        _limit_files(task["max_file_bytes"])
+        confine(task["limits"], confined=task["confined"])
         _seed(task["arguments"]["seed"])
         channel.sendall(_encode_line(_call_function(function, task["arguments"])))
         code = 0
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # the clean-up of the fork server is not this process's
-
-
-def _limit_files(max_bytes: int) -> None:
-    """No file of this process, and of those that it starts, grows beyond this size."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    allowed = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, allowed))
+        os._exit(code)
 
 
 def _call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        result = function(**accepted_arguments(function, arguments))
-        if inspect.isawaitable(result):
-            result = asyncio.run(_await_result(result))
+        result = call(function, accepted_arguments(function, arguments))
         if not (result is None or isinstance(result, str | Mapping)):
-            raise TypeError(f"an agent returns a text, a dict with an 'answer', or None, got {type(result).__name__}")
+            raise TypeError(
+                f"agents must return a string, a dict with an 'answer' or None, got {type(result).__name__}"
+            )
         value = {"answer": result} if isinstance(result, str) else dict(result or {})
         return {"result": json.loads(json.dumps(value))}
     except BaseException as error:  # noqa: BLE001  boundary: agents are users' code, and SystemExit is a failure, too
@@ -93,12 +87,8 @@ def _call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-async def _await_result(result: Any) -> Any:
-    return await result
-
-
 def accepted_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that the function takes."""
+    """Return the arguments that the function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(arguments)
@@ -107,15 +97,10 @@ def accepted_arguments(function: Callable[..., Any], arguments: Mapping[str, Any
 
 
 def _seed(seed: int) -> None:
-    """Forked processes would all draw the same; rollouts repeat their own draws instead."""
+    """Seed random generators: forks would otherwise all draw the same, and rollouts should be reproducible."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def _die_with_parent() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _encode_line(data: Mapping[str, Any]) -> bytes:

@@ -1,47 +1,47 @@
-"""What an agent is started with, and what it gives back."""
+"""Input and output of an agent."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from plasmid.types import Prompt
 
 
 class AgentFailed(Exception):
-    """An agent raised, ended with an error, or died. Says which."""
+    """An agent raised, exited with an error, or died. The message tells which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What an agent gave back."""
+    """What an agent returned."""
 
     answer: str | None = None
-    """What rewards see in place of the policy's last turn; None if the agent says nothing of its own."""
+    """Text that rewards see instead of the policy's last turn; None if the agent returned no answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Goes into the metadata of the samples."""
+    """Added to the metadata of the samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One prompt for one agent. The target stays with the rewards."""
+    """One prompt for one agent. The target is visible to rewards only."""
 
     prompt: str
-    """The last message of the user, or all of a prompt of plain text."""
+    """The last user message, or all of a plain-text prompt."""
     messages: list[dict[str, Any]]
     metadata: dict[str, Any]
     """The other columns of the row."""
     base_url: str
-    """What OpenAI's clients take: it ends in ``/v1``."""
+    """Base URL for OpenAI's clients; ends in ``/v1``."""
     api_key: str
     seed: int
-    """Follows from the run's seed and the rollout."""
+    """Derived from the run's seed and the rollout."""
 
     @staticmethod
     def of(prompt: Prompt, *, url: str, key: str, seed: int) -> Task:
-        """The task of a prompt."""
+        """Create the task of a prompt."""
         messages = [dict(m) for m in prompt.messages] or [{"role": "user", "content": prompt.text}]
         said = [str(m.get("content", "")) for m in messages if m.get("role") == "user"]
         return Task(
@@ -54,20 +54,13 @@ class Task:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """By name, what a function may take."""
-        return {
-            "prompt": self.prompt,
-            "messages": self.messages,
-            "metadata": self.metadata,
-            "base_url": self.base_url,
-            "api_key": self.api_key,
-            "seed": self.seed,
-        }
+        """Return the arguments that a function may accept, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def environment(self) -> dict[str, str]:
-        """Variables that existing clients read, so that agents need not be changed."""
+        """Return variables that existing clients read, so that agents work unchanged."""
         root = self.base_url.removesuffix("/v1")
-        # without this a proxy of the machine would be asked for a server that only this machine knows
+        # otherwise a configured proxy would get requests for a server that only this machine can reach
         host = root.partition("://")[2].rpartition(":")[0].partition("/")[0].partition(":")[0]
         return {
             "OPENAI_BASE_URL": self.base_url,
@@ -80,5 +73,5 @@ class Task:
         }
 
     def document(self) -> str:
-        """The task as JSON, for programs that want more than the prompt."""
+        """Return the task as JSON, for programs that need more than the prompt."""
         return json.dumps({"prompt": self.prompt, "messages": self.messages, "metadata": self.metadata}, default=str)

@@ -1,4 +1,4 @@
-"""Anthropic's messages: what clients send, what they get back at once or in pieces, and how errors look."""
+"""Anthropic's messages API: requests, replies as a whole or streamed, and errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 from plasmid.types import Message, SamplingParams
 from pydantic import Field
 
-from ..chat import Call, ChatRequest, Problem, Refused, Reply, assistant_message, with_tool_names
-from .fields import Body, Content, TextPart, content_text, read, unfollowed
-from .pieces import pieces
+from ..chat import Call, ChatRequest, Problem, Reply, RequestError, add_tool_names, assistant_message
+from .fields import Body, Content, TextPart, content_text, pieces, read, unfollowed
 
 NO_EFFECT = frozenset(("metadata", "service_tier", "cache_control", "inference_geo", "betas"))
-"""Fields that say nothing about the text."""
+"""Fields that do not affect the text."""
 ERRORS: Mapping[Problem, tuple[int, str]] = {
     Problem.BAD_REQUEST: (400, "invalid_request_error"),
     Problem.TOO_LONG: (400, "invalid_request_error"),
@@ -26,7 +25,7 @@ ERRORS: Mapping[Problem, tuple[int, str]] = {
 
 
 class ToolUse(Body):
-    """A call in a turn of the assistant."""
+    """A tool call in a turn of the assistant."""
 
     type: Literal["tool_use"]
     id: str
@@ -35,7 +34,7 @@ class ToolUse(Body):
 
 
 class ToolResult(Body):
-    """What a tool answered."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -43,7 +42,7 @@ class ToolResult(Body):
 
 
 class Thinking(Body):
-    """Reasoning of another model that a client carries along; the policy is not shown it."""
+    """Another model's reasoning in the client's history; it is not shown to the policy."""
 
     type: Literal["thinking", "redacted_thinking"]
 
@@ -74,7 +73,7 @@ class ToolChoice(Body):
 
 
 class CountBody(Body):
-    """A conversation whose tokens are to be counted."""
+    """A conversation whose tokens should be counted."""
 
     model: str = "policy"
     messages: list[InMessage] = Field(min_length=1)
@@ -93,7 +92,7 @@ class MessagesBody(CountBody):
 
 
 def parse(data: object, sampling: SamplingParams) -> ChatRequest:
-    """The request for a turn. Raises `Refused`."""
+    """Parse a request for a turn. Raises `RequestError`."""
     body = read(MessagesBody, data)
     return _request(
         body,
@@ -105,30 +104,30 @@ def parse(data: object, sampling: SamplingParams) -> ChatRequest:
 
 
 def parse_count(data: object, sampling: SamplingParams) -> ChatRequest:
-    """A conversation whose tokens are to be counted. Raises `Refused`."""
+    """Parse a conversation whose tokens should be counted. Raises `RequestError`."""
     return _request(read(CountBody, data), sampling)
 
 
 def _request(body: CountBody, sampling: SamplingParams, **fields: Any) -> ChatRequest:
-    lacking = list(unfollowed(body, sampling, no_effect=NO_EFFECT))
+    unsupported = list(unfollowed(body, sampling, no_effect=NO_EFFECT))
     choice = body.tool_choice or ToolChoice(type="auto")
     if choice.type in ("any", "tool"):
-        lacking.append(f"tool_choice = {choice.type}")
+        unsupported.append(f"tool_choice = {choice.type}")
     if body.thinking is not None and body.thinking.get("type") != "disabled":
-        lacking.append(f"thinking = {body.thinking!s:.80}")
+        unsupported.append(f"thinking = {body.thinking!s:.80}")
     system: list[Message] = [{"role": "system", "content": content_text(body.system)}] if body.system else []
     return ChatRequest(
         model=body.model,
-        messages=with_tool_names([*system, *(m for message in body.messages for m in _messages(message))]),
+        messages=add_tool_names([*system, *(m for message in body.messages for m in _messages(message))]),
         tools=() if choice.type == "none" else tuple(_function(tool) for tool in body.tools or ()),
         one_call=choice.disable_parallel_tool_use,
-        unfollowed=tuple(lacking),
+        unfollowed=tuple(unsupported),
         **fields,
     )
 
 
 def _messages(message: InMessage) -> Iterator[Message]:
-    """A message's blocks as the messages that chat templates read: each tool result is one of its own."""
+    """Convert a message's blocks to messages for chat templates: each tool result is a separate one."""
     blocks = message.content
     if isinstance(blocks, str):
         blocks = [TextPart(type="text", text=blocks)]
@@ -150,8 +149,8 @@ def _function(tool: Tool) -> Mapping[str, Any]:
 
 
 def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
-    """The whole reply."""
-    # the field of a signature is part of the form; nothing here is signed
+    """Return the whole reply."""
+    # the format requires a signature; nothing here is signed
     thought = [{"type": "thinking", "thinking": reply.reasoning, "signature": ""}] if reply.reasoning else []
     text = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     calls = [
@@ -168,12 +167,12 @@ def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
 
 
 def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
-    """The same reply in pieces."""
+    """Return the same reply as a stream of events."""
     empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
     tokens = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
     yield event("message_start", message={**_head(request, reply), **empty, "usage": tokens})
     for index, block in enumerate(answer(request, reply)["content"]):
-        start, whole, kind, name = _pieced(block)
+        start, whole, kind, name = _split_block(block)
         yield event("content_block_start", index=index, content_block=start)
         for piece in pieces(whole):
             yield event("content_block_delta", index=index, delta={"type": kind, name: piece})
@@ -183,8 +182,8 @@ def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
     yield event("message_stop")
 
 
-def _pieced(block: Mapping[str, Any]) -> tuple[dict[str, Any], str, str, str]:
-    """A block without its content, the content as text, and the kind and field of its pieces."""
+def _split_block(block: Mapping[str, Any]) -> tuple[dict[str, Any], str, str, str]:
+    """Return a block without its content, the content as text, and the kind and field of its pieces."""
     name = block["type"]
     if name == "tool_use":
         return {**block, "input": {}}, json.dumps(block["input"]), "input_json_delta", "partial_json"
@@ -192,21 +191,21 @@ def _pieced(block: Mapping[str, Any]) -> tuple[dict[str, Any], str, str, str]:
     return {**block, field: ""}, block[field], f"{field}_delta", field
 
 
-def refusal(error: Refused) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error."""
+def refusal(error: RequestError) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error."""
     status, kind = ERRORS[error.problem]
-    # clients look for this beginning to tell whether they should shorten the conversation
+    # clients detect this prefix to decide whether to shorten the conversation
     text = f"prompt is too long: {error.text}" if error.problem is Problem.TOO_LONG else error.text
     return status, {"type": "error", "error": {"type": kind, "message": text}}
 
 
-def refusal_event(error: Refused) -> bytes:
-    """An error in the middle of a stream."""
+def refusal_event(error: RequestError) -> bytes:
+    """Return an error in the middle of a stream."""
     return event("error", error=refusal(error)[1]["error"])
 
 
 def event(kind: str, **data: Any) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: what clients send, what they get back at once or in pieces, and how errors look."""
+"""OpenAI's chat completions: requests, replies as a whole or streamed, and errors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any, Literal
 from plasmid.types import Message, SamplingParams
 from pydantic import Field
 
-from ..chat import Call, ChatRequest, Problem, Refused, Reply, assistant_message, with_tool_names
-from .fields import Body, Content, content_text, read, unfollowed
-from .pieces import pieces
+from ..chat import Call, ChatRequest, Problem, Reply, RequestError, add_tool_names, assistant_message
+from .fields import Body, Content, content_text, pieces, read, unfollowed
 
 NO_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
-"""Fields that say nothing about the text."""
+"""Fields that do not affect the text."""
 ERRORS: Mapping[Problem, tuple[int, str, str | None]] = {
     Problem.BAD_REQUEST: (400, "invalid_request_error", None),
     Problem.TOO_LONG: (400, "invalid_request_error", "context_length_exceeded"),
@@ -36,7 +35,7 @@ class Function(Body):
 
 
 class ToolCall(Body):
-    """A call in a turn of the assistant."""
+    """A tool call in a turn of the assistant."""
 
     id: str
     function: Function
@@ -52,7 +51,7 @@ class ChatMessage(Body):
 
 
 class FunctionSpec(Body):
-    """What a tool is called with."""
+    """Name, description and parameters of a tool."""
 
     name: str
     strict: bool | None = None
@@ -66,13 +65,13 @@ class Tool(Body):
 
 
 class StreamOptions(Body):
-    """What a stream has besides the text."""
+    """Additional content of a stream."""
 
     include_usage: bool | None = None
 
 
-class Shared(Body):
-    """Fields of chat and text completions alike."""
+class CommonFields(Body):
+    """Fields shared by chat and text completions."""
 
     model: str = "policy"
     max_tokens: int | None = Field(None, ge=1)
@@ -82,7 +81,7 @@ class Shared(Body):
     n: Literal[1] | None = None
 
     def shared(self) -> dict[str, Any]:
-        """These fields, as a `ChatRequest` has them."""
+        """Return these fields as arguments of `ChatRequest`."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
             "model": self.model,
@@ -92,7 +91,7 @@ class Shared(Body):
         }
 
 
-class ChatBody(Shared):
+class ChatBody(CommonFields):
     """A request for one turn."""
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -104,24 +103,24 @@ class ChatBody(Shared):
 
 
 def parse(data: object, sampling: SamplingParams) -> ChatRequest:
-    """The request for a turn. Raises `Refused`."""
+    """Parse a request for a turn. Raises `RequestError`."""
     body = read(ChatBody, data)
-    lacking = list(unfollowed(body, sampling, no_effect=NO_EFFECT))
+    unsupported = list(unfollowed(body, sampling, no_effect=NO_EFFECT))
     tools: tuple[Mapping[str, Any], ...] = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or ())
     if body.tool_choice == "none":
         tools = ()
     elif body.tool_choice not in (None, "auto"):
-        lacking.append(f"tool_choice = {body.tool_choice!s:.80}")
-    lacking += [f"tools.{i}.function.strict = true" for i, t in enumerate(body.tools or ()) if t.function.strict]
+        unsupported.append(f"tool_choice = {body.tool_choice!s:.80}")
+    unsupported += [f"tools.{i}.function.strict = true" for i, t in enumerate(body.tools or ()) if t.function.strict]
     if body.response_format is not None and body.response_format.get("type") != "text":
-        lacking.append(f"response_format = {body.response_format!s:.80}")
+        unsupported.append(f"response_format = {body.response_format!s:.80}")
     return ChatRequest(
         **body.shared(),
-        messages=with_tool_names([_message(message) for message in body.messages]),
+        messages=add_tool_names([_message(message) for message in body.messages]),
         tools=tools,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         one_call=body.parallel_tool_calls is False,
-        unfollowed=tuple(lacking),
+        unfollowed=tuple(unsupported),
     )
 
 
@@ -136,7 +135,7 @@ def _message(message: ChatMessage) -> Message:
 
 
 def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
-    """The whole reply."""
+    """Return the whole reply."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -147,7 +146,7 @@ def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
 
 
 def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
-    """The same reply in pieces."""
+    """Return the same reply as a stream of events."""
     head = _head(request, reply, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
@@ -169,24 +168,24 @@ def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def refusal(error: Refused) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error."""
+def refusal(error: RequestError) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error."""
     status, kind, code = ERRORS[error.problem]
     return status, {"error": {"message": error.text, "type": kind, "param": None, "code": code}}
 
 
-def refusal_event(error: Refused) -> bytes:
-    """An error in the middle of a stream."""
+def refusal_event(error: RequestError) -> bytes:
+    """Return an error in the middle of a stream."""
     return event(refusal(error)[1])
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {json.dumps(data)}\n\n".encode()
 
 
 def usage(reply: Reply) -> dict[str, int]:
-    """Tokens of the turn."""
+    """Return the token counts of the turn."""
     total = reply.prompt_tokens + reply.completion_tokens
     return {
         "prompt_tokens": reply.prompt_tokens,

@@ -1,4 +1,4 @@
-"""OpenAI's older completions: a text to continue. Errors look like those of chat completions."""
+"""OpenAI's legacy completions: a text to continue. Errors have the form of those of chat completions."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from typing import Any
 
 from plasmid.types import SamplingParams
 
-from ..chat import ChatRequest, Problem, Refused, Reply
-from .fields import read, unfollowed
-from .openai_chat import NO_EFFECT, Shared, event, refusal, refusal_event, usage
-from .pieces import pieces
+from ..chat import ChatRequest, Problem, Reply, RequestError
+from .fields import pieces, read, unfollowed
+from .openai_chat import NO_EFFECT, CommonFields, event, refusal, refusal_event, usage
 
 __all__ = ["answer", "events", "parse", "refusal", "refusal_event"]
 
 
-class TextBody(Shared):
+class TextBody(CommonFields):
     """A text to continue."""
 
     prompt: str | list[str]
 
 
 def parse(data: object, sampling: SamplingParams) -> ChatRequest:
-    """The request for a turn. Raises `Refused`."""
+    """Parse a request for a turn. Raises `RequestError`."""
     body = read(TextBody, data)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if len(prompts) != 1 or not prompts[0]:
-        raise Refused(Problem.BAD_REQUEST, f"prompt: must be one text that is not empty, got {len(prompts)} texts")
+        raise RequestError(Problem.BAD_REQUEST, f"prompt: must be one non-empty string, got {len(prompts)}")
     return ChatRequest(
         **body.shared(),
         text=prompts[0],
@@ -37,12 +36,12 @@ def parse(data: object, sampling: SamplingParams) -> ChatRequest:
 
 
 def answer(request: ChatRequest, reply: Reply) -> dict[str, Any]:
-    """The whole reply."""
+    """Return the whole reply."""
     return {**_chunk(request, reply, reply.text, reply.finish), "usage": usage(reply)}
 
 
 def events(request: ChatRequest, reply: Reply) -> Iterator[bytes]:
-    """The same reply in pieces."""
+    """Return the same reply as a stream of events."""
     for piece in pieces(reply.text):
         yield event(_chunk(request, reply, piece, None))
     yield event(_chunk(request, reply, "", reply.finish))

@@ -1,1 +1,1 @@
-"""What Linux lets an ordinary process take away from itself. Imports the standard library only."""
+"""Linux restrictions that an unprivileged process can apply to itself. Imports only the standard library."""

@@ -1,7 +1,7 @@
-"""Landlock: what an ordinary process may take away from itself and its children, for good.
+"""Landlock: permanent file access restrictions that an unprivileged process applies to itself and its children.
 
-A process within a Landlock domain cannot trace one outside of it, which also closes `/proc/<pid>/mem`, `environ` and
-`fd` of all other processes of its user.
+A process within a Landlock domain cannot trace processes outside of it. This also blocks `/proc/<pid>/mem`, `environ`
+and `fd` of all other processes of its user.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ GET_VERSION, PATH_BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 ALL_OF_FIRST = (1 << 13) - 1
-"""The rights of version 1."""
+"""The access rights of version 1."""
 SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1, 2
+DOMAIN, SIGNALS = 2, 6
+"""Versions from which `enter_domain` isolates from other processes, and from signals to them."""
 
 
 def version() -> int:
-    """The version of Landlock's interface that this kernel offers; 0 if it has none or does not permit it."""
+    """Return the Landlock version of this kernel; 0 if it is missing or not permitted."""
     if sys.platform != "linux":
         return 0
     try:
@@ -36,13 +38,13 @@ def version() -> int:
 
 
 def confine_files(readable: Sequence[str], writable: Sequence[str], devices: Sequence[str]) -> bool:
-    """Leave only these files and folders to read, write, list and run. False if the kernel has no Landlock."""
+    """Restrict reading, writing, listing and executing to these files and folders. Returns False without Landlock."""
     found = version()
     if not found:
         return False
     newer = [REFER] * (found >= 2) + [TRUNCATE] * (found >= 3) + [IOCTL_DEV] * (found >= 5)
     rights = ALL_OF_FIRST | sum(newer)
-    ruleset = _create(rights, (SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS) if found >= 6 else 0, found)
+    ruleset = _create(rights, (SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS) if found >= SIGNALS else 0, found)
     for paths, wanted in (
         (readable, EXECUTE | READ_FILE | READ_DIR),
         (writable, rights),
@@ -55,11 +57,11 @@ def confine_files(readable: Sequence[str], writable: Sequence[str], devices: Seq
 
 
 def enter_domain() -> bool:
-    """Only leave the reach of other processes: files stay as they are. False if the kernel cannot do that."""
+    """Isolate from other processes without restricting files. Returns False if the kernel does not support it."""
     found = version()
-    if found < 2:  # version 1 would forbid to move files between folders
+    if found < DOMAIN:  # version 1 would forbid moving files between folders
         return False
-    ruleset = _create(REFER, SCOPE_SIGNALS if found >= 6 else 0, found)
+    ruleset = _create(REFER, SCOPE_SIGNALS if found >= SIGNALS else 0, found)
     _permit(ruleset, "/", REFER)
     _enter(ruleset)
     return True

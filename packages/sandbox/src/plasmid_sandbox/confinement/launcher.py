@@ -1,7 +1,7 @@
-"""Runs one program in a sandbox. Started as a program of its own, because namespaces want a process with one thread.
+"""Runs one program in a sandbox. Started as a separate program, because namespaces require a single-threaded process.
 
-This process moves into new namespaces; its child is their first process, builds the root, and starts the program as a
-child of its own. When the first process of a process namespace ends, the kernel kills every other one.
+This process moves into new namespaces. Its child is their first process: it builds the root, and starts the program as
+its own child. When the first process of a PID namespace ends, the kernel kills all others.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from . import landlock, root, seccomp
 from .linux import PR_SET_DUMPABLE, die_with_parent, drop_capabilities, empty_bounding_set, prctl, set_limits, unshare
 
 NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
-"""User, mount, process, network, IPC and host name."""
+"""User, mount, PID, network, IPC and UTS namespaces."""
 INSIDE = 1000
-"""User id within the sandbox: not 0, so that starting a program gives no capabilities."""
+"""User id within the sandbox: not 0, so that executing a program grants no capabilities."""
 NOBODY = 65534
 Spec = Mapping[str, Any]
 
 
 def main() -> None:
-    """Read what to run from standard input, run it, write the outcome to the status pipe."""
+    """Read what to run from standard input, run it, and write the outcome to the status pipe."""
     os.umask(0o022)
     spec: Spec = json.load(sys.stdin.buffer)
     status = spec["status_fd"]
     os.set_inheritable(status, False)
     try:
         die_with_parent()
-        group = _opened_group(spec["memory_group"])
+        group = _open_group(spec["memory_group"])
         if spec["namespaces"]:
-            _isolated(spec, status, group)
+            _run_isolated(spec, status, group)
         else:
-            _tell(status, _confined(spec, group))
+            _report(status, _run_confined(spec, group))
     except OSError as error:
-        _tell(status, {"refused": f"{error.strerror or error}"})
+        _report(status, {"refused": f"{error.strerror or error}"})
 
 
-def _tell(status: int, report: Mapping[str, Any]) -> None:
+def _report(status: int, report: Mapping[str, Any]) -> None:
     os.write(status, json.dumps(report).encode())
 
 
-def _opened_group(path: str | None) -> int | None:
-    """Where a process writes 0 to join a control group. Opened here: later the host's files are out of reach."""
+def _open_group(path: str | None) -> int | None:
+    """Open the file to which a process writes 0 to join a control group. Later the host's files are out of reach."""
     return None if path is None else os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
 
-def _isolated(spec: Spec, status: int, group: int | None) -> None:
+def _run_isolated(spec: Spec, status: int, group: int | None) -> None:
     as_nobody = _new_namespaces()
     first = os.fork()
     if first == 0:
@@ -63,13 +63,13 @@ def _isolated(spec: Spec, status: int, group: int | None) -> None:
 
 
 def _new_namespaces() -> bool:
-    """Enter them. True if the sandboxed program can be nobody, which root may arrange."""
+    """Enter new namespaces. Returns True if the program can run as nobody, which root can arrange."""
     asking, answer = os.pipe(), os.pipe()
     me, uid, gid = os.getpid(), os.geteuid(), os.getegid()
     helper = os.fork()
     if helper == 0:
         os.close(asking[1])
-        os.read(asking[0], 1)  # until the namespaces are there
+        os.read(asking[0], 1)  # until the namespaces exist
         os.write(answer[1], b"n" if _write_maps(me, uid, gid) else b"u")
         os._exit(0)
     unshare(NAMESPACES)
@@ -79,7 +79,7 @@ def _new_namespaces() -> bool:
     told = os.read(answer[0], 1)
     os.waitpid(helper, 0)
     if not told:
-        raise OSError("user ids could not be mapped into a user namespace")
+        raise OSError("cannot map user ids into a user namespace")
     return told == b"n"
 
 
@@ -91,7 +91,7 @@ def _write_maps(pid: int, uid: int, gid: int) -> bool:
             _write(f"{folder}/gid_map", f"0 {gid} 1\n{INSIDE} {NOBODY} 1\n")
             return True
         except OSError:
-            pass  # a root that may not map others, as in some containers
+            pass  # root without permission to map others, as in some containers
     try:
         _write(f"{folder}/setgroups", "deny")
         _write(f"{folder}/uid_map", f"{INSIDE} {uid} 1\n")
@@ -110,7 +110,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _first_process(spec: Spec, status: int, group: int | None, as_nobody: bool) -> None:
-    """The first process of the namespaces: never returns."""
+    """Run as the first process of the namespaces. Never returns."""
     try:
         die_with_parent()
         root.enter(spec["readable"], disk_bytes=spec["disk_bytes"], num_files=spec["num_files"], uid=INSIDE)
@@ -118,21 +118,21 @@ def _first_process(spec: Spec, status: int, group: int | None, as_nobody: bool) 
             os.setgroups([])
             os.setresgid(INSIDE, INSIDE, INSIDE)
             os.setresuid(INSIDE, INSIDE, INSIDE)
-        die_with_parent()  # the change of ids had undone it
+        die_with_parent()  # changing ids has cleared it
         empty_bounding_set()
         drop_capabilities()
         prctl(PR_SET_DUMPABLE, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # with a handler, programs inside could send it
         os.chdir(root.WORK)
-        _tell(status, _run(spec, group))
+        _report(status, _run(spec, group))
     except OSError as error:
-        _tell(status, {"refused": f"{error.strerror or error}"})
+        _report(status, {"refused": f"{error.strerror or error}"})
     finally:
         os._exit(0)
 
 
-def _confined(spec: Spec, group: int | None) -> dict[str, Any]:
-    """Without namespaces: one process, no network, and where the kernel has Landlock no files but its own."""
+def _run_confined(spec: Spec, group: int | None) -> dict[str, Any]:
+    """Run without namespaces: one process, no network, and with Landlock no files but its own."""
     prctl(PR_SET_DUMPABLE, 0)
     os.chdir(spec["work"])
     return _run(spec, group)
@@ -143,15 +143,15 @@ def _run(spec: Spec, group: int | None) -> dict[str, Any]:
     for name, text in spec["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
-    given = _sealed(base64.b64decode(spec["stdin"]))
+    given = _seal(base64.b64decode(spec["stdin"]))
     child = os.fork()
     if child == 0:
         _program(spec, given, group)
     return _wait(child, spec["wall_s"])
 
 
-def _sealed(data: bytes) -> int:
-    """A file in memory that can only be read: no limit counts its pages."""
+def _seal(data: bytes) -> int:
+    """Create a read-only file in memory, whose pages count toward no limit."""
     file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
     view = memoryview(data)
     while view:
@@ -162,7 +162,7 @@ def _sealed(data: bytes) -> int:
 
 
 def _program(spec: Spec, given: int, group: int | None) -> None:
-    """Becomes the program: never returns."""
+    """Execute the program. Never returns."""
     try:
         os.setsid()
         if group is not None:
@@ -179,7 +179,7 @@ def _program(spec: Spec, given: int, group: int | None) -> None:
             rules = [*seccomp.worker_rules(network=False), *seccomp.single_process_rules(os.getpid())]
             rules += seccomp.metadata_rules()
         set_limits(spec["limits"])
-        if seccomp.supported():
+        if seccomp.is_supported():
             seccomp.install(rules)
         os.execve(spec["argv"][0], spec["argv"], spec["env"])
     except OSError as error:
@@ -189,7 +189,7 @@ def _program(spec: Spec, given: int, group: int | None) -> None:
 
 
 def _wait(child: int, wall_s: float) -> dict[str, Any]:
-    """Reap whatever ends until the program does, or kill it when its time is up."""
+    """Reap children until the program ends, or kill it when its time is up."""
     started = time.monotonic()
     descriptor = os.pidfd_open(child)
     late = not select.select([descriptor], [], [], wall_s)[0]

@@ -1,4 +1,4 @@
-"""A file system of its own for one process: parts of the host's to read, and one folder of bounded size to write."""
+"""A private file system for one process: read-only parts of the host's, and one writable folder of limited size."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
 WORK = "/work"
 """The folder that a program may write to."""
 BASE = "/tmp"
-"""Where the new root is put together; in the new mount namespace only."""
+"""Where the new root is assembled, in the new mount namespace only."""
 
 
 def enter(readable: Sequence[str], *, disk_bytes: int, num_files: int, uid: int) -> None:
-    """Exchange the root of this process's own mount namespace. What is not named is not there: /proc, /etc, /home."""
+    """Replace the root of this process's mount namespace. Unlisted paths do not exist in it: /proc, /etc, /home."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path)}
     sources = [path for path in (*SYSTEM, *readable) if os.path.exists(path) and path not in links]
-    trees = {path: _clone(path, device=False) for path in _outermost(sources)}
+    trees = {path: _clone(path, device=False) for path in _find_outermost(sources)}
     trees |= {path: _clone(path, device=True) for path in DEVICES}
     mount("root", BASE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path, tree in trees.items():
@@ -42,7 +42,7 @@ def enter(readable: Sequence[str], *, disk_bytes: int, num_files: int, uid: int)
     os.mkdir(BASE + WORK)
     options = f"size={disk_bytes},nr_inodes={num_files},mode=700,uid={uid},gid={uid}"
     mount("work", BASE + WORK, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    if not os.path.lexists(BASE + "/tmp"):  # a readable folder may lie in it
+    if not os.path.lexists(BASE + "/tmp"):  # a readable folder may be inside it
         os.symlink(WORK, BASE + "/tmp")
     os.chdir(BASE)
     syscall("pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
@@ -51,8 +51,8 @@ def enter(readable: Sequence[str], *, disk_bytes: int, num_files: int, uid: int)
     mount("root", "/", "", MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
-def _outermost(paths: Sequence[str]) -> list[str]:
-    """The paths that do not lie in another one."""
+def _find_outermost(paths: Sequence[str]) -> list[str]:
+    """Return the paths that are not inside another one."""
     found: list[str] = []
     for path in sorted(paths, key=len):
         if not any(Path(path).is_relative_to(other) for other in found):
@@ -61,7 +61,7 @@ def _outermost(paths: Sequence[str]) -> list[str]:
 
 
 def _clone(path: str, *, device: bool) -> int:
-    """A detached, read-only copy of the mounts at and below a path."""
+    """Create a detached, read-only copy of the mounts at and below a path."""
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE
     tree = syscall(SYS_OPEN_TREE, AT_FDCWD, ctypes.c_char_p(path.encode()), flags)
     attributes = ATTR_RDONLY | ATTR_NOSUID | (0 if device else ATTR_NODEV)

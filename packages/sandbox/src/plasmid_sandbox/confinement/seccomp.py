@@ -1,4 +1,4 @@
-"""A filter of system calls (seccomp), assembled here: libseccomp and its bindings need a library of the system."""
+"""System call filter (seccomp), assembled here because libseccomp's bindings need a system library."""
 
 from __future__ import annotations
 
@@ -26,38 +26,58 @@ METADATA = (
     *("chmod", "fchmod", "fchmodat", "chown", "fchown", "fchownat", "lchown"),
     *("utime", "utimes", "futimesat", "utimensat"),
 )
+FCNTL = (*range(8), *range(36, 39), 1030, 1032, 1034)
+"""Commands of `fcntl` that programs may use: duplicates, flags, locks, the size of a pipe, seals. Others send signals
+to other processes (`F_SETOWN`), make other processes wait (`F_SETLEASE`), or take memory (`F_SETPIPE_SZ`)."""
+IOCTL = (0x5412, 0x541C, 0x8901, 0x8902)
+"""Requests of `ioctl` that they may not: `TIOCSTI` and `TIOCLINUX`, which type into a terminal, `FIOSETOWN` and
+`SIOCSPGRP`, which do what `F_SETOWN` does."""
+SCHEDULING = ("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler")
 ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Refuse a system call, or only where a test of one argument holds."""
+    """Refuse a system call, or permit it with `ALLOW`, always or only if a test of one argument holds."""
 
     call: str
     action: int = REFUSE | errno.EPERM
     argument: int = 0
-    test: Literal["always", "not", "any-bit", "no-bit"] = "always"
+    test: Literal["always", "is", "not", "any-bit", "no-bit"] = "always"
     value: int = 0
 
 
-def sandbox_rules() -> list[Rule]:
-    """For programs in namespaces of their own: processes and local sockets are theirs, nothing else is."""
+def own_process_rules() -> list[Rule]:
+    """Return rules against calls that change, signal or delay other processes of the same user."""
     return [
         Rule("clone", test="any-bit", value=CLONE_NAMESPACES),
-        # a network namespace does not bound every family: AF_VSOCK reaches the host of a virtual machine
+        *(Rule(call, test="not", value=0) for call in ("prlimit64", *SCHEDULING, "setpriority")),
+        Rule("setpriority", argument=1, test="not", value=0),
+        Rule("ioprio_set", argument=0, test="not", value=1),
+        Rule("ioprio_set", argument=1, test="not", value=0),
+        *(Rule("fcntl", ALLOW, argument=1, test="is", value=command) for command in FCNTL),
+        Rule("fcntl", REFUSE | errno.EINVAL),
+        *(Rule("ioctl", argument=1, test="is", value=request) for request in IOCTL),
+    ]
+
+
+def sandbox_rules() -> list[Rule]:
+    """Return rules for programs in their own namespaces: only processes and local sockets are allowed."""
+    return [
+        *own_process_rules(),
+        # a network namespace does not cover every family: AF_VSOCK reaches the host of a virtual machine
         Rule("socket", REFUSE | errno.EACCES, test="not", value=AF_UNIX),
-        Rule("prlimit64", test="not", value=0),
     ]
 
 
 def worker_rules(*, network: bool) -> list[Rule]:
-    """For a process whose forks compute: no network unless `network`."""
-    rules = [Rule("prlimit64", test="not", value=0), Rule("clone", test="any-bit", value=CLONE_NAMESPACES)]
+    """Return rules for a worker whose forks compute: no network unless `network`."""
+    rules = own_process_rules()
     return rules if network else [*rules, Rule("socket", REFUSE | errno.EACCES)]
 
 
 def single_process_rules(pid: int) -> list[Rule]:
-    """For the process `pid`, in addition to others: no processes but itself, no signals to others."""
+    """Return additional rules for the process `pid`: no child processes, no signals to other processes."""
     return [
         Rule("clone", KILL, test="no-bit", value=CLONE_THREAD),
         *(Rule(call, KILL) for call in ("fork", "vfork")),
@@ -67,23 +87,23 @@ def single_process_rules(pid: int) -> list[Rule]:
 
 
 def metadata_rules() -> list[Rule]:
-    """Keep files as they are where Landlock does not: changes of modes, owners and times are done without effect.
+    """Return rules that protect metadata where Landlock does not: changes of modes, owners and times have no effect.
 
-    They do not fail, as copying a file makes them, too.
+    They do not fail, because copying a file makes them, too.
     """
     return [*(Rule(call, REFUSE) for call in METADATA), *map(Rule, ATTRIBUTES)]
 
 
-def supported() -> bool:
-    """True if this machine's system calls are known here."""
+def is_supported() -> bool:
+    """Return whether the system calls of this machine's architecture are known."""
     return sys.platform == "linux" and platform.machine() in ARCHITECTURES and sys.byteorder == "little"
 
 
 def program(rules: Iterable[Rule], machine: str, *, others: Literal["listed", "all"] = "listed") -> bytes:
-    """The rules as instructions of the classic Berkeley packet filter.
+    """Compile the rules to instructions of the classic Berkeley packet filter.
 
-    Calls without a rule that applies are permitted if they are listed in `ALLOWED` (or all are, to add to a filter that
-    is installed already), and otherwise fail as calls that the kernel does not have.
+    Calls without a matching rule are permitted if `ALLOWED` lists them; others fail as if the kernel did not have them.
+    With ``others="all"``, for a filter added to an installed one, all calls without a matching rule are permitted.
     """
     column = list(ARCHITECTURES).index(machine)
     load_nr, other_architecture = _load(0), [_load(4), _jump(0x15, ARCHITECTURES[machine], 1, 0), _return(KILL)]
@@ -97,7 +117,7 @@ def program(rules: Iterable[Rule], machine: str, *, others: Literal["listed", "a
         if rule.test == "always":
             code += [_jump(0x15, number, 0, 1), _return(rule.action)]
             continue
-        opcode = 0x15 if rule.test == "not" else 0x45
+        opcode = 0x15 if rule.test in ("is", "not") else 0x45
         inverse = rule.test in ("not", "no-bit")
         low_word = _load(16 + 8 * rule.argument)
         test = _jump(opcode, rule.value, int(inverse), int(not inverse))
@@ -110,7 +130,7 @@ def program(rules: Iterable[Rule], machine: str, *, others: Literal["listed", "a
 
 
 def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Runs of successive numbers, as the first and last of each."""
+    """Group consecutive numbers into ranges of first and last."""
     found: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if found and found[-1][1] == number - 1:
@@ -121,7 +141,7 @@ def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def install(rules: Iterable[Rule], *, others: Literal["listed", "all"] = "listed") -> None:
-    """Filter this thread and all that it starts, for good. Of several filters each call meets the strictest answer."""
+    """Permanently filter this thread and its children. With several filters, the strictest applies to each call."""
     code = program(rules, platform.machine(), others=others)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)))

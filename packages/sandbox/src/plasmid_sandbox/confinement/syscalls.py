@@ -44,7 +44,7 @@ tkill 200 130, truncate 76 45, umask 95 166, uname 63 160, unlink 87 -, unlinkat
 """
 
 
-def _parsed() -> dict[str, tuple[int | None, int | None]]:
+def _parse_table() -> dict[str, tuple[int | None, int | None]]:
     rows = [entry.split() for entry in _TABLE.replace("\n", " ").split(",")]
     return {name: (_number(x86_64), _number(aarch64)) for name, x86_64, aarch64 in rows}
 
@@ -53,7 +53,7 @@ def _number(text: str) -> int | None:
     return None if text == "-" else int(text)
 
 
-ALLOWED = _parsed()
+ALLOWED = _parse_table()
 """System call -> its number on x86_64 and on aarch64 (None: the architecture lacks it), from the headers of Linux 6.1.
 
 A call that is not listed does not exist for a confined process. Not listed are, besides the administrator's calls:

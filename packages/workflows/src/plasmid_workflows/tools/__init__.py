@@ -1,5 +1,1 @@
-"""The workflow with tools, what reads calls and schemas, and the tools that come with Plasmid."""
-
-from .workflow import Tools
-
-__all__ = ["Tools"]
+"""The workflow with tools, parsers of tool calls and schemas, and the tools included with Plasmid."""

@@ -1,4 +1,4 @@
-"""Functions that a recipe names, and what a policy is told about one that it may call."""
+"""Functions named in recipes, and the schemas with which a policy can call them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ ARGUMENT = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
 
 def import_function(text: str) -> Callable[..., Any]:
-    """The function of a name. Raises `ValueError` if there is none."""
+    """Import a function by name. Raises `ValueError` if there is none."""
     try:
         return FunctionName.parse(text).load()
     except ImportError as error:
         raise ValueError(one_line(error).removeprefix("ImportError: ")) from None
     except SyntaxError as error:
-        raise ValueError(f"{text} cannot be read: {one_line(error)}") from None
+        raise ValueError(f"cannot read {text}: {one_line(error)}") from None
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Name, description and JSON schema of the arguments, as chat templates take them. Raises `ValueError`."""
+    """Return name, description and JSON schema of the arguments, as chat templates expect. Raises `ValueError`."""
     described = inspect.getdoc(function) or ""
     head = re.split(r"^\s*(?:Args|Arguments|Parameters|Returns|Raises):\s*$", described, flags=re.MULTILINE)[0]
-    parameters = _without_titles(arguments_of(function).model_json_schema())
+    parameters = _remove_titles(arguments_of(function).model_json_schema())
     about = {"name": name_of(function), "description": " ".join(head.split()), "parameters": parameters}
     return {"type": "function", "function": about}
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What the policy calls it."""
+    """Return the name by which the policy calls it."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
-    """A model of the function's arguments. Raises `ValueError` if they cannot be given by name."""
+    """Create a model of the function's arguments. Raises `ValueError` if they cannot be passed by name."""
     hints, descriptions = (
         get_type_hints(function, include_extras=True),
         _argument_descriptions(inspect.getdoc(function) or ""),
@@ -49,16 +49,16 @@ def arguments_of(function: Callable[..., Any]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{name_of(function)}: arguments of a tool are given by name, *{name} cannot be")
+            raise ValueError(f"{name_of(function)}: tools are called with named arguments, so *{name} is not supported")
         if name not in hints:
-            raise ValueError(f"{name_of(function)}: argument {name!r} has no type; a policy has to know it")
+            raise ValueError(f"{name_of(function)}: argument {name!r} must have a type annotation")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (hints[name], Field(default, description=descriptions.get(name)))
     return create_model(name_of(function), __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def validate_arguments(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with the types that the function wants. Raises `ToolError` for those that it cannot take."""
+    """Convert arguments to the types of the function. Raises `ToolError` for invalid ones."""
     try:
         valid = model.model_validate(dict(arguments))
     except ValidationError as error:
@@ -68,14 +68,14 @@ def validate_arguments(model: type[BaseModel], arguments: Mapping[str, Any]) -> 
 
 
 def _argument_descriptions(described: str) -> dict[str, str]:
-    """What the docstring says of each argument."""
+    """Return the description of each argument in the docstring."""
     section = SECTION.search(described)
     found = [ARGUMENT.match(line) for line in (section[1] if section else "").splitlines()]
     return {match[1]: match[2].strip() for match in found if match}
 
 
-def _without_titles(value: Any) -> Any:
+def _remove_titles(value: Any) -> Any:
     if isinstance(value, dict):
         kept = {k: v for k, v in value.items() if not (k == "title" and isinstance(v, str))}
-        return {k: _without_titles(v) for k, v in kept.items() if not (k == "additionalProperties" and v is False)}
-    return [_without_titles(item) for item in value] if isinstance(value, list) else value
+        return {k: _remove_titles(v) for k, v in kept.items() if not (k == "additionalProperties" and v is False)}
+    return [_remove_titles(item) for item in value] if isinstance(value, list) else value

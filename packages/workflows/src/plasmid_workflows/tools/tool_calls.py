@@ -1,4 +1,4 @@
-"""Calls of tools in generated text, in the formats that models are trained to write. No text makes these raise."""
+"""Parsers for tool calls in generated text, in the formats that models are trained to write. They never raise."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LONGEST = 100_000
-"""Characters of one call that are looked at."""
+"""Maximum length of one call that is parsed, in characters."""
 FUNCTION = re.compile(r"\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|$)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call, or why it is none."""
+    """One call, or the reason why it is invalid."""
 
     name: str
-    """Empty if the text does not say."""
+    """Empty if the text does not name one."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
-    """Told to the policy in place of a result."""
+    """Sent to the policy instead of a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """What a turn says, and what it calls."""
+    """The text and the calls of a turn."""
 
     text: str
     """The turn without its calls."""
@@ -39,19 +39,19 @@ Parser = Callable[[str], Parsed]
 
 
 def hermes(text: str) -> Parsed:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes, Qwen and others write."""
+    """Parse ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as written by Hermes, Qwen and others."""
     rest, bodies = _blocks(text, "<tool_call>", "</tool_call>")
     return Parsed(text=rest, calls=tuple(_from_json(body) for body in bodies))
 
 
 def qwen_xml(text: str) -> Parsed:
-    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``, as Qwen3-Coder writes."""
+    """Parse ``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``, as written by Qwen3-Coder."""
     rest, bodies = _blocks(text, "<tool_call>", "</tool_call>")
     return Parsed(text=rest, calls=tuple(_from_xml(body) for body in bodies))
 
 
 def llama3(text: str) -> Parsed:
-    """``{"name": ..., "parameters": {...}}``, alone or several behind one another, as Llama 3 writes."""
+    """Parse ``{"name": ..., "parameters": {...}}``, one or several in a row, as written by Llama 3."""
     found = text.find("<|python_tag|>")
     start = found + len("<|python_tag|>") if found >= 0 else len(text) - len(text.lstrip())
     body = text[start:].strip()
@@ -65,7 +65,7 @@ def llama3(text: str) -> Parsed:
 
 
 def mistral(text: str) -> Parsed:
-    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`` or ``[TOOL_CALLS]name[ARGS]{...}``, as Mistral writes."""
+    """Parse Mistral's ``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`` or ``[TOOL_CALLS]name[ARGS]{...}``."""
     before, *bodies = text.split("[TOOL_CALLS]")
     calls: list[ToolCall] = []
     for body in bodies:
@@ -75,7 +75,8 @@ def mistral(text: str) -> Parsed:
 
 
 def python(text: str) -> Parsed:
-    """``[f(x=1), g(y="a")]`` as Llama 4 and others write, or calls line by line inside a ``tool_code`` fence."""
+    """Parse ``[f(x=1), g(y="a")]``, as written by Llama 4 and others, or calls line by line in a ``tool_code``
+    fence."""
     rest, bodies = _blocks(text, "```tool_code\n", "```")
     if not bodies:
         body = text.replace("<|python_start|>", "").replace("<|python_end|>", "").strip()
@@ -92,7 +93,7 @@ PARSERS: Mapping[str, Parser] = {
     "python": python,
     "qwen-xml": qwen_xml,
 }
-"""Name of a format -> what reads it. They take text with its special tokens."""
+"""Parsers by format name. They take text with its special tokens."""
 
 EXAMPLES: Mapping[str, str] = {
     "hermes": '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>',
@@ -101,11 +102,11 @@ EXAMPLES: Mapping[str, str] = {
     "python": "[NAME(ARGUMENT=VALUE)]",
     "qwen-xml": "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
 }
-"""Name of a format -> a call in it, for models that are told how to write one."""
+"""An example call per format name, for models that need instructions on how to write one."""
 
 
 def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """The text without its blocks, and what is in them; the last one may lack its end."""
+    """Return the text without its blocks, and the blocks' contents; the last block may lack its end."""
     before, *pieces = text.split(begin)
     rest, bodies = [before], []
     for piece in pieces:
@@ -146,7 +147,7 @@ def _call_of(value: Any) -> ToolCall:
 
 
 def _json(text: str) -> tuple[Any, str | None]:
-    """The value, or what is wrong with it."""
+    """Return the value, or the reason why it is invalid."""
     try:
         return json.loads(text[:LONGEST]), None
     except (ValueError, RecursionError) as error:
@@ -154,7 +155,7 @@ def _json(text: str) -> tuple[Any, str | None]:
 
 
 def _json_values(text: str) -> tuple[list[Any], str | None]:
-    """JSON values behind one another, separated by nothing, spaces or semicolons, and what is wrong with the rest."""
+    """Return consecutive JSON values, separated by nothing, spaces or semicolons, and the error in the rest."""
     values: list[Any] = []
     decoder, text, at = json.JSONDecoder(), text[:LONGEST], 0
     try:
@@ -172,12 +173,12 @@ def _from_xml(body: str) -> ToolCall:
     found = FUNCTION.match(body[:LONGEST])
     if found is None:
         return ToolCall(name="", error="a call is <function=NAME> with <parameter=NAME> inside")
-    arguments = {name.strip(): _loosely(value.strip("\n")) for name, value in PARAMETER.findall(found[2])}
+    arguments = {name.strip(): _parse_or_text(value.strip("\n")) for name, value in PARAMETER.findall(found[2])}
     return ToolCall(name=found[1].strip(), arguments=arguments)
 
 
-def _loosely(text: str) -> Any:
-    """A JSON value where the text is one, else the text."""
+def _parse_or_text(text: str) -> Any:
+    """Return a JSON value if the text is one, else the text."""
     value, error = _json(text)
     return text if error is not None else value
 
@@ -198,7 +199,7 @@ def _from_python(body: str) -> Iterator[ToolCall]:
 def _python_call(node: ast.AST | None) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         return ToolCall(name="", error="a call is NAME(argument=value, ...)")
-    name = _dotted(node.func)
+    name = _join_name(node.func)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return ToolCall(name=name, error="arguments of a call must have names: NAME(argument=value, ...)")
     try:
@@ -207,7 +208,7 @@ def _python_call(node: ast.AST | None) -> ToolCall:
         return ToolCall(name=name, error="arguments of a call must be plain values: numbers, strings, lists, ...")
 
 
-def _dotted(node: ast.expr) -> str:
+def _join_name(node: ast.expr) -> str:
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

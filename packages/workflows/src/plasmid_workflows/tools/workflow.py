@@ -1,15 +1,14 @@
-"""Turns with tools: the policy calls, reads what came of it, and goes on until it answers without a call."""
+"""Multi-turn workflow with tools: the policy makes calls and reads results until it answers without a call."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from plasmid.components import Rollout
-from plasmid.components.interaction import Tool
+from plasmid.components.interaction import Tool, ToolServer
 from plasmid.errors import ConfigError, DataError, IsolationError
 from plasmid.protocols import RunContext
 from plasmid.settings.trust import ACTIVE
@@ -17,7 +16,7 @@ from plasmid.types import Message, Prompt, Sample
 from plasmid_sandbox import Limits
 from pydantic import Field, PrivateAttr, SerializeAsAny, field_validator
 
-from ..conversation import Conversation, ConversationState
+from ..conversation import Conversation
 from ..transcript import Transcript
 from . import signatures
 from .tool_calls import EXAMPLES, PARSERS
@@ -30,53 +29,54 @@ class Tools(Conversation):
     """Turns with tools, until the policy answers without a call.
 
     The sample's text is that last answer; ``metadata`` counts ``turns``, ``calls`` and ``failed_calls`` and has the
-    ``messages``. Calls that cannot be read, fail, hang or crash are told to the policy as text.
+    ``messages``. Calls that are invalid, fail, hang or crash return an error text to the policy. If a process or
+    sandbox cannot be created, the rollout becomes a sample with an error.
     """
 
     kind: Literal["tools"] = "tools"
     tools: tuple[SerializeAsAny[Tool], ...] = Field(min_length=1)
-    """What the policy may call."""
+    """Tools that the policy may call."""
     format: Format = "hermes"
-    """How the model writes calls."""
+    """Format in which the model writes calls."""
     shown: Literal["template", "system"] = "template"
-    """Where the policy reads about the tools: where the chat template puts them, or in the system message."""
+    """Where the policy sees the tools: where the chat template puts them, or in the system message."""
     result_role: Literal["tool", "user"] = "tool"
-    """Whose messages results are; ``user`` for chat templates that know no tools."""
+    """Role of messages with results; use ``user`` for chat templates without tool messages."""
     max_result_chars: int = Field(4000, ge=1)
-    """Characters of one result that the policy gets to read."""
+    """Maximum length of one result shown to the policy, in characters."""
     call_timeout_s: float = Field(10.0, gt=0)
-    """Longest time for one call."""
+    """Time limit for one call, in seconds."""
     memory_mb: int = Field(1024, ge=16)
-    """Memory that one call may take, in MiB."""
+    """Memory limit of one call, in MiB."""
     network: Annotated[bool, ACTIVE] = False
-    """Let calls reach the network."""
+    """Allow calls to access the network."""
     processes: bool = False
-    """Let calls start processes; they are killed when the call ends."""
+    """Allow calls to start processes. They are killed when the call ends."""
     environment: tuple[str, ...] = ()
-    """Names of environment variables that calls get. They have paths, the locale and the settings of Python and of the
-    Hugging Face caches anyway, and no other: no keys."""
+    """Names of environment variables to pass to calls. Paths, the locale and the settings of Python and of the
+    Hugging Face caches are always passed; nothing else is, in particular no keys."""
     workers: Literal["auto"] | int = "auto"
-    """Processes that make calls; ``auto`` is one for each core, at most 8."""
+    """Number of processes that run calls; ``auto`` is one per core, at most 8."""
     _toolset: Toolset | None = PrivateAttr(None)
 
     @field_validator("tools")
     @classmethod
-    def _tools_can_be_called(cls, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-        names = [signatures.schema(tool.implementation())["function"]["name"] for tool in tools]
+    def _check_tools(cls, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        own = [tool for tool in tools if not isinstance(tool, ToolServer)]
+        names = [signatures.schema(tool.implementation())["function"]["name"] for tool in own]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"{names.count(name)} tools are named {name!r}; a policy could not tell them apart")
+                raise ValueError(f"{names.count(name)} tools are named {name!r}; names must be distinct")
         return tools
 
     @field_validator("workers")
     @classmethod
-    def _workers_are_some(cls, workers: Literal["auto"] | int) -> Literal["auto"] | int:
+    def _check_workers(cls, workers: Literal["auto"] | int) -> Literal["auto"] | int:
         if isinstance(workers, int) and workers < 1:
             raise ValueError(f"must be 'auto' or at least 1, got {workers}")
         return workers
 
     async def open(self, context: RunContext) -> None:
-        workers = min(os.cpu_count() or 1, 8) if self.workers == "auto" else self.workers
         limits = Limits(
             timeout_s=self.call_timeout_s,
             memory_mb=self.memory_mb,
@@ -84,7 +84,7 @@ class Tools(Conversation):
             processes=self.processes,
             environment=self.environment,
         )
-        self._toolset = Toolset(self.tools, limits, workers=workers, max_chars=self.max_result_chars)
+        self._toolset = Toolset(self.tools, limits, workers=self.workers, max_chars=self.max_result_chars)
         try:
             await self._toolset.start()
         except IsolationError as error:
@@ -92,12 +92,12 @@ class Tools(Conversation):
 
     async def close(self) -> None:
         if self._toolset is not None:
-            self._toolset.close()
+            await self._toolset.close()
             self._toolset = None
 
     async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
         if self._toolset is None:
-            raise ValueError("open the workflow first")
+            raise ValueError("the workflow has not been opened")
         transcript = self._transcript(rollout, prompt, self._toolset.schemas())
         state = self.begin(rollout, transcript)
         calls = failed = 0
@@ -116,11 +116,11 @@ class Tools(Conversation):
 
     def _transcript(self, rollout: Rollout, prompt: Prompt, schemas: list[dict[str, Any]]) -> Transcript:
         if not prompt.messages:
-            raise DataError(f'prompt {prompt.id} is plain text, and tools need a chat; set data.prompt_as = "chat"')
+            raise DataError(f'prompt {prompt.id} is plain text, but tools require a chat; set data.prompt_as = "chat"')
         if self.shown == "template":
             template = {**prompt.template, "tools": schemas}
             return Transcript.of_messages(rollout, prompt.messages, template=template, keep_past=self.keep_past)
-        messages = with_system(prompt.messages, description(schemas, self.format))
+        messages = add_to_system(prompt.messages, description(schemas, self.format))
         return Transcript.of_messages(rollout, messages, template=prompt.template, keep_past=self.keep_past)
 
     def _result_messages(self, names: Sequence[str], results: Sequence[Result], calls: int) -> list[Message]:
@@ -133,17 +133,14 @@ class Tools(Conversation):
 
 
 def description(schemas: Sequence[dict[str, Any]], format: Format) -> str:
-    """What a system message says about tools."""
+    """Describe the tools for a system message."""
     lines = [json.dumps(schema["function"]) for schema in schemas]
     return "\n".join(["You may call these tools:", *lines, "To call one, write:", EXAMPLES[format]])
 
 
-def with_system(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages with the text at the end of the system message, which is made if there is none."""
+def add_to_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """Append the text to the system message, which is created if missing."""
     if messages and messages[0].get("role") == "system":
         first = {**messages[0], "content": f"{messages[0].get('content', '')}\n\n{text}"}
         return [first, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
-
-
-__all__ = ["ConversationState", "Tools", "description", "with_system"]

@@ -1,4 +1,4 @@
-"""The value of an arithmetic expression, whatever a policy writes."""
+"""Safe evaluation of arithmetic expressions written by a policy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 Number = int | float
 LONGEST = 500
-"""Characters of an expression."""
+"""Maximum length of an expression, in characters."""
 LARGEST = 10**100
-"""Of any value on the way."""
+"""Bound on the absolute value of every intermediate result."""
 BINARY: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -24,13 +24,13 @@ BINARY: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
 
 
 def evaluate(expression: str) -> Number:
-    """Value of numbers, ``+ - * / // % **`` and brackets. Raises `ValueError` that says what is wrong."""
+    """Evaluate numbers, ``+ - * / // % **`` and parentheses. Raises `ValueError` with the reason."""
     if len(expression) > LONGEST:
-        raise ValueError(f"an expression has at most {LONGEST} characters")
+        raise ValueError(f"an expression must have at most {LONGEST} characters")
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError("this is no arithmetic expression") from None
+        raise ValueError("this is not an arithmetic expression") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except OverflowError:
@@ -40,21 +40,21 @@ def evaluate(expression: str) -> Number:
 
 def _value(node: ast.expr) -> Number:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return _small(node.value)
+        return _check_size(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow) and abs(right) > 400:
-            raise ValueError("an exponent is at most 400")
-        return _small(BINARY[type(node.op)](left, right))
-    raise ValueError("only numbers, + - * / // % ** and brackets are known")
+            raise ValueError("an exponent must be at most 400")
+        return _check_size(BINARY[type(node.op)](left, right))
+    raise ValueError("only numbers, + - * / // % ** and parentheses are supported")
 
 
-def _small(value: Number | complex) -> Number:
+def _check_size(value: Number | complex) -> Number:
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError("the value is no number")
+        raise ValueError("the value is not a number")
     if abs(value) > LARGEST:
         raise ValueError("a value is too large")
     return value

@@ -14,12 +14,12 @@ from plasmid.utils.json_text import parse_json
 
 WORD = re.compile(r"\w+")
 LONGEST_QUERY = 64
-"""Words of a query."""
+"""Maximum number of words in a query."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """A document that a query has found."""
+    """A document that matches a query."""
 
     title: str
     text: str
@@ -29,16 +29,16 @@ class Corpus:
     """Documents and their index. Reading is safe from several threads, and in forks."""
 
     def __init__(self, path: Path) -> None:
-        """Read ``.jsonl`` (``text``, and ``title`` if there is one) or text in paragraphs. Raises `DataError`."""
+        """Read ``.jsonl`` (``text``, and optionally ``title``) or text in paragraphs. Raises `DataError`."""
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize = 'porter unicode61')")
         self._index.executemany("INSERT INTO documents VALUES (?, ?)", _documents(path))
         (self.size,) = self._index.execute("SELECT count(*) FROM documents").fetchone()
         if not self.size:
-            raise DataError(f"{path}: has no documents")
+            raise DataError(f"{path}: contains no documents")
 
     def search(self, query: str, *, limit: int) -> list[Hit]:
-        """The best documents that have any of the query's words."""
+        """Return the best documents that contain any of the query's words."""
         words = WORD.findall(query)[:LONGEST_QUERY]
         if not words:
             return []
@@ -51,7 +51,7 @@ class Corpus:
 
 @lru_cache(maxsize=8)
 def open_corpus(path: str) -> Corpus:
-    """The corpus of a file, read once in each process. Raises `DataError`."""
+    """Open the corpus of a file, read once per process. Raises `DataError`."""
     return Corpus(Path(path))
 
 
@@ -71,5 +71,5 @@ def _documents(path: Path) -> Iterator[tuple[str, str]]:
             yield str(row.get("title", "")), str(row["text"])
         except (ValueError, KeyError, AttributeError, TypeError):
             raise DataError(
-                f'{path}:{number}: a document is an object with "text", and "title" if it has one'
+                f'{path}:{number}: a document must be an object with "text" and, optionally, "title"'
             ) from None

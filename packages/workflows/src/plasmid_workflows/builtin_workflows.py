@@ -1,4 +1,4 @@
-"""A workflow that is a function of the user."""
+"""Workflows that come with Plasmid: one completion per rollout, or a Python function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from plasmid.components import Rollout, Workflow
+from plasmid.components import RecipeView, Rollout, Workflow
 from plasmid.types import Prompt, Sample
 from pydantic import Field
 
@@ -14,21 +14,31 @@ from .execution import RolloutFailed
 from .tools.signatures import import_function
 
 
-class FunctionWorkflow(Workflow):
-    """An async function that gets a rollout and a prompt and returns a sample or several.
+class SingleTurn(Workflow):
+    """One completion per prompt."""
 
-    ``async def play(rollout, prompt, **settings)``; see `plasmid.Rollout` for what a rollout offers. Several samples of
-    one rollout count once in the loss.
+    kind: Literal["single-turn"] = "single-turn"
+
+    async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
+        completion = await rollout.generate(prompt.token_ids)
+        return [rollout.sample(prompt, [completion])]
+
+
+class FunctionWorkflow(Workflow):
+    """An async function that receives a rollout and a prompt and returns one or more samples.
+
+    ``async def play(rollout, prompt, **settings)``; see `plasmid.Rollout` for the methods of a rollout. Several samples
+    of one rollout count once in the loss.
     """
 
     kind: Literal["function"] = "function"
     function: str
-    """Its name: ``module:function``, or ``file.py:function``."""
+    """``module:function`` or ``file.py:function``."""
     settings: Mapping[str, Any] = Field(default_factory=dict)
-    """Further arguments of the function, by name."""
+    """Additional keyword arguments of the function."""
 
-    def misfits(self) -> Iterator[str]:
-        yield from super().misfits()
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
         function = import_function(self.function)
         if not inspect.iscoroutinefunction(function):
             yield f"function: {self.function} must be async: `async def {function.__name__}(rollout, prompt)`"

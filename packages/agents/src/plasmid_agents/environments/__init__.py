@@ -1,0 +1,1 @@
+"""Environments of other libraries, each in a separate Python environment."""
