@@ -1,1 +1,1 @@
-"""One file per command. Each imports what it needs when it is called, so that `rl --help` stays quick."""
+"""One file per command. Commands import their dependencies when called, which keeps `rl --help` fast."""

@@ -1,4 +1,4 @@
-"""What stands after `rl train` and `rl eval`: recipe files and overrides."""
+"""Arguments of `rl train` and `rl eval`: recipe files and overrides."""
 
 from __future__ import annotations
 
@@ -28,28 +28,33 @@ TrustRecipe = Annotated[
     bool,
     typer.Option(
         "--trust-recipe",
-        help="Take all settings of the recipe in the folder, also those that import files, start or reach something.",
+        help="Use all settings of the folder's recipe, including those that import files, start programs or contact "
+        "servers.",
     ),
 ]
 
 
 def load(items: Sequence[str], plugins: Sequence[Path] | None, *, more: Sequence[str] = ()) -> RunConfig:
-    """The configuration that the arguments describe; ``more`` are overrides from options. Raises `ConfigError`."""
+    """Load the configuration from the arguments; ``more`` are overrides from options. Raises `ConfigError`."""
     from plasmid import load_config
     from plasmid.errors import ConfigError
 
     for item in items:
-        if "=" not in item and not item.endswith(".toml") and ("/" in item or Path(item).exists()):
-            raise ConfigError(f"{item}: is no recipe; the name of a recipe ends in .toml")
+        if "=" in item or item.endswith(".toml"):
+            continue
+        meant = Path(f"{item}.toml") if Path(item).suffix == "" else Path(item).with_suffix(".toml")
+        if "/" in item or Path(item).exists() or meant.is_file():
+            hint = f"; did you mean {meant}?" if meant.is_file() else ""
+            raise ConfigError(f"{item}: not a recipe; its name must end in .toml{hint}")
     recipes = [item for item in items if _is_recipe(item)]
     overrides = [item for item in items if not _is_recipe(item)]
     if not recipes and all("=" in item for item in overrides):
-        raise ConfigError("no recipe given; name a TOML file, for example recipes/smollm2-sums-cpu.toml")
+        raise ConfigError("no recipe given; add a TOML file, for example recipes/smollm2-sums-cpu.toml")
     return load_config(recipes, [*overrides, *more], plugins=plugins or ())
 
 
 def check_sampling_overrides(config: RunConfig, items: Sequence[str], *, eval_set: str = "") -> None:
-    """Raise `ConfigError` if ``sampling.*`` given here does not reach an evaluation set that sets the same itself."""
+    """Raise `ConfigError` if the recipe overrides a ``sampling.*`` setting of the command line in a narrower table."""
     from plasmid.config.load import parse_override
     from plasmid.errors import ConfigError
 
@@ -65,8 +70,8 @@ def check_sampling_overrides(config: RunConfig, items: Sequence[str], *, eval_se
         for name, value in ({} if sampling is None else sampling.explicit()).items():
             if name in given and value != getattr(config.sampling, name):
                 lines.append(
-                    f"{place}.{name}: is {value!r}, which comes before sampling.{name} of the command line; "
-                    f"set {place}.{name} there"
+                    f"{place}.{name}: is {value!r}, which overrides sampling.{name} of the command line; "
+                    f"set {place}.{name} on the command line"
                 )
     if lines:
         raise ConfigError("\n".join(lines))

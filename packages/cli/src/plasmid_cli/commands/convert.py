@@ -23,18 +23,16 @@ Settings = Annotated[
 ]
 From = Annotated[
     str | None,
-    typer.Option(
-        "--from", metavar="KIND", help="Layout of SOURCE, as `rl plugins` lists them; found out where it can be."
-    ),
+    typer.Option("--from", metavar="KIND", help="Layout of SOURCE, as listed by `rl plugins`; detected if possible."),
 ]
-To = Annotated[str | None, typer.Option("--to", metavar="KIND", help="Layout of TARGET; hf unless given.")]
-Check = Annotated[bool, typer.Option("--check", help="Compare the two tensor by tensor instead of writing.")]
+To = Annotated[str | None, typer.Option("--to", metavar="KIND", help="Layout of TARGET; hf by default.")]
+Check = Annotated[bool, typer.Option("--check", help="Compare SOURCE and TARGET tensor by tensor instead of writing.")]
 VocabSize = Annotated[
     int | None,
-    typer.Option("--vocab-size", metavar="N", help="Tokens to keep, where SOURCE fills the vocabulary up."),
+    typer.Option("--vocab-size", metavar="N", help="Tokens to keep if SOURCE pads the vocabulary."),
 ]
 Sha256 = Annotated[
-    str | None, typer.Option("--sha256", metavar="HEX", help="First verify the digest of the file SOURCE.")
+    str | None, typer.Option("--sha256", metavar="HEX", help="Verify the SHA-256 digest of the file SOURCE first.")
 ]
 
 
@@ -51,7 +49,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint: rl convert runs/sums/checkpoints/batch-000010 models/sums --from torch_dist --to hf
 
-    Between any two layouts, tensor by tensor, with config and tokenizer. TARGET is complete in the end, or absent.
+    Converts between any two layouts, tensor by tensor, with config and tokenizer. TARGET is written completely or not
+    at all.
     """
     from plasmid.plugins.registry import converters, load_plugins
     from plasmid_convert import convert as write
@@ -61,8 +60,10 @@ def convert(
 
     layouts: Layouts = converters(load_plugins(files=plugin or ()))
     given = _settings(settings or ())
-    from_kind = from_ or _detect(source, layouts)
-    to_kind = to or (_detect(target, layouts) if check else "hf")
+    with _damage_named(source):
+        from_kind = from_ or _detect_layout(source, layouts)
+    with _damage_named(target):
+        to_kind = to or (_detect_layout(target, layouts) if check else "hf")
     if vocab_size is not None:
         _set_vocab_size(
             vocab_size, given, {"from": from_kind, "to": to_kind} if check else {"from": from_kind}, layouts
@@ -74,8 +75,10 @@ def convert(
     if check:
         _compare(source, target, reader, writer)
         return
-    with _progress(reader.num_tensors(source)) as told:
-        write(source, target, reader=reader, writer=writer, progress=told)
+    with _damage_named(source):
+        count = reader.num_tensors(source)
+    with _progress(count) as report:
+        write(source, target, reader=reader, writer=writer, progress=report)
     print_line(f"wrote {target}")
 
 
@@ -88,22 +91,22 @@ def _settings(items: Sequence[str]) -> dict[str, dict[str, object]]:
         parsed = parse_override(item)
         if not (set(parsed) <= {"from", "to"} and all(isinstance(value, Mapping) for value in parsed.values())):
             raise ConfigError(
-                f"{item!r}: settings of a conversion begin with from. or to., for example from.dtype=float32"
+                f"{item!r}: settings of a conversion must start with from. or to., for example from.dtype=float32"
             )
         merged = merge(merged, parsed)
     return merged
 
 
 def _set_vocab_size(size: int, given: dict[str, dict[str, object]], kinds: Mapping[str, str], layouts: Layouts) -> None:
-    """Of all layouts that are read and may hold more rows than there are tokens."""
+    """Set the vocabulary size of all source layouts that may pad it."""
     from plasmid.errors import ConfigError
 
     padded = sorted(kind for kind, cls in layouts.items() if "vocab_size" in cls.model_fields)
     sides = [side for side, kind in kinds.items() if kind in padded]
     if not sides:
         raise ConfigError(
-            f"--vocab-size: layout {kinds['from']} does not fill the vocabulary up; of those that are installed, "
-            f"{', '.join(padded) or 'none'} can"
+            f"--vocab-size: layout {kinds['from']} does not pad the vocabulary; installed layouts that do: "
+            f"{', '.join(padded) or 'none'}"
         )
     for side in sides:
         given[side]["vocab_size"] = size
@@ -118,7 +121,7 @@ def _make(side: str, kind: str, given: Mapping[str, Mapping[str, object]], layou
     return validate(layouts[kind], dict(given[side]), side)
 
 
-def _detect(path: Path, layouts: Layouts) -> str:
+def _detect_layout(path: Path, layouts: Layouts) -> str:
     from plasmid.errors import ConfigError, ModelError
 
     if not path.exists():
@@ -126,8 +129,21 @@ def _detect(path: Path, layouts: Layouts) -> str:
     found = sorted(kind for kind, cls in layouts.items() if cls().recognises(path))
     if len(found) == 1:
         return found[0]
-    why = "looks like " + " and ".join(found) if found else "is of no layout that is recognised"
-    raise ConfigError(f"{path}: {why}; name it with --from or --to, one of {', '.join(sorted(layouts))}")
+    why = "looks like " + " and ".join(found) if found else "has an unknown layout"
+    raise ConfigError(f"{path}: {why}; set --from or --to to one of {', '.join(sorted(layouts))}")
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raise `CheckpointError` instead of the errors that damage to a checkpoint of a run causes."""
+    from plasmid.errors import PlasmidError
+    from plasmid_models.manifest import check_weights
+
+    try:
+        yield
+    except PlasmidError:
+        check_weights(path)
+        raise
 
 
 def _compare(left: Path, right: Path, left_reader: Converter, right_reader: Converter) -> None:
@@ -145,13 +161,9 @@ def _compare(left: Path, right: Path, left_reader: Converter, right_reader: Conv
 
 @contextmanager
 def _progress(total: int | None) -> Iterator[Callable[[str, int], None]]:
-    """A bar over the tensors on standard error; nothing where that is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """Show a progress bar on stderr, if that is a terminal."""
+    from ..display.evaluations import open_progress
 
-    from ..output import error_console
-
-    console = error_console()
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with open_progress() as bar:
         task = bar.add_task("", total=total)
         yield lambda name, _: bar.update(task, advance=1, description=name)

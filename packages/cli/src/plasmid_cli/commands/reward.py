@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 Data = Annotated[
     str,
     typer.Option(
-        "--data", metavar="FILE", help="Rows (.jsonl, .parquet), a run's sample file, or the folder of a run: its last."
+        "--data", metavar="FILE", help="Rows (.jsonl, .parquet), a run's sample file, or a run folder for its last one."
     ),
 ]
 PromptKey = Annotated[str, typer.Option("--prompt-key", metavar="KEY", help="Column of the prompt.")]
 ResponseKey = Annotated[
-    str, typer.Option("--response-key", metavar="KEY", help="Column of the response: a text, or a list of texts.")
+    str, typer.Option("--response-key", metavar="KEY", help="Column of the response: a string, or a list of strings.")
 ]
 TargetKey = Annotated[str, typer.Option("--target-key", metavar="KEY", help="Column of the ground truth.")]
 EvalSet = Annotated[str, typer.Option("--eval", metavar="NAME", help="Score with the rewards of this evaluation set.")]
-Count = Annotated[int, typer.Option("--count", min=0, help="How many samples to show; all of them count.")]
+Count = Annotated[int, typer.Option("--count", min=0, help="Number of samples to show; statistics cover all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -44,9 +44,9 @@ def reward(
     plugin: PluginFiles = None,
     as_json: Json = False,
 ) -> None:
-    """Score given texts with the recipe's rewards: rl reward recipe.toml --data answers.jsonl
+    """Score existing texts with the recipe's rewards: rl reward recipe.toml --data answers.jsonl
 
-    No model is loaded. Exits with 1 if a reward raised.
+    Loads no model. Exits with 1 if a reward raised.
     """
     import asyncio
 
@@ -60,7 +60,7 @@ def reward(
     config = load(items, plugin)
     if evaluation and evaluation not in [set_.name for set_ in config.eval]:
         names = ", ".join(set_.name for set_ in config.eval) or "none"
-        raise ConfigError(f"--eval {evaluation}: no such evaluation set; there are {names}")
+        raise ConfigError(f"--eval: no evaluation set is named {evaluation!r}; sets are {names}")
     groups = _groups(data, Keys(prompt=prompt_key, response=response_key, target=target_key), config)
     found = asyncio.run(rescore(config, groups, eval_set=evaluation))
     rows = [row for one in found for row in _rows(one)]
@@ -74,7 +74,7 @@ def reward(
 
 
 def _groups(data: str, keys: Any, config: RunConfig) -> Sequence[PromptGroup]:
-    """The samples to score."""
+    """Read the samples to score."""
     from plasmid_runtime.data.rows.given_texts import read_given
 
     path = Path(data)
@@ -88,30 +88,29 @@ def _groups(data: str, keys: Any, config: RunConfig) -> Sequence[PromptGroup]:
         from plasmid_runtime.observe.sample_store import read_samples
 
         return read_samples(path)
-    return read_given(data, keys, _encoder(config))
+    return read_given(data, keys, _make_encoder(config))
 
 
 def _holds_samples(path: Path) -> bool:
-    """True for a file of the sample store, False for rows of somebody's own."""
+    """Return True for a file of the sample store, False for other rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         return {"sample_id", "loss_mask"} <= set(pq.read_schema(path).names)
     except (OSError, pa.ArrowException):
-        return False  # the reader of rows says what is wrong
+        return False  # the reader of rows reports the error
 
 
-def _encoder(config: RunConfig) -> Callable[[str], Any]:
-    """Tokens of texts, for rewards that count them; none where the model's tokenizer is not at hand."""
+def _make_encoder(config: RunConfig) -> Callable[[str], Any]:
+    """Create a tokenizing function, for rewards that count tokens. Returns no tokens if the tokenizer is missing."""
     import numpy as np
 
-    file = Path(config.model.tokenizer_path) / "tokenizer.json"
-    if not file.is_file():
-        return lambda text: np.zeros(0, np.int32)
-    from tokenizers import Tokenizer
+    from ..reports.tokens import load_tokenizer
 
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    if tokenizer is None:
+        return lambda text: np.zeros(0, np.int32)
     return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 

@@ -14,18 +14,18 @@ from .arguments import Items, PluginFiles, check_sampling_overrides, load
 if TYPE_CHECKING:
     from plasmid_runtime.lifecycle.sample import SampledGroup
 
-Number = Annotated[int, typer.Option("-n", "--prompts", min=1, help="How many prompts.")]
-Each = Annotated[int, typer.Option("--each", min=1, help="Rollouts of each prompt.")]
-Dry = Annotated[bool, typer.Option("--dry", help="Show prompts and their tokens only; starts no engine.")]
+Number = Annotated[int, typer.Option("-n", "--prompts", min=1, help="Number of prompts.")]
+Each = Annotated[int, typer.Option("--each", min=1, help="Number of rollouts per prompt.")]
+Dry = Annotated[bool, typer.Option("--dry", help="Only show prompts and their tokens, without an engine.")]
 Url = Annotated[
     str | None, typer.Option("--url", metavar="URL", help="Sample from this OpenAI-compatible or SGLang server.")
 ]
 EvalSet = Annotated[
-    str, typer.Option("--eval", metavar="NAME", help="Prompts, workflow and rewards of this evaluation set.")
+    str, typer.Option("--eval", metavar="NAME", help="Use prompts, workflow and rewards of this evaluation set.")
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="Also write the samples: .parquet (whole) or .jsonl (texts)."),
+    typer.Option("--out", metavar="FILE", help="Also write the samples: .parquet (complete) or .jsonl (texts)."),
 ]
 
 
@@ -45,7 +45,7 @@ def sample(
     from plasmid_runtime.lifecycle.sample import draw_prompts
     from plasmid_runtime.lifecycle.sample import sample as run
 
-    from ..output import output_console
+    from ..output import output_console, transcript
     from ..reports.samples import print_prompts, print_samples
 
     served = [] if url is None else ["rollout.kind=server", f"rollout.url={json.dumps(url)}"]
@@ -54,7 +54,7 @@ def sample(
         raise ConfigError(f"--out {out}: {reason}")
     config = load([*served, *items], plugin)
     if config.rollout is None and not dry:
-        raise ConfigError("rollout: the recipe has no engine to sample with; look at its prompts with --dry")
+        raise ConfigError("rollout: the recipe has no engine to sample with; add --dry to only show prompts")
     if evaluation:
         check_sampling_overrides(config, items, eval_set=evaluation)
     prompts = draw_prompts(config, number, eval_set=evaluation)
@@ -62,7 +62,7 @@ def sample(
     if dry:
         print_prompts(config, prompts, console)
         return
-    found = run(config, prompts, each=each, eval_set=evaluation, make_cluster=context.obj)
+    found = run(config, prompts, each=each, eval_set=evaluation, make_cluster=context.obj, transcript=transcript())
     print_samples(config, found, console)
     if out is not None:
         _write(out, found)
@@ -82,7 +82,7 @@ def _write(path: Path, found: Sequence[SampledGroup]) -> None:
 
 
 def _row(one: SampledGroup, sample: Any) -> Mapping[str, Any]:
-    """What `rl reward --data` reads again."""
+    """Convert a sample to a row that `rl reward --data` can read."""
     prompt, score = one.group.prompt, sample.score
     return {
         "prompt": list(map(dict, prompt.messages)) if prompt.messages else prompt.text,

@@ -1,4 +1,7 @@
-"""Curves: in the terminal out of braille dots, one line of blocks, and as a PNG."""
+"""Charts: braille dots in a terminal, sparklines, and PNG files.
+
+rich has no charts, and these hundred lines avoid another dependency.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from plasmid.errors import CheckpointError
+from plasmid.utils.printable import escape_unprintable
 from rich.text import Text
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -20,21 +24,21 @@ PNG_COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#8f5bd6", "#d64b8a", "#7a7a7a")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line of a chart."""
+    """A curve of a chart."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     marked: bool = False
-    """Show every point: for few points far apart."""
+    """True to mark every point, for curves with few points."""
 
     def points(self) -> list[tuple[float, float]]:
-        """Points whose value is a number."""
+        """Return the points with finite values."""
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)]
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """The values as blocks of different height, averaged down to at most this many."""
+    """Format values as blocks of different heights, averaged to at most ``width`` blocks."""
     known = [v for v in values if math.isfinite(v)]
     if not known:
         return ""
@@ -49,11 +53,11 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 
 
 def chart(series: Sequence[Series], *, width: int = 78, height: int = 12, x_label: str = "batch") -> Text:
-    """A line chart ``width`` characters wide; empty if no series has a point. A legend goes on top."""
+    """Draw a line chart with a legend, ``width`` characters wide; empty if no series has points."""
     points = [point for s in series for point in s.points()]
     if not points:
         return Text()
-    x_range = _widened(min(x for x, _ in points), max(x for x, _ in points))
+    x_range = _widen(min(x for x, _ in points), max(x for x, _ in points))
     y_ticks = ticks(min(y for _, y in points), max(y for _, y in points))
     y_range = (y_ticks[0], y_ticks[-1])
     labels = {_row(tick, y_range, height): f"{tick:g}" for tick in y_ticks}
@@ -61,7 +65,7 @@ def chart(series: Sequence[Series], *, width: int = 78, height: int = 12, x_labe
     canvas = _Canvas(width - margin, height, x_range, y_range)
     for index, one in enumerate(series):
         canvas.draw(one, COLORS[index % len(COLORS)])
-    text = _legend(series, margin)
+    text = _legend(series, margin, width)
     for row, line in enumerate(canvas.lines()):
         label = labels.get(row, "")
         text.append(f"{label:>{margin - 2}} ", style="dim").append("\u2524" if label else "\u2502", style="dim")
@@ -70,8 +74,8 @@ def chart(series: Sequence[Series], *, width: int = 78, height: int = 12, x_labe
 
 
 def ticks(low: float, high: float, *, count: int = 4) -> list[float]:
-    """Round numbers that enclose the range, about ``count`` of them."""
-    low, high = _widened(low, high)
+    """Return about ``count`` round numbers that enclose the range."""
+    low, high = _widen(low, high)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
@@ -80,7 +84,10 @@ def ticks(low: float, high: float, *, count: int = 4) -> list[float]:
 
 
 def write_png(path: Path, series: Sequence[Series], *, title: str) -> None:
-    """The chart as a picture. Raises `CheckpointError` if it cannot be written."""
+    """Write the chart as a PNG file. Raises `CheckpointError`.
+
+    Escapes unprintable characters in names, about which matplotlib would warn.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,20 +96,20 @@ def write_png(path: Path, series: Sequence[Series], *, title: str) -> None:
     axes = figure.add_subplot()
     for index, one in enumerate(series):
         x, y = [p[0] for p in one.points()], [p[1] for p in one.points()]
-        color = PNG_COLORS[index % len(PNG_COLORS)]
+        color, name = PNG_COLORS[index % len(PNG_COLORS)], escape_unprintable(one.name)
         if one.marked:
-            axes.plot(x, y, "o-", color=color, linewidth=2, markersize=6, label=one.name, zorder=3)
+            axes.plot(x, y, "o-", color=color, linewidth=2, markersize=6, label=name, zorder=3)
         else:
             axes.plot(x, y, color=color, linewidth=1, alpha=0.35)
-            axes.plot(x, smooth(y), color=color, linewidth=2, label=f"{one.name} (smoothed)")
+            axes.plot(x, smooth(y), color=color, linewidth=2, label=f"{name} (smoothed)")
     axes.set_xlabel("batch")
     axes.set_ylabel("mean reward")
-    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
+    axes.set_title(escape_unprintable(title), loc="left", fontsize=11, parse_math=False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if series:
         for label in axes.legend(frameon=False, loc="best").get_texts():
-            label.set_parse_math(False)  # names may hold dollar signs
+            label.set_parse_math(False)  # names may contain dollar signs
     try:
         figure.savefig(path)
     except OSError as error:
@@ -110,7 +117,7 @@ def write_png(path: Path, series: Sequence[Series], *, title: str) -> None:
 
 
 def smooth(values: Sequence[float], *, window: int = 9) -> list[float]:
-    """Centred moving average; the window shrinks towards the ends."""
+    """Return the centered moving average; the window shrinks toward the ends."""
     half = min(window, max(1, len(values) // 4)) // 2
     spans = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
     return [sum(values[a:b]) / (b - a) for a, b in spans]
@@ -155,10 +162,19 @@ class _Canvas:
         return text
 
 
-def _legend(series: Sequence[Series], margin: int) -> Text:
-    text = Text(" " * margin)
+def _legend(series: Sequence[Series], margin: int, width: int) -> Text:
+    """Return marks and names of all series, wrapped into lines. Names longer than a line are cut in the middle."""
+    text, room = Text(" " * margin), width - margin
     for index, one in enumerate(series):
-        text.append("\u25cf " if one.marked else "\u2500 ", style=COLORS[index % len(COLORS)]).append(f"{one.name}   ")
+        surplus = len(one.name) - (width - margin - 2)
+        half = (len(one.name) - surplus - 3) // 2
+        name = one.name if surplus <= 0 else f"{one.name[:half]}...{one.name[-half:]}"
+        if room < len(name) + 2:
+            text.append("\n" + " " * margin)
+            room = width - margin
+        text.append("\u25cf " if one.marked else "\u2500 ", style=COLORS[index % len(COLORS)]).append(f"{name}   ")
+        room -= len(name) + 5
+    text.rstrip()
     return text.append("\n")
 
 
@@ -173,7 +189,7 @@ def _row(value: float, y_range: tuple[float, float], height: int) -> int:
     return round((y_range[1] - value) / (y_range[1] - y_range[0]) * (4 * height - 1)) // 4
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
+def _widen(low: float, high: float) -> tuple[float, float]:
     if high - low > max(1e-9 * max(abs(low), abs(high)), 1e-290):
         return low, high
     by = abs(low) * 0.1 if abs(low) > 1e-280 else 0.5

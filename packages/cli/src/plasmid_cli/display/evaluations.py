@@ -1,4 +1,4 @@
-"""Results of evaluation sets as a table, and what is shown while they are evaluated."""
+"""Tables of evaluation results, and progress bars during evaluation."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ from contextlib import contextmanager
 
 from plasmid.plugins.hookspecs import hookimpl
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from ..output import error_console
+from .tables import FittingTable
 
 Z = 1.96
-"""Standard errors to either side of a mean that hold the true one with 95 %."""
+"""Half-width of a 95 % confidence interval, in standard errors."""
 LAST = ("length_mean", "truncated", "failed", "prompts", "version_min", "version_max")
-"""Metrics that stand behind rewards, in this order."""
+"""Metrics of the last columns, in this order."""
 
 
-def evaluation_table(found: Mapping[str, Mapping[str, float]]) -> Table:
-    """One row for each set, for each value that its results are split by, and for the mean over sets."""
+def evaluation_table(found: Mapping[str, Mapping[str, float]]) -> FittingTable:
+    """Create a table with one row per set, per value that its results are split by, and for the mean over sets."""
     rows = dict(_rows(found))
     named = dict.fromkeys(name for row in rows.values() for name in row if not name.startswith("stderr/"))
     first = [name for name in named if name == "reward" or name.startswith("pass@")]
     columns = [*first, *(n for n in named if n not in (*first, *LAST)), *(n for n in LAST if n in named)]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("set", no_wrap=True)
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
-    for label, row in rows.items():
-        table.add_row(Text(label), *(_cell(row, name) for name in columns))
-    return table
+    cells: list[tuple[str | Text, ...]] = [
+        (Text(label), *(_cell(row, name) for name in columns)) for label, row in rows.items()
+    ]
+    titles = [name.replace("_", " ") for name in columns]
+    return FittingTable(("set", *titles), cells, numbers=titles)
 
 
 def _rows(found: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -57,7 +55,7 @@ def _cell(row: Mapping[str, float], name: str) -> str:
 
 
 class ProgressBars:
-    """An observer that moves one bar for each set."""
+    """Observer that updates one progress bar per set."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -72,13 +70,18 @@ class ProgressBars:
 
 @contextmanager
 def progress_bars() -> Iterator[list[object]]:
-    """Observers that show progress on standard error; none where that is no terminal."""
+    """Provide observers that show progress on standard error; none if it is not a terminal."""
+    with open_progress() as progress:
+        yield [ProgressBars(progress)] if progress.console.is_terminal else []
+
+
+def open_progress() -> Progress:
+    """Create progress bars on standard error, which are hidden if it is not a terminal. Use it as a context manager."""
     console = error_console()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield [ProgressBars(progress)] if console.is_terminal else []
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def num_failed(found: Mapping[str, Mapping[str, float]]) -> int:
-    """Rollouts that failed, in all sets."""
+    """Return the number of failed rollouts in all sets."""
     return round(sum(metrics.get(f"eval/{name}/failed", 0.0) for name, metrics in found.items()))

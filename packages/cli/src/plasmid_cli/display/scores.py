@@ -1,4 +1,4 @@
-"""What `rl reward` prints: a row for each sample, and what all of them come to."""
+"""Output of `rl reward`: a row for each sample, and statistics."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-from plasmid.utils.printable import printable
+from plasmid.utils.printable import escape_unprintable
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .tables import FittingTable
+
 BINS = 10
-"""Bars of the histogram."""
+"""Number of bars of the histogram."""
 BAR = 40
-"""Characters of the longest one."""
+"""Length of the longest bar, in characters."""
 TEXT = 48
-"""Characters of a response that are shown."""
+"""Number of characters to show of a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +32,15 @@ class Row:
     reward: float | None
     """None if a reward raised."""
     before: float | None
-    """What was stored with the sample; None if nothing was."""
+    """Reward stored with the sample; None if there is none."""
     components: Mapping[str, float]
     error: str
     seconds: Mapping[str, float]
-    """By reward; for group rewards and samples scored together those of the group."""
+    """Seconds by reward; for samples that are scored together, those of the group."""
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """Mean, spread and range of the reward and of each component; errors; time."""
+    """Compute mean, standard deviation and range of the reward and each component, number of errors, and time."""
     scored = [row for row in rows if row.reward is not None]
     names = list(dict.fromkeys(name for row in scored for name in row.components))
     changed = [row for row in scored if row.before is not None and not math.isclose(row.before, row.reward or 0.0)]
@@ -62,7 +64,7 @@ def _figures(values: Sequence[float]) -> dict[str, float]:
 
 
 def histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:
-    """Lower end, upper end and count of each bin; one for each value where there are few different ones."""
+    """Return lower bound, upper bound and count of each bin; one bin per value if there are few distinct values."""
     different = sorted(set(values))
     if len(different) <= BINS:
         return [(value, value, values.count(value)) for value in different]
@@ -75,7 +77,7 @@ def histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:
 
 
 def render(rows: Sequence[Row], *, count: int) -> RenderableType:
-    """The first ``count`` rows, the summary and the histogram."""
+    """Render the first ``count`` rows, the summary and the histogram."""
     found = summarize(rows)
     parts: list[RenderableType] = []
     if count:
@@ -89,33 +91,30 @@ def render(rows: Sequence[Row], *, count: int) -> RenderableType:
     return Group(*parts, _summary(found), Text(), _histogram(found["histogram"]))
 
 
-def _rows(rows: Sequence[Row], components: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+def _rows(rows: Sequence[Row], components: Sequence[str]) -> FittingTable:
     stored = any(row.before is not None for row in rows)
-    for name in ("sample", "reward", *(["stored"] if stored else []), *components, "ms"):
-        table.add_column(name, justify="left" if name == "sample" else "right", no_wrap=True)
-    table.add_column("response", no_wrap=True)
-    table.add_column("error", style="red")
+    columns = ("sample", "reward", *(["stored"] if stored else []), *components, "ms", "response", "error")
+    cells = []
     for row in rows:
         numbers = [row.reward, *([row.before] if stored else []), *(row.components.get(name) for name in components)]
         style = "red" if row.reward is None else ""
-        text = printable(row.text).replace("\n", "\\n")
-        table.add_row(
-            Text(row.id),
+        text = escape_unprintable(row.text).replace("\n", "\\n")
+        shown = (
+            row.id,
             *("" if number is None else f"{number + 0.0:.4g}" for number in numbers),
             f"{1000 * sum(row.seconds.values()):.1f}",
-            Text(text if len(text) <= TEXT else f"{text[: TEXT - 3]}..."),
-            Text(printable(row.error)),
-            style=style,
+            text if len(text) <= TEXT else f"{text[: TEXT - 3]}...",
         )
-    return table
+        error = Text(escape_unprintable(row.error), style="red")
+        cells.append((*(Text(cell, style=style) for cell in shown), error))
+    return FittingTable(columns, cells, numbers=columns[1:-2], wraps_last=True)
 
 
 def _summary(found: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for name in ("mean", "std", "min", "max", "ms"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name, figures in {"reward": found["reward"], **found["components"]}.items():
         seconds = found["seconds"].get(name)
         time = "" if seconds is None else f"{1000 * seconds:.1f}"

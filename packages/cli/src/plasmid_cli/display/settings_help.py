@@ -1,4 +1,4 @@
-"""Settings of components and tables, told from their pydantic models."""
+"""Describe the settings of components and tables, from their pydantic models."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from plasmid.components import Component
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.plugins.registry import Classes
+from plasmid.utils.field_docs import field_docs
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.table import Table
 from rich.text import Text
 
 from ..output import table_console
+from .tables import FittingTable
 
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def recipe_tables() -> dict[str, type[BaseModel]]:
-    """Tables of a recipe that hold plain settings: name -> model. Those of components are found by their kind."""
-    found = {name: _model_in(field.annotation) for name, field in RunConfig.model_fields.items()}
+    """Return the recipe tables that are not components: name -> model."""
+    found = {name: _find_model(field.annotation) for name, field in RunConfig.model_fields.items()}
     return {name: model for name, model in found.items() if model is not None and not issubclass(model, Component)}
 
 
 def find_settings(what: str, slots: Mapping[str, Classes]) -> tuple[str, type[BaseModel]]:
-    """The address and class of what the user named. Raises `ConfigError` if there is none, or more than one."""
+    """Find a component or table by name. Returns its address and class. Raises `ConfigError` unless there is one."""
     known: dict[str, type[BaseModel]] = {**recipe_tables()}
     known |= {f"{slot}/{kind}": cls for slot, classes in slots.items() for kind, cls in classes.items()}
     if what in known:
         return what, known[what]
     matches = [address for address in known if address.partition("/")[2] == what]
     if len(matches) > 1:
-        raise ConfigError(f"{what!r} is the kind of several components; say which: {' or '.join(sorted(matches))}")
+        raise ConfigError(f"{what!r} is the kind of several components; use one of {', '.join(sorted(matches))}")
     if matches:
         return matches[0], known[matches[0]]
     if what in slots:
@@ -44,12 +45,12 @@ def find_settings(what: str, slots: Mapping[str, Classes]) -> tuple[str, type[Ba
         raise ConfigError(f"{what!r} is a slot; its settings depend on the component: {kinds}")
     bare = {address.rpartition("/")[2] for address in known}
     close = difflib.get_close_matches(what, [*known, *bare], n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "`rl options` lists what there is"
+    hint = f"did you mean {close[0]!r}?" if close else "`rl options` lists all"
     raise ConfigError(f"no component or table {what!r}; {hint}")
 
 
 def print_choices(slots: Mapping[str, Classes]) -> None:
-    """Print what `rl options` can be asked about."""
+    """Print the components and tables that `rl options` can describe."""
     console = table_console()
     console.print("tables:     " + ", ".join(recipe_tables()), highlight=False)
     for slot, classes in slots.items():
@@ -57,10 +58,8 @@ def print_choices(slots: Mapping[str, Classes]) -> None:
 
 
 def print_settings(address: str, cls: type[BaseModel]) -> None:
-    """Print key, type, default and meaning of every setting."""
-    table = Table("key", "type", "default", "meaning", box=None)
-    for row in setting_rows(cls):
-        table.add_row(*row)
+    """Print key, type, default and description of every setting."""
+    table = FittingTable(("key", "type", "default", "meaning"), list(setting_rows(cls)), wraps_last=True)
     console = table_console()
     first = (inspect.getdoc(cls) or "").split("\n")[0]
     console.print(Text.assemble((address, "bold"), f": {first}"))
@@ -68,14 +67,15 @@ def print_settings(address: str, cls: type[BaseModel]) -> None:
 
 
 def setting_rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every setting; tables within are told key by key."""
+    """Yield (key, type, default, description) of every setting, including those of nested tables."""
+    docs = field_docs(cls)
     for key, field in sorted(cls.model_fields.items(), key=lambda item: item[0] != "kind"):
-        inner = _model_in(field.annotation)
-        meaning = " ".join((field.description or "").split())
+        inner = _find_model(field.annotation)
+        meaning = " ".join(docs.get(key, "").split())
         if key == "kind":
             yield prefix + key, readable_type(field.annotation), _default(field), meaning or "name of this component"
         elif inner is None or issubclass(inner, Component) or field.is_required():
-            yield prefix + key, _bounded(field), _default(field), meaning
+            yield prefix + key, _describe_type(field), _default(field), meaning
         else:
             optional = _default(field) if field.default is None else ""
             yield prefix + key, "table", optional, meaning
@@ -83,7 +83,7 @@ def setting_rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def readable_type(annotation: Any) -> str:
-    """A type as a user would write it: ``"adamw" | "sgd"``, ``"auto" | int``, ``list of str``."""
+    """Format a type for users: ``"adamw" | "sgd"``, ``"auto" | int``, ``list of str``."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " | ".join(_value(a) for a in args)
@@ -100,7 +100,7 @@ def readable_type(annotation: Any) -> str:
     return str(getattr(annotation, "__name__", annotation)).replace("Path", "str")
 
 
-def _bounded(field: FieldInfo) -> str:
+def _describe_type(field: FieldInfo) -> str:
     text = readable_type(field.annotation)
     for item in field.metadata:
         for name, sign in BOUNDS.items():
@@ -116,7 +116,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value as TOML has it."""
+    """Format a value as TOML."""
     if isinstance(value, BaseModel):
         return "table"
     if isinstance(value, bool):
@@ -128,8 +128,8 @@ def _value(value: Any) -> str:
     return f"{value!r}"
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class that an annotation is, or holds (optional, list, ``SerializeAsAny``)."""
+def _find_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the settings class in an annotation, which may be optional, a list or ``SerializeAsAny``."""
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for a in get_args(annotation) if (found := _model_in(a)) is not None), None)
+    return next((found for a in get_args(annotation) if (found := _find_model(a)) is not None), None)

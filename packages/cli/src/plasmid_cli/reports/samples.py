@@ -1,10 +1,9 @@
-"""What `rl sample` prints: prompts as the policy sees them, and samples with every token's part in training."""
+"""Output of `rl sample`: prompts as the policy sees them, and samples with their loss masks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
-from .tokens import TokenTexts, shorten
+from .tokens import TokenTexts, load_tokenizer, shorten
 from .view import VERSION_COLORS, ShownSample, sample_facts, token_versions
 
 if TYPE_CHECKING:
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 GIVEN = "dim"
 NOT_TRAINED = "reverse dim"
-"""Behind the prompt, but not part of the loss: replies of tools, and what a workflow masked out."""
+"""Style of tokens after the prompt that are outside the loss: tool replies, and tokens that a workflow masked."""
 
 
 def print_prompts(config: RunConfig, prompts: Sequence[Prompt], console: Console) -> None:
-    """Each prompt with its tokens' boundaries, what the reward is told, and how long it is."""
-    texts = token_texts(config)
+    """Print each prompt with token boundaries, its target and metadata, and its length."""
+    texts = TokenTexts(load_tokenizer(config.model.tokenizer_path))
     for index, prompt in enumerate(prompts):
         console.print(Rule(Text(f"prompt {prompt.id}, {index + 1} of {len(prompts)}")))
-        console.print(Panel(_boundaries(prompt, texts), title="as the policy sees it", title_align="left"))
+        console.print(Panel(_mark_boundaries(prompt, texts), title="as the policy sees it", title_align="left"))
         console.print(_prompt_details(prompt), highlight=False)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     if lengths:
@@ -37,8 +36,8 @@ def print_prompts(config: RunConfig, prompts: Sequence[Prompt], console: Console
 
 
 def print_samples(config: RunConfig, found: Sequence[SampledGroup], console: Console) -> None:
-    """Every sample: prompt, then trained tokens coloured by their version, then those that are not trained on."""
-    texts = token_texts(config)
+    """Print every sample with its prompt; styles distinguish trained tokens, by version, from other tokens."""
+    texts = TokenTexts(load_tokenizer(config.model.tokenizer_path))
     for one in found:
         for sample in one.group.samples:
             shown = ShownSample(file="", prompt=one.group.prompt, sample=sample, dropped_by=one.dropped_by)
@@ -55,9 +54,9 @@ def print_samples(config: RunConfig, found: Sequence[SampledGroup], console: Con
 
 
 def color_by_mask(shown: ShownSample, texts: TokenTexts) -> Text:
-    """All tokens of a sample; how they are drawn says what the loss sees."""
+    """Return all tokens of a sample, in styles that show the loss mask."""
     sample, versions = shown.sample, token_versions(shown.sample)
-    if not texts.known:  # the parts are then told apart as well as texts can
+    if not texts.has_tokenizer:  # without token texts, only prompt and completion can be distinguished
         return Text.assemble((shorten(shown.prompt.text), GIVEN), shorten(sample.text))
 
     def style(position: int) -> str:
@@ -66,16 +65,6 @@ def color_by_mask(shown: ShownSample, texts: TokenTexts) -> Text:
         return GIVEN if position < len(shown.prompt.token_ids) else NOT_TRAINED
 
     return texts.draw(sample.token_ids.tolist(), style)
-
-
-def token_texts(config: RunConfig) -> TokenTexts:
-    """With the tokenizer of the recipe's model."""
-    file = Path(config.model.tokenizer_path) / "tokenizer.json"
-    if not file.is_file():
-        return TokenTexts(None)
-    from tokenizers import Tokenizer
-
-    return TokenTexts(Tokenizer.from_file(str(file)))
 
 
 def _legend(sample: Sample) -> Text:
@@ -87,13 +76,13 @@ def _legend(sample: Sample) -> Text:
         text.append(f" version {version}", style=VERSION_COLORS[version % len(VERSION_COLORS)])
     masked_out = sample.num_generated - trained
     if masked_out:
-        text.append(f", {masked_out} drawn and masked out", style=NOT_TRAINED)
+        text.append(f", {masked_out} generated but masked", style=NOT_TRAINED)
     return text
 
 
-def _boundaries(prompt: Prompt, texts: TokenTexts) -> Text:
-    """Tokens in two alternating shades, so that their boundaries are seen."""
-    if not texts.known:
+def _mark_boundaries(prompt: Prompt, texts: TokenTexts) -> Text:
+    """Return the tokens in two alternating styles, which show their boundaries."""
+    if not texts.has_tokenizer:
         return Text(shorten(prompt.text))
     return texts.draw(prompt.token_ids.tolist(), lambda position: "" if position % 2 else "cyan")
 

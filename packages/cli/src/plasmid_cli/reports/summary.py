@@ -1,4 +1,4 @@
-"""What a run reached, from the files in its folder: a table, the reward curve, and what was written where."""
+"""Summary of a run from the files in its folder: a table, the reward curve, and a list of files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plasmid_runtime.observe.progress import duration
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..display.curves import Series, chart, write_png
-from ..display.progress import duration
+from .plan_rows import plan_rows, plan_table
 from .run_data import RunData, load_run
 
 if TYPE_CHECKING:
@@ -23,30 +24,35 @@ WRITTEN = (
     ("reward.png", "reward curve"),
     ("report.html", "report for the browser"),
     ("metrics.jsonl", "metrics of every batch"),
+    ("plan.json", "plan with the lengths of the first batch"),
     ("evaluations.jsonl", "held-out evaluations"),
     ("samples", "every sample, as Parquet"),
     ("tensorboard", "event files for TensorBoard"),
     ("wandb", "files of Weights & Biases"),
+    ("mlflow.db", "database of MLflow"),
     ("logs", "logs of all processes"),
 )
-"""What may lie in a run folder, in the order shown."""
+"""Files and folders of a run with descriptions, in the order of the summary."""
 
 
 def print_summary(result: RunResult, console: Console) -> None:
-    """The end of ``rl train``; writes ``reward.png`` too."""
+    """Print the summary at the end of ``rl train``, and write ``reward.png``."""
     run = load_run(result.run_dir)
     state = "stopped" if result.interrupted else "finished"
     print_run(run, console, title=f"{state} {run.name} after {result.steps} batches in {duration(result.seconds)}")
 
 
 def print_run(run: RunData, console: Console, *, title: str | None = None) -> None:
-    """Table, curve and paths of a run; writes ``reward.png`` into its folder if there is a reward."""
+    """Print table, curve and paths of a run; writes ``reward.png`` into its folder if it has rewards."""
     series = reward_series(run)
     if any(len(one.points()) > 1 for one in series):
         write_png(run.path / "reward.png", series, title=f"{run.name}: mean reward")
     console.print()
     console.print(Text(title or f"{run.name}, {len(run.metrics)} batches", style="bold"))
     console.print(key_figures(run))
+    if rows := plan_rows(run):
+        console.print()
+        console.print(plan_table(rows))
     if series:
         console.print()
         console.print(chart(series, width=min(console.width, 100)), soft_wrap=True, highlight=False)
@@ -55,7 +61,7 @@ def print_run(run: RunData, console: Console, *, title: str | None = None) -> No
 
 
 def reward_series(run: RunData) -> list[Series]:
-    """The training reward, then the held-out reward of each evaluation set."""
+    """Return the training reward, then the held-out reward of each evaluation set."""
     train = Series(name="train", x=run.curve("reward/mean")[0], y=run.curve("reward/mean")[1])
     sets = [(name, run.evaluation_curve(name)) for name in run.evaluations]
     held_out = [Series(name=f"held out: {name}", x=x, y=y, marked=True) for name, (x, y) in sets]
@@ -63,10 +69,11 @@ def reward_series(run: RunData) -> list[Series]:
 
 
 def key_figures(run: RunData) -> Table:
-    """Held-out and training reward at start and end, and what the run took."""
+    """Create a table of held-out and training reward at start and end, and costs."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("", "start", "end", "change"):
-        table.add_column(name, justify="left" if not name else "right")
+    table.add_column("", overflow="fold")
+    for name in ("start", "end", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name in run.evaluations:
         metrics = dict.fromkeys(key.removeprefix(f"eval/{name}/") for e in run.evaluations[name] for key in e.metrics)
         for metric in (m for m in metrics if m == "reward" or m.startswith("pass@")):
@@ -88,7 +95,7 @@ def key_figures(run: RunData) -> Table:
 
 
 def cost_rows(run: RunData) -> list[tuple[str, str]]:
-    """Batches, steps, time, speed and memory, as far as they were recorded."""
+    """Return batches, steps, time, speed and memory, if recorded."""
     rows = [("batches trained", str(run.metrics[-1].step))] if run.metrics else []
     if steps := run.curve("train/step")[1]:
         rows.append(("optimizer steps", f"{steps[-1]:.0f}"))
@@ -108,7 +115,7 @@ def cost_rows(run: RunData) -> list[tuple[str, str]]:
 
 
 def path_lines(run_dir: Path) -> Text:
-    """What lies in the folder and what it is, one line each."""
+    """List the files and folders of a run with descriptions, one per line."""
     found = [(run_dir / name, what) for name, what in WRITTEN if (run_dir / name).exists()]
     shown = [(str(path), what) for path, what in found if not _is_empty(path)]
     width = max((len(path) for path, _ in shown), default=0)

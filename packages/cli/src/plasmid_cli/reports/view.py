@@ -1,7 +1,8 @@
-"""``rl view RUN``: a run's figures, curves and samples in the terminal."""
+"""``rl view RUN``: metrics, curves and samples of a run in the terminal."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import random
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from typing import Literal
 import numpy as np
 from plasmid.errors import ConfigError
 from plasmid.types import Prompt, Sample
-from plasmid.utils.printable import printable
-from plasmid_runtime.observe.sample_store import read_dropped, read_samples
+from plasmid.utils.printable import escape_unprintable
+from plasmid_runtime.observe.sample_store import read_dropped, read_samples, read_table
 from rich.console import Console
 from rich.panel import Panel
 from rich.rule import Rule
@@ -27,14 +28,17 @@ from .tokens import TokenTexts, shorten
 
 Order = Literal["best", "worst", "random", "stored"]
 Coloring = Literal["logprob", "version", "none"]
+NUMBER_WIDTH = 12
+"""Width of a number with four digits, sign, exponent and a space, in characters."""
+MIN_COURSE = 5
 VERSION_COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 LIKELY_TO_UNLIKELY = ((-0.1, ""), (-1.0, "green"), (-2.5, "yellow"), (-5.0, "dark_orange"), (-math.inf, "bold red"))
-"""Style of a token whose log-probability is at least this."""
+"""Styles of tokens, by minimum log-probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShownSample:
-    """One stored sample with what a viewer says of it."""
+    """A stored sample, with its file and prompt."""
 
     file: str
     prompt: Prompt
@@ -43,14 +47,19 @@ class ShownSample:
 
 
 def view_run(run: RunData, console: Console, *, metrics: Sequence[str] = ()) -> None:
-    """Summary and reward curve, then every metric as a line of the table, or charts of the named ``metrics``."""
+    """Print summary and reward curve, then a table of all metrics, or charts of the named ``metrics``."""
     print_run(run, console)
     for name in metrics:
         steps, values = run.curve(name)
         if not steps:
-            raise ConfigError(f"{run.path}: no metric {name!r}; there are {', '.join(metric_names(run)) or 'none'}")
+            evaluated = {key for entries in run.evaluations.values() for entry in entries for key in entry.metrics}
+            names = [*metric_names(run), *sorted(evaluated)]
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{run.path}: no metric {name!r}; metrics are {', '.join(names) or 'none'}{hint}")
         console.print()
-        console.print(chart([Series(name=name, x=steps, y=values)], width=min(console.width, 100)), soft_wrap=True)
+        series = Series(name=name, x=steps, y=values, marked=name.startswith("eval/"))
+        console.print(chart([series], width=min(console.width, 100)), soft_wrap=True)
     if run.evaluations:
         console.print()
         console.print(evaluation_table({name: entries[-1].metrics for name, entries in run.evaluations.items()}))
@@ -60,24 +69,29 @@ def view_run(run: RunData, console: Console, *, metrics: Sequence[str] = ()) -> 
 
 
 def metric_names(run: RunData) -> list[str]:
-    """Every metric that any batch recorded."""
+    """Return the names of all recorded metrics."""
     return sorted({name for entry in run.metrics for name in entry.metrics})
 
 
 def metrics_table(run: RunData, *, width: int = 80) -> Table:
-    """First, last, smallest and largest value of every metric, and its course."""
+    """Create a table of all metrics: first, last, min, max, and a sparkline. Without min and max if names are long."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     names = metric_names(run)
-    table.add_column("metric", no_wrap=True)
-    for name in ("first", "last", "min", "max"):
-        table.add_column(name, justify="right")
+    longest = max(map(len, names), default=0)
+    numbers: tuple[str, ...] = ("first", "last", "min", "max")
+    if longest + 2 + len(numbers) * NUMBER_WIDTH + MIN_COURSE > width:
+        numbers = numbers[:2]
+    table.add_column("metric", overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("course", no_wrap=True)
-    room = width - max(map(len, names), default=0) - 2 - 4 * 12
+    room = width - longest - 2 - len(numbers) * NUMBER_WIDTH
     for name in names:
         values = run.curve(name)[1]
         known = [v for v in values if math.isfinite(v)] or [math.nan]
-        numbers = (f"{v:.4g}" for v in (values[0], values[-1], min(known), max(known)))
-        table.add_row(Text(name), *numbers, Text(sparkline(values, width=max(5, min(30, room))), style="cyan"))
+        shown = [f"{v:.4g}" for v in (values[0], values[-1], min(known), max(known))][: len(numbers)]
+        course = sparkline(values, width=max(MIN_COURSE, min(30, room)))
+        table.add_row(Text(name), *shown, Text(course, style="cyan"))
     return table
 
 
@@ -92,10 +106,10 @@ def view_samples(
     count: int = 3,
     coloring: Coloring = "logprob",
 ) -> None:
-    """Print ``count`` samples of one step (by default the last), each with rewards, versions and coloured tokens.
+    """Print ``count`` samples of one step (by default the last), each with rewards, versions and colored tokens.
 
-    ``evaluation`` names a set to show instead of training samples; ``prompt`` keeps the prompts whose id or text has it
-    in it. Raises `ConfigError` if there is no such file or sample.
+    ``evaluation`` selects a set instead of training samples; ``prompt`` selects prompts whose id or text contains it.
+    Raises `ConfigError` if there is no such file or sample.
     """
     file = sample_file(run, step=step, evaluation=evaluation)
     shown = select_samples(read_samples_of(run, file), prompt=prompt, order=order, count=count)
@@ -121,19 +135,25 @@ def view_samples(
 
 
 def sample_file(run: RunData, *, step: int | None, evaluation: str | None) -> str:
-    """Name of the file that holds these samples. Raises `ConfigError` that lists what there is."""
+    """Return the name of the file with these samples. Raises `ConfigError` if there is none."""
     prefix = f"eval-{evaluation}-" if evaluation is not None else "batch-"
-    found = {number: file.stem for number, file in run.numbered_files(prefix).items()}
+    found = {number: file.stem for number, file in run.numbered_files(evaluation).items()}
     if not found:
-        raise ConfigError(f"{run.path}: holds no samples ({prefix}*.parquet)")
+        raise ConfigError(f"{run.path}: no samples ({prefix}*.parquet)")
     if step is not None and step not in found:
-        raise ConfigError(f"{run.path}: no samples of step {step}; there are steps {_ranges(sorted(found))}")
+        raise ConfigError(f"{run.path}: no samples of step {step}; stored steps are {_ranges(sorted(found))}")
     return found[max(found) if step is None else step]
 
 
 def read_samples_of(run: RunData, file: str) -> list[ShownSample]:
-    """All samples of one file."""
+    """Read all samples of one file. Raises `ConfigError` if they are of another step than its name says."""
     path = run.sample_files()[file]
+    for step in read_table(path, columns=("step",)).column("step").unique().to_pylist():
+        if step != (named := int(file.rpartition("-")[2])):
+            raise ConfigError(
+                f"{path}: must hold samples of step {named}, but holds samples of step {step}: the file was renamed "
+                "or swapped with another; give it its name back"
+            )
     dropped = read_dropped(path)
     return [
         ShownSample(file=file, prompt=group.prompt, sample=sample, dropped_by=dropped.get(group.id, ""))
@@ -145,7 +165,7 @@ def read_samples_of(run: RunData, file: str) -> list[ShownSample]:
 def select_samples(
     samples: Sequence[ShownSample], *, prompt: str | None = None, order: Order = "best", count: int = 3
 ) -> list[ShownSample]:
-    """The first ``count`` in this order; samples without a reward come last, a random choice is always the same."""
+    """Return the first ``count`` samples in this order; samples without reward are last. Random order is fixed."""
     kept = [s for s in samples if prompt is None or prompt in s.prompt.id or prompt in s.prompt.text]
     if order == "random":
         return random.Random(0).sample(kept, min(count, len(kept)))
@@ -156,19 +176,22 @@ def select_samples(
 
 
 def sample_facts(shown: ShownSample) -> Text:
-    """One paragraph: reward and its components, length, versions, how it ended."""
+    """Describe a sample: reward and components, length, versions, and stop reason."""
     sample, score = shown.sample, shown.sample.score
     text = Text()
     text.append(f"reward {score.value:.4g}" if score else "no reward", style="bold")
     if score and score.components:
         text.append(" = " + ", ".join(f"{name} {value:.4g}" for name, value in score.components.items()))
+    if score and score.token_rewards:
+        turns = [f"{value:.4g}" for _, value in sorted(score.token_rewards.items())]
+        text.append(shorten(f"\nby turn {', '.join(turns)}"))
     if score and score.error:
-        text.append(f" ({printable(score.error)})", style="red")
+        text.append(f" ({escape_unprintable(score.error)})", style="red")
     versions = sorted({span.version for span in sample.versions})
     text.append(f"\nprompt {shown.prompt.id}, {sample.num_generated} tokens by version {_ranges(versions) or '-'}")
     text.append(f", ended by {sample.stop_reason.value}, temperature {sample.sampling.temperature:g}")
     if sample.error:
-        text.append(f"\nfailed: {printable(sample.error)}", style="red")
+        text.append(f"\nfailed: {escape_unprintable(sample.error)}", style="red")
     if shown.dropped_by:
         text.append(f"\ngroup dropped by filter {shown.dropped_by}", style="yellow")
     if shown.prompt.target is not None:
@@ -177,9 +200,9 @@ def sample_facts(shown: ShownSample) -> Text:
 
 
 def color_tokens(shown: ShownSample, texts: TokenTexts, coloring: Coloring) -> Text:
-    """The tokens after the prompt; what no policy drew (tool replies) is dim."""
+    """Return the tokens after the prompt; those that the policy did not generate (tool replies) are dim."""
     sample, start = shown.sample, min(len(shown.prompt.token_ids), len(shown.sample.token_ids))
-    if not texts.known:
+    if not texts.has_tokenizer:
         return Text(shorten(sample.text))
     versions = token_versions(sample)
 
@@ -194,7 +217,7 @@ def color_tokens(shown: ShownSample, texts: TokenTexts, coloring: Coloring) -> T
 
 
 def token_versions(sample: Sample) -> np.ndarray:
-    """[L] policy version that drew each token; -1 where none did."""
+    """Return [L] the policy version that generated each token; -1 for other tokens."""
     versions = np.full(len(sample.token_ids), -1, np.int64)
     for span in sample.versions:
         versions[span.start : span.end] = span.version

@@ -1,0 +1,1 @@
+"""`rl attach`: watch and control an active run."""

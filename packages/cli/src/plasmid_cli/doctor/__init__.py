@@ -1,0 +1,1 @@
+"""Checks of `rl doctor`. Nothing here imports torch or SGLang; a separate process checks them."""

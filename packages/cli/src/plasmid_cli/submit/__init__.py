@@ -1,0 +1,1 @@
+"""`rl submit`: a run as a Slurm job."""

@@ -1,0 +1,1 @@
+"""`rl train --supervise`: restart a run when one of its processes dies."""
