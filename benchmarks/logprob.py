@@ -1,7 +1,7 @@
-"""Log-probabilities from hidden states, forward and backward, beside the matrix products that they cannot do without.
+"""Compare log-probabilities from hidden states, forward and backward, with the matrix products that they require.
 
-The limit is measured in the same run: the products as `torch.mm` of whole matrices, nothing else. A gradient that is
-known only later needs four (logits twice, gradients of hidden states and weight), a loss that is known needs three.
+The limit is measured in the same run: `torch.mm` of whole matrices. If the upstream gradient is known only later, four
+products are needed (logits twice, gradients of hidden states and weight); with a known loss, three.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from plasmid_training.head.token_loss import linear_token_loss
 
 
 class Case:
-    """Inputs of the size of a model's head; gradients are dropped before each run."""
+    """Inputs of the size of a model's head; gradients are cleared before each run."""
 
     def __init__(self, args):
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class Case:
         return self.hidden, self.weight, self.targets, self.temperatures
 
     def loss(self, scores, chunk=slice(None)):
-        """GRPO's: clipped policy gradient, token mean."""
+        """GRPO's loss: clipped policy gradient, token mean."""
         old, advantages = self.old[chunk], self.advantages[chunk]
         result = clipped_policy_loss(scores.logprobs, old, advantages, clip_low=0.2, clip_high=0.2)
         return result.loss.sum() / len(self.targets)
@@ -56,14 +56,14 @@ class Case:
 
 
 def kept_sets(targets, args):
-    """As top-p leaves them: a set of distinct tokens for each position, the drawn one among them."""
+    """Create kept sets as from top-p: distinct tokens for each position, including the sampled one."""
     steps = torch.arange(args.kept, device=args.device) * (args.vocab // args.kept)
     token_ids = ((targets[:, None] + steps) % args.vocab).int().flatten()
     return KeptTokens(token_ids=token_ids, offsets=np.arange(len(targets) + 1, dtype=np.int64) * args.kept)
 
 
 class Clock:
-    """Milliseconds and bytes of a function; on a GPU by events and by the allocator's peak."""
+    """Measures time and memory of a function; on a GPU with events and the allocator's peak."""
 
     def __init__(self, device, seconds):
         self._cuda, self._seconds = device == "cuda", seconds
@@ -81,7 +81,7 @@ class Clock:
         return first.elapsed_time(last)
 
     def ms(self, function, before=lambda: None):
-        """Median, for as many runs as fit into the seconds (5 to 50), after two that do not count."""
+        """Return the median of as many runs as fit into ``seconds`` (5 to 50), after two warm-up runs."""
         for _ in range(2):
             before()
             taken = self.once(function)
@@ -93,7 +93,7 @@ class Clock:
         return statistics.median(times)
 
     def extra_bytes(self, function, before=lambda: None):
-        """Most that was held beside the inputs; gradients of the inputs count."""
+        """Return the peak memory in addition to the inputs, including gradients of the inputs."""
         if not self._cuda:
             return None
         before()
@@ -107,7 +107,7 @@ class Clock:
 
 
 def limits(case, clock):
-    """Milliseconds of the matrix products alone: logits, gradient of the hidden states, gradient of the weight."""
+    """Return the milliseconds of the matrix products: logits, gradient of the hidden states, gradient of the weight."""
     hidden, weight = case.hidden.detach(), case.weight.detach()
     logits = torch.mm(hidden, weight.T)
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
@@ -121,7 +121,7 @@ def limits(case, clock):
 
 
 def unfused(case):
-    """What a reader would write first: fp32 logits, log-softmax, gather."""
+    """Compute the loss naively: fp32 logits, log-softmax, gather."""
     logits = torch.nn.functional.linear(case.hidden, case.weight).float() / case.temperatures[:, None]
     logprobs = logits.log_softmax(-1).gather(-1, case.targets[:, None])[:, 0]
     ratio = (logprobs - case.old).exp()
@@ -138,7 +138,7 @@ def fused(case, loss, **options):
 
 
 def supervised(case, **options):
-    """The loss that Liger's function computes: cross entropy, no temperature, token mean."""
+    """Compute the loss of Liger's function: cross entropy, no temperature, token mean."""
 
     def loss(scores, chunk):
         return -scores.logprobs.sum() / len(case.targets)
@@ -154,7 +154,7 @@ def liger(case, function, **options):
 
 
 def compiled_kernels():
-    """The plain formulas by `torch.compile`, to compare with kernels by hand."""
+    """Return the eager formulas with `torch.compile`, to compare with the handwritten kernels."""
 
     @torch.compile
     def whole(logits, targets, temperatures):
@@ -181,7 +181,7 @@ def compiled_kernels():
 
 
 def variants(case, args):
-    """(name, limit, function); the first of each limit is what users get."""
+    """Yield (name, limit, function); the first variant of each limit is the default."""
     four, three, quiet = "four products", "three products", {"with_entropy": False}
     yield "ours, any gradient", four, lambda: apart(case, case.loss, **quiet)
     yield "ours, any gradient, entropy reported", four, lambda: apart(case, case.loss)
@@ -208,12 +208,12 @@ def variants(case, args):
 
 
 def liger_variants(case, args):
-    """Liger's fused linear cross entropy as it comes, and with our chunk and fp32 sums."""
+    """Yield variants of Liger's fused linear cross entropy: default, fp32 sums, and Plasmid's chunk size."""
     if args.device != "cuda":
         return
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as function
-    except Exception as error:  # noqa: BLE001, a peer may be missing or not fit what is installed
+    except Exception as error:  # noqa: BLE001, Liger may be missing or incompatible
         print(f"Liger left out: {type(error).__name__}: {error}", file=sys.stderr)
         return
     accum, three = torch.float32, "three products"
@@ -235,7 +235,7 @@ def gradients_of(case, function):
 
 
 def errors(case, args):
-    """How far the gradients of a part of the tokens are from fp64's, as ||ours - exact|| / ||exact||."""
+    """Return the relative error ||ours - exact|| / ||exact|| of gradients for some tokens against fp64."""
     few = Case(argparse.Namespace(**{**vars(args), "tokens": min(args.tokens, 256)}))
     hidden, weight = (part.detach().double().requires_grad_() for part in (few.hidden, few.weight))
     exact = token_logprobs(hidden, weight, few.targets, few.temperatures.double(), entropy_grad=True, chunk_size=64)
@@ -257,7 +257,7 @@ def errors(case, args):
 
 
 def kernel_sweep(case, clock):
-    """GB/s of the two kernels with each way to launch them; the best should be the defaults of `softmax_triton`."""
+    """Return the GB/s of both kernels with all launch parameters; the defaults of `softmax_triton` should be best."""
     from plasmid_training.head import softmax_triton as kernels
 
     head = LinearHead(case.hidden.detach(), case.weight.detach(), None)
@@ -281,7 +281,7 @@ def kernel_sweep(case, clock):
 
 
 def measure(case, clock, args, products):
-    """One row for each variant; one that fails says so and the others go on."""
+    """Return one row per variant; a variant that fails gets a row with its error."""
     rows = []
     for name, limit, function in variants(case, args):
         row = {"name": name, "limit": limit}
@@ -289,7 +289,7 @@ def measure(case, clock, args, products):
             row["ms"] = clock.ms(function, before=case.clear)
             row["extra_bytes"] = clock.extra_bytes(function, before=case.clear)
             row["ratio"] = row["ms"] / products[limit]
-        except Exception as error:  # noqa: BLE001, a peer that does not run here must not cost the table
+        except Exception as error:  # noqa: BLE001, one failing variant must not end the benchmark
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:150]
         case.clear()
@@ -308,7 +308,7 @@ def line(row):
 
 
 def ceilings(clock):
-    """TFLOP/s of a large bf16 product and TB/s of a large copy, for those who compare machines."""
+    """Return TFLOP/s of a large bf16 product and TB/s of a large copy, to compare machines."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(2**30, device="cuda")
     target = torch.empty_like(source)
@@ -317,7 +317,7 @@ def ceilings(clock):
 
 
 def verdict(rows):
-    """What the goals say of the default variants: 1.5x of four products, 1.6x of three, under 3 GB."""
+    """Yield whether the default variants meet the goals: 1.5x of four products, 1.6x of three, under 3 GB."""
     found = {row["name"]: row for row in rows}
     for name, most in (("ours, any gradient", 1.5), ("ours, token loss", 1.6)):
         row = found[name]
@@ -326,8 +326,8 @@ def verdict(rows):
             continue
         extra = row["extra_bytes"]
         met = row["ratio"] <= most and (extra is None or extra < 3e9)
-        held = "" if extra is None else f", {extra / 1e9:.2f} GB extra (goal under 3)"
-        yield f"{name}: {row['ratio']:.2f}x of {row['limit']} (goal {most}){held}: {'met' if met else 'NOT met'}"
+        memory = "" if extra is None else f", {extra / 1e9:.2f} GB extra (goal under 3)"
+        yield f"{name}: {row['ratio']:.2f}x of {row['limit']} (goal {most}){memory}: {'met' if met else 'NOT met'}"
     chunks = [row for row in rows if row["name"].startswith("ours, ") and "ratio" in row]
     for limit in ("four products", "three products"):
         fits = [row for row in chunks if row["limit"] == limit and (row["extra_bytes"] or 0) < 3e9]
@@ -345,8 +345,8 @@ def arguments(argv):
     parser.add_argument("--hidden", type=int, default=1024 if cuda else 128)
     parser.add_argument("--vocab", type=int, default=151936 if cuda else 8192)
     parser.add_argument("--chunks", type=int, nargs="*", default=[2048, 4096, 5504, 8192] if cuda else [128])
-    parser.add_argument("--kept", type=int, default=50, help="tokens that restricted sampling leaves at each position")
-    parser.add_argument("--seconds", type=float, default=0.8, help="for which each variant is repeated")
+    parser.add_argument("--kept", type=int, default=50, help="size of the kept set at each position")
+    parser.add_argument("--seconds", type=float, default=0.8, help="seconds to repeat each variant")
     parser.add_argument("--out", type=Path, help="JSON file for all numbers")
     return parser.parse_args(argv)
 

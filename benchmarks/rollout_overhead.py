@@ -1,8 +1,8 @@
-"""Our way to an SGLang server beside SGLang's own: the same requests one by one through the client, and in one batch.
+"""Compare Plasmid's client for SGLang, one call per request, with a single batched call.
 
     python benchmarks/rollout_overhead.py recipes/smollm2-sums-sglang-cpu.toml --requests 32 --new-tokens 64
 
-The batch is a single call of SGLang's /generate, so its tokens cross HTTP once. Both use one server, in turns.
+The batch is a single call of SGLang's /generate, so its tokens cross HTTP once. Both alternate on one server.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from plasmid_runtime.lifecycle.startup import start_processes
 
 
 def make_requests(count, prompt_tokens, new_tokens, turn):
-    """Prompts of random tokens; nothing stops a completion, so both ways draw the same number of tokens."""
+    """Create prompts of random tokens; nothing stops a completion, so both methods sample equally many tokens."""
     random = np.random.default_rng(turn)
     return [
         GenerateRequest(
@@ -51,7 +51,7 @@ async def by_batch(engine, requests):
 
 
 async def measure(config, folder, arguments):
-    """Tokens a second of each way in each round."""
+    """Return the tokens per second of each method and round."""
     parts = await start_processes(
         config, open_cluster(log_dir=folder / "logs"), folder, with_trainer=False, with_engine=True
     )

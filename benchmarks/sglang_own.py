@@ -1,7 +1,7 @@
-"""What SGLang's own weight update takes for the same tensors: broadcast to it, with no checksums and nothing to gather.
+"""Measure SGLang's own weight update for the same tensors: a broadcast without checksums and gathering.
 
 `POST /update_weights_from_distributed`, one call per bucket in SGLang's format "flattened_bucket", while rank 0 of the
-group that SGLang joins broadcasts the bytes, which lie ready. From the first call to the last answer.
+group broadcasts the prepared bytes. Timed from the first call to the last response.
 """
 
 import json
@@ -27,9 +27,9 @@ GROUP = "benchmark"
 
 
 def own_update_ms(url, folder, *, sizes, device, has_sessions):
-    """Medians by bucket size, for the weights in a folder and a server of one process that must be idle.
+    """Return the medians by bucket size for the weights in a folder; the server must have one process and be idle.
 
-    With sessions (0.5.23) an update stands between two more calls, which are not timed.
+    With sessions (0.5.23) an update is enclosed by two more calls, which are not timed.
     """
     with tempfile.TemporaryDirectory() as answers:
         answer = Path(answers, "ms.json")
@@ -38,7 +38,7 @@ def own_update_ms(url, folder, *, sizes, device, has_sessions):
 
 
 def _send(_, url, folder, sizes, device, has_sessions, answer):
-    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang has it
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as in SGLang
     session = requests.Session()
 
     def post(path, body):
@@ -64,7 +64,7 @@ def _send(_, url, folder, sizes, device, has_sessions, answer):
 
 
 def _join(post, backend):
-    """Meet the server in a group, as rank 0."""
+    """Join a process group with the server, as rank 0."""
     from sglang.srt.utils.common import init_custom_process_group
 
     host = "127.0.0.1"
@@ -86,14 +86,14 @@ def _join(post, backend):
 
 
 def _flat(bucket, tensors):
-    """The request for a bucket, and its bytes one tensor after another."""
+    """Return the request for a bucket, and its concatenated bytes."""
     about = {"names": bucket.names, "shapes": bucket.shapes, "dtypes": bucket.dtypes}
     flat = torch.cat([tensors[name].flatten().view(torch.uint8) for name in bucket.names])
     return about | {"group_name": GROUP, "load_format": "flattened_bucket", "flush_cache": False}, flat
 
 
 def _update(pool, post, group, buckets):
-    """Seconds of one update."""
+    """Run one update; return its seconds."""
     began = time.perf_counter()
     for request, flat in buckets:
         asked = pool.submit(post, "/update_weights_from_distributed", request)

@@ -1,10 +1,31 @@
-"""Tokens a second of the trainer through `rl train`, beside what the same GPU reaches without it, in one run.
+"""Measure the trainer's tokens per second in `rl train`, and the ceiling of the same GPU without it.
 
     python benchmarks/random_qwen3.py 0.6b models/qwen3-0.6b-random
     python benchmarks/trainer.py models/qwen3-0.6b-random --rows short --out benchmarks/results/trainer-h200.json
 
-The product trains on demonstrations (`algorithm.kind = "sft"`), so no engine runs: forward, backward and optimizer of
-whole batches, prompt tokens counted, over the seconds that the driver waits for the trainer (`perf/train_s`). The
+With ``--lora RANK`` an adapter is trained after the weights, with the same recipe. With ``--sync`` only weight syncs of
+both kinds to engine `hf` on the same device are timed. A 4B shape on one H200, in about three minutes:
+
+    python benchmarks/random_qwen3.py 4b /tmp/qwen3-4b --device cuda --dtype bfloat16
+    python benchmarks/trainer.py /tmp/qwen3-4b --samples 64 --steps 3 --no-ceilings --lora 16 --out lora-h200.json
+    python benchmarks/trainer.py /tmp/qwen3-4b --no-ceilings --lora 16 --sync --out lora-sync-h200.json
+
+With ``--loop`` a mixture of experts is trained by `fsdp` a second time, one expert after another. Six layers of a
+Qwen3-30B-A3B and a dense model of equal active size on one H200:
+
+    python benchmarks/random_qwen3.py 30b-a3b /tmp/a3b --layers 6 --device cuda --dtype bfloat16
+    python benchmarks/random_qwen3.py 30b-a3b-dense /tmp/a3b-dense --layers 6 --device cuda --dtype bfloat16
+    python benchmarks/trainer.py /tmp/a3b --samples 64 --steps 3 --no-ceilings --loop --out experts-h200.json
+    python benchmarks/trainer.py /tmp/a3b-dense --samples 64 --steps 3 --no-ceilings --out experts-h200.json
+
+With ``--profile FOLDER`` one more batch is profiled, and its table is printed. Trainer `megatron` beside `fsdp`:
+
+    python benchmarks/trainer.py MODEL --no-ceilings --trainer fsdp --profile /tmp/profiles
+    python benchmarks/trainer.py MODEL --no-ceilings --trainer megatron --profile /tmp/profiles
+    python benchmarks/trainer.py MODEL --no-ceilings --trainer megatron --set trainer.compile=false
+
+`rl train` trains on demonstrations (`algorithm.kind = "sft"`), so no engine runs: forward, backward and optimizer of
+whole batches, including prompt tokens, over the seconds that the driver waits for the trainer (`perf/train_s`). The
 ceilings (`benchmarks/trainer_ceiling.py`) train on samples of the same lengths. The share of the peak counts 6 flops
 for each weight and token and 3.5 times the products of causal attention, against a measured matrix product.
 """
@@ -25,12 +46,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 import trainer_ceiling as ceiling
 
 TEMPLATE_TOKENS = 4
-"""What the chat template of `plasmid_models.testing` adds to a demonstration of two messages."""
+"""Number of tokens that the chat template of `plasmid_models.testing` adds to a demonstration of two messages."""
+RECOMPUTE = {
+    "fsdp": ["trainer.activation_checkpointing=true"],
+    "megatron": [
+        'trainer.transformer.recompute_granularity="full"',
+        'trainer.transformer.recompute_method="uniform"',
+        "trainer.transformer.recompute_num_layers=1",
+    ],
+}
+"""Settings of each trainer for recomputation of every layer."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def write_demonstrations(path, lengths):
-    """Chats of one question and one answer that have the given numbers of tokens: a character is one token."""
+    """Write chats of one question and one answer with these numbers of tokens (one per character)."""
     draw = random.Random(0)
     with path.open("w") as file:
         for length in lengths:
@@ -43,10 +73,11 @@ def write_demonstrations(path, lengths):
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def product(args, folder, extra=()):
-    """Seconds, tokens and memory of each batch of `rl train`."""
+def product(args, folder, extra=(), name="full"):
+    """Run `rl train`; return seconds, tokens and memory of each batch."""
+    folder.mkdir()
     lengths = ceiling.sample_lengths(args.rows, args.samples)
-    batches = args.steps + 2
+    batches = args.steps + 2 + bool(args.profile)
     write_demonstrations(folder / "rows.jsonl", lengths * batches)
     run = folder / "run"
     settings = [
@@ -58,7 +89,7 @@ def product(args, folder, extra=()):
         f'trainer.kind="{args.trainer}"',
         f'trainer.dtype="{args.dtype}"',
         f"trainer.microbatch_tokens={args.tokens}",
-        "trainer.lr=1e-6",
+        *([] if extra else ["trainer.lr=1e-6"]),
         f'run.dir="{run}"',
         f"run.batches={batches}",
         f"run.prompts_per_batch={args.samples}",
@@ -67,21 +98,22 @@ def product(args, folder, extra=()):
         "checkpoint.export=false",
         f'placement.device="{args.device}"',
         f"placement.trainer_ranks={args.ranks}",
-        *(["trainer.activation_checkpointing=true"] if args.recompute else []),
+        *(RECOMPUTE[args.trainer] if args.recompute else []),
+        *([f"run.profile=[{batches}]"] if args.profile else []),
         *args.set,
         *extra,
     ]
-    recipe = folder / "recipe.toml"
-    recipe.write_text("\n".join(settings) + "\n")
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "plasmid_cli", "train", recipe], capture_output=True, text=True)
-    if done.returncode:
-        return {"name": f"rl train, {args.trainer}", "error": (done.stdout + done.stderr)[-2000:]}
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line)["metrics"] for line in lines][2:]
+    name = f"rl train, {args.trainer}" + ("" if name == "full" else f", {name}")
+    rows = train(folder, run, settings)
+    if isinstance(rows, str):
+        return {"name": name, "error": rows}
+    if args.profile:
+        keep_profile(run, args, name)
+    rows = rows[2 : args.steps + 2]
     seconds = statistics.median(row["perf/train_s"] for row in rows)
     return {
-        "name": f"rl train, {args.trainer}",
+        "name": name,
         "rows": args.rows,
         "recompute": args.recompute,
         "settings": [*args.set, *extra],
@@ -94,14 +126,86 @@ def product(args, folder, extra=()):
     }
 
 
+def keep_profile(run, args, name):
+    """Copy the profile of the last batch, and print the operations that took most time."""
+    args.profile.mkdir(parents=True, exist_ok=True)
+    for file in sorted((run / "profiles").iterdir()):
+        kept = args.profile / f"{name.replace(', ', '-').replace(' ', '-')}-{args.rows}-{file.name}"
+        kept.write_bytes(file.read_bytes())
+        if file.suffix == ".txt":
+            print(f"\n{kept}")
+            print(*(row.rstrip() for row in kept.read_text().splitlines()), sep="\n")
+
+
+def train(folder, run, settings):
+    """Return the metrics of each batch of a run, or the end of its output if it failed."""
+    recipe = folder / "recipe.toml"
+    recipe.write_text("\n".join(settings) + "\n")
+    done = subprocess.run([sys.executable, "-m", "plasmid_cli", "train", recipe], capture_output=True, text=True)
+    if done.returncode:
+        return (done.stdout + done.stderr)[-2000:]
+    return [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def syncs(args, folder, extra=(), name="full"):
+    """Return bytes and seconds of the weight syncs of a short run with engine `hf`, without the first two."""
+    folder.mkdir()
+    run = folder / "run"
+    with (folder / "rows.jsonl").open("w") as file:
+        file.writelines(json.dumps({"prompt": f"{i} + 1 = ", "target": i + 1}) + "\n" for i in range(16))
+    settings = [
+        f'model.path="{args.model}"',
+        f'data.path="{folder}/rows.jsonl"',
+        'algorithm.kind="grpo"',
+        f'trainer.kind="{args.trainer}"',
+        f'trainer.dtype="{args.dtype}"',
+        'rollout.kind="hf"',
+        f'rollout.dtype="{args.dtype}"',
+        'rewards=[{kind="number"}]',
+        "sampling.max_new_tokens=4",
+        f'run.dir="{run}"',
+        "run.batches=4",
+        "run.prompts_per_batch=2",
+        "run.samples_per_prompt=2",
+        "run.warn_mismatch=0",
+        "checkpoint.at_end=false",
+        "checkpoint.export=false",
+        f'placement.device="{args.device}"',
+        "placement.colocated=true",
+        *args.set,
+        *extra,
+    ]
+    rows = train(folder, run, settings)
+    name = f"weight sync to hf, {name}"
+    if isinstance(rows, str):
+        return {"name": name, "error": rows}
+    rows = [row for row in rows if "sync/bytes" in row][1:]
+    return {
+        "name": name,
+        "sync_bytes": statistics.median(row["sync/bytes"] for row in rows),
+        "sync_s": statistics.median(row["sync/transfer_s"] for row in rows),
+    }
+
+
+def with_loop(model, folder):
+    """Return a copy of the model folder, by hard links, whose config makes transformers loop over experts."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).hardlink_to(file)
+    config = json.loads((model / "config.json").read_text()) | {"experts_implementation": "eager"}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def peak_gib(rows):
-    """Most that the allocator of a trainer's rank held; None on a CPU."""
+    """Return the peak allocation of a trainer rank; None on a CPU."""
     peaks = [value for row in rows for key, value in row.items() if key.endswith("gpu_peak_gb")]
     return max(peaks) * 1e9 / 2**30 if peaks else None
 
 
 def peak_flops(device):
-    """Flops a second of a large bf16 product of random matrices; None on a CPU."""
+    """Return the FLOP/s of a large bf16 product of random matrices; None on a CPU."""
     if device != "cuda":
         return None
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -117,19 +221,24 @@ def peak_flops(device):
     return 2 * 8192**3 / statistics.median(times[3:])
 
 
-def step_flops(model, lengths):
-    """Flops of forward and backward, without what is computed twice."""
+def step_flops(model, lengths, *, lora=False):
+    """Return the FLOPs of forward and backward, without recomputation; of experts, those that a token is routed to.
+
+    With an adapter there are no gradients of weights; its own products are not counted.
+    """
     config = json.loads((model / "config.json").read_text())
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     attention = 2 * heads * size + 2 * config["num_key_value_heads"] * size
-    weights = layers * hidden * (attention + 3 * config["intermediate_size"]) + hidden * config["vocab_size"]
+    routed = config.get("num_experts_per_tok", 0)
+    inner = routed * config["moe_intermediate_size"] if routed else config["intermediate_size"]
+    weights = layers * hidden * (attention + 3 * inner + config.get("num_experts", 0)) + hidden * config["vocab_size"]
     quadratic = 3.5 * 2 * layers * heads * size * sum(length**2 for length in lengths)
-    return 6 * weights * sum(lengths) + quadratic
+    return (4 if lora else 6) * weights * sum(lengths) + quadratic
 
 
 def ceilings(args, folder):
-    """Every variant in a process of its own, so that none inherits memory or compiled graphs."""
+    """Measure every variant in a separate process, so that none inherits memory or compiled graphs."""
     out = folder / "ceilings.jsonl"
     options = ["--rows", args.rows, "--samples", args.samples, "--tokens", args.tokens, "--steps", args.steps]
     options += ["--device", args.device, "--dtype", args.dtype, "--out", out]
@@ -140,6 +249,8 @@ def ceilings(args, folder):
 
 
 def line(row, best):
+    if "sync_s" in row:
+        return f"| {row['name']}: {row['sync_bytes'] / 2**20:,.1f} MiB | | | | | {row['sync_s']:.3f} |"
     if "error" in row:
         return f"| {row['name']} | failed: {row['error'].strip().splitlines()[-1][:120]} | | | | |"
     share = "" if row.get("share_of_peak") is None else f"{row['share_of_peak']:.2f}"
@@ -155,7 +266,7 @@ def arguments(argv=None):
     cuda = torch.cuda.is_available()
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", choices=ceiling.KINDS, default="short")
-    parser.add_argument("--samples", type=int, default=256, help="samples of one batch, of one optimizer step")
+    parser.add_argument("--samples", type=int, default=256, help="samples of one batch (one optimizer step)")
     parser.add_argument("--tokens", type=int, default=16384, help="largest microbatch")
     parser.add_argument("--steps", type=int, default=4, help="steps measured, after two (product) or one (ceilings)")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing of every layer")
@@ -166,9 +277,13 @@ def arguments(argv=None):
         "--variant", action="append", choices=ceiling.VARIANTS, help="ceilings to measure; all by default"
     )
     parser.add_argument("--no-ceilings", action="store_true")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of this rank, too")
+    parser.add_argument("--loop", action="store_true", help="train one expert after another, too (trainer fsdp)")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="profile one more batch; keep its files here")
+    parser.add_argument("--sync", action="store_true", help="time weight syncs to engine hf instead of training")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
-    parser.add_argument("--out", type=Path, help="JSON file; the rows of this call are added to it")
+    parser.add_argument("--out", type=Path, help="JSON file to add the rows to")
     args = parser.parse_args(argv)
     args.variant = [] if args.no_ceilings else args.variant or list(ceiling.VARIANTS)
     args.model = args.model.absolute()
@@ -178,11 +293,19 @@ def arguments(argv=None):
 def main(argv=None):
     args = arguments(argv)
     peak, lengths = peak_flops(args.device), ceiling.sample_lengths(args.rows, args.samples)
-    with tempfile.TemporaryDirectory() as name:
-        rows = [*ceilings(args, Path(name)), product(args, Path(name))]
+    with tempfile.TemporaryDirectory(dir=args.model.parent if args.loop else None) as name:
+        measure, folder = syncs if args.sync else product, Path(name)
+        rows = [*ceilings(args, folder), measure(args, folder / "full")]
+        if args.lora:
+            # scale 1, and a learning rate that moves the matrices
+            adapter = [f"trainer.lora.rank={args.lora}", f"trainer.lora.alpha={args.lora}.0", "trainer.lr=1e-5"]
+            rows.append(measure(args, folder / "lora", adapter, f"lora rank {args.lora}"))
+        if args.loop:
+            looped = argparse.Namespace(**vars(args) | {"model": with_loop(args.model, folder / "model")})
+            rows.append(measure(looped, folder / "loop", name="one expert after another"))
     for row in rows:
         if peak and "step_s" in row:
-            row["share_of_peak"] = step_flops(args.model, lengths) / row["step_s"] / peak
+            row["share_of_peak"] = step_flops(args.model, lengths, lora="lora" in row["name"]) / row["step_s"] / peak
     best = max((row["tokens_per_s"] for row in rows if "tokens_per_s" in row), default=1.0)
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"\n{where}, torch {torch.__version__}, {args.model.name}, rows {args.rows}, {sum(lengths)} tokens a step")

@@ -1,8 +1,8 @@
-"""What one GPU can train: forward, backward and AdamW of a Hugging Face model without Plasmid's trainer.
+"""Measure the training ceiling of one GPU: forward, backward and AdamW of a Hugging Face model without Plasmid.
 
-Every variant takes the same samples. Packed variants lay whole samples in one row of up to ``--tokens`` tokens: linear
-layers see no padding, and attention keeps samples apart by ``varlen_attn`` or by cuDNN over buckets of similar length.
-Padded variants are what `transformers` users have: samples of similar length in one padded batch. All use the same head
+All variants train on the same samples. Packed variants concatenate samples to rows of up to ``--tokens`` tokens: linear
+layers process no padding, and attention separates samples with ``varlen_attn`` or cuDNN over buckets of similar length.
+Padded variants put samples of similar length into one padded batch, as usual with `transformers`. All use the same head
 (`plasmid_training.head.logprobs`), so that they differ in the decoder only.
 """
 
@@ -22,11 +22,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 KINDS = ("short", "8k", "16k")
 PROMPT = 115
-"""Tokens of every short sample's prompt."""
+"""Prompt tokens of every short sample."""
 
 
 def sample_lengths(kind, count, seed=1):
-    """Tokens of each sample: a prompt and a log-normal completion (mean about 375 in all), or rows of one length."""
+    """Return the tokens of each sample: prompt and log-normal completion (mean about 375), or one fixed length."""
     if kind != "short":
         return [int(kind.removesuffix("k")) * 1024] * count
     draw = random.Random(seed)
@@ -34,7 +34,7 @@ def sample_lengths(kind, count, seed=1):
 
 
 def pack(lengths, budget):
-    """Samples in rows of at most ``budget`` tokens, first fit; a longer sample has a row of its own."""
+    """Pack samples into rows of at most ``budget`` tokens (first fit); a longer sample gets its own row."""
     rows = []
     for length in sorted(lengths, reverse=True):
         row = next((row for row in rows if sum(row) + length <= budget), None)
@@ -46,7 +46,7 @@ def pack(lengths, budget):
 
 
 def pad_rows(lengths, budget):
-    """Samples in padded batches of at most ``budget`` tokens, padding included."""
+    """Split samples into padded batches of at most ``budget`` tokens, including padding."""
     rows = []
     for length in sorted(lengths, reverse=True):
         if rows and rows[-1][0] * (len(rows[-1]) + 1) <= budget:
@@ -61,11 +61,11 @@ class Bucket:
     """Samples of similar length as a dense block [samples, width]."""
 
     places: torch.Tensor
-    """[samples, width] token of the packed row; any token for padding, which causal attention never looks at."""
+    """[samples, width] token of the packed row; any token for padding, which causal attention ignores."""
 
 
 def buckets_of(lengths, device, ratio=1.25):
-    """Blocks in which the longest sample has at most ``ratio`` times the tokens of the shortest."""
+    """Create blocks whose longest sample has at most ``ratio`` times the tokens of the shortest."""
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups, result = [], []
@@ -91,7 +91,7 @@ def buckets_of(lengths, device, ratio=1.25):
 
 
 class Gather(torch.autograd.Function):
-    """Rows of ``x`` at ``index``; the gradient of a row is the sum over ``back``, so nothing is added atomically."""
+    """Rows of ``x`` at ``index``; the backward pass sums over ``back`` instead of adding atomically."""
 
     @staticmethod
     def forward(ctx, x, index, back):
@@ -105,7 +105,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """The way back: rows of the dense blocks to the packed row; padding has gradient 0."""
+    """Inverse of `Gather`: dense blocks to the packed row; padding has gradient 0."""
 
     @staticmethod
     def forward(ctx, x, inverse):
@@ -122,7 +122,7 @@ class Scatter(torch.autograd.Function):
 
 
 def varlen_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0, **kw):
-    """[1, T, h, d] of packed samples, by torch's FlashAttention-2 kernels."""
+    """Compute [1, T, h, d] for packed samples with torch's FlashAttention-2 kernels."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
@@ -134,7 +134,7 @@ def varlen_attention(module, q, k, v, attention_mask=None, scaling=None, dropout
 
 
 def bucket_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0, **kw):
-    """The same by dense attention over buckets of similar length."""
+    """Compute the same with dense attention over buckets of similar length."""
     buckets, inverse = kw["buckets"], kw["inverse"]
     return _bucketed(q, k, v, scaling, buckets, inverse, kw["backend"])[None], None
 
@@ -193,7 +193,7 @@ class Model:
         self.lm.train()
 
     def microbatch(self, lengths, total):
-        """Forward and backward of one microbatch; ``total`` is the step's number of tokens."""
+        """Run forward and backward of one microbatch; ``total`` is the step's number of tokens."""
         padded = self.attention == "sdpa"
         hidden, targets = (self._padded if padded else self._packed)(lengths)
         temperatures = torch.ones(len(targets), device=targets.device)
@@ -224,7 +224,7 @@ class Model:
         return hidden[mask], ids.roll(-1, 1)[mask]
 
     def update(self):
-        """Clip, one AdamW step on the masters, and the new weights."""
+        """Clip gradients, take an AdamW step on the master weights, and update the weights."""
         grads = [p.grad.float() for p in self.parameters]
         norm = torch.stack(torch._foreach_norm(grads)).norm()
         torch._foreach_mul_(grads, torch.clamp(1.0 / norm, max=1.0))
@@ -256,7 +256,7 @@ def synchronize(device):
 
 
 def measure(name, args):
-    """Tokens a second of whole steps: all microbatches and the update; and where the time of one step went."""
+    """Return the tokens per second of whole steps, including the update, and a profile of one step."""
     attention, options = VARIANTS[name]
     args.backend = BACKENDS.get(name, SDPBackend.MATH) if args.device == "cuda" else SDPBackend.MATH
     lengths = sample_lengths(args.rows, args.samples)
@@ -302,14 +302,14 @@ def measure(name, args):
 
 
 def graphs():
-    """Graphs that the compiler made in this process."""
+    """Return the number of compiled graphs in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"].get("unique_graphs", 0))
 
 
 def profile(step):
-    """Milliseconds of GPU time of one step by kernel, the ten largest and the rest."""
+    """Return the GPU milliseconds of one step by kernel: the ten largest and the rest."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -332,7 +332,7 @@ def arguments(argv=None):
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing of every layer")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
-    parser.add_argument("--out", type=Path, help="file to which one JSON line a variant is added")
+    parser.add_argument("--out", type=Path, help="file to add one JSON line per variant to")
     return parser.parse_args(argv)
 
 
@@ -341,7 +341,7 @@ def main(argv=None):
     for name in args.variant or VARIANTS:
         try:
             row = measure(name, args)
-        except Exception as error:  # noqa: BLE001, a variant that does not run here must not cost the others
+        except Exception as error:  # noqa: BLE001, one failing variant must not end the benchmark
             row = {"name": name, "rows": args.rows, "error": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps({k: v for k, v in row.items() if k != "profile"}), flush=True)
         if args.out:

@@ -1,13 +1,13 @@
-"""Weight sync by a recipe's own trainer and engine: pause, transfer with checksums, resume, and the canary apart.
+"""Measure weight syncs of a recipe's trainer and engine: pause, transfer with checksums, resume, and canary.
 
     python benchmarks/weight_sync.py recipes/smollm2-sums-sglang-cpu.toml --syncs 5
     python benchmarks/weight_sync.py RECIPE placement.device=cuda placement.colocated=true rollout.read_back_every=0 \\
         --bucket-mib 64 256 1024
 
-Nothing is trained; the weights that are sent are those of the model's folder. Times are medians, after one sync with
-each size of buckets that counts for nothing (groups are joined and memory is taken in it). The phases are what both
-sides say of themselves and overlap. In the same run, afterwards, the limit: the same bytes copied on the GPU, or
-broadcast between two processes with nothing else to do, and SGLang's own update over a broadcast.
+Nothing is trained; the weights are those of the model's folder. Times are medians, after one warm-up sync per bucket
+size (it joins groups and allocates memory). The phases are reported by both sides and overlap. The same run then
+measures the limit: copying the same bytes on the GPU or broadcasting them between two processes, and SGLang's own
+update.
 """
 
 import argparse
@@ -20,16 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from plasmid import load_config
+from plasmid.components import CanaryPlan
 from plasmid_runtime.cluster import open_cluster
 from plasmid_runtime.lifecycle.startup import start_processes
+from plasmid_runtime.loop.call_limits import CallLimits
 from plasmid_runtime.loop.canary import Canary
-from plasmid_runtime.loop.weight_sync import transfer
+from plasmid_runtime.loop.device_scheduler import transfer
 from sglang_own import own_update_ms
 from wire_limit import broadcast_ms, copy_ms
 
 
-class Sized:
-    """An engine that is sent its weights in buckets of another size."""
+class BucketSizeOverride:
+    """An engine that receives weights in buckets of another size."""
 
     def __init__(self, engine, bucket_bytes):
         self._engine, self._bucket_bytes = engine, bucket_bytes
@@ -46,16 +48,16 @@ def say(progress):
 
 
 async def measure(config, folder, syncs, sizes):
-    """By bucket size: seconds of each phase of each sync, the last receipt, and the canary's difference.
+    """Return by bucket size the seconds of each phase of each sync, the last receipt, and the canary's difference.
 
-    And what SGLang's own update takes, in ms, by bucket size, where it was timed.
+    Also returns the milliseconds of SGLang's own update by bucket size, if it was timed.
     """
     parts = await start_processes(
         config, open_cluster(log_dir=folder / "logs"), folder, with_trainer=True, with_engine=True
     )
     trainer, engine = parts.trainer, parts.engine
-    limit_s = config.run.sync_timeout_s
-    canary = Canary(engine, trainer, tolerance=1.0, copies=config.placement.trainer_ranks, limit_s=limit_s)
+    limit_s, limits = config.run.sync_timeout_s, CallLimits(config.run)
+    canary = Canary(engine, trainer, CanaryPlan(tolerance=1.0), copies=config.placement.trainer_ranks, limit_s=limit_s)
     found, version = {}, 0
     try:
         say("the trainer and the engine have started")
@@ -65,7 +67,8 @@ async def measure(config, folder, syncs, sizes):
                 begun = time.perf_counter()
                 await engine.pause(engine.pause_mode)
                 paused = time.perf_counter()
-                receipt = await transfer(trainer, Sized(engine, size), version=version, timeout_s=limit_s)
+                sized = BucketSizeOverride(engine, size)
+                receipt = await transfer(trainer, sized, version=version, timeout_s=limit_s, limits=limits)
                 sent = time.perf_counter()
                 await engine.resume()
                 resumed = time.perf_counter()
@@ -86,7 +89,7 @@ async def measure(config, folder, syncs, sizes):
 
 
 def own_updates(config, engine, sizes):
-    """What SGLang's own update takes, by bucket size. Only of one server with one process."""
+    """Return the milliseconds of SGLang's own update by bucket size; only for one server with one process."""
     servers = engine.members.running()
     if len(servers) > 1 or servers[0].abilities.ranks > 1:
         return {}
@@ -112,8 +115,8 @@ def show(size, times, receipt, difference, limit):
 
 
 def limit_of(config, receipt, own):
-    """What the bytes take at least, in words."""
-    others = f"; SGLang's own update of weights that lie ready takes {own:.1f} ms" if own else ""
+    """Describe the minimum time for these bytes."""
+    others = f"; SGLang's own update of prepared weights takes {own:.1f} ms" if own else ""
     if config.placement.device != "cuda":
         return others
     sizes = [bucket.num_bytes for bucket in receipt.buckets]
@@ -127,7 +130,7 @@ def main():
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", help="key=value, as for rl train")
     parser.add_argument("--syncs", type=int, default=10)
-    parser.add_argument("--bucket-mib", type=int, nargs="+", help="sizes to try; rollout.bucket_bytes unless given")
+    parser.add_argument("--bucket-mib", type=int, nargs="+", help="bucket sizes; rollout.bucket_bytes by default")
     arguments = parser.parse_args()
     config = load_config(arguments.recipe, arguments.overrides)
     sizes = [size << 20 for size in arguments.bucket_mib or ()] or [config.rollout.bucket_bytes]

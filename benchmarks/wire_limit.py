@@ -1,4 +1,4 @@
-"""The least that moving bytes takes on this machine: a copy on one GPU, a broadcast between two."""
+"""Measure the minimum time for moving bytes: a copy on one GPU, a broadcast between two."""
 
 import os
 import statistics
@@ -12,7 +12,7 @@ ROUNDS = 7
 
 
 def copy_ms(sizes):
-    """Median time for copying buffers of these sizes on GPU 0, one after the other."""
+    """Return the median time for copying buffers of these sizes on GPU 0, one after the other."""
     pairs = [
         (torch.ones(n, dtype=torch.uint8, device="cuda"), torch.empty(n, dtype=torch.uint8, device="cuda"))
         for n in sizes
@@ -26,7 +26,7 @@ def copy_ms(sizes):
 
 
 def broadcast_ms(sizes):
-    """Median time for sending buffers of these sizes from GPU 0 to GPU 1 by NCCL, one after the other."""
+    """Return the median time for sending buffers of these sizes from GPU 0 to GPU 1 by NCCL, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_member, args=(sizes, os.path.join(folder, "store"), os.path.join(folder, "ms")), nprocs=2)
         with open(os.path.join(folder, "ms"), encoding="ascii") as file:

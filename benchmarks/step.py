@@ -1,0 +1,207 @@
+"""The whole synchronous step of a run, split, beside the sum of its phases measured apart.
+
+    python benchmarks/step.py --tiny --out benchmarks/results/step-cpu.json
+    python benchmarks/step.py benchmarks/gpu/qwen3-random.toml --device cuda --prompt-tokens 125 --new-tokens 256
+
+The recipe runs three times: whole; with its engine alone (``rl train --rollouts-only``); and with its trainer alone, on
+the samples of the first run (``--replay``). Then trainer and engine are started once more, and only weights are sent.
+Figures are medians over the batches but the first ``--skip``, of the metrics that every run writes. With
+``--trl-python`` TRL's `GRPOTrainer`, with `transformers` as its engine, samples and trains as many tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # the benchmark of `make train`, also when this file is loaded by a test
+
+import cpu_step
+from plasmid_cli.commands.arguments import load
+from plasmid_models.tokenization.tokenizer import Tokenizer
+from plasmid_runtime.cluster import open_cluster
+from plasmid_runtime.lifecycle.startup import start_processes
+from plasmid_runtime.loop.call_limits import CallLimits
+from plasmid_runtime.loop.device_scheduler import transfer
+from plasmid_runtime.planning.offload import with_offload
+
+MOVES = ("pause", "sleep", "onload", "wake", "offload", "resume")
+TINY = {
+    "run": {"prompts_per_batch": 4, "samples_per_prompt": 4},
+    "sampling": {"stop": []},
+    "trainer": {"kind": "fsdp"},
+    "rollout": {"kind": "hf"},
+    "algorithm": {"kind": "grpo"},
+    "rewards": [{"kind": "random"}],
+    "checkpoint": {"at_end": False, "export": False},
+}
+
+
+def prepare(args, folder):
+    """Recipes and overrides of all runs: the user's, with prompts of ``--prompt-tokens`` tokens."""
+    if args.tiny:
+        from plasmid_models.testing import make_tiny_model
+
+        model = make_tiny_model(folder / "model", family="qwen3")
+        recipe = folder / "tiny.toml"
+        tables = TINY | {"model": {"path": str(model)}}
+        recipe.write_text("\n".join(f"{name} = {inline(value)}" for name, value in tables.items()) + "\n")
+        args.items = [str(recipe), *args.items]
+    data = folder / "prompts.jsonl"
+    data.write_text('{"prompt": "a", "target": 1}\n')
+    items = [*args.items, f'data.path="{data}"', "eval=[]", "trackers=[]"]
+    items += [f"run.batches={args.batches}", "run.max_staleness=0", f"sampling.max_new_tokens={args.new_tokens}"]
+    items += [f'placement.device="{args.device}"', f'recipe="step-{args.device}"']
+    config, _ = with_offload(load(items, []))
+    rows = [prompt_of(Tokenizer.of(config.model), args.prompt_tokens, number) for number in range(64)]
+    data.write_text("".join(json.dumps({"prompt": text, "target": 1}) + "\n" for text in rows))
+    return items, config, data
+
+
+def inline(value):
+    """A TOML value on one line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {inline(item)}" for name, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return json.dumps(value)
+
+
+def prompt_of(tokenizer, count, number):
+    """A text of ``count`` tokens that no other number has."""
+    words = f"{number}"
+    while len(tokenizer.encode(words)) < count:
+        words += " a"
+    return words
+
+
+def run(items, folder, name, *options):
+    """Medians of the metrics of one run of the recipe."""
+    command = [sys.executable, "-m", "plasmid_cli", "train", *items, f'run.dir="{folder / name}"', *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return [json.loads(line)["metrics"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def median(rows, *names):
+    """Median over the batches of the sum of these metrics; a metric that a batch lacks counts as 0."""
+    return statistics.median(sum(row.get(name, 0.0) for name in names) for row in rows)
+
+
+def split(rows):
+    """Seconds of the parts of a whole step, whose sum is the step."""
+    found = {name: median(rows, f"perf/{name}_s") for name in ("sample", "score", "train")}
+    found["transfer"] = median(rows, "sync/transfer_s")
+    found |= {name: median(rows, f"perf/{name}_s") for name in MOVES}
+    found["step"] = median(rows, "perf/batch_s")
+    found["rest"] = found["step"] - sum(value for name, value in found.items() if name != "step")
+    return found
+
+
+async def sync_alone(config, folder, count):
+    """Median seconds of a weight sync between a trainer and an engine that do nothing else."""
+    place, limits = config.placement, CallLimits(config.run)
+    cluster = open_cluster(log_dir=folder / "logs")
+    parts = await start_processes(config, cluster, folder, with_trainer=True, with_engine=True)
+    times = []
+    try:
+        for version in range(count + 1):
+            await parts.engine.pause(parts.engine.pause_mode)
+            if place.offload_engine:
+                await parts.engine.sleep(keep_weights=False)
+                await parts.engine.wake(kv_cache=False)
+            receipt = await transfer(
+                parts.trainer, parts.engine, version=version, timeout_s=config.run.sync_timeout_s, limits=limits
+            )
+            times.append(receipt.seconds)
+            if place.offload_engine:
+                await parts.trainer.offload()
+                await parts.engine.wake(kv_cache=True)
+                await parts.trainer.onload()
+            await parts.engine.resume()
+    finally:
+        await parts.close()
+    return statistics.median(times[1:])
+
+
+def trl_step(args, config, data, folder):
+    """Median seconds of a step of TRL with as many prompts, samples and tokens."""
+    given = {"model": config.model.path, "data": data, "steps": args.batches, "reference": False}
+    given |= {"trl_python": args.trl_python, "trl_weights": args.trl_weights, "device": args.device}
+    given |= {"prompts": config.run.prompts_per_batch, "samples": config.run.samples_per_prompt}
+    steps, _ = cpu_step.trl(argparse.Namespace(**given, new_tokens=args.new_tokens), folder)
+    return {"engine": "transformers", "weights": args.trl_weights, "step": statistics.median(wall for wall, _ in steps)}
+
+
+def measure(args):
+    """The report of all runs."""
+    load = [os.getloadavg()[0]]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        items, config, data = prepare(args, folder)
+        whole = run(items, folder, "whole")[args.skip :]
+        engine = run(items, folder, "engine", "--rollouts-only")[args.skip :]
+        trainer = run(items, folder, "trainer", "--replay", str(folder / "whole"))[args.skip :]
+        (folder / "sync").mkdir()
+        apart = {"sample": median(engine, "perf/sample_s")}
+        apart |= {name: median(trainer, f"perf/{name}_s") for name in ("score", "train")}
+        apart["transfer"] = asyncio.run(sync_alone(config, folder / "sync", args.syncs))
+        peer = trl_step(args, config, data, folder) if args.trl_python else None
+    load.append(os.getloadavg()[0])
+    found, alone = split(whole), sum(apart.values())
+    report = {"device": args.device, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
+    report |= {"batches": len(whole), "tokens_per_s": median(whole, "perf/tokens_per_s"), "step": found}
+    report |= {"apart": {**apart, "sum": alone}, "ratio": found["step"] / alone, "load": load}
+    report["idle"] = {
+        "engine": found["step"] - apart["sample"],
+        "trainer": found["step"] - apart["score"] - apart["train"],
+        "both": max(0.0, found["step"] - alone),
+    }
+    return report | ({"trl": peer} if peer else {}) | {"at": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+
+
+def show(report):
+    """Print the split, the phases apart, and what was idle."""
+    print(f"{'seconds of a step':<20} {'in the run':>11} {'apart':>9}")
+    for name, seconds in report["step"].items():
+        alone = report["apart"].get(name)
+        print(f"{name:<20} {seconds:>11.3f} {'' if alone is None else format(alone, '9.3f')}")
+    print(f"{'sum of the phases':<20} {'':>11} {report['apart']['sum']:>9.3f}")
+    print(f"the step is {report['ratio']:.2f} x the sum of its phases apart; load {report['load']}")
+    print("idle seconds a step: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in report["idle"].items()))
+    if "trl" in report:
+        print(f"TRL ({report['trl']['engine']}, {report['trl']['weights']}): {report['trl']['step']:.3f} s a step")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("items", nargs="*", help="recipes and settings, as for rl train")
+    parser.add_argument("--tiny", action="store_true", help="a random model of 130,000 parameters, without a recipe")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--skip", type=int, default=2, help="batches at the start that do not count")
+    parser.add_argument("--syncs", type=int, default=5, help="syncs that are timed apart")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--trl-python", type=Path, help="Python of an environment with TRL")
+    parser.add_argument("--trl-weights", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
+    if not args.items and not args.tiny:
+        parser.error("name a recipe, or --tiny")
+    report = measure(args)
+    show(report)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    main()
