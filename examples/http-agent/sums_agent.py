@@ -1,4 +1,4 @@
-"""An agent that knows nothing of training: it asks a model through OpenAI's client, and checks what it gets."""
+"""An agent without any dependency on Plasmid: it calls the model through OpenAI's client and checks the reply."""
 
 import re
 
@@ -8,7 +8,7 @@ ASK_AGAIN = "That is no number. Answer with the number only."
 
 
 async def solve(metadata: dict[str, int], tries: int = 2) -> str:
-    """The sum of a and b, as the model says it. A reply without a number is asked about once more."""
+    """Return the model's answer for the sum of a and b. A reply without a number is requested once more."""
     messages = [{"role": "user", "content": f"What is {metadata['a']}+{metadata['b']}? Answer with the number only."}]
     async with AsyncOpenAI() as client:  # the run sets OPENAI_BASE_URL and OPENAI_API_KEY
         for _ in range(tries):

@@ -1,4 +1,4 @@
-"""Fan-out: each rollout makes two samples, a solution and the policy's own verdict on it, with a reward for each."""
+"""Fan-out: each rollout returns two samples, a solution and the policy's verdict on it, each with its own reward."""
 
 from dataclasses import replace
 from typing import Literal
@@ -7,11 +7,11 @@ import numpy as np
 from plasmid import Prompt, Reward, Rollout, Sample, Score, hookimpl
 
 SHOWN = "2+2=4 right\n2+2=5 wrong\n"
-"""Shows what a verdict looks like."""
+"""Example verdicts at the start of the second prompt."""
 
 
 async def solve_and_verify(rollout: Rollout, prompt: Prompt, shown: str = SHOWN) -> list[Sample]:
-    """Solve the prompt, then judge the solution in a prompt of its own."""
+    """Solve the prompt, then judge the solution in a second prompt."""
     solution = await rollout.generate(prompt.token_ids)
     said = rollout.decode(solution.token_ids).strip()
     solved = rollout.sample(prompt, [solution], metadata={"part": "solve", "said": said})
@@ -24,7 +24,7 @@ async def solve_and_verify(rollout: Rollout, prompt: Prompt, shown: str = SHOWN)
 
 
 class SolvedOrJudged(Reward):
-    """1.0 for a right solution, and for a right verdict on one; 0.0 otherwise."""
+    """1.0 for a correct solution or a correct verdict, else 0.0."""
 
     kind: Literal["solved-or-judged"] = "solved-or-judged"
 

@@ -1,8 +1,8 @@
-"""Writes products-train.jsonl and products-test.jsonl: products that a small language model has to compute by a tool.
+"""Write products-train.jsonl and products-test.jsonl: products that a small language model computes with a tool.
 
-Run it as ``python recipes/data/make_products.py [FOLDER]``; the files beside it are its output. Train and test share no
-pair of numbers in either order. Each chat begins with solved questions: SmolLM2-135M-Instruct was not trained on calls,
-and without some to imitate it makes none.
+Run it as ``python recipes/data/make_products.py [FOLDER]``; the files next to it are its output. Train and test share
+no pair of numbers in either order. Each chat begins with solved questions: SmolLM2-135M-Instruct was not trained
+on tool calls, and makes none without examples.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ SOLVED = ((12, 15), (31, 14), (17, 52))
 
 
 def chat(a: int, b: int) -> list[dict[str, str]]:
-    """Solved questions, and the one to answer."""
+    """Return solved questions, and the one to answer."""
     messages = []
     for left, right in SOLVED:
         messages += [
-            asked(left, right),
+            question(left, right),
             {"role": "assistant", "content": f'[calculate(expression="{left}*{right}")]'},
             {"role": "tool", "content": str(left * right)},
             {"role": "assistant", "content": f"It is {left * right}."},
         ]
-    return [*messages, asked(a, b)]
+    return [*messages, question(a, b)]
 
 
-def asked(a: int, b: int) -> dict[str, str]:
-    """A question."""
+def question(a: int, b: int) -> dict[str, str]:
+    """Return the message with a question."""
     return {"role": "user", "content": f"What is {a} times {b}?"}
 
 

@@ -1,13 +1,13 @@
-"""Writes sums-train.jsonl and sums-test.jsonl, the task of `make train`: one-digit sums for a small language model.
+"""Write sums-train.jsonl and sums-test.jsonl, the task of `make train`: one-digit sums for a small language model.
 
-Run it as ``python recipes/data/make_sums.py [FOLDER]``; the files beside it are its output.
+Run it as ``python recipes/data/make_sums.py [FOLDER]``; the files next to it are its output.
 
-Why each prompt begins with a solved sum: a policy learns only from prompts of which it gets some samples right and some
-wrong. SmolLM2-135M-Instruct, sampled at temperature 1 (64 samples each), never answers a bare ``3+5=`` right, 11 % of
-chats that ask "What is 3+5?", but 39 % after two solved sums; after one, as here, it starts at about 25 %.
+Each prompt begins with a solved sum, because a policy learns only from prompts with both right and wrong samples.
+SmolLM2-135M-Instruct, sampled at temperature 1 (64 samples each), answers 0 % of bare ``3+5=`` prompts, 11 % of chats
+"What is 3+5?", and 39 % of prompts with two solved sums; with one, as here, it starts at about 25 %.
 
-Why the split is by unordered pair: who has been trained on 3+5 has as good as seen 5+3. So both orders of a pair are in
-the same file, and a reward on the test file cannot come from remembering. The solved sum 2+2 is in neither.
+Both orders of a pair are in the same file: 5+3 in the test file would be nearly the same as 3+5 in the training file,
+and memorizing must not increase the test reward. The solved sum 2+2 is in neither file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SEED = 0
 
 
 def row(a: int, b: int) -> dict[str, object]:
-    """One line of the files."""
+    """Return one line of the files."""
     return {"prompt": f"2+2=4\n{a}+{b}=", "target": a + b, "a": a, "b": b}
 
 
 def split() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Rows for training and rows for testing."""
+    """Return the rows for training and for testing."""
     pairs = [(a, b) for a in DIGITS for b in DIGITS if a <= b and (a, b) != SHOWN]
     held_out = set(random.Random(SEED).sample(pairs, round(TEST_FRACTION * len(pairs))))
     sums = [(a, b) for a in DIGITS for b in DIGITS if (a, b) != SHOWN]
