@@ -1,10 +1,28 @@
 """Runs that the tests of several files attack."""
 
-import pytest
-from plasmid_models.tokenization.tokenizer import Tokenizer
+import os
+from importlib.util import find_spec
+from pathlib import Path
 
-from tests.security.agent_cases import cases
-from tests.security.live_runs import KNOWN, make_waiting_job, start_waiting
+import pytest
+
+from tests.security.attacked_run import RECIPE, Attacked, Recorder
+from tests.security.live_runs import KNOWN, make_waiting_job, start, start_waiting, write_prompts
+from tests.security.rl_command import call_rl
+
+
+@pytest.fixture
+def rl(capsys):
+    """Call the command, which must fail in the way of a user's mistake and run no code; returns what it says."""
+
+    def run(*arguments):
+        code, said = call_rl(*arguments), capsys.readouterr().err
+        assert code == 2, said
+        assert "Traceback" not in said
+        assert not Path("TRICKED").exists(), "code of somebody else has run"
+        return said
+
+    return run
 
 
 @pytest.fixture(scope="package")
@@ -18,6 +36,20 @@ def running(tmp_path_factory, tiny_model):
 
 
 @pytest.fixture(scope="package")
-def tokenizer(tmp_path_factory):
-    """A tokenizer of characters with a chat template."""
-    return Tokenizer(cases.make_chat_tokenizer(tmp_path_factory.mktemp("models") / "tokenizer"))
+def attacked(tmp_path_factory, tiny_model):
+    """A run that syncs its weights to an SGLang server behind a router until the attacks are over."""
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed; `make dev` does that")
+    folder = tmp_path_factory.mktemp("run")
+    write_prompts(folder, 40)
+    (folder / "job.toml").write_text(RECIPE.format(model=tiny_model))
+    recorder = None
+    if os.getuid() == 0:
+        recorder = Recorder()
+        recorder.start()
+    run = start(folder, "data.epochs=10000")
+    try:
+        run.train_more()
+        yield Attacked(run, recorder)
+    finally:
+        run.end()

@@ -34,7 +34,10 @@ if str(TOP) not in sys.path:
 for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
     os.environ.setdefault(_name, _value)
 
-from tests.security.fuzz_targets import TARGETS, Finding, Target  # noqa: E402
+from tests.security.fuzz_folders import FOLDER_TARGETS  # noqa: E402
+from tests.security.fuzz_targets import PARSER_TARGETS, Finding, Target  # noqa: E402
+
+TARGETS = {**PARSER_TARGETS, **FOLDER_TARGETS}
 
 COMMON = ("plasmid.errors", "plasmid_runtime.plugin", "plasmid_cli.main", "plasmid_cli.output")
 """Imported once, before the processes of targets are forked."""

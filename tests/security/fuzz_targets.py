@@ -32,7 +32,7 @@ class Target:
     """One parser or endpoint."""
 
     share: int
-    """Of 100,000 inputs."""
+    """Its part of the inputs, relative to the other targets'."""
     examples: Callable[[], list[bytes]]
     """Valid inputs, all of which are accepted."""
     mutate: Callable[..., bytes]
@@ -121,10 +121,10 @@ def check_rows(name: str) -> Check:
     def check(data: bytes) -> None:
         import numpy as np
         from plasmid.config.load import validate
-        from plasmid.plugins.registry import installed, load_plugins
+        from plasmid.plugins.registry import find_components, load_plugins
 
         if not sources:
-            sources.append(installed(load_plugins())["data"]["files"])
+            sources.append(find_components(load_plugins())["data"]["files"])
         source = validate(sources[0], {"kind": "files", "path": name})
         Path(name).write_bytes(data)
         rows = source.rows(lambda prompt, template: (np.zeros(len(str(prompt)), np.int32), ""))
@@ -279,7 +279,7 @@ def megatron_state() -> Iterator[Check]:
         try:
             load_state(Path("trainer"), {})
         except CheckpointError as error:
-            if "it is a checkpoint of another algorithm" not in str(error):  # read, and not of a trainer without models
+            if "the checkpoint is of another algorithm" not in str(error):  # read, and not of a trainer without models
                 raise
 
     yield check
@@ -289,12 +289,9 @@ def common_files() -> list[bytes]:
     import torch
 
     state = {"steps": {"policy": 3}, "num_ranks": 1, "policy": {"optimizer": {"param_groups": [{"lr": 0.1}]}}}
-    files = []
-    for legacy in (False, True):
-        file = io.BytesIO()
-        torch.save({**state, "rng": torch.zeros(8, dtype=torch.uint8)}, file, _use_new_zipfile_serialization=not legacy)
-        files.append(file.getvalue())
-    return files
+    file = io.BytesIO()
+    torch.save({**state, "rng": torch.zeros(8, dtype=torch.uint8)}, file)
+    return [file.getvalue()]
 
 
 def check_state(data: bytes) -> None:
@@ -310,6 +307,7 @@ def states() -> list[bytes]:
 
     state = {"batch": 1, "version": 1, "producer": {}, "components": {}}
     configs = [tomllib.loads(mutations.decoded(recipe)) for recipe in resolved_recipes()]
+    configs = [{**config, "model": {**config["model"], "path": "model"}} for config in configs]  # no download
     return [json.dumps({**state, "config": config}).encode() for config in configs]
 
 
@@ -340,10 +338,10 @@ def reward(kind: str, **settings):
     @contextlib.contextmanager
     def opened() -> Iterator[Check]:
         from plasmid.config.load import validate
-        from plasmid.plugins.registry import installed, load_plugins
+        from plasmid.plugins.registry import find_components, load_plugins
         from plasmid.testing.rewards import make_prompt, make_sample
 
-        judge = validate(installed(load_plugins())["rewards"][kind], {"kind": kind, **settings})
+        judge = validate(find_components(load_plugins())["rewards"][kind], {"kind": kind, **settings})
         prompt = make_prompt(target="B" if kind == "gpqa" else "1/2")
         with running() as run:
             try:
@@ -452,17 +450,17 @@ ASKED = {"attempts": 1, "request_timeout_s": 5.0, "breaker_failures": 10**9}
 def reward_server(kind: str, **settings) -> Callable:
     def make(url: str):
         from plasmid.config.load import validate
-        from plasmid.plugins.registry import installed, load_plugins
+        from plasmid.plugins.registry import find_components, load_plugins
         from plasmid.testing.rewards import make_prompt, make_sample
 
         given = {"kind": kind, "url": url, "on_failure": "value", "server": ASKED, **settings}
-        judge = validate(installed(load_plugins())["rewards"][kind], given)
+        judge = validate(find_components(load_plugins())["rewards"][kind], given)
         return lambda: scored(judge, make_prompt("1+1", target="2"), make_sample("2")), judge.close
 
     return server_of(make)
 
 
-def engine_server(api: str, name: str) -> Callable:
+def engine_server(module: str, api: str) -> Callable:
     def make(url: str):
         import numpy as np
         from plasmid.config.load import validate
@@ -472,8 +470,9 @@ def engine_server(api: str, name: str) -> Callable:
         from plasmid_serving.remote.client import ServerClient
         from plasmid_serving.remote.settings import Server
 
-        settings = validate(Server, {"kind": "server", "url": url, "attempts": 1, "api": api})
-        client = ServerClient(settings, ModelConfig(path=str(make_tiny_tokenizer(Path("model")))), served="m", api=name)
+        settings = validate(Server, {"kind": "server", "url": url, "attempts": 1})
+        model = ModelConfig(path=str(make_tiny_tokenizer(Path("model"))))
+        client = ServerClient(settings, model, served="m", api=getattr(importlib.import_module(module), api)())
         request = GenerateRequest(
             id="1",
             session_id="1",
@@ -535,7 +534,7 @@ def agent_endpoint() -> Iterator[Check]:
     count = 0
 
     async def ask(data: bytes) -> bytes:
-        session = Session(cases.make_rollout(tokenizer, lambda text: "hello"), cases.make_rules())
+        session = Session(cases.make_rollout(tokenizer, lambda text: "hello"), cases.make_settings())
         try:
             with server.serving(session) as (url, key):
                 port = int(url.rsplit(":", 1)[1].partition("/")[0])
@@ -611,7 +610,7 @@ TORCH = (
     "plasmid_convert.distributed_files",
 )
 TEXT = mutations.text_of
-TARGETS: dict[str, Target] = {
+PARSER_TARGETS: dict[str, Target] = {
     "toml": Target(
         share=9000, examples=recipes, mutate=mutations.toml_of, opened=lambda: plain(check_toml), modules=RUN
     ),
@@ -724,15 +723,15 @@ TARGETS: dict[str, Target] = {
         share=2000,
         examples=completion_answers,
         mutate=mutations.http_of,
-        opened=engine_server("openai", "completions"),
+        opened=engine_server("plasmid_serving.remote.apis", "CompletionsApi"),
         modules=(*WEB, "plasmid_models.tokenization.tokenizer", "tokenizers", "plasmid_serving.remote.client"),
     ),
     "server-sglang": Target(
         share=2000,
         examples=sglang_answers,
         mutate=mutations.http_of,
-        opened=engine_server("sglang", "generate"),
-        modules=(*WEB, "tokenizers", "plasmid_serving.remote.client"),
+        opened=engine_server("plasmid_sglang.generate_api", "GenerateApi"),
+        modules=(*WEB, "tokenizers", "plasmid_sglang.generate_api", "plasmid_serving.remote.client"),
     ),
     "agent": Target(
         share=3000,

@@ -5,14 +5,14 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
-RL = Path(sys.executable).parent / "rl"
+from tests.security.rl_command import RL
+
 KNOWN = "a-token-that-the-attacker-knows"
 WAITING = '''
 import subprocess, time
@@ -57,7 +57,11 @@ class Run:
         return (self.folder / "output").read_text()
 
     def processes(self):
-        return [self.process, *self.process.children(recursive=True)]
+        """Its own and all below it; none once it has ended."""
+        try:
+            return [self.process, *self.process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def commands(self):
         """Process -> command line, of those that have not ended."""
@@ -124,7 +128,7 @@ def start(folder, *overrides, **environment):
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with (folder / "output").open("w") as output:
         process = psutil.Popen(
-            [RL, "train", "job.toml", *overrides],
+            [*RL, "train", "job.toml", *overrides],
             cwd=folder,
             env={**own, "RAY_TMPDIR": temporary, **environment},
             stdout=output,

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from plasmid_models.testing import make_tiny_tokenizer
 
+from tests.security.model_files import make_tokenizer
 from tests.security.rl_command import RECIPE
 
 HOSTS = ("as this user", "as nobody", "without Landlock", "as nobody without Landlock")
@@ -38,7 +38,7 @@ def score(rewards, attacks, *, host=HOSTS[0], plugin=None, timeout_s=120, watch=
 
 
 def _score(folder, rewards, attacks, host, plugin, timeout_s, watch, environment):
-    make_tiny_tokenizer(folder / "model")
+    make_tokenizer(folder / "model")
     (folder / "recipe.toml").write_text(RECIPE)
     rows = [text if isinstance(text, tuple) else (text, "well") for text in attacks.values()]
     lines = [json.dumps({"prompt": "p", "response": text, "target": target}) for text, target in rows]

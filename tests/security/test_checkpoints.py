@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
-from plasmid_cli.main import app
-from plasmid_models.testing import make_tiny_model
+import xxhash
+from plasmid.config.stored_recipe import inert_part
+from plasmid.plugins.registry import find_components, load_plugins
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from tests.security.rl_command import call_rl
 
 RECIPE = {
     "model": {"path": "model"},
@@ -54,22 +57,6 @@ def folder(tmp_path, tiny_model, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def rl(capsys):
-    """Run the command, which must fail in the way of a user's mistake; returns what it says."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            app(list(map(str, arguments)))
-        err = capsys.readouterr().err
-        assert stopped.value.code == 2
-        assert not Path("TRICKED").exists(), "code of the folder has run"
-        assert "Traceback" not in err
-        return err
-
-    return run
-
-
 def make_checkpoint(path, **changes):
     (path / "trainer").mkdir(parents=True)
     state = {"batch": 1, "version": 1, "producer": {}, "components": {}, "config": RECIPE | changes}
@@ -81,18 +68,14 @@ def make_checkpoint(path, **changes):
 def test_a_stored_recipe_imports_no_plugin_file(folder, rl, command):
     make_checkpoint(folder / "C", plugins=["evil.py"], rewards=[{"kind": "evil"}])
     said = rl(*command.split())
-    assert (
-        "C: of its recipe these settings are not taken: plugins; if you trust whoever wrote it, add --trust-recipe"
-        in said
-    )
+    assert "C: these settings of its recipe are ignored: plugins; add --trust-recipe if you trust its author" in said
     assert "rewards.0.kind: 'evil' is not installed" in said
 
 
 @pytest.mark.parametrize("command", ["export C out --trust-recipe", "eval --model C --trust-recipe"])
 def test_a_trusted_recipe_is_taken_whole(folder, capsys, command):
     make_checkpoint(folder / "C", plugins=["evil.py"])
-    with pytest.raises(SystemExit):
-        app(command.split())
+    assert call_rl(*command.split())
     assert Path("TRICKED").exists()
     assert "not taken" not in capsys.readouterr().err
 
@@ -109,7 +92,7 @@ def test_a_stored_recipe_calls_no_function(folder, rl, table):
     make_checkpoint(folder / "C", **{table: FUNCTIONS[table]})
     key = f"{table}.0.function" if table == "filters" else f"{table}.function"
     said = rl("eval", "--model", "C")
-    assert f"not taken: {key}; if you trust" in said
+    assert f"are ignored: {key}; add --trust-recipe if you trust" in said
 
 
 REACHING = {
@@ -119,6 +102,7 @@ REACHING = {
     },
     "placement.address": {"placement": {"device": "cpu", "address": "192.0.2.1:6379"}},
     "workflow.command": {"workflow": {"kind": "agent", "command": ["touch", "TRICKED"]}},
+    "rollout.python": {"rollout": {"kind": "vllm", "python": "./evil"}},
     "rollout.server_args": {"rollout": {"kind": "sglang", "server_args": {"custom_weight_loader": "evil"}}},
 }
 
@@ -127,11 +111,11 @@ REACHING = {
 def test_a_stored_recipe_names_no_server_command_or_cluster(folder, rl, keys):
     make_checkpoint(folder / "C", **REACHING[keys], data={"kind": "files", "path": "no.jsonl"}, eval=[])
     said = rl("eval", "--model", "C")
-    assert f"not taken: {keys}; if you trust" in said
+    assert f"are ignored: {keys}; add --trust-recipe if you trust" in said
 
 
 def test_a_stored_recipe_does_not_trust_the_code_of_its_model(folder, rl):
-    make_tiny_model(folder / "C/theirs")
+    shutil.copytree(folder / "model", folder / "C/theirs")
     config = json.loads((folder / "C/theirs/config.json").read_text())
     config |= {"model_type": "theirs", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
     (folder / "C/theirs/config.json").write_text(json.dumps(config))
@@ -141,7 +125,24 @@ def test_a_stored_recipe_does_not_trust_the_code_of_its_model(folder, rl):
     )
     (folder / "C/theirs/code.py").write_text(evil_file())
     make_checkpoint(folder / "C", model={"path": "C/theirs", "trust_remote_code": True}, eval=[])
-    assert "not taken: model.trust_remote_code; if you trust" in rl("eval", "--model", "C")
+    assert "are ignored: model.trust_remote_code; add --trust-recipe if you trust" in rl("eval", "--model", "C")
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [
+        ("model.path", {"model": {"path": "attacker/huge"}}),
+        ("model.tokenizer", {"model": {"path": "model", "tokenizer": "attacker/huge@v1"}}),
+        ("reference.path", {"reference": {"path": "attacker/huge"}}),
+        ("data.path", {"data": {"kind": "files", "path": "hf://datasets/attacker/huge/a.jsonl"}}),
+        ("data.path", {"data": {"kind": "files", "path": ["prompts.jsonl", "hf://datasets/attacker/huge/a.jsonl"]}}),
+    ],
+)
+def test_a_stored_recipe_has_nothing_downloaded(folder, keys, changes):
+    kept, left_out = inert_part(RECIPE | changes, find_components(load_plugins()))
+    assert left_out == [keys]
+    assert "attacker" not in json.dumps(kept)
+    assert kept["eval"] == RECIPE["eval"]
 
 
 def test_a_stored_recipe_chooses_no_folder_to_write_to(folder, rl):
@@ -167,7 +168,7 @@ def change(path, edit):
 def test_a_description_that_names_code_is_refused(folder, rl):
     distributed(folder)
     (folder / "D/.metadata").write_bytes(pickle.dumps(Evil()))
-    assert "it names posix.system, which has no place in it" in rl("convert", "D", "out")
+    assert "posix.system is not allowed in it" in rl("convert", "D", "out")
 
 
 def test_a_description_of_a_few_bytes_takes_no_gigabytes(folder, rl):
@@ -175,7 +176,7 @@ def test_a_description_of_a_few_bytes_takes_no_gigabytes(folder, rl):
     distributed(folder)
     (folder / "D/.metadata").write_bytes(b"\x80\x02N" + b"r" + struct.pack("<I", 1 << 28) + b".")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert "it numbers a value 268435456" in rl("convert", "D", "out")
+    assert "its memo index 268435456" in rl("convert", "D", "out")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
 
 
@@ -183,23 +184,26 @@ def test_a_description_in_which_a_key_takes_forever_to_hash_is_refused(folder, r
     distributed(folder)
     doubled = b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(60))  # a pair of the last one, and remember it
     (folder / "D/.metadata").write_bytes(b"\x80\x04})\x94" + doubled + b"Ns.")
-    assert "it has a key that is a tuple" in rl("convert", "D", "out")
+    assert "it has a key of type tuple" in rl("convert", "D", "out")
 
 
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda m: setattr(m.state_dict_metadata["weights.a"], "size", torch.Size([1 << 20, 1 << 20])), "is not whole"),
+        (
+            lambda m: setattr(m.state_dict_metadata["weights.a"], "size", torch.Size([1 << 20, 1 << 20])),
+            "is incomplete",
+        ),
         (
             lambda m: setattr(m.state_dict_metadata["weights.a"].chunks[0], "sizes", torch.Size([1 << 20, 1 << 20])),
-            "lies outside of it",
+            "is outside of its shape",
         ),
-        (lambda m: setattr(next(iter(m.storage_data.values())), "length", 1 << 40), "is cut off or damaged"),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "length", 1 << 40), "is truncated or corrupt"),
         (
             lambda m: setattr(next(iter(m.storage_data.values())), "relative_path", "../secret"),
             "'../secret' is not the name of a file in the folder",
         ),
-        (lambda m: m.state_dict_metadata.update({"weights.a": 3}), "is damaged: AttributeError"),
+        (lambda m: m.state_dict_metadata.update({"weights.a": 3}), "is corrupt: AttributeError"),
     ],
 )
 def test_a_description_of_what_is_not_there_is_refused_before_memory_is_taken(folder, rl, edit, said):
@@ -215,7 +219,7 @@ def test_a_tensor_that_is_code_is_refused(folder, rl):
     torch.save(Evil(), data)
     (path / "__0_0.distcp").write_bytes(data.getvalue().ljust(5000, b"\0"))
     change(path, lambda m: setattr(next(iter(m.storage_data.values())), "length", len(data.getvalue())))
-    assert "weights.a cannot be read from it; the file is cut off or damaged" in rl("convert", "D", "out")
+    assert "cannot read weights.a; the file is truncated or corrupt" in rl("convert", "D", "out")
 
 
 @pytest.mark.parametrize(
@@ -237,6 +241,15 @@ def test_a_damaged_state_is_one_line(folder, rl, state):
         assert said.startswith("error: C/state.json: cannot be read: ") and said.count("\n") == 1
 
 
+def test_a_deeply_nested_stored_recipe_is_refused(folder, rl):
+    make_checkpoint(folder / "C")
+    config = {"model": {"path": json.loads("[" * 600 + "]" * 600)}}
+    state = {"batch": 1, "version": 1, "producer": {}, "components": {}, "config": config}
+    (folder / "C/state.json").write_text(json.dumps(state))
+    for command in ("export C out", "eval --model C"):
+        assert rl(*command.split()).startswith("error: ")
+
+
 def test_a_stored_recipe_sets_no_folder_and_no_function_of_megatron(folder, rl):
     """Megatron's own settings: one is a folder to write to, others are functions to import."""
     trainer = {
@@ -246,7 +259,7 @@ def test_a_stored_recipe_sets_no_folder_and_no_function_of_megatron(folder, rl):
     }
     make_checkpoint(folder / "C", trainer=trainer, eval=[])
     said = rl("eval", "--model", "C")
-    assert "not taken: trainer.transformer.fp8_quantizer_factory, trainer.optimizer.config_logger_dir; if you" in said
+    assert "are ignored: trainer.transformer.fp8_quantizer_factory, trainer.optimizer.config_logger_dir; add" in said
 
 
 @pytest.mark.parametrize("command", ["convert C out", "export C out"])
@@ -257,12 +270,12 @@ def test_a_stored_recipe_has_no_files_of_another_folder_copied(folder, rl, comma
     make_checkpoint(folder / "C", model={"path": "model", "tokenizer": str(folder / "private")})
     save({"weights.a": torch.zeros(2)}, storage_writer=FileSystemWriter(folder / "C/trainer"), no_dist=True)
     said = rl(*command.split())
-    assert "private, where there is none" in said or "private has no tokenizer" in said
+    assert "private has no tokenizer" in said or "private has no tokenizer" in said
     assert not list(folder.glob("*out*"))
 
 
 def test_a_conversion_neither_runs_nor_offers_to_run_the_code_of_a_model(folder, rl, monkeypatch):
-    make_tiny_model(folder / "theirs")
+    shutil.copytree(folder / "model", folder / "theirs")
     file = folder / "theirs/config.json"
     map_ = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "theirs", "auto_map": map_}))
@@ -271,8 +284,18 @@ def test_a_conversion_neither_runs_nor_offers_to_run_the_code_of_a_model(folder,
     save({"weights.a": torch.zeros(2)}, storage_writer=FileSystemWriter(folder / "C/trainer"), no_dist=True)
     asked = []
     monkeypatch.setattr("builtins.input", lambda *text: asked.append(text) or "y")
-    assert "is no causal language model that loads" in rl("convert", "C", "out")
+    assert "cannot be loaded as a causal language model" in rl("convert", "C", "out")
     assert not asked
+
+
+def test_a_conversion_asks_for_no_attention_kernel_that_a_model_names(folder):
+    """Transformers downloads a kernel that `config.json` names, and runs its code."""
+    shutil.copytree(folder / "model", folder / "theirs")
+    file = folder / "theirs/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": "attacker/kernel:forward"}))
+    make_checkpoint(folder / "C", model={"path": "theirs"})
+    save({"weights.a": torch.zeros(2)}, storage_writer=FileSystemWriter(folder / "C/trainer"), no_dist=True)
+    assert call_rl("convert", "C", "out") == 0
 
 
 @pytest.fixture(scope="module")
@@ -283,9 +306,7 @@ def checkpoint(tiny_model, tmp_path_factory):
     recipe["data"] = {"kind": "files", "path": str(path / "prompts.jsonl")}
     (path / "prompts.jsonl").write_text('{"prompt": "1", "target": 1}\n{"prompt": "2", "target": 2}\n')
     (path / "recipe.toml").write_text(tomli_w.dumps(recipe))
-    with pytest.raises(SystemExit) as stopped:
-        app(["train", str(path / "recipe.toml"), f"run.dir='{path}/run'"])
-    assert not stopped.value.code
+    assert call_rl("train", path / "recipe.toml", f"run.dir='{path}/run'") == 0
     return path / "run/checkpoints/batch-000001"
 
 
@@ -309,17 +330,26 @@ def store_code_as_an_object(path):
     change(path / "trainer", edit)
 
 
+def rewrite_manifest(path):
+    """List the files as they are now, as who changed them would."""
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
+    content = {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+    found = {name: [len(data), xxhash.xxh3_128_hexdigest(data)] for name, data in content.items()}
+    (path / "manifest.json").write_text(json.dumps(found))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (name_code, "it names posix.system, which has no place in it"),
-        (store_code_as_an_object, "numbers.step is no tensor but a pickled object, which may run code when it is read"),
+        (name_code, "posix.system is not allowed in it"),
+        (store_code_as_an_object, "numbers.step is a pickled object, not a tensor; loading it could execute code"),
     ],
 )
 def test_a_trainer_runs_no_code_of_a_checkpoint(checkpoint, folder, rl, spoil, why):
     shutil.copytree(checkpoint, folder / "C")
     spoil(folder / "C")
+    rewrite_manifest(folder / "C")
     assert why in rl("export", "C", "out")
 
 
@@ -327,14 +357,13 @@ def test_a_trainer_runs_no_code_of_a_checkpoint(checkpoint, folder, rl, spoil, w
 def test_a_new_run_runs_no_code_of_the_checkpoint_that_it_starts_from(checkpoint, folder, rl):
     shutil.copytree(checkpoint, folder / "C")
     store_code_as_an_object(folder / "C")
+    rewrite_manifest(folder / "C")
     (folder / "recipe.toml").write_text(tomli_w.dumps(RECIPE | {"eval": []}))
-    assert "is no tensor but a pickled object" in rl("train", "recipe.toml", "checkpoint.start_from='C'")
+    assert "is a pickled object, not a tensor" in rl("train", "recipe.toml", "checkpoint.start_from='C'")
 
 
 @pytest.mark.long
 def test_a_checkpoint_of_a_run_is_exported_with_its_stored_recipe(checkpoint, folder, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        app(["export", str(checkpoint), "out"])
-    assert not stopped.value.code
+    assert call_rl("export", checkpoint, "out") == 0
     assert (folder / "out/model.safetensors").is_file()
     assert "not taken" not in capsys.readouterr().err

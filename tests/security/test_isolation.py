@@ -45,11 +45,32 @@ for text in (answer, struct.pack(">Q", 2) + answer, struct.pack(">Q", 3) + answe
         except OSError:
             pass
 """
+SIGNAL = """
+import fcntl
+for process in above:
+    reading, writing = os.pipe()
+    attempt(fcntl.fcntl, reading, 10, 15)  # F_SETSIG
+    attempt(fcntl.fcntl, reading, 8, process)  # F_SETOWN
+    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    os.write(writing, b"x")
+"""
+SLOWING = """
+for process in above:
+    attempt(os.setpriority, os.PRIO_PROCESS, process, 1)
+    attempt(os.sched_setaffinity, process, {0})
+    attempt(os.sched_setscheduler, process, os.SCHED_BATCH, os.sched_param(0))
+attempt(os.setpriority, os.PRIO_USER, os.getuid(), 1)
+"""
 ATTACKS = {
+    "a signal through a pipe": BELOW + SIGNAL,
+    "slowing the run": BELOW + SLOWING,
     "an answer on every descriptor": BELOW + FORGED,
     "an answer on every descriptor, and an end": BELOW + FORGED + "os._exit(0)",
     "an answer that is no JSON": BELOW
     + "for number in range(3, 256):\n  try: os.write(number, struct.pack('>Q', 3) + b'{{{')\n  except OSError: pass\n"
+    + "os._exit(0)",
+    "an error of the reward": BELOW
+    + FORGED.replace('{"answer": [[9.0, {}, None]]}', '{"raised": "the run ends"}')
     + "os._exit(0)",
     "an answer of a terabyte": BELOW
     + "for number in range(3, 256):\n  try: os.write(number, struct.pack('>Q', 1 << 40))\n  except OSError: pass\n"
@@ -98,7 +119,8 @@ def check(host):
         "an answer on every descriptor": (9.0, None),  # its own answer is a reward's to give
         "an answer on every descriptor, and an end": (9.0, None),
         "an answer that is no JSON": unreadable,
-        "an answer of a terabyte": (-1.0, "its answer is too long"),
+        "an error of the reward": (-1.0, "the run ends"),
+        "an answer of a terabyte": (-1.0, "the answer is too long"),
     }
     for name in attacks:
         assert found[name] == expected.get(name, (0.0, None)), name

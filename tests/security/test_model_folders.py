@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shlex
 import struct
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from plasmid_cli.main import app
-from plasmid_models.testing import make_tiny_tokenizer
 from safetensors.numpy import save_file
+
+from tests.forked_rl import run_rl
+from tests.security.model_files import make_tokenizer
+from tests.security.rl_command import RL, call_rl
+from tests.security.test_terminal import write_run
 
 RECIPE = {
     "model": {"path": "model"},
@@ -30,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     """A current folder with a recipe, prompts, a small model, and a file that no command may touch or copy."""
     import numpy as np
 
-    make_tiny_tokenizer(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
     (tmp_path / "model/config.json").write_text("{}")
     save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model/model.safetensors")
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(RECIPE))
@@ -41,17 +45,13 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def rl(capsys):
-    """Run the command, which must fail in the way of a user's mistake; returns what it says."""
+def rl(rl):
+    """The command, which must fail with one line; returns it."""
 
     def run(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            app(list(map(str, arguments)))
-        err = capsys.readouterr().err
-        assert stopped.value.code == 2
-        assert "Traceback" not in err
-        assert err.count("\n") == 1, err
-        return err
+        said = rl(*arguments)
+        assert said.count("\n") == 1, said
+        return said
 
     return run
 
@@ -78,9 +78,7 @@ def test_a_model_in_a_cache_of_hugging_face_is_converted(folder):
     for number, file in enumerate((folder / "model").iterdir()):
         file.rename(cache / f"blobs/{number}")
         (cache / "snapshots/1" / file.name).symlink_to(f"../../blobs/{number}")
-    with pytest.raises(SystemExit) as stopped:
-        app(["convert", str(cache / "snapshots/1"), "out"])
-    assert not stopped.value.code
+    assert call_rl("convert", cache / "snapshots/1", "out") == 0
     assert (folder / "out/tokenizer.json").is_file() and not (folder / "out/tokenizer.json").is_symlink()
 
 
@@ -95,9 +93,7 @@ def test_a_report_is_not_written_through_a_link(folder, capsys):
     run_folder(folder)
     for name in ("report.html", ".report.html.tmp"):
         (folder / "run" / name).symlink_to(folder / "secret")
-    with pytest.raises(SystemExit) as stopped:
-        app(["view", "run"])
-    assert not stopped.value.code, capsys.readouterr().err
+    assert call_rl("view", "run") == 0, capsys.readouterr().err
     assert_untouched(folder)
     assert "<html" in (folder / "run/report.html").read_text() and not (folder / "run/report.html").is_symlink()
 
@@ -136,16 +132,18 @@ def test_the_newest_iteration_of_a_megatron_checkpoint_is_in_its_folder(folder, 
 def test_a_run_is_not_written_through_a_link(folder, rl, name):
     (folder / "run/logs").mkdir(parents=True)
     (folder / "run" / name).symlink_to(folder / "secret")
-    assert "is a link, which is not written through" in rl("train", "recipe.toml")
+    own = "run.dir: cannot write to run: is a link, which is not written through"
+    expected = own if name == ".lock" else f"run/{name} is a link, and runs do not write through links"
+    assert expected in rl("train", "recipe.toml")
     assert_untouched(folder)
 
 
-@pytest.mark.parametrize("name", ["logs", "samples"])
+@pytest.mark.parametrize("name", ["logs", "samples", "checkpoints", "final"])
 def test_a_run_is_not_written_into_a_folder_behind_a_link(folder, rl, name):
     (folder / "run").mkdir()
     (folder / "elsewhere").mkdir()
     (folder / "run" / name).symlink_to(folder / "elsewhere")
-    assert f"run/{name} is a link, which is not written through" in rl("train", "recipe.toml")
+    assert f"run/{name} is a link, and runs do not write through links" in rl("train", "recipe.toml")
     assert not list((folder / "elsewhere").iterdir())
 
 
@@ -154,6 +152,13 @@ def test_an_index_of_weights_names_no_file_elsewhere(folder, rl):
     index = {"weight_map": {"w": "../w.safetensors"}}
     (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))
     assert "'../w.safetensors' is not the name of a file in the folder" in rl("convert", "model", "out")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, "\ufeff{}", "\udcff"])
+def test_a_damaged_config_of_a_model_is_one_line(folder, rl, content):
+    (folder / "model/config.json").write_bytes(content.encode(errors="surrogateescape"))
+    said = rl("train", "recipe.toml", "--dry-run")
+    assert said.startswith("error: model.path: model/config.json")
 
 
 ARRAY = struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 4, 1 << 40)
@@ -173,28 +178,72 @@ def test_a_gguf_of_a_few_bytes_takes_no_gigabytes(folder, rl, what):
     tensors, fields, rest = GGUFS[what]
     data = (b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + rest).ljust(149, b"\0")
     (folder / "x.gguf").write_bytes(data)
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
-    assert "x.gguf: the header cannot be read: " in rl("convert", "x.gguf", "out")
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    assert "x.gguf: cannot read the header: " in rl("convert", "x.gguf", "out")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
 
 
+def field(name, kind, value):
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+LLAMA = {"block_count": 2, "context_length": 8, "embedding_length": 8, "feed_forward_length": 8}
+NAMED_LLAMA = field(b"general.architecture", 8, struct.pack("<Q", 5) + b"llama")
+ODD_HEADERS = {
+    "an architecture that is a list": (
+        [field(b"general.architecture", 9, struct.pack("<IQ", 8, 1) + struct.pack("<Q", 5) + b"llama")],
+        "architecture ['llama'] is not supported",
+    ),
+    "no heads": (
+        [NAMED_LLAMA, field(b"llama.attention.head_count", 4, struct.pack("<I", 0))],
+        "llama.attention.head_count must be at least 1, got 0",
+    ),
+    "a frequency that is infinite": (
+        [
+            NAMED_LLAMA,
+            field(b"llama.attention.head_count", 4, struct.pack("<I", 2)),
+            field(b"llama.attention.layer_norm_rms_epsilon", 6, struct.pack("<f", float("inf"))),
+        ],
+        "llama.attention.layer_norm_rms_epsilon must be finite, got inf",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ODD_HEADERS)
+def test_a_gguf_whose_header_has_odd_values_is_one_line(folder, rl, what):
+    fields, message = ODD_HEADERS[what]
+    sizes = [field(f"llama.{name}".encode(), 4, struct.pack("<I", size)) for name, size in LLAMA.items()]
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, len(fields) + len(sizes))
+    (folder / "x.gguf").write_bytes(head + b"".join([*fields, *sizes]))
+    assert message in rl("convert", "x.gguf", "out")
+
+
+LATE = "it does not finish within 1 s"
 TEMPLATES = {
     "{% for i in range(10**12) %}x{% endfor %}": "Range too big",
     "{{ 'x' * 10**10 }}": "MemoryError",
-    "{% set n = namespace(l=[]) %}{% for i in range(70) %}{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l }}": "",
+    "{% set n = namespace(l=[]) %}{% for i in range(70) %}{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l }}": LATE,
 }
+QUICKLY = """
+from plasmid_cli.main import app
+from plasmid_models.tokenization import templates
+templates.TIMEOUT_S = 1.0
+app()
+"""
+"""The command, which waits for a template for 1 s and not for 20."""
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_an_endless_chat_template_is_stopped(folder, template):
     """In a process of its own, whose memory is bounded: the template must not take it either."""
     (folder / "t.jinja").write_text(template)
-    command = [sys.executable, "-m", "plasmid_cli", "train", "recipe.toml", "--dry-run", "model.chat_template=t.jinja"]
-    limit = f"ulimit -v 8000000; exec timeout 100 {' '.join(command)}"
+    start = ["-c", QUICKLY] if TEMPLATES[template] == LATE else ["-m", "plasmid_cli"]
+    command = [sys.executable, *start, "train", "recipe.toml", "--dry-run", "model.chat_template=t.jinja"]
+    limit = f"ulimit -v 8000000; exec timeout 100 {shlex.join(command)}"
     ended = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr[-2000:]
-    assert "the chat template refuses the messages: " in ended.stderr
+    assert "the chat template rejects the messages: " in ended.stderr
     assert TEMPLATES[template] in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -221,7 +270,7 @@ def test_a_parquet_file_whose_columns_have_names_that_are_no_text_is_one_line(fo
     parquet(folder / "p.parquet")
     (folder / "p.parquet").write_bytes((folder / "p.parquet").read_bytes().replace(b"prompt", b"p\xffompt"))
     said = rl("train", "recipe.toml", "--dry-run", "data.path=p.parquet")
-    assert said.startswith("error: p.parquet: not a Parquet file that can be read: ")
+    assert said.startswith("error: p.parquet: not a readable Parquet file: ")
 
 
 @pytest.mark.parametrize("rows", [b"\xd2\x0f", b"\xce\x0f"])
@@ -232,7 +281,7 @@ def test_a_parquet_file_that_says_to_have_other_rows_than_it_has_is_one_line(fol
     said = b"\x16\xd0\x0f"  # field 3 of the file's metadata: 1000 rows
     (folder / "p.parquet").write_bytes(data[:footer] + data[footer:].replace(said, b"\x16" + rows, 1))
     said = rl("train", "recipe.toml", "--dry-run", "data.path=p.parquet")
-    assert said.startswith("error: p.parquet: damaged: it says to have ") and "row groups have 1000" in said
+    assert said.startswith("error: p.parquet: damaged: its metadata has ") and "row groups have 1000" in said
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "\x00", '{"a": ' * 5000, "3"])
@@ -244,3 +293,46 @@ def test_a_damaged_file_of_a_model_is_one_line(folder, rl, name, content):
     else:
         said = rl("train", "recipe.toml", "--dry-run")
     assert "model" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: data["model"]["vocab"].update(x=1 << 31), "tokens, but a token id of "),
+        (
+            lambda data: data["added_tokens"][0].update({"\x1b]52;c;b3duZWRz\x07": 1}),
+            r'has a setting with control characters, "\x1b]52;',
+        ),
+        (lambda data: data["model"].update(unk_token="missing"), "cannot encode a text: Exception: WordLevel error"),
+    ],
+    ids=["a table of 2^31 rows", "a setting that commands a terminal", "no token for what is unknown"],
+)
+def test_a_hostile_tokenizer_is_one_line(folder, change, reason):
+    file = folder / "model/tokenizer.json"
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    (folder / "prompts.jsonl").write_text('{"prompt": "\u20ac", "target": 1}\n')
+    command = [*RL, "sample", "recipe.toml", "-n", "1", "--dry"]
+    limit = 4 << 30
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and reason in done.stderr, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_run_whose_tokenizer_is_broken_can_be_viewed(folder):
+    """Its samples are shown by their texts."""
+    run = folder / "run"
+    (run / "final").mkdir(parents=True)
+    write_run(run)
+    (run / "final/tokenizer.json").write_text('{"model": {"type": "WordLevel", "vocab": {"a": 2147483648}}}')
+    done = run_rl("view", "run")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

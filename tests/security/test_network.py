@@ -1,49 +1,19 @@
 """Attacks on what a run listens to, by processes that know only its ports."""
 
-import http.client
-import json
-import os
-import re
+import contextlib
 import secrets
 import socket
 import stat
 import struct
-import threading
 import time
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from importlib.util import find_spec
 
 import psutil
 import pytest
 
-from tests.security.live_runs import listening, reachable, start, write_prompts
+from tests.security.attacked_run import CONNECT_S, HELLO, SILENCE_S, run_parallel, sends_greeting, status
+from tests.security.live_runs import listening, reachable
 
-RECIPE = """
-model.path = "{model}"
-data.path = "prompts.jsonl"
-trainer = {{ kind = "fsdp", lr = 1e-3 }}
-algorithm.kind = "grpo"
-rewards = [{{ kind = "random" }}]
-sampling.max_new_tokens = 4
-checkpoint = {{ at_end = false, export = false }}
-run = {{ batches = 10000, prompts_per_batch = 2, samples_per_prompt = 4, dir = "run" }}
-placement = {{ device = "cpu", trainer_ranks = 2, rollout_workers = 1, threads = 1, start_timeout_s = 900 }}
-
-[rollout]
-kind = "sglang"
-dtype = "float32"
-wire = "http"
-bucket_bytes = 4096
-router = true
-server_args = {{ max_total_tokens = 4096 }}
-"""
-"""Small buckets make a weight sync take long enough to be attacked."""
-CONNECT_S = 5
-SILENCE_S = 2
-HELLO = 32
-"""Bytes of the random number by which the control channel of weight syncs sends_greeting."""
 OPEN = ("/health", "/metrics", "/ready")
 """Prefixes of the paths of SGLang's servers that report only the server's health."""
 ROUTER_PATHS = """
@@ -91,13 +61,6 @@ ROUTER_STATUS_PATHS = (
 """Paths of the router that need no key."""
 
 
-def run_parallel(function, targets):
-    """Results, by target."""
-    targets = list(targets)
-    with ThreadPoolExecutor(32) as pool:
-        return dict(zip(targets, pool.map(lambda target: function(*target), targets), strict=True))
-
-
 def is_store(host, port):
     """True if torch's key-value store answers there, by its protocol: then its keys can be listed and changed.
 
@@ -143,32 +106,6 @@ def test_no_port_of_a_run_is_a_store_that_strangers_can_read(running):
     assert stores(running) == []
 
 
-def status(host, port, method, path, headers=()):
-    """Status and body of an HTTP answer; None where there is no HTTP server."""
-    connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
-    try:
-        connection.putrequest(method, path, skip_host=any(name == "Host" for name, _ in headers))
-        for name, value in (("Content-Type", "application/json"), ("Content-Length", "2"), *headers):
-            connection.putheader(name, value)
-        connection.endheaders(b"{}")
-        answer = connection.getresponse()
-        return answer.status, answer.read() if answer.length else b""
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-
-
-def sends_greeting(host, port):
-    """True if the listener sends the greeting of the control channel."""
-    try:
-        with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
-            sock.settimeout(SILENCE_S)
-            return len(sock.recv(2 * HELLO)) == HELLO
-    except OSError:
-        return False
-
-
 def reply_to(host, port, said):
     """First byte that the control channel sends after its greeting to a client that sends this; empty if it closes."""
     with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
@@ -179,94 +116,6 @@ def reply_to(host, port, said):
             return sock.recv(1)
         except ConnectionError:
             return b""
-
-
-class Recorder(threading.Thread):
-    """Records the first bytes of each TCP connection on the loopback. Needs root."""
-
-    LIMIT = 1 << 20
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.said = defaultdict(bytes)
-        """(port of the speaker, port of the listener) -> bytes."""
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
-        self._socket.bind(("lo", 0x0800))
-
-    def run(self):
-        while True:
-            packet = self._socket.recv(1 << 17)
-            if packet[9] != socket.IPPROTO_TCP:
-                continue
-            start = (packet[0] & 15) * 4
-            ports = struct.unpack_from("!HH", packet, start)
-            if len(self.said[ports]) < self.LIMIT:
-                self.said[ports] += packet[start + (packet[start + 12] >> 4) * 4 :]
-
-
-class Attacked:
-    """A run with SGLang servers: its ports, and the keys that its user can read."""
-
-    def __init__(self, run, recorder):
-        self.run, self.recorder = run, recorder
-        own = set(os.environ.values())
-        found = {value for one in run.processes() for value in variables(one) if len(value) > 30}
-        self.keys = sorted(found - own)
-        """As the user of the run, and nobody else, can read them."""
-        self.places = [reachable(place) for place in run.ports() if ":" not in reachable(place)[0]]
-
-    def servers(self):
-        """[(host, port), list of "METHOD path"] of SGLang's servers, which list their paths to who has the key."""
-        headers = [(("Authorization", f"Bearer {key}"),) for key in ["", *self.keys]]
-        listed = run_parallel(
-            status, [(*place, "GET", "/openapi.json", one) for place in self.places for one in headers]
-        )
-        for target, answer in listed.items():
-            if answer is not None and answer[0] == 200 and answer[1].startswith(b"{"):
-                paths = json.loads(answer[1])["paths"]
-                yield target[:2], [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
-
-    def router(self):
-        """(host, port) of the router's API and of its metrics."""
-        self.run.wait_for(lambda: len(self._router_ports()) == 2)  # a run samples without it until it is up
-        places = [reachable(place) for place in self._router_ports()]
-        metrics = [place for place in places if (status(*place, "GET", "/metrics") or (0,))[0] == 200]
-        assert len(places) == 2 and len(metrics) == 1, places
-        return next(place for place in places if place not in metrics), metrics[0]
-
-    def _router_ports(self):
-        commands = self.run.commands().items()
-        routers = [process for process, command in commands if re.search("::router|launch:route", command)]
-        return [place for process in routers for place in listening(process)]
-
-
-def variables(process):
-    """Values of a process's variables whose names say that they are keys."""
-    try:
-        return [value for name, value in process.environ().items() if name.endswith("_KEY")]
-    except psutil.Error:
-        return []
-
-
-@pytest.fixture(scope="module")
-def attacked(tmp_path_factory, tiny_model):
-    """A run that syncs its weights to an SGLang server behind a router until the attacks are over."""
-    if find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed; `make dev` does that")
-    folder = tmp_path_factory.mktemp("run")
-    write_prompts(folder, 40)
-    (folder / "job.toml").write_text(RECIPE.format(model=tiny_model))
-    recorder = None
-    if os.getuid() == 0:
-        recorder = Recorder()
-        recorder.start()
-    run = start(folder, "data.epochs=10000")
-    try:
-        run.train_more()
-        yield Attacked(run, recorder)
-    finally:
-        run.end()
 
 
 @pytest.mark.long
@@ -291,6 +140,18 @@ def test_a_stranger_cannot_forge_messages_of_weight_syncs(attacked):
     for said in (secrets.token_bytes(2 * HELLO) + frame, frame * 3, bytes(2 * HELLO) + frame):
         assert {reply_to(*place, said) for place in channels} == {b""}
     attacked.run.train_more()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_strangers_who_connect_and_say_nothing_hold_up_no_weight_sync(attacked):
+    channels = [place for place, found in run_parallel(sends_greeting, attacked.places).items() if found]
+    assert channels, "no channel asks who connects"
+    with contextlib.ExitStack() as stack:
+        for place in channels * 600:
+            stack.enter_context(socket.create_connection(place, timeout=CONNECT_S))
+        assert all(sends_greeting(*place) for place in channels)
+        attacked.run.train_more()
 
 
 @pytest.mark.long

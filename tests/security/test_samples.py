@@ -1,13 +1,13 @@
 """Texts of a policy that try to end the run: they get the failure value, and a broken reward is still told at once."""
 
 import json
-import subprocess
 import time
 
 import pytest
-from plasmid_models.testing import make_tiny_tokenizer
 
-from tests.security.rl_command import RECIPE, RL
+from tests.forked_rl import run_rl
+from tests.security.model_files import make_tokenizer
+from tests.security.rl_command import RECIPE
 
 PLUGIN = '''
 import asyncio, json, time
@@ -48,7 +48,7 @@ LIMITS = ["huge", "float", "digits", "deep", "surrogate", "component", "names", 
 
 @pytest.fixture
 def score(tmp_path):
-    """`rl reward` as a process: exit code and the scored samples by id, for one prompt with all texts."""
+    """`rl reward` in a process of its own: exit code and the scored samples by id, for one prompt with all texts."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "trusting.py").write_text(PLUGIN)
 
@@ -57,9 +57,7 @@ def score(tmp_path):
         rows = [{"prompt": "p", "target": target, "response": group, **(columns or {})} for group in groups]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         given = ["reward", "recipe.toml", "--data", "rows.jsonl", "--plugin", "trusting.py", "--json"]
-        done = subprocess.run(
-            [*RL, *given, f"rewards=[{rewards}]"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+        done = run_rl(*given, f"rewards=[{rewards}]", cwd=tmp_path)
         assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)["samples"]
 
@@ -184,7 +182,7 @@ SHOW = ["sample", "recipe.toml", "-n", "1", "--dry", 'rewards=[{kind="number"}]'
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
-        ([{"role": "user", "content": "a"}] * 300_000, "has 300000 messages, at most 10000 are taken"),
+        ([{"role": "user", "content": "a"}] * 300_000, "has 300000 messages, more than the limit of 10000"),
         ([{"role": "user", "content": "a" * 1000}] * 5000, "has more than 4000000 characters"),
         ("a" * 5_000_000, "has more than 4000000 characters"),
     ],
@@ -194,18 +192,18 @@ def test_a_row_of_millions_of_messages_is_refused_before_it_is_rendered(tmp_path
     (tmp_path / "recipe.toml").write_text(RECIPE)
     rows = [{"prompt": [{"role": "user", "content": "1+1="}], "target": 2}, {"prompt": prompt, "target": 2}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    make_tiny_tokenizer(tmp_path / "model")
-    done = subprocess.run([*RL, *SHOW], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    make_tokenizer(tmp_path / "model")
+    done = run_rl(*SHOW, cwd=tmp_path, timeout=60)
     assert done.returncode == 2
-    assert done.stderr == f"error: rows.jsonl:2: 'prompt' {reason}; leave the row out\n"
+    assert done.stderr == f"error: rows.jsonl:2: 'prompt' {reason}; remove the row\n"
 
 
 def test_a_prompt_of_very_many_tokens_is_shown_in_part(tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     row = {"prompt": "first " + "a1" * 100_000 + " last", "target": "2" * 200_000}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    make_tiny_tokenizer(tmp_path / "model")
-    done = subprocess.run([*RL, *SHOW], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    make_tokenizer(tmp_path / "model")
+    done = run_rl(*SHOW, cwd=tmp_path, timeout=60)
     assert done.returncode == 0
     assert len(done.stdout) < 200_000
     assert "first" in done.stdout and "a1 last" in " ".join(done.stdout.replace("\u2502", "").split())
@@ -227,17 +225,17 @@ def test_a_row_of_millions_of_characters_is_refused_before_it_is_scored(tmp_path
     given = ["reward", "--data", "rows.jsonl", 'rewards=[{kind="number"}]']
     (tmp_path / "recipe.toml").write_text(RECIPE)
     given.insert(1, "recipe.toml")
-    done = subprocess.run([*RL, *given], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_rl(*given, cwd=tmp_path, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: rows.jsonl:2: {reason}")
-    assert done.stderr.endswith("; leave the row out\n") and done.stderr.count("\n") == 1
+    assert done.stderr.endswith("; remove the row\n") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("chat", "completion", "reason"),
     [
-        ([("user", "a"), ("assistant", "b")] * 5000, None, "5000 turns to learn and 10000 messages, whose product"),
-        ([("user", "a" * 900), ("assistant", "b")] * 490, None, "490 turns to learn and 4"),
+        ([("user", "a"), ("assistant", "b")] * 5000, None, "5000 turns to train on and 10000 messages, whose product"),
+        ([("user", "a" * 900), ("assistant", "b")] * 490, None, "490 turns to train on and 4"),
         ([("user", "a")], "b" * 5_000_000, "the completion has more than 4000000 characters"),
     ],
     ids=["turns", "characters", "completion"],
@@ -250,9 +248,9 @@ def test_a_demonstration_that_would_be_rendered_for_minutes_is_refused(tmp_path,
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     recipe = RECIPE.replace('path = "rows.jsonl"', settings).replace('[rollout]\nkind = "hf"', "")
     (tmp_path / "recipe.toml").write_text(recipe.replace("grpo", "sft"))
-    make_tiny_tokenizer(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
     given = ["sample", "recipe.toml", "-n", "1", "--dry"]
-    done = subprocess.run([*RL, *given], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_rl(*given, cwd=tmp_path, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("error: rows.jsonl:1: ") and done.stderr.count("\n") == 1
     assert reason in done.stderr

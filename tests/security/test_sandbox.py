@@ -1,6 +1,7 @@
 """Programs that attack the run from their sandbox, through `rl reward`, with namespaces and without."""
 
 import platform
+import subprocess
 import time
 from pathlib import Path
 
@@ -19,7 +20,16 @@ def refused(what, result):
 END = "\nprint('well')"
 IO_SETUP = {"x86_64": 206, "aarch64": 0}[platform.machine()]
 KCMP = {"x86_64": 312, "aarch64": 272}[platform.machine()]
+F_SETSIG, F_SETOWN, F_SETLEASE, F_SETPIPE_SIZE = 10, 8, 1024, 1031
 REFUSED = {
+    "signals through a pipe": f"""
+pipe = os.pipe()[0]; refused(1, libc.fcntl(pipe, {F_SETSIG}, 15)); refused(2, libc.fcntl(pipe, {F_SETOWN}, 1))""",
+    "leases, for which others wait": f"""
+refused('lease', libc.fcntl(os.open(__file__, os.O_RDONLY), {F_SETLEASE}, 1))""",
+    "large pipes": f"refused('pipe', libc.fcntl(os.pipe()[1], {F_SETPIPE_SIZE}, 1 << 20))",
+    "other processes' share of the processor": """
+refused(1, libc.setpriority(2, os.getuid(), 1)); refused(2, libc.setpriority(0, os.getppid() or 1, 1))
+refused(3, libc.sched_setaffinity(os.getppid() or 1, 8, b'\\1' + bytes(7)))""",
     "System V shared memory": "refused('shmget', libc.shmget(0, 1 << 26, 0o1600))",
     "System V semaphores": "refused('semget', libc.semget(0, 32000, 0o1600))",
     "System V messages": "refused('msgget', libc.msgget(0, 0o1600))",
@@ -39,12 +49,17 @@ VERDICTS = {
     "a good program": (SQUARE, CALLS, 1.0, None),
     "a program that prints besides its answers": (SQUARE + "print('noise')", CALLS, 1.0, None),
     "a program that prints besides what it must": ("print('noise'); print('well')", None, 0.0, "wrong output"),
-    "a program that prints and hangs": ("print('well', flush=True)\nwhile True: pass", None, 0.0, "no end within"),
+    "a program that prints and hangs": (
+        "print('well', flush=True)\nwhile True: pass",
+        None,
+        0.0,
+        "did not finish within",
+    ),
     "a program that answers and hangs": (
         SQUARE + "import atexit, time; atexit.register(time.sleep, 99)",
         CALLS,
         0.0,
-        "f: no end within wall_s = 2",
+        "f: did not finish within wall_s = 2",
     ),
     "a program that answers and crashes": (
         SQUARE + "import atexit, os; atexit.register(os._exit, 3)",
@@ -56,7 +71,7 @@ VERDICTS = {
         SQUARE + "import threading, time; threading.Thread(target=time.sleep, args=(99,)).start()",
         CALLS,
         0.0,
-        "f: no end within wall_s = 2",
+        "f: did not finish within wall_s = 2",
     ),
 }
 
@@ -168,6 +183,17 @@ def test_a_program_without_namespaces_reaches_no_files_of_the_user(host, tmp_pat
         assert (after.st_mode, after.st_mtime, secret.read_text()) == (before.st_mode, before.st_mtime, "hush")
     finally:
         secret.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+def test_a_program_leaves_no_folder_behind_however_deep(isolation, tmp_path):
+    source = "import os\nfor _ in range(%d): os.mkdir('d'); os.chdir('d')\nos.mkdir('closed', 0)\nprint('well')"
+    texts = {"deep": (fenced(source % (2000 if isolation == "limits" else 500)), case("well"))}
+    try:
+        assert score(rewards(isolation), texts, TMPDIR=str(tmp_path)) == {"deep": (1.0, None)}
+        assert list(tmp_path.glob("plasmid-sandbox-*")) == []
+    finally:
+        subprocess.run(["rm", "-rf", *tmp_path.glob("plasmid-sandbox-*")], check=True)  # pytest cannot
 
 
 def test_a_program_passes_only_if_it_ends_well():

@@ -5,15 +5,14 @@ import gzip
 import json
 import re
 import socket
-import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from plasmid_cli.main import app
-from plasmid_models.testing import make_tiny_tokenizer
-from plasmid_runtime.cluster.local import LocalCluster
+from safetensors.numpy import save_file
 
+from tests.forked_rl import start_rl
 from tests.security.hostile_servers import (
     bomb,
     endless,
@@ -25,8 +24,8 @@ from tests.security.hostile_servers import (
     trickling,
     trickling_head,
 )
+from tests.security.model_files import make_tokenizer
 from tests.security.rl_command import RECIPE as PREAMBLE
-from tests.security.rl_command import RL
 
 RECIPE = (
     PREAMBLE
@@ -51,17 +50,17 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "target": 2, "response": "2"}) + "\n")
-    make_tiny_tokenizer(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
     return tmp_path
 
 
 def rl(*arguments, text="2"):
-    """The command as a process: exit code, output, errors and the most memory it took, in KB."""
+    """The command in a process of its own: exit code, output, errors and the most memory it took, in KB."""
     with open("rows.jsonl", "w") as file:
         file.write(json.dumps({"prompt": "1+1=", "target": 2, "response": text}) + "\n")
     with open("out", "w+") as out, open("err", "w+") as err:
-        process, most_kb = subprocess.Popen([*RL, *arguments], stdout=out, stderr=err), 0
+        process, most_kb = start_rl(*arguments, stdout=out, stderr=err), 0
         while process.poll() is None:
             most_kb = max(most_kb, peak_kb(process.pid))
             time.sleep(0.02)
@@ -95,28 +94,27 @@ def remote(name, port, *, more=ASKED, path=""):
 
 
 HOSTILE = {
-    "trickle": (trickling, "no whole answer within 0.5 s"),
-    "trickle-head": (trickling_head, "no whole answer within 0.5 s"),
-    "silent": (silent, "no whole answer within 0.5 s"),
+    "trickle": (trickling, "no complete response within 0.5 s"),
+    "trickle-head": (trickling_head, "no complete response within 0.5 s"),
+    "silent": (silent, "no complete response within 0.5 s"),
     "endless": (endless, "more than 1048576 bytes"),
     "endless-head": (endless_head, "RemoteProtocolError"),
     "bomb": (bomb(), "more than 1048576 bytes"),
     "components": (saying({"score": 1.0, **{f"c{i}": i for i in range(200_000)}}), "more than 1048576 bytes"),
-    "many": (saying({"score": 1.0, **{f"c{i}": i for i in range(5000)}}), "at most 100 become components"),
-    "names": (saying({"score": 1.0, "n" * 10_000: 1.0}), "names of numbers must be at most 100 characters"),
-    "terminal": (saying({"score": 1.0, "\x1b[2J": 1.0}), "names of numbers must be at most 100 characters"),
-    "deep": (saying(b"[" * 200_000), "the answer is no JSON"),
-    "digits": (saying(b"9" * 5000), "the answer is no JSON"),
+    "many": (saying({"score": 1.0, **{f"c{i}": i for i in range(5000)}}), "at most 100 are allowed"),
+    "names": (saying({"score": 1.0, "n" * 10_000: 1.0}), "names of numbers must have at most 100"),
+    "terminal": (saying({"score": 1.0, "\x1b[2J": 1.0}), "names of numbers must have at most 100"),
+    "deep": (saying(b"[" * 200_000), "the response is not JSON"),
+    "digits": (saying(b"9" * 5000), "the response is not JSON"),
     "huge": (saying(b'{"score": 1' + b"0" * 400 + b"}"), "score must be a finite number"),
     "nan": (saying(b'{"score": NaN}'), "score must be a finite number"),
     "surrogate": (saying(b'{"score": "\\ud800"}'), "score must be a finite number"),
-    "binary": (saying(bytes(range(256)) * 100), "the answer is no JSON"),
-    "brotli": (saying(b"x", headers=b"Content-Encoding: br\r\n"), "is encoded as 'br'"),
+    "binary": (saying(bytes(range(256)) * 100), "the response is not JSON"),
+    "brotli": (saying(b"x", headers=b"Content-Encoding: br\r\n"), "the content encoding 'br'"),
 }
 
 
 def test_whatever_a_server_answers_the_sample_gets_the_failure_value(folder):
-    started = time.monotonic()
     with socket.socket() as gone, serving_all({name: answer for name, (answer, _) in HOSTILE.items()}) as ports:
         gone.bind(("127.0.0.1", 0))  # nobody listens
         ports["gone"] = gone.getsockname()[1]
@@ -127,7 +125,6 @@ def test_whatever_a_server_answers_the_sample_gets_the_failure_value(folder):
     missing = [name for name, (_, reason) in HOSTILE.items() if reason not in sample["error"]]
     assert not missing, sample["error"]
     assert memory_kb < MEMORY_KB
-    assert time.monotonic() - started < 30
 
 
 def test_an_answer_that_is_compressed_within_the_limits_is_read(folder):
@@ -145,7 +142,7 @@ def test_a_server_past_the_samples_time_follows_on_failure_within_other_rewards_
         assert code == 0
         assert (sample["components"]["alone"], sample["components"]["sum"]) == (-1.0, -1.0)
         code, sample, _ = reward(remote("alone", port, more="timeout_s=0.6"))
-    assert code == 1 and "no usable answer within timeout_s = 0.6; see that the server is up" in sample["error"]
+    assert code == 1 and "no usable answer within timeout_s = 0.6; check that the server is running" in sample["error"]
 
 
 def test_a_redirect_takes_the_sample_nowhere(folder):
@@ -208,9 +205,27 @@ def test_a_password_in_an_address_is_neither_shown_nor_stored(folder, command):
     url = f"http://user:{given}@127.0.0.1:1/?token={given}#{given}"
     asked = [f'rewards=[{{kind="remote", url="{url}"}}]', "--data", "rows.jsonl"]
     code, out, err, _ = rl(command, "recipe.toml", *(asked if command == "reward" else ["--url", url]))
-    assert code == 2 and "must hold no user and password, got 'http://127.0.0.1:1/'" in err
+    assert code == 2 and "must not contain user or password, got 'http://127.0.0.1:1/'" in err
     assert given not in out + err
     assert not [path for path in folder.rglob("*") if path.is_file() and given in path.read_text(errors="replace")]
+
+
+def test_a_password_in_an_address_that_is_given_as_a_model_is_not_shown(folder):
+    code, out, err, _ = rl("eval", "recipe.toml", "--model", "http://user:hunter2@127.0.0.1:1")
+    assert code == 2 and "hunter2" not in out + err
+    assert "127.0.0.1:1: is an address; give the address of a server with --url" in err
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model.path", "model.tokenizer", "data.path", "checkpoint.start_from", "model.chat_template", "rollout.kind"],
+)
+def test_a_password_in_an_address_in_place_of_a_name_is_not_shown(folder, key):
+    save_file({"w": np.zeros(2, np.float32)}, "model/model.safetensors")
+    code, out, err, _ = rl("train", "recipe.toml", f"{key}='https://user:hunter2@host/folder'", "--dry-run")
+    assert code == 2 and "hunter2" not in out + err
+    assert "host/folder" in err, err
+    assert not [path for path in folder.rglob("*") if path.is_file() and "hunter2" in path.read_text(errors="replace")]
 
 
 def test_a_token_in_the_query_of_an_address_is_not_shown(folder):
@@ -220,40 +235,26 @@ def test_a_token_in_the_query_of_an_address_is_not_shown(folder):
     assert f"http://127.0.0.1:{port}/ answered 404" in sample["error"]
 
 
-@pytest.fixture
-def evaluate(folder, capsys):
-    """`rl eval` without a cluster: exit code and errors."""
-
-    def evaluate(port, *overrides):
-        with pytest.raises(SystemExit) as end:
-            app(
-                ["eval", "recipe.toml", "--url", f"http://127.0.0.1:{port}", "rollout.backoff_s=0.01", *overrides],
-                make_cluster=lambda _: LocalCluster(),
-            )
-        return end.value.code, capsys.readouterr().err
-
-    return evaluate
-
-
 COMPLETIONS = {
     "trickle": (trickling, "within 1 s"),
     "endless": (endless, "bytes"),
     "bomb": (bomb(), "bytes"),
-    "longer": (saying({"choices": [{"text": "1" * 900_000, "finish_reason": "stop"}]}), "900000 tokens came, 8 were"),
-    "negative": (saying({"choices": [{"text": "", "token_ids": [-5], "finish_reason": "stop"}]}), "a token is -5"),
+    "longer": (saying({"choices": [{"text": "1" * 900_000, "finish_reason": "stop"}]}), "got 900000 tokens, at most 8"),
+    "negative": (saying({"choices": [{"text": "", "token_ids": [-5], "finish_reason": "stop"}]}), "got token -5"),
     "large": (saying({"choices": [{"text": "", "token_ids": [2**40], "finish_reason": "stop"}]}), "OverflowError"),
-    "deep": (saying(b"[" * 100_000), "the answer is no JSON"),
-    "string": (saying('"x"'), "not the answer of a server of this kind"),
+    "deep": (saying(b"[" * 100_000), "the response is not JSON"),
+    "string": (saying('"x"'), "not a valid answer"),
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMPLETIONS)
-def test_an_evaluation_of_a_hostile_server_ends_with_one_line(evaluate, name):
+def test_an_evaluation_of_a_hostile_server_ends_with_one_line(folder, name):
     answer, reason = COMPLETIONS[name]
     with serving(answer) as (port, _):
-        started = time.monotonic()
-        given = ["rollout.api=openai", "rollout.model=m", "run.rollout_timeout_s=1.0", "rollout.attempts=2"]
-        code, err = evaluate(port, *given)
-    assert code == 2 and time.monotonic() - started < 10
+        url = ["--url", f"http://127.0.0.1:{port}", "rollout.backoff_s=0.01", "rollout.api=openai", "rollout.model=m"]
+        more = ["run.rollout_timeout_s=1.0", "rollout.attempts=2", "placement.device=cpu"]
+        code, _, err, _ = rl("eval", "recipe.toml", *url, *more)
+    assert code == 2
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: evaluation of test: all 1 rollouts failed") and reason in line

@@ -47,5 +47,12 @@ def test_every_test_of_this_folder_is_in_a_table():
     assert not unnamed
 
 
+def test_the_audit_names_tests_that_exist():
+    found = re.findall(r"`([\w/]+\.py)::(\w+)`", (TOP / "docs/design/safety-audit.md").read_text())
+    assert len(found) > 60
+    missing = [f"{file}::{test}" for file, test in found if test not in names_of_tests(TOP / "tests" / file)]
+    assert not missing
+
+
 def test_there_are_as_many_attacks_as_are_promised():
     assert len(list(rows())) >= ROWS

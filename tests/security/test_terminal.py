@@ -5,19 +5,18 @@ import os
 import pty
 import re
 import select
-import subprocess
-import sys
+import tempfile
 import time
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
-from plasmid_models.testing import make_hollow_model
-from plasmid_runtime.observe.sample_store import write_samples
+
+from tests.forked_rl import start_rl
+from tests.security.model_files import make_hollow_model
 
 EVIL = "a\x1b]52;c;b3duZWRz\x07\x1b]8;;http://x\x1b\\\u202e\u200b\x9b2J\x1b[6n\r\x08z[bold]y[/bold]"
 """Writes the clipboard, opens a link, reverses and hides text, clears the screen, makes the terminal type."""
-RL = [sys.executable, "-c", "from plasmid_cli.main import app; app()"]
 COMMANDS = ("\x1b]", "\x1b[6n", "\x07", "\x9b", "\x08", "\u202e", "\u200b")
 OURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 RECIPE = """
@@ -34,13 +33,14 @@ def in_terminal(folder, *argv, tty=True):
     """Exit code and output of `rl`, with standard output and standard error a terminal, or a pipe."""
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "400", "LINES": "50"}
     if not tty:
-        done = subprocess.run(
-            [*RL, *argv], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-        )
-        return done.returncode, done.stdout.decode()
+        with tempfile.TemporaryFile() as out:
+            code = start_rl(*argv, cwd=folder, env=environment, stdout=out, stderr=out).wait()
+            out.seek(0)
+            return code, out.read().decode()
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([*RL, *argv], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    with open(theirs, "r+b", buffering=0) as terminal:
+        files = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+        process = start_rl(*argv, cwd=folder, env=environment, **files)
     output, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -109,6 +109,61 @@ def test_given_texts_in_rl_reward_cannot_command_a_terminal(folder):
     assert_harmless(text)
 
 
+NAMED = pa.map_(pa.string(), pa.float64())
+SPAN = pa.struct({"version": pa.int64(), "start": pa.int64(), "end": pa.int64()})
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "max_new_tokens": 8}
+TEXTS = ("sample_id", "rollout_id", "prompt_id", "prompt", "text", "reward_error", "dropped_by", "error")
+SAMPLE = {
+    **dict.fromkeys(TEXTS, EVIL),
+    "text": EVIL + "</script><script>document.title='owned'</script>",
+    "step": 1,
+    "group_id": 0,
+    "reward": 1.0,
+    "components": [(EVIL, 1.0)],
+    "stop_reason": "stop",
+    "messages": "[]",
+    "target": json.dumps(EVIL),
+    "prompt_metadata": "{}",
+    "source": "",
+    "profile": "",
+    "metadata": "{}",
+    "prompt_token_ids": [1],
+    "token_ids": [1, 2],
+    "loss_mask": [False, True],
+    "rollout_logprobs": [0.0, 0.0],
+    "versions": [{"version": 0, "start": 1, "end": 2}],
+    "kept": None,
+    "sampling": {**SAMPLING, "stop": [], "stop_token_ids": []},
+    "timings": [],
+}
+KEPT = {"token_ids": pa.large_list(pa.int32()), "offsets": pa.list_(pa.int64()), "log_mass": pa.list_(pa.float32())}
+SAMPLES = pa.schema(
+    {
+        **dict.fromkeys(SAMPLE, pa.string()),
+        "step": pa.int64(),
+        "group_id": pa.int64(),
+        "reward": pa.float64(),
+        **dict.fromkeys(("components", "timings"), NAMED),
+        **dict.fromkeys(("prompt_token_ids", "token_ids"), pa.list_(pa.int32())),
+        "loss_mask": pa.list_(pa.bool_()),
+        "rollout_logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(SPAN),
+        "kept": pa.struct(KEPT),
+        "sampling": pa.struct(
+            {
+                **dict.fromkeys(("temperature", "top_p"), pa.float64()),
+                "top_k": pa.int64(),
+                "min_p": pa.float64(),
+                "max_new_tokens": pa.int64(),
+                "stop": pa.list_(pa.string()),
+                "stop_token_ids": pa.list_(pa.int64()),
+            }
+        ),
+    }
+)
+"""The columns of a run's samples."""
+
+
 def write_run(folder):
     metrics = {"reward/mean": 0.5, EVIL: 1.0, f"reward/{EVIL}": 0.5}
     lines = [json.dumps({"step": step, "time": 1.0, "metrics": metrics}) for step in (1, 2)]
@@ -118,26 +173,8 @@ def write_run(folder):
         json.dumps({"step": 1, "time": 1.0, "name": EVIL, "metrics": held_out}) + "\n"
     )
     (folder / "config.json").write_text(json.dumps({"recipe": EVIL + "$\\frac$", "model": {"path": EVIL}}))
-    ids = np.array([1, 2], np.int32)
-    prompt = Prompt(id=EVIL, token_ids=ids[:1], text=EVIL, messages=(), target=EVIL)
-    sample = Sample(
-        id=EVIL,
-        rollout_id=EVIL,
-        group_id=0,
-        prompt_id=EVIL,
-        token_ids=ids,
-        loss_mask=np.array([False, True]),
-        rollout_logprobs=np.zeros(2, np.float32),
-        versions=(VersionSpan(version=0, start=1, end=2),),
-        sampling=SamplingParams(),
-        text=EVIL + "</script><script>document.title='owned'</script>",
-        stop_reason=StopReason.STOP,
-        score=Score(value=1.0, components={EVIL: 1.0}, error=EVIL),
-        error=EVIL,
-    )
     (folder / "samples").mkdir()
-    group = PromptGroup(id=0, prompt=prompt, samples=(sample,))
-    write_samples(folder / "samples" / "batch-000001.parquet", [group], step=1, dropped_by={0: EVIL})
+    pq.write_table(pa.Table.from_pylist([SAMPLE], schema=SAMPLES), folder / "samples/batch-000001.parquet")
 
 
 def test_a_run_folder_of_others_cannot_command_the_terminal_of_rl_view(tmp_path):

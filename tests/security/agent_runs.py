@@ -1,0 +1,140 @@
+"""Runs of `rl sample` with an agent, whose policy is a server in the test: its turns can be counted and read."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+from tests.security.hostile_servers import saying, serving
+from tests.security.model_files import SPECIAL, make_tokenizer
+from tests.security.rl_command import RL
+
+END = SPECIAL.index("<eos>")
+"""The token that ends a message."""
+TEMPLATE = (
+    "{% if tools %}{{ '<system>' + (tools | tojson) + '<eos>' }}{% endif %}"
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}{{ '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+RECIPE = """
+model.path = "model"
+data.path = "rows.jsonl"
+rewards = [{{ kind = "exact-match" }}]
+trainer.kind = "fsdp"
+algorithm.kind = "grpo"
+sampling.max_new_tokens = 64
+[rollout]
+kind = "server"
+url = "http://127.0.0.1:{port}"
+api = "openai"
+model = "m"
+[workflow]
+kind = "agent"
+{workflow}
+"""
+PROGRAM = """
+from plasmid_cli.main import app
+from plasmid_runtime.cluster.local import LocalCluster
+app(make_cluster=lambda _: LocalCluster())
+"""
+WITHOUT_RAY = [sys.executable, "-c", PROGRAM]
+"""The command, whose rollout worker is a thread: for what does not depend on processes of a run."""
+WAITING = """
+import os, pathlib, time, urllib.request
+
+def wait(prompt, base_url):
+    name = pathlib.Path("base_url").with_suffix("." + prompt)
+    name.with_suffix(".new").write_text(base_url)
+    os.rename(name.with_suffix(".new"), name)
+    while not (os.path.exists("end") or os.path.exists("end." + prompt)):
+        time.sleep(0.1)
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    return urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body)).read().decode()
+"""
+"""Says by which address it reaches the policy, and leaves the rest of its rollout to the test."""
+
+
+class Policy:
+    """A server of completions that always says the same."""
+
+    def __init__(self, port, bodies):
+        self.port, self.bodies = port, bodies
+
+    def prompts(self):
+        """Token ids that it has continued, in order of the requests."""
+        return [json.loads(body)["prompt"] for body in self.bodies if body]
+
+
+@contextlib.contextmanager
+def make_policy(folder, text="hello"):
+    """Also writes the model's tokenizer."""
+    make_tokenizer(folder / "model", TEMPLATE)
+    (folder / "model" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 4096}')
+    vocabulary = json.loads((folder / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+    ids = [*(vocabulary[character] for character in text), END]
+    choice = {
+        "text": text,
+        "token_ids": ids,
+        "finish_reason": "stop",
+        "logprobs": {"token_logprobs": [-0.5] * len(ids)},
+    }
+    with serving(saying({"choices": [choice], "data": [{"id": "m"}]}, headers=b"Connection: close\r\n")) as server:
+        yield Policy(*server)
+
+
+def start(folder, policy, workflow, prompts, *, rl=RL, **environment):
+    """`rl sample` with one rollout of each prompt, as a process."""
+    (folder / "recipe.toml").write_text(RECIPE.format(port=policy.port, workflow=workflow))
+    rows = [json.dumps({"prompt": prompt, "target": ""}) + "\n" for prompt in prompts]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    return subprocess.Popen(
+        [*rl, "sample", "recipe.toml", "-n", str(len(prompts)), "--out", "samples.jsonl"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(folder, process, timeout_s=120):
+    """Sample of each prompt, and the output of the run."""
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return {row["prompt"]: row for row in rows}, said
+
+
+def sample(folder, workflow, prompts, **environment):
+    """Samples by prompt, and the output of the run."""
+    with make_policy(folder) as policy:
+        return finish(folder, start(folder, policy, workflow, prompts, **environment))
+
+
+class Waiting:
+    """A run whose agents wait while the test attacks their server."""
+
+    def __init__(self, folder, policy, names, *, rl=RL):
+        self.folder, self.policy = folder, policy
+        (folder / "waiting.py").write_text(WAITING)
+        settings = 'function = "waiting.py:wait"\ntimeout_s = 900\nmax_turns = 1000'
+        self.process = start(folder, policy, settings, names, rl=rl)
+        until = time.monotonic() + 120
+        files = [folder / f"base_url.{name}" for name in names]
+        while not all(file.exists() for file in files):
+            assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()[0]
+            time.sleep(0.1)
+        urls = [file.read_text() for file in files]
+        self.port = int(urls[0].split(":")[2].partition("/")[0])
+        self.keys = [url.split("/")[3] for url in urls]
+
+    def end(self):
+        """Samples by prompt, and the output of the run."""
+        (self.folder / "end").touch()
+        return finish(self.folder, self.process)

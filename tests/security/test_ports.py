@@ -1,0 +1,78 @@
+"""Attacks on a run by who takes a port of it, or looks for sockets that are files."""
+
+import contextlib
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.security.attacked_run import Attacked, status, variables
+from tests.security.live_runs import listening
+
+
+def sockets(run):
+    """Names of the Unix sockets of a run's processes; those without a file begin with a zero byte or `@`."""
+    found = set()
+    for process in run.processes():
+        with contextlib.suppress(psutil.Error):
+            found.update(one.laddr for one in process.net_connections("unix") if one.laddr)
+    short = {name for name in found if name.startswith("/proc/self/fd/")}  # of a descriptor that is closed by now
+    return found - short | {str(path) for name in short for path in run.folder.rglob(Path(name).name)}
+
+
+def is_open_to_others(name):
+    """True if a process of another user can connect."""
+    path = Path(name)
+    if not path.is_absolute():
+        return True
+    try:
+        return bool(path.stat().st_mode & stat.S_IWOTH) and all(p.stat().st_mode & stat.S_IXOTH for p in path.parents)
+    except FileNotFoundError:
+        return False
+
+
+def test_the_attacker_finds_sockets_that_others_can_open(tmp_path):
+    import socket
+
+    class Here:
+        processes = staticmethod(lambda: [psutil.Process()])
+
+    with socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(f"\0{tmp_path.name}-attacked")
+        assert any(tmp_path.name in name and is_open_to_others(name) for name in sockets(Here))
+
+
+def test_no_socket_file_of_a_run_is_open_to_others(running):
+    assert [name for name in sockets(running) if "plasma_store" in name]
+    assert [name for name in sockets(running) if is_open_to_others(name)] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_no_socket_file_of_a_run_with_sglang_is_open_to_others(attacked):
+    assert [name for name in sockets(attacked.run) if is_open_to_others(name)] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_key_of_a_server_that_has_ended_opens_no_other_one(attacked):
+    """Who listens on its port afterwards may be sent the key. Leave this test the last of the run."""
+    (place, _), *_ = attacked.servers()
+    (server,) = [one for one in attacked.run.processes() if place in listening(one)]
+    told = {("Authorization", f"Bearer {key}") for key in variables(server)}
+    assert any((status(*place, "GET", "/v1/loads", (one,)) or (0,))[0] == 200 for one in told)
+    server.kill()
+    attacked.run.wait_for(lambda: places(attacked.run) - {place})
+    router, _ = attacked.router()  # its metrics need no key
+    for address in (router, *places(attacked.run)):
+        for path in ("/openapi.json", "/workers", "/v1/loads"):
+            for one in told:
+                answer = status(*address, "GET", path, (one,))
+                assert answer is None or answer[0] in (401, 403, 404), (address, path)
+    attacked.run.train_more()
+
+
+def places(run):
+    """Where servers of the run answer to a key that its user can read."""
+    return {place for place, _ in Attacked(run, None).servers()}
