@@ -9,6 +9,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("plasmid", deadline=None)  # a busy machine is no error
+settings.load_profile("plasmid")
 
 
 @pytest.fixture(scope="session")

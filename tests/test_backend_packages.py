@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -68,3 +69,14 @@ def test_trainers_share_by_the_training_folder_and_not_by_copies(package):
 def test_no_folder_has_more_than_a_dozen_files(package):
     folders = {path.parent for path in (PACKAGES / package / "src").rglob("*.py")}
     assert not {folder.name for folder in folders if len(list(folder.glob("*.py"))) > 12}
+
+
+@pytest.mark.parametrize("package", ["core", "runtime", "training", "serving"])
+def test_a_shared_package_names_no_backend(package):
+    """Names of backends and of their formats are values of plugins; `EXTRAS` alone knows which package to install."""
+    named = [
+        str(path)
+        for path in (PACKAGES / package).glob("src/**/*.py")
+        if path.name != "extras.py" and re.search("sglang|vllm|fsdp|megatron", path.read_text().lower())
+    ]
+    assert named == []

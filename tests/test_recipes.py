@@ -70,7 +70,7 @@ OFFLINE = "recipes/glm-4.5-reasoning-128gpus.toml"
     [
         (
             [OFFLINE, "trainer.expert_parallel=64", "placement.trainer_ranks=256"],
-            "trainer.expert_parallel: the model has 160 experts, which 64 ranks cannot share",
+            "trainer.expert_parallel: the model has 160 experts, which cannot be split over 64 ranks",
         ),
         (
             [OFFLINE, "trainer.tensor_parallel=16"],
@@ -79,12 +79,12 @@ OFFLINE = "recipes/glm-4.5-reasoning-128gpus.toml"
         (
             [OFFLINE, "trainer.pipeline_parallel=8", "trainer.expert_parallel=16"],
             "trainer: the model's num_hidden_layers = 92 cannot be split into 8 parts "
-            "(pipeline_parallel x virtual_pipeline); transformer.num_layers_in_last_pipeline_stage gives the last rank "
-            "another number",
+            "(pipeline_parallel x virtual_pipeline); set transformer.num_layers_in_last_pipeline_stage for an "
+            "uneven split",
         ),
         (
-            [OFFLINE, "model.path=models/GLM-4.5-Air"],
-            "model.path: models/GLM-4.5-Air has no config.json, and recipes/models/GLM-4.5-Air does not describe it; "
+            [OFFLINE, "model.path=./models/GLM-4.5-Air"],
+            "model.path: models/GLM-4.5-Air has no config.json, nor has recipes/models/GLM-4.5-Air; "
             "put the model's config.json there",
         ),
         (
@@ -108,7 +108,7 @@ def test_a_run_is_not_offline(monkeypatch, capsys):
 
     with pytest.raises(SystemExit):
         app(["train", OFFLINE, "--offline"])
-    assert capsys.readouterr().err == "error: --offline checks a recipe without its models; add --dry-run\n"
+    assert capsys.readouterr().err == "error: --offline: only checks a recipe; add --dry-run\n"
 
 
 def test_resolving_a_recipe_imports_no_backend():

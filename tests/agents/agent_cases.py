@@ -14,10 +14,10 @@ import numpy as np
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import Completion, Ints, SamplingParams, StopReason, VersionSpan
 from plasmid_agents.server import AgentServer
-from plasmid_agents.session import Rules, Session
+from plasmid_agents.session import Session
+from plasmid_agents.workflow import Agent
 from plasmid_models.testing import SPECIAL, make_tiny_model, make_tiny_tokenizer
 from plasmid_workflows.execution import Execution
-from plasmid_workflows.tools.tool_calls import PARSERS
 
 END = 2
 """The token that ends a turn."""
@@ -122,14 +122,13 @@ class ScriptedEngine:
     async def abort(self, request_ids) -> None:
         self.aborted += request_ids
 
-    async def leave(self, session_ids) -> None:
+    async def end_sessions(self, session_ids) -> None:
         self.left += session_ids
 
 
-def make_rules(**changes) -> Rules:
+def make_settings(**changes) -> Agent:
     """What an agent may ask for."""
-    given = {"max_turns": 20, "max_tokens": None, "parser": PARSERS["hermes"], "keep_past": False, "thinks": False}
-    return Rules(**{**given, "unfollowed": "refuse", **changes})
+    return Agent(**{"command": ("true",), "max_turns": 20, **changes})
 
 
 def make_rollout(tokenizer, script, *, name="5/0", sampling=None, max_length=1024) -> Execution:
@@ -150,9 +149,9 @@ def make_rollout(tokenizer, script, *, name="5/0", sampling=None, max_length=102
 class Served:
     """A session behind a server of its own."""
 
-    def __init__(self, rollout: Execution, rules: Rules) -> None:
+    def __init__(self, rollout: Execution, settings: Agent) -> None:
         self.rollout, self.engine = rollout, rollout.client
-        self.session = Session(rollout, rules)
+        self.session = Session(rollout, settings)
         self.url = self.key = ""
 
     def samples(self, *, answer=None):
@@ -161,11 +160,11 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(tokenizer, script, *, rules=None, keep_alive_s=5.0, **rollout):
+async def served(tokenizer, script, *, settings=None, keep_alive_s=5.0, **rollout):
     """A server with one session."""
     server = AgentServer(host="127.0.0.1", advertised="127.0.0.1", keep_alive_s=keep_alive_s)
     await server.start()
-    one = Served(make_rollout(tokenizer, script, **rollout), rules or make_rules())
+    one = Served(make_rollout(tokenizer, script, **rollout), settings or make_settings())
     try:
         with server.serving(one.session) as (one.url, one.key):
             yield one

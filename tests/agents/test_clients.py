@@ -6,7 +6,7 @@ import json
 import anthropic
 import openai
 import pytest
-from agent_cases import CALL, WEATHER, make_rules, served, shown
+from agent_cases import CALL, WEATHER, make_settings, served, shown
 
 TOOL = {"type": "function", "function": WEATHER}
 ASKED = [{"role": "user", "content": "weather?"}]
@@ -105,8 +105,8 @@ def test_streams_of_openai_add_up_to_the_reply(tokenizer):
     strict = {"type": "function", "function": {**WEATHER, "strict": True}}
 
     async def main():
-        rules = make_rules(unfollowed="ignore")
-        async with served(tokenizer, [text, f"so {CALL}"], rules=rules) as one, openai_of(one) as client:
+        settings = make_settings(unfollowed="ignore")
+        async with served(tokenizer, [text, f"so {CALL}"], settings=settings) as one, openai_of(one) as client:
             plain = await client.chat.completions.create(
                 model="m", messages=ASKED, stream=True, stream_options={"include_usage": True}
             )
@@ -229,7 +229,7 @@ def test_the_api_key_alone_names_a_session(tokenizer):
 
 def test_only_one_call_is_given_where_an_agent_wants_one(tokenizer):
     async def main():
-        async with served(tokenizer, [CALL + CALL, CALL + CALL], rules=make_rules()) as one:
+        async with served(tokenizer, [CALL + CALL, CALL + CALL], settings=make_settings()) as one:
             async with openai_of(one) as client:
                 ask = {"model": "m", "messages": ASKED, "tools": [TOOL]}
                 both = await client.chat.completions.create(**ask)
@@ -247,7 +247,7 @@ def test_reasoning_is_told_apart_from_text_if_the_recipe_says_so(tokenizer):
     tool = {"name": "weather", "input_schema": WEATHER["parameters"]}
 
     async def main():
-        async with served(tokenizer, script, rules=make_rules(thinks=True)) as one:
+        async with served(tokenizer, script, settings=make_settings(reasoning="think")) as one:
             async with openai_of(one) as client:
                 first = await client.chat.completions.create(**ask)
             async with anthropic_of(one) as client:

@@ -7,7 +7,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from agent_cases import ScriptedEngine, make_rollout, make_rules, served, shown
+from agent_cases import ScriptedEngine, make_rollout, make_settings, served, shown
 from plasmid.testing.rewards import make_prompt
 from plasmid_agents.server import AgentServer
 from plasmid_agents.session import Session
@@ -36,7 +36,7 @@ def test_parallel_sessions_of_one_server_do_not_mix(tokenizer):
         await server.start()
         echo = ScriptedEngine(tokenizer, lambda text: text[-20:].upper())
         rollouts = [make_rollout(tokenizer, echo, name=f"5/{i}") for i in range(8)]
-        sessions = [Session(rollout, make_rules()) for rollout in rollouts]
+        sessions = [Session(rollout, make_settings()) for rollout in rollouts]
         contexts = [server.serving(session) for session in sessions]
         urls = [context.__enter__()[0] for context in contexts]
         await asyncio.gather(*(talk(url, number) for number, url in enumerate(urls)))

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import openai
 import pytest
-from agent_cases import CALL, FORGETS, WEATHER, ScriptedEngine, make_chat_tokenizer, make_rules, served, shown
+from agent_cases import CALL, FORGETS, WEATHER, ScriptedEngine, make_chat_tokenizer, make_settings, served, shown
 from plasmid.types import StopReason
 from plasmid_models.tokenization.tokenizer import Tokenizer
 
@@ -122,7 +122,7 @@ def test_a_template_that_forgets_reasoning_begins_a_sample_where_it_does(tmp_pat
     assert trained(tokenizer, samples) == [["<think>long/think>one<eos>"], ["two<eos>"]]
     seen = tokenizer.decode(engine.requests[1].token_ids, keep_special=True)
     assert seen == "<user>a<eos><assistant>one<eos><user>b<eos><assistant>"
-    _, samples, _ = converse(tokenizer, script, asked, rules=make_rules(keep_past=True))
+    _, samples, _ = converse(tokenizer, script, asked, settings=make_settings(keep_past=True))
     assert trained(tokenizer, samples) == [["<think>long/think>one<eos>", "two<eos>"]]
 
 
@@ -158,7 +158,7 @@ def test_a_weight_sync_in_the_middle_of_a_turn_is_not_noticed_by_the_agent(token
 
 def test_a_spent_budget_ends_the_rollout_as_cut_off(tokenizer):
     async def main():
-        async with served(tokenizer, ["one", "two", "three"], rules=make_rules(max_turns=2)) as one:
+        async with served(tokenizer, ["one", "two", "three"], settings=make_settings(max_turns=2)) as one:
             async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x") as client:
                 for text in "ab":
                     await client.chat.completions.create(model="m", messages=[user(text)])
@@ -167,7 +167,7 @@ def test_a_spent_budget_ends_the_rollout_as_cut_off(tokenizer):
             return error.value, one.samples(), len(one.engine.requests)
 
     error, samples, requests = asyncio.run(main())
-    assert error.body["message"] == "this rollout has spent its budget, workflow.max_turns = 2"
+    assert error.body["message"] == "this rollout has used up its budget, workflow.max_turns = 2"
     assert error.body["code"] == "insufficient_quota"
     assert requests == 2
     assert {sample.stop_reason for sample in samples} == {StopReason.LENGTH}
@@ -175,7 +175,7 @@ def test_a_spent_budget_ends_the_rollout_as_cut_off(tokenizer):
 
 def test_the_budget_of_tokens_shortens_the_last_turn(tokenizer):
     async def main():
-        async with served(tokenizer, ["hello there", "you"], rules=make_rules(max_tokens=14)) as one:
+        async with served(tokenizer, ["hello there", "you"], settings=make_settings(max_tokens=14)) as one:
             async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x") as client:
                 for text in "ab":
                     last = await client.chat.completions.create(model="m", messages=[user(text)])

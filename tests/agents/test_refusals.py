@@ -6,17 +6,17 @@ import anthropic
 import httpx
 import openai
 import pytest
-from agent_cases import WEATHER, ScriptedEngine, make_rules, served
+from agent_cases import WEATHER, ScriptedEngine, make_settings, served
 
 ASKED = [{"role": "user", "content": "hi"}]
 
 
-def ask_openai(tokenizer, *, script=("yes",), rules=None, max_length=1024, **request):
+def ask_openai(tokenizer, *, script=("yes",), settings=None, max_length=1024, **request):
     """The error that a request gets, or the text of the reply; how many requests reached the engine."""
 
     async def main():
         async with (
-            served(tokenizer, script, rules=rules, max_length=max_length) as one,
+            served(tokenizer, script, settings=settings, max_length=max_length) as one,
             openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x") as client,
         ):
             try:
@@ -28,10 +28,10 @@ def ask_openai(tokenizer, *, script=("yes",), rules=None, max_length=1024, **req
     return asyncio.run(main())
 
 
-def ask_anthropic(tokenizer, *, script=("yes",), rules=None, max_length=1024, **request):
+def ask_anthropic(tokenizer, *, script=("yes",), settings=None, max_length=1024, **request):
     async def main():
         async with (
-            served(tokenizer, script, rules=rules, max_length=max_length) as one,
+            served(tokenizer, script, settings=settings, max_length=max_length) as one,
             anthropic.AsyncAnthropic(base_url=one.url, api_key="x") as client,
         ):
             try:
@@ -43,7 +43,7 @@ def ask_anthropic(tokenizer, *, script=("yes",), rules=None, max_length=1024, **
     return asyncio.run(main())
 
 
-LEAVE_OUT = 'leave it out of the request, or set workflow.unfollowed = "ignore"'
+LEAVE_OUT = 'remove it from the request, or set workflow.unfollowed = "ignore"'
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ LEAVE_OUT = 'leave it out of the request, or set workflow.unfollowed = "ignore"'
 def test_what_the_run_does_not_follow_is_refused_or_ignored(tokenizer, request_, names):
     error, one = ask_openai(tokenizer, **request_)
     assert isinstance(error, openai.BadRequestError)
-    assert error.body["message"] == f"the run does not follow: {names}; {LEAVE_OUT}"
+    assert error.body["message"] == f"the run does not support: {names}; {LEAVE_OUT}"
     assert not one.engine.requests
-    text, _ = ask_openai(tokenizer, rules=make_rules(unfollowed="ignore"), **request_)
+    text, _ = ask_openai(tokenizer, settings=make_settings(unfollowed="ignore"), **request_)
     assert text == "yes"
 
 
@@ -83,7 +83,7 @@ def test_anthropic_requests_are_held_to_the_same_rules(tokenizer):
         "type": "error",
         "error": {
             "type": "invalid_request_error",
-            "message": "the run does not follow: temperature = 0.3 (the run samples with 1.0); tool_choice = any; "
+            "message": "the run does not support: temperature = 0.3 (the run samples with 1.0); tool_choice = any; "
             + LEAVE_OUT,
         },
     }
@@ -112,7 +112,7 @@ def test_a_reply_never_makes_a_sample_longer_than_the_model_takes(tokenizer):
         ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
         (
             {"messages": [{"role": "assistant", "content": "I"}]},
-            "messages: the last one is the assistant's, there is nothing to answer",
+            "messages: the last message must not be the assistant's",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
@@ -171,13 +171,15 @@ def test_strangers_and_other_endpoints_are_turned_away(tokenizer):
         async with served(tokenizer, ["yes"]) as one:
             root = one.url.rpartition("/")[0]
             async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key="guessed") as client:
-                with pytest.raises(openai.AuthenticationError, match="no rollout has this base URL or API key"):
+                with pytest.raises(openai.AuthenticationError, match="unknown base URL or API key"):
                     await client.chat.completions.create(model="m", messages=ASKED)
             async with anthropic.AsyncAnthropic(base_url=root, api_key="guessed") as client:
-                with pytest.raises(anthropic.AuthenticationError, match="no rollout has this"):
+                with pytest.raises(anthropic.AuthenticationError, match="unknown base URL"):
                     await client.messages.create(model="m", max_tokens=9, messages=ASKED)
             async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="x") as client:
-                with pytest.raises(openai.NotFoundError, match="/responses: served are /v1/chat/completions"):
+                with pytest.raises(
+                    openai.NotFoundError, match="/responses: not found; the endpoints are /v1/chat/completions"
+                ):
                     await client.responses.create(model="m", input="hi")
             async with httpx.AsyncClient() as client:
                 reply = await client.post(f"{one.url}/v1/chat/completions", content=b"{")

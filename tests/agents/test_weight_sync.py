@@ -6,7 +6,7 @@ from pathlib import Path
 
 import openai
 import torch
-from agent_cases import make_rules
+from agent_cases import make_settings
 from plasmid.components import BuildContext
 from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
@@ -50,7 +50,7 @@ async def talk(chat_model, config, cluster):
         seed=3,
         deadline_s=60.0,
     )
-    session = Session(rollout, make_rules())
+    session = Session(rollout, make_settings())
     server = AgentServer(host="127.0.0.1", advertised="127.0.0.1")
     await server.start()
     with server.serving(session) as (url, key):

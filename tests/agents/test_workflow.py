@@ -19,6 +19,7 @@ from plasmid.testing.rewards import make_prompt
 from plasmid.types import StopReason
 from plasmid_agents import Agent
 from plasmid_agents.workflow import Format
+from plasmid_sandbox.confinement import landlock
 from plasmid_workflows.execution import execute
 from plasmid_workflows.testing import check_workflow
 from plasmid_workflows.tools.tool_calls import PARSERS
@@ -168,9 +169,9 @@ def test_a_program_is_an_agent_and_prints_its_answer(tokenizer, program):
         ("dies", "the agent failed: its process died"),
         (
             "returns_a_number",
-            "the agent failed: TypeError: an agent returns a text, a dict with an 'answer', or None, got int",
+            "the agent failed: TypeError: agents must return a string, a dict with an 'answer' or None, got int",
         ),
-        ("silent", "the agent never asked the policy; check that it uses the base URL it was started with"),
+        ("silent", "the agent sent no request to the policy; check that it uses the given base URL"),
     ],
 )
 def test_an_agent_that_fails_is_a_sample_with_an_error(tokenizer, agents, function, error):
@@ -186,7 +187,7 @@ def test_a_failed_sample_shows_what_was_said_until_then(tokenizer, agents):
 
 def test_a_program_that_fails_is_a_sample_with_an_error(tokenizer, program):
     sample = one(tokenizer, {"command": program}, prompt="please fail")
-    assert sample.error == f"the agent failed: {sys.executable} ended with code 1: it failed"
+    assert sample.error == f"the agent failed: {sys.executable} exited with code 1: it failed"
 
 
 def test_an_agent_that_takes_too_long_is_killed_with_all_it_started(tokenizer, agents, tmp_path, monkeypatch):
@@ -252,15 +253,15 @@ def test_the_workflow_keeps_what_workflows_promise(agents, program):
 @pytest.mark.parametrize(
     ("settings", "mistake"),
     [
-        ({}, 'needs either function = "file.py:name" or command = ["program", "argument"], one of them'),
+        ({}, 'set one of function = "file.py:name", command = ["program", "argument"] or service'),
         ({"function": "a"}, "function: must look like module:function or file.py:function, got 'a'"),
         ({"function": "gone.py:run"}, "function: no such file: gone.py"),
         (
             {"function": "no_such_module:run"},
-            "function: there is no module 'no_such_module', neither installed nor in the current folder; "
-            "name a file as path/to/file.py:function",
+            "function: no module 'no_such_module' is installed or in the current folder; "
+            "for a file, use path/to/file.py:function",
         ),
-        ({"function": "FILE:plane"}, "function: FILE has no 'plane'; it has "),
+        ({"function": "FILE:plane"}, "function: FILE has no 'plane'; it defines "),
         ({"command": ["no-such-program"]}, "command: no such program: no-such-program"),
         ({"command": ["sleep"], "max_tokens": 0}, "max_tokens must be 'all' or at least 1, got 0"),
         ({"command": ["sleep"], "tool_calls": "xml"}, "tool_calls: must be "),
@@ -288,3 +289,16 @@ def test_listing_the_workflow_imports_no_server_and_no_backend():
     heavy = "{'torch', 'ray', 'transformers', 'aiohttp'}"
     code = f"import plasmid_agents.plugin, sys; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(0, "read the memory and environment of and signal"), (2, "agents can signal other"), (6, None)],
+)
+def test_a_kernel_that_cannot_confine_agents_is_announced(tokenizer, program, monkeypatch, caplog, version, said):
+    monkeypatch.setattr(landlock, "version", lambda: version)
+    roll_out(tokenizer, {"command": program})
+    roll_out(tokenizer, {"command": program, "confined": False})
+    warnings = [record.getMessage() for record in caplog.records if "workflow.confined" in record.getMessage()]
+    assert len(warnings) == (said is not None)
+    assert all(said in warning for warning in warnings)

@@ -29,12 +29,26 @@ def make_config(model, *, trainer=None, algorithm=None, ranks=1, reference=None,
         **tables,
     }
     if reference is not None:
-        data["reference"] = {"path": str(reference)}
+        data["reference"] = reference if isinstance(reference, dict) else {"path": str(reference)}
     return resolve(data)
 
 
-def make_batch(*, seed=0, num_groups=4, group_size=4, steps=1, index=0, longest=24, temperature=1.0, restricted=False):
-    """Random tokens, uneven lengths, random rewards; restricted: every other drawn token has a set of 5 around it."""
+def make_batch(
+    *,
+    seed=0,
+    num_groups=4,
+    group_size=4,
+    steps=1,
+    index=0,
+    longest=24,
+    temperature=1.0,
+    restricted=False,
+    shared=0,
+):
+    """Random tokens, uneven lengths, random rewards; restricted: every other drawn token has a set of 5 around it.
+
+    The samples of a group begin with the same ``shared`` tokens, at most 5.
+    """
     draw = np.random.default_rng(seed)
     groups = []
     for g in range(num_groups):
@@ -54,9 +68,11 @@ def make_batch(*, seed=0, num_groups=4, group_size=4, steps=1, index=0, longest=
             versions=np.where(mask, 0, -1).astype(np.int32),
             temperatures=np.full(group_size, temperature, np.float32),
         )
+        for start in offsets[1:-1]:
+            rows.token_ids[start : start + shared] = rows.token_ids[:shared]
         if restricted:
             rows = replace(rows, kept=_kept(rows))
-        groups.append(_group(g, rows, lengths, draw.normal(size=group_size)))
+        groups.append(replace(_group(g, rows, lengths, draw.normal(size=group_size)), shared_prefix=shared))
     return BatchRef(index=index, groups=tuple(groups), steps=steps)
 
 

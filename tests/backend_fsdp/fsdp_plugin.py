@@ -9,6 +9,9 @@ from plasmid.components import RolloutEngineConfig
 class NeverStarted(RolloutEngineConfig):
     kind: Literal["never-started"] = "never-started"
 
+    def gives_experts(self):
+        return True
+
     async def build(self, context):
         raise AssertionError("these tests sample nothing")
 

@@ -1,13 +1,14 @@
 """A cluster of processes that one test after the other uses. Implements `protocols.Cluster`."""
 
 import asyncio
-import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from plasmid.errors import ActorDiedError, DeadlineError
 from plasmid.types.shared_groups import LocalStore
+
+from tests.forked_processes import forked_processes
 
 _held = {}
 
@@ -29,7 +30,7 @@ class Processes:
         self._executors = [self._new() for _ in range(count)]
 
     def _new(self):
-        return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        return ProcessPoolExecutor(1, mp_context=forked_processes())
 
     async def run(self, place, function, *args):
         loop = asyncio.get_running_loop()

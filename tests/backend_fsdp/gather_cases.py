@@ -28,6 +28,6 @@ def gather(rank, num_ranks, store_file, limit):
             for name, tensor in plain_tensors().items()
         }
         gathering.GATHERED_BYTES = limit
-        return [(name, tensor.clone()) for name, tensor in gathering.gathered(named, dtype=torch.bfloat16)]
+        return [(name, tensor.clone()) for name, tensor in gathering.gather_tensors(named, dtype=torch.bfloat16)]
     finally:
         dist.destroy_process_group()

@@ -195,7 +195,7 @@ def test_frozen_parts_of_the_critic_stay(one_rank, tiny_model, tmp_path):
 def test_a_critics_settings_without_a_critic_are_an_error(tiny_model):
     with pytest.raises(ConfigError) as error:
         make_config(tiny_model, trainer={"critic": {"lr": 1e-4}})
-    assert str(error.value) == "trainer.critic: the algorithm has no critic, so it is never read; remove the table"
+    assert str(error.value) == "trainer.critic: is never read, because the algorithm has no critic; remove the table"
     with pytest.raises(ConfigError) as error:
         make_config(tiny_model, trainer={"critic": {"momentum": 0.5}}, algorithm=PPO)
     assert str(error.value) == "trainer.critic: momentum has no effect with optimizer = 'adamw'; remove it"
@@ -218,7 +218,7 @@ def test_critic_folders_that_cannot_be_used(one_rank, tiny_model, tmp_path):
         "score.weight is [3, 64] instead of [1, 64], score.bias is [3] instead of [1]"
     )
     assert start_error(one_rank, trainer={"critic": {"freeze": ["layer.9"]}}).startswith(
-        "trainer.critic.freeze: 'layer.9' is found in no parameter, for example not in model."
+        "trainer.critic.freeze: 'layer.9' matches no parameter; parameters are named like model."
     )
 
 
@@ -227,5 +227,5 @@ def test_a_trainer_without_a_critic_scores_none(one_rank):
         trainer, _ = await one_rank.start()
         await trainer.score(make_batch(), (Role.CRITIC,))
 
-    with pytest.raises(ValueError, match="this trainer holds no critic"):
+    with pytest.raises(ValueError, match="this trainer has no critic"):
         asyncio.run(run())

@@ -9,6 +9,9 @@ from fsdp_cases import fit, largest_difference, make_batch, weights_of
 from megatron_cases import FSDP_ADAM, assert_alike, outcome_of, plain_outcome
 from megatron_families import assert_identical, folders_of_families, make_family
 from plasmid.errors import ModelError
+from plasmid_fsdp.model.building import build_on_meta
+from plasmid_fsdp.settings import FSDP
+from plasmid_models.source import Source
 from safetensors.torch import load_file, save_file
 
 UNEVEN = {"num_experts": 5}
@@ -63,6 +66,19 @@ def test_a_mixture_of_experts_learns_what_it_learns_with_transformers(kind, fami
     assert largest_difference(found.weights, load_file(models(family) / "model.safetensors")) > 1e-3
 
 
+@pytest.mark.parametrize(("width", "implementation"), [(32, "grouped_mm"), (10, "eager")])
+def test_experts_are_multiplied_together_unless_their_sizes_are_refused(width, implementation, one_rank, tmp_path):
+    model = make_family(tmp_path / "model", "Qwen3-MoE", moe_intermediate_size=width)
+    source = Source(where="model", path=model, trust_remote_code=False)
+    lm = build_on_meta(source, FSDP(dtype="float32"))
+    assert lm.config._experts_implementation == implementation
+
+    async def run():
+        return await outcome_of(*await one_rank.start(model=model, trainer=FSDP_ADAM), tmp_path / "out")
+
+    assert_alike(asyncio.run(run()), plain_outcome(model, tmp_path / "plain"), 1e-5)
+
+
 @pytest.mark.parametrize(("before", "after"), [("one_rank", "one_rank"), ("two_ranks", "two_ranks")])
 def test_a_resumed_mixture_continues_bit_by_bit(before, after, models, request, tmp_path):
     expected, found = asyncio.run(continued(request, before, after, models("Qwen3-MoE"), tmp_path))
@@ -113,9 +129,7 @@ def test_experts_are_frozen_by_their_names_in_the_folder_and_only_together(model
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert not any("layers.0.mlp.experts." in name for name in moved)
     assert any("layers.1.mlp.experts." in name for name in moved)
-    with pytest.raises(
-        ModelError, match=r"freeze all of them, or none: .*experts\.1\.gate_proj\.weight.* still be trained"
-    ):
+    with pytest.raises(ModelError, match=r"freeze all or none: .*experts\.1\.gate_proj\.weight.* still be trained"):
         asyncio.run(run(r"layers\.0\.mlp\.experts\.0\."))
 
 

@@ -88,7 +88,7 @@ def test_scores_of_another_batch_are_refused(one_rank):
         scores = await trainer.score(make_batch(), ())
         await trainer.train(make_batch(index=1), scores)
 
-    with pytest.raises(ValueError, match="scores are of batch 0, not of batch 1"):
+    with pytest.raises(ValueError, match="the scores belong to batch 0, not to batch 1"):
         asyncio.run(run())
 
 

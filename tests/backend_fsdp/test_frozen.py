@@ -72,6 +72,40 @@ def test_a_reference_may_have_another_architecture(kind, options, request, tiny_
     assert asyncio.run(run())[0]["train/kl"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_the_policy_replaces_the_reference(kind, request, tiny_model, tmp_path):
+    """Every two batches, the KL is measured from the weights of then, also after a resume from between."""
+    ranks, batches = request.getfixturevalue(kind), [make_batch(index=index) for index in range(5)]
+    options = {"algorithm": {"monitor_kl": True, "kl_estimator": "k1"}, "reference": {"update_every": 2}}
+
+    async def run():
+        trainer, config = await ranks.start(**options)
+        reports = await fit(trainer, config, *batches[:2])
+        await weights_of(trainer, tmp_path / "two")
+        reports += await fit(trainer, config, batches[2])
+        await weights_of(trainer, tmp_path / "three")
+        await trainer.save(tmp_path / "saved")
+        return reports + await fit(trainer, config, *batches[3:])
+
+    async def resume():
+        trainer, config = await ranks.start(**options)
+        await trainer.load(tmp_path / "saved")
+        return await fit(trainer, config, *batches[3:])
+
+    reports = asyncio.run(run())
+    kls = [report["train/kl"] for report in reports]
+    assert kls[0] == kls[2] == kls[4] == 0
+    expected = plain_difference(tmp_path / "three", tmp_path / "two", batches[3])
+    assert kls[3] == pytest.approx(expected, abs=1e-5) and abs(expected) > 1e-3
+    assert asyncio.run(resume()) == reports[3:]
+
+
+def test_a_reference_that_the_policy_cannot_replace_is_refused(one_rank, tmp_path):
+    other = make_tiny_model(tmp_path / "other", hidden_size=32)
+    with pytest.raises(ModelError, match=r"reference\.update_every: .*/other has another architecture"):
+        asyncio.run(one_rank.start(algorithm={"monitor_kl": True}, reference={"path": str(other), "update_every": 1}))
+
+
 def test_reference_and_teacher_are_held_at_once(one_rank, tiny_model, tmp_path):
     teacher, batch = make_tiny_model(tmp_path / "teacher", hidden_size=32), make_batch()
 
@@ -97,7 +131,7 @@ def test_teachers_that_cannot_be_used(one_rank, tmp_path):
     assert start_error(one_rank, tmp_path / "none") == f"teacher.path: no such folder: {tmp_path / 'none'}"
     small = make_tiny_model(tmp_path / "small", vocab_size=50)
     assert start_error(one_rank, small) == (
-        f"teacher.path: {small} has a vocabulary of 50 tokens, the policy one of 57; the two must have the same tokens"
+        f"teacher.path: must have the policy's vocabulary of 57 tokens, but {small} has 50"
     )
     other = make_tiny_model(tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())
@@ -105,11 +139,11 @@ def test_teachers_that_cannot_be_used(one_rank, tmp_path):
     vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
     (other / "tokenizer.json").write_text(json.dumps(content))
     assert start_error(one_rank, other) == (
-        f"teacher.path: {other} has another vocabulary than the policy: '0' is 8 there and 7 here"
+        f"teacher.path: {other} has another vocabulary than the policy: '0' has id 7 in the policy, but id 8 there"
     )
     del vocabulary["0"]
     (other / "tokenizer.json").write_text(json.dumps(content))
-    assert start_error(one_rank, other).endswith("'0' is no token there and 7 here")
+    assert start_error(one_rank, other).endswith("'0' has id 7 in the policy, but is missing there")
     (other / "tokenizer.json").write_text("{")
     assert start_error(one_rank, other).startswith(f"teacher.path: {other / 'tokenizer.json'} cannot be read: ")
     damaged = make_tiny_model(tmp_path / "damaged", num_layers=1)
@@ -119,7 +153,7 @@ def test_teachers_that_cannot_be_used(one_rank, tmp_path):
     config = json.loads((capped / "config.json").read_text())
     (capped / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
     assert start_error(one_rank, capped) == (
-        f"teacher.path: {capped} sets final_logit_softcapping = 30.0, which trainer 'fsdp' does not compute"
+        f"teacher.path: {capped} sets final_logit_softcapping = 30.0, which trainer 'fsdp' does not support"
     )
 
 

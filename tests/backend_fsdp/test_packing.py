@@ -2,12 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from fsdp_cases import make_batch, whole_rows
 from plasmid_fsdp.model.decoder_input import PACKED, decoder_input, packing_obstacle
 from plasmid_models.testing import make_tiny_model
-from plasmid_training.batches.collate import collate
+from plasmid_training.batches import packed_attention, prefix_attention
+from plasmid_training.batches.collate import SharedPrefixes, collate
+from plasmid_training.batches.prefix_attention import DenseLayout, VarlenLayout
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -16,7 +20,7 @@ FAMILIES = {"llama": {}, "qwen3": {}, "glm4": {}, "qwen3_moe": EXPERTS, "mistral
 
 def hidden_states(model, microbatch, attention):
     """[P, H] what predicts each token, and its gradients for every weight."""
-    rows = decoder_input(microbatch, attention)
+    rows = decoder_input(microbatch, attention, torch.float64)
     hidden = model.model(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)[rows.source]
     weights = list(model.model.parameters())
     torch.manual_seed(0)
@@ -35,23 +39,89 @@ def one_by_one(model, microbatch):
     return hidden.detach(), [torch.zeros(()) if g is None else g for g in grads]
 
 
+def load(family, folder, **options):
+    """The same model in fp64 with packed attention, and with transformers' own."""
+    path = make_tiny_model(folder / "model", family=family, **FAMILIES[family])
+    if FAMILIES[family] is EXPERTS:
+        options["experts_implementation"] = "eager"  # grouped matrix products have no fp64
+    return [
+        AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation=attention, dtype=torch.float64, trust_remote_code=False, **options
+        )
+        for attention in (PACKED, "sdpa")
+    ]
+
+
+def assert_same(ours, theirs):
+    """Hidden states, and all gradients."""
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-10, atol=1e-10)
+    for a, b in zip(ours[1], theirs[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_samples_are_computed_as_if_each_were_alone(family, tmp_path):
-    path = make_tiny_model(tmp_path / "model", family=family, **FAMILIES[family])
-    load = {"dtype": torch.float64, "trust_remote_code": False}
-    if FAMILIES[family] is EXPERTS:
-        load["experts_implementation"] = "eager"  # grouped matrix products have no fp64
-    packed = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED, **load)
-    alone = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", **load)
+    packed, alone = load(family, tmp_path)
     assert packing_obstacle(packed) is None
     rows = whole_rows(make_batch(longest=20))
     for indices in ([0, 3, 5, 1], [2], [4, 4]):  # ragged, alone, equally long
         microbatch = collate(rows, indices, table_index=range(rows.num_samples), only_masked=False)
-        ours, our_grads = hidden_states(packed, microbatch, PACKED)
-        theirs, their_grads = one_by_one(alone, microbatch)
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-        for a, b in zip(our_grads, their_grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        assert_same(hidden_states(packed, microbatch, PACKED), one_by_one(alone, microbatch))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_that_share_a_prefix_are_computed_as_if_each_were_alone(family, tmp_path, monkeypatch):
+    packed, alone = load(family, tmp_path)
+    # transformers computes norms and routers in fp32 even here, which rounds a sum otherwise than its parts
+    for name in ("float32", "float"):
+        monkeypatch.setattr(torch, name, torch.float64)
+    batch = make_batch(longest=20, shared=5)
+    rows, groups = whole_rows(batch), batch.table().group_index
+    shared = SharedPrefixes(groups=groups, lengths=np.full(len(groups), 5))
+    for indices in ([0, 1, 2, 3], [9, 0, 3, 5, 1, 4, 6]):  # one group; several, two of them in part and one sample
+        options = {"table_index": range(rows.num_samples), "only_masked": False}
+        microbatch, plain = collate(rows, indices, shared=shared, **options), collate(rows, indices, **options)
+        saved = 5 * (len(indices) - len(set(groups[indices])))
+        assert len(microbatch.token_ids) == len(plain.token_ids) - saved > 0
+        assert_same(hidden_states(packed, microbatch, PACKED), one_by_one(alone, plain))
+
+
+@pytest.mark.parametrize(
+    ("layout", "graphs"),
+    [(VarlenLayout, 1), (DenseLayout, 2)],  # sizes that happen to be equal at first cost the second another graph
+)
+def test_layers_that_share_prefixes_compile_into_few_graphs(layout, graphs, tmp_path, monkeypatch):
+    model, plain = load("qwen3", tmp_path)
+    monkeypatch.setattr(prefix_attention, "DenseLayout", layout)
+    monkeypatch.setattr(packed_attention, "varlen_attn", bottom_right_attention)
+    counter = CompileCounterWithBackend("eager")
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=counter)
+    for seed, indices in enumerate(([0, 1, 2, 3, 5, 6], [0, 3, 5, 1, 4, 6, 7, 11], [1, 2, 8, 9, 10])):
+        batch = make_batch(seed=seed, longest=20 + 5 * seed, shared=3 + seed % 3)
+        rows, groups = whole_rows(batch), batch.table().group_index
+        shared = SharedPrefixes(groups=groups, lengths=batch.table().shared_prefixes)
+        options = {"table_index": range(rows.num_samples), "only_masked": False}
+        ours = hidden_states(model, collate(rows, indices, shared=shared, **options), PACKED)
+        theirs = one_by_one(plain, collate(rows, indices, **options))
+        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-8, atol=1e-8)
+        for a, b in zip(ours[1], theirs[1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # norms in fp32
+    assert 1 <= counter.frame_count <= graphs
+
+
+def bottom_right_attention(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    """Attention of each sample's last queries to all keys up to their own: what `varlen_attn` computes on a GPU."""
+    assert window_size == (-1, 0)
+    groups = query.shape[1] // key.shape[1]
+    sample_q, sample_k = (
+        torch.bucketize(torch.arange(len(x)), cu[1:], right=True) for x, cu in ((query, cu_q), (key, cu_k))
+    )
+    left_q, left_k = (cu[1:][i] - torch.arange(len(i)) for i, cu in ((sample_q, cu_q), (sample_k, cu_k)))
+    mask = (sample_q[:, None] == sample_k) & (left_q[:, None] <= left_k)
+    scores = torch.einsum("thd,shd->hts", query, key.repeat_interleave(groups, 1)) * scale
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return torch.einsum("hts,she->the", weights, value.repeat_interleave(groups, 1))
 
 
 def test_a_rank_without_samples_still_runs_the_model(tiny_model):
@@ -65,7 +135,7 @@ def test_a_rank_without_samples_still_runs_the_model(tiny_model):
     ("change", "reason"),
     [
         ({"layer_types": ["linear_attention", "full_attention"]}, "layers of kind 'linear_attention'"),
-        ({"attn_logit_softcapping": 50.0}, "its attention is soft-capped"),
+        ({"attn_logit_softcapping": 50.0}, "it caps attention scores (soft-capping)"),
     ],
 )
 def test_what_cannot_be_packed_is_told(change, reason, tiny_model):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -72,9 +73,30 @@ def test_compiled_layers_compute_the_same_with_at_most_three_graphs_in_a_run(one
             reports += await fit(handle, config, batch)
         return scores, reports
 
-    (plain, _), (compiled, reports) = asyncio.run(run()), asyncio.run(run(compile=True))
+    (plain, expected), (compiled, reports) = asyncio.run(run()), asyncio.run(run(compile=True))
     assert max(np.abs(a - b).max() for a, b in zip(plain, compiled, strict=True)) < 1e-4
+    norms = [[report["train/grad_norm"] for report in found] for found in (reports, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert 1 <= reports[-1]["train/graphs"] <= 3
+
+
+def test_the_canary_compiles_nothing(one_rank, monkeypatch):
+    captured = []
+
+    def count(graph, _):
+        captured.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+
+    async def run():
+        handle, config = await one_rank.start(trainer={"compile": True})
+        await handle.logprobs(make_batch())
+        before = len(captured)
+        await fit(handle, config, make_batch())
+        return before
+
+    assert asyncio.run(run()) == 0 and captured
 
 
 @pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from plasmid.protocols import Bundle
 from plasmid_fsdp.settings import FSDP
 from plasmid_models.testing import make_tiny_model
 from plasmid_runtime.cluster.local import LocalCluster
-from plasmid_training.learning_rate import learning_rate
+from plasmid_training.rank.learner import learning_rate
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR
 
@@ -85,10 +86,10 @@ def test_a_run_no_longer_than_its_warmup_is_fine():
         ({"microbatch_samples": 0}, "microbatch_samples must be 'auto' or at least 1, got 0"),
         (
             {"microbatch_samples": 2, "microbatch_tokens": 99},
-            "microbatch_tokens has no effect where microbatch_samples is set; remove one of them",
+            "microbatch_tokens has no effect if microbatch_samples is set; remove one of them",
         ),
         ({"betas": [0.9, 1.0]}, "both must be at least 0 and below 1, got [0.9, 1.0]"),
-        ({"freeze": ["("]}, "'(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        ({"freeze": ["("]}, "'(' is not a valid regular expression: missing ), unterminated subpattern at position 0"),
     ],
 )
 def test_settings_that_contradict_are_errors(settings, message):
@@ -107,7 +108,8 @@ def build_error(config, *, error=ModelError):
     async def run():
         cluster = LocalCluster()
         try:
-            await config.trainer.build(BuildContext(cluster=cluster, config=config, run_dir=None, bundles=(Bundle(),)))
+            context = BuildContext(cluster=cluster, config=config, run_dir=Path("unused"), bundles=(Bundle(),))
+            await config.trainer.build(context)
         finally:
             await cluster.close()
 
@@ -119,7 +121,7 @@ def build_error(config, *, error=ModelError):
 
 def test_cpu_offload_needs_a_gpu(tiny_model):
     message = build_error(make_config(tiny_model, trainer={"cpu_offload": True}), error=ConfigError)
-    assert message == "trainer.cpu_offload: moves weights between GPU and host, but the trainer runs on the cpu"
+    assert message == "trainer.cpu_offload: requires GPUs, but the trainer is placed on the CPU; remove the setting"
 
 
 def test_model_folders_that_cannot_be_used(tmp_path):
@@ -150,7 +152,7 @@ def test_model_folders_that_cannot_be_used(tmp_path):
     (path / "config.json").write_text("{")
     assert build_error(make_config(path)).startswith(f"model.path: {path}/config.json cannot be read: ")
     (path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    assert build_error(make_config(path)).startswith(f"model.path: {path} is no causal language model that loads: ")
+    assert build_error(make_config(path)).startswith(f"model.path: cannot build a causal language model from {path}: ")
 
 
 def test_transformed_logits_are_refused_rather_than_ignored(tmp_path):
@@ -158,16 +160,16 @@ def test_transformed_logits_are_refused_rather_than_ignored(tmp_path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
     assert build_error(make_config(path)) == (
-        f"model.path: {path} sets final_logit_softcapping = 30.0, which trainer 'fsdp' does not compute"
+        f"model.path: {path} sets final_logit_softcapping = 30.0, which trainer 'fsdp' does not support"
     )
 
 
 def test_freezing_nothing_or_everything_is_an_error(tiny_model):
     assert build_error(make_config(tiny_model, trainer={"freeze": ["layer.9"]})).startswith(
-        "trainer.freeze: 'layer.9' is found in no parameter, for example not in model."
+        "trainer.freeze: 'layer.9' matches no parameter; parameters are named like model."
     )
     assert build_error(make_config(tiny_model, trainer={"freeze": ["."]})) == (
-        "trainer.freeze: ['.'] freezes every parameter; nothing is left to train"
+        "trainer.freeze: ['.'] freezes all parameters; at least one must be trained"
     )
 
 

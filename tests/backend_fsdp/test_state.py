@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_named(one_rank, tmp_path):
     wide = make_tiny_model(tmp_path / "wide", hidden_size=32)
     deep = make_tiny_model(tmp_path / "deep", num_layers=4)
     shallow = make_tiny_model(tmp_path / "shallow", num_layers=1)
-    other = f"{saved}: it is a checkpoint of another model: "
+    other = f"{saved}: the checkpoint is of another model: "
     assert load_error(one_rank, saved, model=wide) == (
         other + "weights.model.embed_tokens.weight is [57, 64] instead of [57, 32]"
     )
@@ -152,7 +152,9 @@ def test_what_does_not_fit_is_named(one_rank, tmp_path):
     )
     assert load_error(one_rank, saved, model=shallow).startswith(other + "it has unknown weights.model.layers.1.")
     message = load_error(one_rank, saved, trainer={"optimizer": "sgd", "momentum": 0.5})
-    assert message.startswith(f"{saved}: see [trainer] optimizer: it lacks optimizer.lm_head.weight.momentum_buffer")
+    assert message.startswith(
+        f"{saved}: the optimizer state does not match [trainer]: it lacks optimizer.lm_head.weight.momentum_buffer"
+    )
 
 
 def test_a_checkpoint_without_the_critic_that_is_needed_says_so(one_rank, tmp_path):
@@ -162,19 +164,17 @@ def test_a_checkpoint_without_the_critic_that_is_needed_says_so(one_rank, tmp_pa
 
     asyncio.run(save("grpo"))
     asyncio.run(save("ppo", algorithm=PPO))
-    another = "it is a checkpoint of another algorithm: it has"
+    another = "the checkpoint is of another algorithm: it has"
     message = load_error(one_rank, tmp_path / "grpo", algorithm=PPO)
     assert message == f"{tmp_path / 'grpo'}: {another} no critic"
     assert load_error(one_rank, tmp_path / "ppo") == f"{tmp_path / 'ppo'}: {another} a critic"
 
 
 def test_a_folder_without_a_state_is_named(one_rank, tmp_path):
-    assert load_error(one_rank, tmp_path / "none").startswith(
-        f"{tmp_path}/none holds no trainer state that can be read"
-    )
+    assert load_error(one_rank, tmp_path / "none").startswith(f"{tmp_path}/none: cannot read the trainer state")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / ".metadata").write_bytes(b"garbage")
-    assert load_error(one_rank, tmp_path / "bad").startswith(f"{tmp_path}/bad holds no trainer state that can be read")
+    assert load_error(one_rank, tmp_path / "bad").startswith(f"{tmp_path}/bad: cannot read the trainer state")
 
 
 def test_a_damaged_state_is_named(one_rank, tmp_path):
@@ -185,9 +185,7 @@ def test_a_damaged_state_is_named(one_rank, tmp_path):
     asyncio.run(save())
     data = next((tmp_path / "saved").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:1000])
-    assert load_error(one_rank, tmp_path / "saved").startswith(
-        f"{tmp_path}/saved: the trainer's state cannot be read: "
-    )
+    assert load_error(one_rank, tmp_path / "saved").startswith(f"{tmp_path}/saved: cannot read the trainer state: ")
 
 
 @pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
@@ -196,7 +194,7 @@ def test_a_state_that_cannot_be_written_is_an_error_of_its_own(kind, request, tm
 
     async def run():
         trainer, config = await request.getfixturevalue(kind).start()
-        with pytest.raises(CheckpointError, match=r"the trainer's state cannot be written: .*Not a directory"):
+        with pytest.raises(CheckpointError, match=r"cannot write the trainer state: .*Not a directory"):
             await trainer.save(tmp_path / "file" / "saved")
         await fit(trainer, config, make_batch())
         await trainer.save(tmp_path / "saved")

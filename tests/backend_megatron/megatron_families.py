@@ -155,7 +155,7 @@ def _rank_logits(rows):
     tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     with torch.no_grad():
-        logits = gather_from_tensor_model_parallel_region(model.predicting(packed) @ weight.T)
+        logits = gather_from_tensor_model_parallel_region(model.select_predicting(packed) @ weight.T)
     found = torch.zeros(len(rows.token_ids), policy.architecture.vocab_size)
     found[packed.batch.token_index] = logits[:, : policy.architecture.vocab_size]
     return found.numpy()

@@ -81,7 +81,7 @@ def test_megatron_itself_loads_what_is_written(tiny_moe, tmp_path):
     convert(tiny_moe, tmp_path / "there", reader=HF(), writer=TorchDistFolder(vocab_multiple=8))
     source = Source(where="model", path=tiny_moe, trust_remote_code=False)
     found = {}
-    with outline._alone():
+    with outline._make_single_rank_groups():
         settings = Megatron(transformer={"use_cpu_initialization": True}, dtype="float32")
         architecture = read_architecture(source, settings)
         architecture.config.moe_token_dispatcher_type = "allgather"
@@ -89,7 +89,7 @@ def test_megatron_itself_loads_what_is_written(tiny_moe, tmp_path):
         state = dist_checkpointing.load({"model": module.sharded_state_dict()}, str(tmp_path / "there"))
         module.load_state_dict(state["model"])
         for weight in weights([module]):
-            found |= dict(to_hf(architecture, weight.named(0, 0), weight.tensor.detach()))
+            found |= dict(to_hf(architecture, weight.full_name(0, 0), weight.tensor.detach()))
     expected = dict(HF().read(tiny_moe))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -187,7 +187,7 @@ def test_a_critic_starts_from_the_distributed_format_too(ranks, tiny_qwen, tmp_p
 
 def test_what_a_trainer_cannot_start_from_is_said_before_anything_starts(ranks, tiny_qwen, tiny_moe, tmp_path):
     convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
-    with pytest.raises(ModelError, match=r"^model\.path: \S+ is of Megatron's distributed format, which trainer 'mega"):
+    with pytest.raises(ModelError, match=r"^model\.path: \S+ has Megatron's distributed format, which only trainer"):
         asyncio.run(ranks.start(model=tmp_path / "there", trainer={"kind": "fsdp"}))
     change_config(tmp_path / "there", intermediate_size=96)
     with pytest.raises(ModelError, match=r"^model\.path: the weights in \S+ do not fit its model: it has other sha"):
@@ -223,7 +223,7 @@ def test_the_size_of_the_vocabulary_can_be_said(tiny_qwen, tmp_path):
         assert len(before[name]) == 57 and len(after[name]) == 60
         assert torch.equal(after[name][:57], before[name]) and not after[name][57:].any()
     assert json.loads((tmp_path / "back/config.json").read_text())["vocab_size"] == 60
-    with pytest.raises(ModelError, match=r"it has 64 rows of the vocabulary in \S+, and 65 are wanted$"):
+    with pytest.raises(ModelError, match=r"it has 64 vocabulary rows in \S+, at least 65 are required$"):
         list(TorchDistFolder(vocab_size=65).read(tmp_path / "there"))
 
 
@@ -240,10 +240,10 @@ def change_config(folder, **changes):
             {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
             r"it has other shapes: \S+ \[4, .*\] instead of \[3, ",
         ),
-        ({"num_hidden_layers": 3}, r"has no config that transformers reads: .*`num_hidden_layers` \(3\) must be equal"),
+        ({"num_hidden_layers": 3}, r"transformers cannot read its config: .*`num_hidden_layers` \(3\) must be equal"),
         ({"tie_word_embeddings": True}, r"it has unknown output_layer\.weight$"),
-        ({"vocab_size": 99}, r"it has 57 rows of the vocabulary in embedding\S+, and 99 are wanted$"),
-        ({"model_type": "gpt2"}, r"is of model type 'gpt2', which trainer 'megatron' does not train"),
+        ({"vocab_size": 99}, r"it has 57 vocabulary rows in embedding\S+, at least 99 are required$"),
+        ({"model_type": "gpt2"}, r"model type 'gpt2' of \S+ is not supported by trainer 'megatron'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -290,9 +290,9 @@ def test_what_cannot_be_written_says_what_can(tiny_qwen, tmp_path):
         convert(tiny_qwen, tmp_path / "out", reader=HF(), writer=MegatronTorch())
     (tmp_path / "bare").mkdir()
     shutil.copyfile(tiny_qwen / "model.safetensors", tmp_path / "bare/model.safetensors")
-    with pytest.raises(ModelError, match=r"^the source has no config\.json, from which layout torch_dist derives"):
+    with pytest.raises(ModelError, match=r"^the source has no config\.json, which layout torch_dist needs"):
         convert(tmp_path / "bare", tmp_path / "out", reader=HF(), writer=TorchDistFolder())
-    with pytest.raises(ModelError, match=r"bare: holds no checkpoint of layout torch_dist$"):
+    with pytest.raises(ModelError, match=r"bare: contains no checkpoint of layout torch_dist$"):
         convert(tmp_path / "bare", tmp_path / "out", reader=TorchDistFolder(), writer=HF())
     assert not list(tmp_path.glob("*out*"))
 
@@ -301,7 +301,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tiny_qwen, tmp_path, full_disk
     full_disk(100_000)
     with pytest.raises(ModelError) as error:
         convert(tiny_qwen, tmp_path / "out", reader=HF(), writer=TorchDistFolder())
-    assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; nothing is left of it"
+    assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; the partial output was removed"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -331,9 +331,12 @@ def spoil_age(folder):
     ("spoil", "message"),
     [
         (spoil_rank, r"iter_0000007: the file of rank 0 \(tensor\), 0 \(pipeline\), 0 \(expert\) is missing$"),
-        (spoil_cut, r"mp_rank_01/model_optim_rng\.pt: cannot be read: .*; it is cut off, damaged or too old$"),
-        (spoil_class, r"mp_rank_01/model_optim_rng\.pt: names \S*print, which is not made out of a file of somebody"),
-        (spoil_age, r"it is of the modules before Megatron-Core \('language_model'\), which are not read$"),
+        (spoil_cut, r"mp_rank_01/model_optim_rng\.pt: cannot be read: .*; the file is truncated, corrupt or too old$"),
+        (
+            spoil_class,
+            r"mp_rank_01/model_optim_rng\.pt: contains a pickled \S*print, which could execute",
+        ),
+        (spoil_age, r"it is older than Megatron-Core \('language_model'\); convert it with Megatron$"),
     ],
 )
 def test_a_damaged_checkpoint_of_the_older_format_says_so(tiny_qwen, tmp_path, capsys, spoil, message):

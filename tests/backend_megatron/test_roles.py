@@ -72,10 +72,10 @@ def test_a_part_of_a_fused_weight_cannot_be_frozen(ranks):
         return str(error.value)
 
     message = asyncio.run(start(freeze=["q_proj"]))
-    assert message.startswith("trainer.freeze: Megatron has model.layers.0.self_attn.q_proj.weight, ")
+    assert message.startswith("trainer.freeze: Megatron fuses model.layers.0.self_attn.q_proj.weight, ")
     assert "freeze model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight as well" in message
-    assert "is found in no parameter" in asyncio.run(start(freeze=["layer.9"]))
-    assert "freezes every parameter" in asyncio.run(start(freeze=["."]))
+    assert "matches no parameter" in asyncio.run(start(freeze=["layer.9"]))
+    assert "freezes all parameters" in asyncio.run(start(freeze=["."]))
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(ranks, tiny_qwen, tmp_path):

@@ -114,7 +114,7 @@ def test_files_that_cannot_be_written_are_one_line_and_the_trainer_goes_on(ranks
         return raised.value
 
     message = str(asyncio.run(run()))
-    assert message.startswith(f"{tmp_path}/saved: the trainer's state cannot be written: ")
+    assert message.startswith(f"{tmp_path}/saved: cannot write the trainer state: ")
     assert "No such file or directory" in message and "\n" not in message
 
 

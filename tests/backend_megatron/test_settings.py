@@ -33,11 +33,14 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"transformer": {"num_layer": 2}}, "num_layer is no field of TransformerConfig of megatron-core"),
+        ({"transformer": {"num_layer": 2}}, "num_layer is not a field of TransformerConfig of megatron-core"),
         ({"transformer": {"num_layer": 2}}, "; did you mean 'num_layers'?"),
         ({"transformer": {"recompute_num_layers": "one"}}, "recompute_num_layers must be int, got 'one'"),
         ({"transformer": {"recompute_granularity": True}}, "must be 'full' or 'selective', got True"),
-        ({"transformer": {"activation_func": "gelu"}}, "activation_func holds what a recipe cannot say"),
+        (
+            {"transformer": {"activation_func": "gelu"}},
+            "activation_func is a function or an object, which",
+        ),
         ({"transformer": {"context_parallel_size": 2}}, "follows from trainer.context_parallel; set that"),
         ({"transformer": {"hidden_dropout": 0.1}}, "hidden_dropout cannot be set: trainer 'megatron' trains without"),
         ({"optimizer": {"lr": 1e-5}}, "trainer.optimizer: lr follows from trainer.lr; set that"),
@@ -47,8 +50,13 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
         ({"min_lr_fraction": 0.1}, "min_lr_fraction has no effect with schedule = 'constant'"),
         ({"microbatch_samples": 2, "microbatch_tokens": 10}, "microbatch_tokens has no effect"),
         ({"transformer_engine": True}, "transformer_engine = true needs dtype = 'bfloat16'"),
+        (
+            {"transformer_engine": True, "dtype": "bfloat16", "compile": True},
+            "compile = true needs transformer_engine = f",
+        ),
         ({"transformer": {"moe_grouped_gemm": True}}, "transformer.moe_grouped_gemm = true needs transformer_engine"),
         ({"transformer": {"transformer_impl": "local"}}, "transformer_impl follows from trainer.transformer_engine"),
+        ({"transformer": {"mtp_num_layers": 1}}, "mtp_num_layers cannot be set: trainer 'megatron' trains no"),
         ({"transformer": {"fp8": "e4m3"}}, "fp8 cannot be set: trainer 'megatron' computes in float32 or bfloat16"),
     ],
 )
@@ -58,9 +66,9 @@ def test_what_is_wrong_is_said_with_the_way_out(settings, message):
 
 def test_ranks_make_model_replicas():
     assert Megatron(tensor_parallel=2, pipeline_parallel=2).num_parts(8) == 2
-    with pytest.raises(ValueError, match="6 do not divide into model replicas of 4 ranks"):
+    with pytest.raises(ValueError, match="6 ranks cannot be split into model replicas of 4 "):
         Megatron(tensor_parallel=2, pipeline_parallel=2).num_parts(6)
-    with pytest.raises(ValueError, match="6 do not divide into groups of 4 ranks that hold all experts"):
+    with pytest.raises(ValueError, match="6 ranks cannot be split into expert-parallel groups of 4 "):
         Megatron(expert_parallel=4).num_parts(6)
 
 
@@ -73,7 +81,10 @@ def test_ranks_make_model_replicas():
         ),
         ({"tensor_parallel": 4}, "num_key_value_heads = 2 cannot be split into 4 parts (tensor_parallel)"),
         ({"pipeline_parallel": 2, "virtual_pipeline": 2}, "num_hidden_layers = 2 cannot be split into 4 parts"),
-        ({"expert_parallel": 2}, "trainer.expert_parallel: the model has no experts, which 2 ranks cannot share"),
+        (
+            {"expert_parallel": 2},
+            "expert_parallel: the model has 0 experts, which cannot be split over 2 ranks",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
@@ -88,7 +99,7 @@ def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
     [
         (
             {"model_type": "gpt2"},
-            "model.path: the model is of type 'gpt2', which trainer 'megatron' does not train; it trains deepseek_v3, "
+            "model.path: model type 'gpt2' is not supported by trainer 'megatron'; supported types are deepseek_v3, "
             "glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe",
         ),
         (
@@ -98,11 +109,11 @@ def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
         (
             {"num_hidden_layers": 61},
             "trainer: the model's num_hidden_layers = 61 cannot be split into 2 parts (pipeline_parallel x "
-            "virtual_pipeline); transformer.num_layers_in_last_pipeline_stage gives the last rank another number",
+            "virtual_pipeline); set transformer.num_layers_in_last_pipeline_stage for an uneven split",
         ),
         (
             {"n_routed_experts": 8},
-            "trainer.sequence_parallel: a model with experts needs it with tensor_parallel; remove the setting",
+            "trainer.sequence_parallel: must be true with experts and tensor_parallel > 1; remove the setting",
         ),
     ],
 )
@@ -110,6 +121,12 @@ def test_a_model_that_megatron_does_not_train_is_refused(model, message):
     with pytest.raises(ConfigError) as error:
         check_split(Megatron(pipeline_parallel=2, tensor_parallel=2, sequence_parallel=False), model)
     assert str(error.value) == message
+
+
+def test_layers_with_experts_are_not_compiled():
+    check_split(Megatron(), {"num_experts": 8})
+    with pytest.raises(ConfigError, match="layers with experts cannot be compiled, and the model has 8; remove"):
+        check_split(Megatron(compile=True), {"num_experts": 8})
 
 
 def test_the_last_stage_can_have_fewer_layers():
@@ -132,7 +149,7 @@ def test_a_cpu_without_support_is_refused(monkeypatch):
     from plasmid_megatron import device
 
     monkeypatch.setattr(device, "GROUP", "plasmid_megatron.nobody_registers_here")
-    with pytest.raises(ConfigError, match=r"trainer.kind: 'megatron' needs GPUs, but the trainer is placed on the cpu"):
+    with pytest.raises(ConfigError, match=r"trainer.kind: 'megatron' needs GPUs, but the trainer is placed on the CPU"):
         device.check_device("cpu")
     device.check_device("cuda")
 

@@ -1,6 +1,10 @@
 """Saved trainers continue exactly, also in another layout; a checkpoint that does not fit says so."""
 
 import asyncio
+import io
+import pickle
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +109,7 @@ def test_ranks_without_experts_continue_beside_those_with_them(ranks, tmp_path):
 @pytest.mark.long
 def test_without_megatrons_distributed_optimizer_another_split_is_refused_with_the_way_out(ranks, tiny_moe, tmp_path):
     one, split = ({"distributed_optimizer": False} | trainer for trainer in ({}, {"expert_parallel": 2}))
-    with pytest.raises(CheckpointError, match=r"set trainer\.expert_parallel to what it was saved with"):
+    with pytest.raises(CheckpointError, match=r"restore the old trainer\.expert_parallel"):
         assert_continues(ranks, (1, one), (2, split), tmp_path, model=tiny_moe)
 
 
@@ -133,14 +137,63 @@ def test_a_resumed_critic_continues_bit_by_bit(ranks, tmp_path):
 def test_a_checkpoint_that_does_not_fit_says_so(ranks, tmp_path):
     async def run():
         trainer, _ = await ranks.start()
-        with pytest.raises(CheckpointError, match=f"{tmp_path}/none holds no trainer state that can be read: "):
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/none: cannot read the trainer state: "):
             await trainer.load(tmp_path / "none")
         await trainer.save(tmp_path / "saved")
         trainer, _ = await ranks.start(algorithm=PPO)
-        with pytest.raises(CheckpointError, match="it is a checkpoint of another algorithm: it has no critic"):
+        with pytest.raises(CheckpointError, match="the checkpoint is of another algorithm: it has no critic"):
             await trainer.load(tmp_path / "saved")
 
     asyncio.run(run())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp"])
+def test_a_checkpoint_that_is_compressed_is_refused(name, ranks, tmp_path):
+    """A file of a few bytes, or a tensor's part of one, that would become gigabytes."""
+
+    async def work():
+        trainer, config = await ranks.start(num_ranks=1, trainer=ADAM)
+        await fit(trainer, config, make_batch())
+        await trainer.save(tmp_path / "saved")
+        file = tmp_path / "saved" / name
+        compress(file) if name == "common.pt" else compress_parts(tmp_path / "saved")
+        with pytest.raises(CheckpointError, match="the data is compressed, which torch never does"):
+            await trainer.load(tmp_path / "saved")
+
+    asyncio.run(work())
+
+
+def compress(file, data=None):
+    """What torch wrote, with its archive compressed, and zeros behind that pack well."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data or file.read_bytes())) as before, zipfile.ZipFile(packed, "w") as after:
+        for member in before.infolist():
+            after.writestr(member.filename, before.read(member), zipfile.ZIP_DEFLATED)
+        after.writestr(f"{before.namelist()[0].partition('/')[0]}/zeros", bytes(1 << 20), zipfile.ZIP_DEFLATED)
+    if data is not None:
+        return packed.getvalue()
+    return file.write_bytes(packed.getvalue())
+
+
+def compress_parts(folder):
+    """Every part of every tensor, as `.metadata` then says."""
+    metadata, written = torch_metadata(folder), {}
+    for index, place in metadata.storage_data.items():
+        file = folder / place.relative_path
+        data = file.read_bytes()[place.offset : place.offset + place.length]
+        out = written.setdefault(place.relative_path, io.BytesIO())
+        offset, part = out.tell(), compress(None, data)
+        part = part.ljust(place.length, b"\0")  # what is shorter than its numbers is refused before it is read
+        out.write(part)
+        metadata.storage_data[index] = replace(place, offset=offset, length=len(part))
+    for name, out in written.items():
+        (folder / name).write_bytes(out.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def torch_metadata(folder):
+    return pickle.loads((folder / ".metadata").read_bytes())
 
 
 @pytest.mark.long
@@ -153,8 +206,8 @@ def test_a_checkpoint_with_a_damaged_or_hostile_common_file_is_refused(ranks, tm
         for content, message in (
             ({key: value for key, value in common.items() if key != "steps"}, "no optimizer steps under 'steps'"),
             (common | {"steps": ["policy"]}, "no optimizer steps under 'steps'"),
-            ([1, 2], "holds no trainer state"),
-            (common | {"steps": TouchFile(tmp_path / "TRICKED")}, "holds no trainer state that can be read: "),
+            ([1, 2], "not a trainer state"),
+            (common | {"steps": TouchFile(tmp_path / "TRICKED")}, ": cannot read the trainer state: "),
         ):
             torch.save(content, tmp_path / "saved/common.pt")
             with pytest.raises(CheckpointError) as error:

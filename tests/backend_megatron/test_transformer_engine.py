@@ -77,13 +77,13 @@ def _lost(network, model):
     """What comes out otherwise than it is in the folder, or has no place in a checkpoint."""
     import torch
     from plasmid_megatron.weights.gathering import Gatherer
-    from plasmid_megatron.weights.placement import places
+    from plasmid_megatron.weights.placement import find_places
     from plasmid_megatron.weights.shards import weights
     from safetensors.torch import load_file
 
     gathered = Gatherer(network.bare, network.architecture).tensors(dtype=torch.float32, device=torch.device("cpu"))
     kept, expected = dict(gathered), load_file(model / "model.safetensors")
-    placed = set(places(network.bare[0]))
+    placed = set(find_places(network.bare[0]))
     unplaced = {weight.own_name for weight in weights(network.bare) if weight.own_name not in placed}
     return unplaced | {
         n for n in expected | kept if n not in kept or n not in expected or not expected[n].equal(kept[n])
@@ -119,7 +119,7 @@ def test_it_needs_a_gpu_and_a_release_that_megatron_takes(monkeypatch):
     with pytest.raises(ConfigError) as error:
         check_transformer_engine("cpu")
     assert str(error.value) == (
-        "trainer.transformer_engine: it needs GPUs, but the trainer is placed on the cpu; remove the setting"
+        "trainer.transformer_engine: needs GPUs, but the trainer is placed on the CPU; remove the setting"
     )
     with pytest.raises(ConfigError, match=r"is not installed; install transformer-engine<2.12.0,>=2.9.0a0, or"):
         check_transformer_engine("cuda")
@@ -134,10 +134,10 @@ def test_another_release_is_refused(release, taken, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     if taken:
         return check_transformer_engine("cuda")
-    with pytest.raises(ConfigError, match=rf"<2.12.0,>=2.9.0a0, but {release} is installed; install another one"):
+    with pytest.raises(ConfigError, match=rf"<2.12.0,>=2.9.0a0, but {release} is installed; install a support"):
         check_transformer_engine("cuda")
 
 
 def test_the_trainer_is_refused_before_a_rank_is_started(ranks):
-    with pytest.raises(ConfigError, match=r"trainer.transformer_engine: it needs GPUs"):
+    with pytest.raises(ConfigError, match=r"trainer.transformer_engine: needs GPUs"):
         asyncio.run(ranks.start(trainer={"transformer_engine": True, "dtype": "bfloat16"}))

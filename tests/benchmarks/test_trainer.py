@@ -37,8 +37,37 @@ def test_product_and_ceilings_are_measured_on_the_same_tokens(tmp_path):
     model = make_tiny_model(tmp_path / "model", family="qwen3", max_position_embeddings=4096)
     out = tmp_path / "out.json"
     options = ["--samples", "4", "--steps", "1", "--tokens", "2048", "--device", "cpu", "--dtype", "float32"]
-    trainer.main([str(model), *options, "--variant", "padded, eager", "--out", str(out)])
+    profiles = tmp_path / "profiles"
+    options += ["--variant", "padded, eager", "--lora", "4", "--profile", str(profiles)]
+    trainer.main([str(model), *options, "--out", str(out)])
     rows = json.loads(out.read_text())
-    assert [row["name"] for row in rows] == ["padded, eager", "rl train, fsdp"]
+    assert [row["name"] for row in rows] == ["padded, eager", "rl train, fsdp", "rl train, fsdp, lora rank 4"]
+    assert rows[2]["settings"][0] == "trainer.lora.rank=4"
     assert rows[0]["tokens"] == rows[1]["tokens"] == sum(ceiling.sample_lengths("short", 4))
     assert all(row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_s"]) for row in rows)
+    names = {f"rl-train-fsdp{rest}-short-batch-000004-trainer-0" for rest in ("", "-lora-rank-4")}
+    assert {file.name for file in profiles.iterdir()} == {name + end for name in names for end in (".txt", ".json.gz")}
+
+
+@pytest.mark.long
+def test_syncs_of_an_adapter_are_timed_beside_whole_ones(tmp_path):
+    model = make_tiny_model(tmp_path / "model", family="qwen3")
+    out = tmp_path / "out.json"
+    trainer.main(
+        [
+            str(model),
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--no-ceilings",
+            "--lora",
+            "4",
+            "--sync",
+            "--out",
+            str(out),
+        ]
+    )
+    whole, adapter = json.loads(out.read_text())
+    assert (whole["name"], adapter["name"]) == ("weight sync to hf, full", "weight sync to hf, lora rank 4")
+    assert 0 < adapter["sync_bytes"] < whole["sync_bytes"] / 5

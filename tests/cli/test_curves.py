@@ -64,6 +64,13 @@ def test_the_picture_is_a_png(tmp_path):
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
+def test_a_picture_shows_unprintable_characters_of_names_escaped(tmp_path, recwarn):
+    marked = Series(name="held\x1b[2J\x9b\r", x=[1.0], y=[0.5], marked=True)
+    smoothed = Series(name="train\u202e\x07", x=[1.0, 2.0], y=[0.5, 0.6])
+    write_png(tmp_path / "reward.png", [marked, smoothed], title="run\x1b\u200b")
+    assert [str(warning.message) for warning in recwarn] == []  # matplotlib warns of glyphs that a font lacks
+
+
 def test_a_picture_that_cannot_be_written_is_a_plain_error(tmp_path):
     from plasmid.errors import CheckpointError
 

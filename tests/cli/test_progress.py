@@ -4,7 +4,15 @@ import threading
 
 import pytest
 from plasmid.config.run import LoopConfig, RunConfig
-from plasmid_cli.display.progress import LiveProgress, PlainProgress, RunState, duration, make_progress, render
+from plasmid_cli.display.progress import (
+    LiveProgress,
+    PlainProgress,
+    RunState,
+    duration,
+    make_log_progress,
+    make_progress,
+    render,
+)
 from plasmid_runtime.observe.dispatch import ObserverQueues
 from rich.console import Console
 
@@ -42,11 +50,11 @@ def tell(progress):
     """A short run, told as a session tells it."""
     queues = ObserverQueues([("progress", progress)])
     queues.emit("phase_started", batch=0, phase="start", version=0)
-    queues.emit("evaluation_finished", step=0, name="held-out", metrics={"eval/held-out/reward": 0.1})
+    queues.emit("evaluation_finished", batch=0, name="held-out", metrics={"eval/held-out/reward": 0.1})
     for step in (1, 2):
         queues.emit("phase_started", batch=step, phase="sample", version=step - 1)
-        queues.emit("step_finished", step=step, metrics=METRICS)
-    queues.emit("checkpoint_saved", step=2, path="runs/sums/checkpoints/batch-000002", seconds=2.06)
+        queues.emit("batch_finished", batch=step, metrics=METRICS)
+    queues.emit("checkpoint_saved", batch=2, path="runs/sums/checkpoints/batch-000002", seconds=2.06)
     queues.close()
 
 
@@ -105,7 +113,7 @@ def test_the_display_keeps_eight_batches_and_fits_narrow_terminals():
     state = RunState(config(batches=1000))
     state.begin_phase(1, "sample", 0)
     for step in range(1, 31):
-        state.end_step(step, METRICS)
+        state.end_batch(step, METRICS)
     shown = text(state)
     rows = [line.split()[0] for line in shown.splitlines() if line.strip() and line.split()[0].isdigit()]
     assert rows == [str(step) for step in range(23, 31)]
@@ -130,7 +138,7 @@ def test_the_eta_follows_the_pace_of_the_last_batches():
     assert state.eta_s() is None
     for step in range(1, 11):
         state.last_end -= 2.0
-        state.end_step(step, METRICS)
+        state.end_batch(step, METRICS)
     assert state.eta_s() == pytest.approx(200, abs=2)
 
 
@@ -141,7 +149,7 @@ def test_events_and_redraws_of_many_threads_do_not_disturb_each_other(monkeypatc
 
     def work():
         for step in range(1, 100):
-            progress.step_finished(step, {**METRICS, f"reward/{step}": 1.0})
+            progress.batch_finished(step, {**METRICS, f"reward/{step}": 1.0})
             progress.evaluation_finished(step, f"set-{step % 7}", {f"eval/set-{step % 7}/reward": 0.5})
             if step % 20 == 0:
                 console.print(progress)
@@ -165,13 +173,77 @@ def test_a_checkpoint_that_is_written_while_the_run_goes_on_is_told_twice():
     for console in (plain_console(), live_console()):
         with make_progress(config(), console) as progress:
             queues = ObserverQueues([("progress", progress)])
-            queues.emit("checkpoint_begun", step=2)
-            queues.emit("checkpoint_saved", step=2, path="checkpoints/batch-000002", seconds=2.06)
+            queues.emit("checkpoint_started", batch=2)
+            queues.emit("checkpoint_saved", batch=2, path="checkpoints/batch-000002", seconds=2.06)
             queues.close()
         told[console.is_terminal] = console.file.getvalue()
     assert told[False].splitlines() == [
-        "batch 2/10  saving while the run goes on",
+        "batch 2/10  saving in the background",
         "batch 2/10  saved checkpoints/batch-000002 in 2.1 s",
     ]
-    assert "batch 2: saving while the run goes on" in told[True]
+    assert "batch 2: saving in the background" in told[True]
     assert "saved checkpoints/batch-000002 in 2.1 s" in told[True]
+
+
+def start(progress, console=None):
+    """A start of two ranks and an engine with an evaluation, as a session tells it; what is shown while it waits."""
+    queues, looks = ObserverQueues([("progress", progress)]), []
+    queues.emit("run_started", run_dir="runs/sums", batches=10)
+    queues.emit("phase_started", batch=0, phase="start", version=0)
+    both = {"trainer-0": "loading weights", "trainer-1": "loading weights", "engine-0": "starting and importing"}
+    for waits, seconds in (
+        ({"ray": "starting and importing"}, {"ray": 0.0}),
+        (both, {"ray": 4.4, "trainer": 1.0, "engine": 1.0}),
+        ({}, {"ray": 4.4, "trainer": 12.2, "engine": 15.0}),
+    ):
+        queues.emit("start_advanced", waits=waits, seconds=seconds)
+        queues.flush(timeout_s=10)
+        if console is not None:
+            looks.append(text(progress._state))
+    queues.emit("phase_started", batch=0, phase="sync", version=0)
+    queues.emit("phase_started", batch=0, phase="evaluate", version=0)
+    for done in (0, 1, 2):
+        queues.emit("evaluation_advanced", batch=0, name="held-out", done=done, total=2)
+    queues.close()
+    return looks
+
+
+def test_a_pipe_gets_a_line_for_each_change_of_what_a_start_waits_for():
+    console = plain_console()
+    state = RunState(config())
+    state.start.began -= 31
+    with make_progress(config(), console, state) as progress:
+        start(progress)
+    assert console.file.getvalue().splitlines() == [
+        "runs/sums: starting; all output of the run is written there",
+        "31 s: waiting for Ray (starting and importing)",
+        "31 s: waiting for trainer-0, trainer-1 (loading weights); engine-0 (starting and importing)",
+        "started in 31 s: checks 31, Ray 4, trainer 12 | engine 15 (in parallel), weights to the engine 0, "
+        "first samples 0",
+    ]
+
+
+def test_a_terminal_shows_what_a_start_waits_for_until_it_is_up(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console = live_console()
+    with make_progress(config(), console) as progress:
+        looks = start(progress, console)
+    assert ["waiting for" in look for look in looks] == [True, True, False]
+    assert "waiting for trainer-0, trainer-1 (loading weights); engine-0 (starting and" in looks[1]
+    assert "started in 0 s: checks 0, Ray 4, trainer 12 | engine 15 (in parallel)" in console.file.getvalue()
+
+
+def test_the_log_of_a_live_display_has_the_split_of_a_start_once(monkeypatch):
+    """The display prints it itself."""
+    monkeypatch.setenv("TERM", "xterm")
+    log = plain_console()
+    (progress,) = make_log_progress(config(), live_console(), log)
+    start(progress)
+    assert log.file.getvalue() == ""
+
+
+def test_runs_that_start_no_process_say_nothing_of_a_start():
+    console = plain_console()
+    with make_progress(config(), console) as progress:
+        tell(progress)
+    assert "started" not in console.file.getvalue()

@@ -148,7 +148,7 @@ def test_an_evaluation_sets_own_rewards_can_be_asked(rl):
     summary, _ = found(rl("--data", "rows.jsonl", "--eval", "strict", "--json")[1])
     assert list(summary["components"]) == ["regex"]
     code, _, err = rl("--data", "rows.jsonl", "--eval", "nope")
-    assert (code, err.strip()) == (2, "error: --eval nope: no such evaluation set; there are strict")
+    assert (code, err.strip()) == (2, "error: --eval: no evaluation set is named 'nope'; sets are strict")
 
 
 def test_no_model_library_is_imported(rl, tmp_path):

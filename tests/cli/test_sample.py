@@ -5,7 +5,7 @@ import json
 import pytest
 from plasmid.testing.fakes import __file__ as fakes
 from plasmid_cli.main import app
-from plasmid_models.testing import make_hollow_model
+from plasmid_models.testing import make_empty_model
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.observe.sample_store import read_samples
 
@@ -45,7 +45,7 @@ def register_components():
 def rl(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    make_hollow_model(tmp_path / "model")
+    make_empty_model(tmp_path / "model")
     (tmp_path / "sample_parts.py").write_text(PARTS)
     rows = [{"prompt": f"say {i}", "target": i, "level": "easy"} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -102,7 +102,7 @@ def test_an_evaluation_set_is_sampled_by_its_name(rl):
     assert out.count("sample ") >= 2 and "rows.jsonl:5" in out and "rows.jsonl:6" in out
     assert "dropped" not in out
     code, _, err = rl("--eval", "nope")
-    assert (code, err.strip()) == (2, "error: eval: there is no evaluation set 'nope'; there are plain")
+    assert (code, err.strip()) == (2, "error: eval: no evaluation set is named 'nope'; sets are plain")
 
 
 def test_what_cannot_be_written_is_said_before_anything_starts(rl):
@@ -110,3 +110,33 @@ def test_what_cannot_be_written_is_said_before_anything_starts(rl):
     assert (code, err.strip()) == (2, "error: --out s.txt: its name must end in .parquet or .jsonl")
     code, _, err = rl("--out", "s.jsonl", "--dry")
     assert (code, err.strip()) == (2, "error: --out s.jsonl: there are no samples with --dry")
+
+
+RAISING = '''
+from typing import Literal
+from plasmid import Reward, hookimpl
+
+class Raising(Reward):
+    """Always fails."""
+    kind: Literal["raising"] = "raising"
+    async def __call__(self, prompt, sample):
+        raise RuntimeError("no reward today")
+
+@hookimpl
+def register_components():
+    return [Raising]
+'''
+
+
+def test_the_folder_of_a_failed_sample_is_kept_with_all_that_was_printed(rl, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "raising.py").write_text(RAISING)
+    with pytest.raises(SystemExit):
+        app(
+            ["sample", "recipe.toml", "-n", "1", "rewards=[{kind='raising'}]", "--plugin", "raising.py"],
+            make_cluster=lambda _: LocalCluster(),
+        )
+    (log,) = tmp_path.glob("plasmid-sample-*/logs/driver.log")
+    assert "error: " in log.read_text() and "no reward today" in log.read_text()
+    assert rl("-n", "1")[0] == 0
+    assert len(list(tmp_path.glob("plasmid-sample-*"))) == 1

@@ -2,7 +2,7 @@ import io
 
 import pytest
 from plasmid.errors import ConfigError
-from plasmid.utils.printable import printable
+from plasmid.utils.printable import escape_unprintable
 from plasmid_cli.main import app
 from plasmid_cli.reports.run_data import load_run
 from plasmid_cli.reports.tokens import TokenTexts
@@ -26,8 +26,8 @@ def squeezed(text):
 def test_a_folder_without_a_run_is_a_plain_error(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_run(tmp_path)
-    where = f"{tmp_path}: no run here: it has no config.json and no metrics.jsonl"
-    assert str(error.value) == f"{where}; name the folder of a run"
+    where = f"{tmp_path}: not a run: it has no config.json and no metrics.jsonl"
+    assert str(error.value) == f"{where}; give the folder of a run"
 
 
 def test_the_best_sample_of_the_last_step_comes_first(run_dir):
@@ -47,15 +47,15 @@ def test_samples_are_found_by_step_evaluation_and_prompt(run_dir):
 
 def test_what_does_not_exist_is_named_with_what_does(run_dir, tmp_path):
     run = load_run(run_dir)
-    with pytest.raises(ConfigError, match=r"no samples of step 99; there are steps 1-60$"):
+    with pytest.raises(ConfigError, match=r"no samples of step 99; stored steps are 1-60$"):
         printed(run, step=99)
-    with pytest.raises(ConfigError, match=r"no samples of step 3; there are steps 0, 20, 40, 60$"):
+    with pytest.raises(ConfigError, match=r"no samples of step 3; stored steps are 0, 20, 40, 60$"):
         printed(run, step=3, evaluation="held-out")
     with pytest.raises(ConfigError, match="has a prompt with 'zebra' in its id or text"):
         printed(run, prompt="zebra")
-    with pytest.raises(ConfigError, match=r"holds no samples \(eval-other-\*.parquet\)"):
+    with pytest.raises(ConfigError, match=r"no samples \(eval-other-\*.parquet\)"):
         printed(run, evaluation="other")
-    with pytest.raises(ConfigError, match=r"no metric 'train/los'; there are .*train/loss"):
+    with pytest.raises(ConfigError, match=r"no metric 'train/los'; metrics are .*train/loss"):
         printed(run, action=view_run, metrics=["train/los"])
 
 
@@ -111,7 +111,7 @@ def test_text_of_a_policy_is_neither_markup_nor_a_command_to_the_terminal(make_r
 
 
 def test_printable_text_stays_as_it_is():
-    assert printable("caf\u00e9 \U0001f9ec\n\tx") == "caf\u00e9 \U0001f9ec\n\tx"
+    assert escape_unprintable("caf\u00e9 \U0001f9ec\n\tx") == "caf\u00e9 \U0001f9ec\n\tx"
 
 
 def test_token_texts_join_to_the_whole_text_also_where_characters_take_several_tokens():
@@ -152,3 +152,27 @@ def test_a_run_that_only_evaluated_shows_the_samples_of_its_first_set(make_run, 
         app(["view", str(run), "--count", "1", "--no-report"])
     assert not end.value.code
     assert "eval-held-out-000000, sample" in capsys.readouterr().out
+
+
+def test_metrics_of_evaluations_are_charted(run_dir):
+    run = load_run(run_dir)
+    text = printed(run, action=view_run, metrics=["eval/held-out/reward"])
+    assert "eval/held-out/reward" in text
+    steps, values = run.curve("eval/held-out/reward")
+    assert (steps, values) == run.evaluation_curve("held-out") and len(steps) > 1
+    with pytest.raises(
+        ConfigError, match=r"metrics are .*eval/held-out/reward.*; did you mean 'eval/held-out/reward'\?$"
+    ):
+        printed(run, action=view_run, metrics=["eval/held-out/rewrd"])
+
+
+def test_files_that_were_swapped_under_each_others_name_are_refused(make_run):
+    run = make_run(batches=2, every=1)
+    first, second = sorted((run / "samples").glob("batch-*.parquet"))[:2]
+    first.rename(aside := first.with_name("aside"))
+    second.rename(first)
+    aside.rename(second)
+    steps = [int(file.stem.rpartition("-")[2]) for file in (first, second)]
+    for step, other in (steps, reversed(steps)):
+        with pytest.raises(ConfigError, match=f"must hold samples of step {step}, but holds samples of step {other}:"):
+            printed(load_run(run), step=step)

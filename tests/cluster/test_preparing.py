@@ -32,6 +32,9 @@ class Elsewhere(NodeAgent):
         return [file.path for file in files if file.path.is_relative_to(self._here)] or super().differing_plugins(files)
 
 
+INSTALL = "on the driver's machine; install the same version on all machines"
+
+
 @pytest.fixture
 def config(job, monkeypatch):
     monkeypatch.chdir(job.folder)
@@ -78,7 +81,7 @@ def test_a_folder_that_is_not_shared_is_refused(config, tmp_path):
     with pytest.raises(ConfigError) as caught:
         prepared(config, tmp_path, Elsewhere, tmp_path)
     assert str(caught.value) == (
-        f"run.dir: node 10.0.0.2 does not see what is written to {tmp_path} here; set it to a folder that all machines "
+        f"run.dir: node 10.0.0.2 does not see files written to {tmp_path} here; set it to a folder that all machines "
         "share"
     )
 
@@ -87,14 +90,14 @@ def test_other_versions_are_named(config, tmp_path):
     with pytest.raises(ConfigError) as caught:
         prepared(config, tmp_path, Elsewhere, tmp_path, versions={"plasmid-rewards": "0.0.1", "plasmid-own": "2.0"})
     assert str(caught.value).splitlines() == [
-        "node 10.0.0.2: plasmid-own is 2.0 there and missing where rl was called; install the same on all machines",
-        "node 10.0.0.2: plasmid-rewards is 0.0.1 there and 0.1.0 where rl was called; install the same on all machines",
+        f"node 10.0.0.2: plasmid-own is 2.0 there and missing {INSTALL}",
+        f"node 10.0.0.2: plasmid-rewards is 0.0.1 there and 0.1.0 {INSTALL}",
     ]
 
 
 def test_files_of_the_recipe_are_looked_for_on_every_machine(config, tmp_path):
     lost = config.model_copy(update={"model": config.model.model_copy(update={"path": "models/lost"})})
-    with pytest.raises(ConfigError, match=r"^node 10.0.0.2: model.path: no such folder: models/lost, seen from "):
+    with pytest.raises(ConfigError, match=r"^node 10.0.0.2: model.path: no such folder: models/lost \(searched from "):
         prepared(lost, tmp_path, NodeAgent)
 
 

@@ -38,7 +38,14 @@ def test_parts_without_sets_are_whole_vocabularies_and_nothing_is_made_of_nothin
 
 
 def test_arrays_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="a kept set of 1 positions has 3 offsets, and 2 tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"a kept set of 1 positions must have one more offset, .* 3 tokens, got 2 offsets that end with \[2\]",
+    ):
+        KeptSet(token_ids=np.zeros(3, np.int32), offsets=np.array([0, 2]), log_mass=np.zeros(1, np.float32))
+    with pytest.raises(
+        ValueError, match=r"a kept set of 1 positions must have one more offset, .* 2 tokens, got 3 offsets"
+    ):
         KeptSet(token_ids=np.zeros(2, np.int32), offsets=np.array([0, 1, 2]), log_mass=np.zeros(1, np.float32))
 
 

@@ -1,10 +1,10 @@
 """A plugin may bring a slot of its own: its base class names it, and recipes fill it by kind."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.forked_rl import run_rl
 
 PLUGIN = '''
 from typing import Literal
@@ -28,6 +28,14 @@ class Strict(Grader):
 
     def marks(self, text):
         return float(text == self.right)
+
+    def find_errors(self, recipe):
+        yield from super().find_errors(recipe)
+        if recipe is not None and self.right == "old":
+            yield recipe.place
+        if recipe is not None and self.right == "never":
+            seen = f"{type(recipe).__name__} of {recipe.trainer_kind}, staleness {recipe.max_staleness}"
+            yield f"{recipe.key}.right: cannot be given, seen {seen}, whole recipe {hasattr(recipe, 'trainer')}"
 
 
 class Graded(Reward):
@@ -55,8 +63,7 @@ def rl(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def rl(*argv):
-        command = [sys.executable, "-c", "from plasmid_cli.main import app; app()", *argv]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return run_rl(*argv, cwd=tmp_path)
 
     def score(reward):
         given = ["--data", "rows.jsonl", "--plugin", "grading.py", "--json", f"rewards=[{reward}]"]
@@ -82,6 +89,18 @@ def test_mistakes_in_a_slot_of_a_plugin_are_named_like_all_others(rl):
         "error: rewards.0.first.kind: 'strikt' is not installed; did you mean 'strict'?",
         "error: rewards.0.others.0.rigth: no such setting; did you mean 'right'?",
     ]
+
+
+def test_components_at_any_place_are_checked_against_a_view_of_the_recipe(rl):
+    done = rl.score('{kind="graded", first={}, others=[{}, {right="never"}]}')
+    assert done.stderr.splitlines() == [
+        "error: rewards.0.others.1.right: cannot be given, seen RecipeView of fsdp, staleness 0, whole recipe False"
+    ]
+
+
+def test_the_former_name_of_a_recipe_key_is_answered_in_one_line(rl):
+    done = rl.score('{kind="graded", first={right="old"}}')
+    assert done.stderr == "error: find_errors: RecipeView.place is now RecipeView.key; rename it\n"
 
 
 def test_a_slot_of_a_plugin_is_listed(rl):

@@ -5,7 +5,8 @@ What stands behind the three backquotes says what becomes of a block:
 - a language and a file name: the file is written;
 - ``bash``: every line is run and must succeed;
 - ``console``: a transcript. Lines after ``$`` are run; what follows is compared with what they print, without regard to
-  numbers and spacing; ``...`` stands for any lines. A transcript that shows an ``error:`` must exit with code 2;
+  numbers and spacing; ``...`` stands for any lines. A transcript that shows an ``error:`` must exit with code 2, one of
+  ``rl compare`` that shows where runs part with code 1;
 - ``python`` without a name: the code is run;
 - ``toml`` without a name: part of a recipe, not run;
 - ``text``: not run.
@@ -28,13 +29,19 @@ from pathlib import Path
 from plasmid.errors import PlasmidError
 from plasmid.types.runs import Mode
 from plasmid_cli.commands.arguments import load
-from plasmid_cli.display.progress import make_progress
+from plasmid_cli.display.progress import make_log_progress, make_progress
 from plasmid_cli.main import app
-from plasmid_cli.output import print_error
+from plasmid_cli.output import (
+    begin_transcript,
+    end_transcript,
+    print_error,
+    table_console,
+    transcript,
+    transcript_console,
+)
 from plasmid_cli.reports.summary import print_summary
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
-from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -103,7 +110,7 @@ class Reader:
     def _python(self, code: str) -> None:
         if not self.in_one_process:
             self._subprocess([sys.executable, "-c", code])
-        elif "plasmid.train(" not in code:
+        elif "plasmid.train(" not in code and "plasmid.open(" not in code:
             with contextlib.chdir(self.folder):
                 exec(compile(code, "page", "exec"), {"__name__": "__main__"})
 
@@ -116,7 +123,8 @@ class Reader:
             command = with_small(command)
         here = self.in_one_process and command[0] == "rl"
         code, out = self._here(command) if here else self._subprocess(command)
-        expected = 2 if any(text.startswith("error: ") for text in shown) else 0
+        endings = {"error: ": 2, "first difference in ": 1}
+        expected = max((code for start, code in endings.items() if any(s.startswith(start) for s in shown)), default=0)
         assert code == expected, f"{line}\n{out}"
         assert matches(shown, out), f"{line}\n{out}\n--- is not like ---\n" + "\n".join(shown)
         self.printed[line] = out
@@ -156,17 +164,23 @@ def rl(arguments: Sequence[str]) -> int:
         app(arguments, make_cluster=lambda _: LocalCluster())
     parser = argparse.ArgumentParser()
     parser.add_argument("items", nargs="*")
-    for flag in ("--resume", "--rollouts-only"):
-        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--rollouts-only", action="store_true")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume-auto", dest="resume", action="store_const", const="auto")
     parser.add_argument("--replay", type=Path)
     parser.add_argument("--plugin", action="append", type=Path)
-    given = parser.parse_intermixed_args(arguments[1:])
+    given = parser.parse_intermixed_args(["--resume-auto" if a == "--resume=auto" else a for a in arguments[1:]])
     config = load(given.items, given.plugin)
     mode = Mode(resume=given.resume, replay=given.replay, rollouts_only=given.rollouts_only)
-    console = Console(width=200)
-    with make_progress(config, console) as progress:
-        result = run(config, mode=mode, observers=[progress], make_cluster=lambda _: LocalCluster())
-    print_summary(result, console)
+    begin_transcript()
+    try:
+        console = table_console()
+        with make_progress(config, console) as progress:
+            observers = [transcript(), progress, *make_log_progress(config, console, transcript_console())]
+            result = run(config, mode=mode, observers=observers, make_cluster=lambda _: LocalCluster())
+        print_summary(result, console)
+    finally:
+        end_transcript()
     return 0
 
 

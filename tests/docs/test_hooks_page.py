@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from plasmid import Prompt, PromptGroup, Sample, SamplingParams, StopReason
 from plasmid.config.load import validate
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 
 PAGE = (Path(__file__).parents[2] / "docs/plugins/hooks.md").read_text()
 
@@ -39,7 +39,7 @@ def test_the_plugin_of_the_page_works(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(block("python"))
     manager = load_plugins(files=[file])
-    slots, recipe = installed(manager), tomllib.loads(block("toml"))
+    slots, recipe = find_components(manager), tomllib.loads(block("toml"))
     (settings,) = recipe["rewards"]
     reward = validate(slots["rewards"]["short"], settings)
     prompt = Prompt(id="p", token_ids=np.ones(1, np.int32), text="?")
@@ -50,5 +50,5 @@ def test_the_plugin_of_the_page_works(tmp_path):
     assert keep(PromptGroup(id=0, prompt=prompt, samples=[sample("a"), sample("b")]))
     assert not keep(PromptGroup(id=0, prompt=prompt, samples=[sample("a"), sample("a")]))
     for value in (0.25, 0.5, 0.375):
-        manager.hook.step_finished(step=1, metrics={"reward/mean": value})
+        manager.hook.batch_finished(batch=1, metrics={"reward/mean": value})
     assert manager.get_plugin(str(file)).best == [0.25, 0.5, 0.5]

@@ -7,7 +7,7 @@ import pytest
 from plasmid import load_config
 from plasmid.config.load import validate
 from plasmid.config.run import RunConfig
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.settings.resume import changeable_settings
 from plasmid_runtime.observe.journal import read_journal
 from plasmid_runtime.observe.sample_columns import SCHEMA
@@ -17,6 +17,7 @@ from tests.docs.pages import LANGUAGES, MAKE, PAGES, ROOT, Reader, blocks, match
 READ = [
     "README.md",
     "docs/quickstart.md",
+    "docs/install.md",
     "docs/observability.md",
     "docs/checkpoints.md",
     "docs/clusters.md",
@@ -25,8 +26,11 @@ READ = [
     "docs/data.md",
     "docs/debugging-rewards.md",
     "docs/evaluation.md",
+    "docs/lora.md",
     "docs/megatron.md",
     "docs/sglang.md",
+    "docs/python.md",
+    "docs/vllm.md",
     "docs/tasks.md",
     "docs/plugins/index.md",
     "docs/workflows/single-turn.md",
@@ -74,7 +78,7 @@ def test_every_block_is_of_a_kind_that_is_run(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_part_of_a_recipe_names_settings_that_there_are(name):
-    slots = installed(load_plugins())
+    slots = find_components(load_plugins())
     for block in blocks(ROOT / name):
         if block.language == FRAGMENT and not block.name:
             for table, settings in tomllib.loads(block.text).items():
@@ -158,8 +162,12 @@ def test_every_metric_of_a_run_is_explained(checkout):
 
 def test_the_page_about_checkpoints_lists_what_may_change():
     text = (ROOT / "docs/checkpoints.md").read_text().partition("<!-- changeable -->")[2].partition("Any other")[0]
-    trainers = installed(load_plugins())["trainer"].values()
-    keys = {*changeable_settings(RunConfig), *(key for cls in trainers for key in changeable_settings(cls, "trainer."))}
+    found = find_components(load_plugins())
+    kinds = [(slot, cls) for slot in ("trainer", "rollout") for cls in found[slot].values()]
+    keys = {
+        *changeable_settings(RunConfig),
+        *(key for slot, cls in kinds for key in changeable_settings(cls, f"{slot}.")),
+    }
     assert sorted(re.findall(r"`([\w.]+)`", text)) == sorted(keys)
 
 
@@ -176,3 +184,9 @@ def test_the_page_about_checkpoints_lists_what_may_change():
 )
 def test_a_transcript_is_compared_without_its_numbers(shown, alike):
     assert matches(shown, "batch 1/2 reward -0.25\n\nsaved x\ndone in 0:07\n") is alike
+
+
+def test_the_site_names_every_page_in_its_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages == set(re.findall(r"[\w/-]+\.md", text.partition("\nnav:")[2]))

@@ -54,7 +54,7 @@ def test_the_error_that_the_page_shows_is_what_is_said(checkout, monkeypatch):
     [
         (["rewards.1.kind='closenes'"], "`{}` | `rl plugins` lists"),
         (["plugins=['my_reward.py','other.py']"], "`{}` | paths are relative"),
-        (["plugins=['./my_reward.py','./again.py']"], "`{}: ...` | uninstall one, or leave the file out"),
+        (["plugins=['./my_reward.py','./again.py']"], "`{}: ...` | uninstall one, or remove the file from `plugins`"),
     ],
 )
 def test_the_table_of_errors_quotes_what_is_said(checkout, monkeypatch, overrides, row):

@@ -61,6 +61,26 @@ class Job:
             "eval": [{"name": "held-out", "data": {"path": str(self.folder / "test.jsonl")}, "samples_per_prompt": 4}],
         }
 
+    def write_recipe(self, batches: int) -> Path:
+        """A small recipe as a file, for the `rl` command; run it in `folder`."""
+        self.plain()
+        path = self.folder / "digits.toml"
+        path.write_text(
+            f"""
+            plugins = ["digit_share.py"]
+            model.path = "{self.model}"
+            trainer.kind = "fsdp"
+            rollout.kind = "hf"
+            algorithm.kind = "grpo"
+            rewards = [{{ kind = "digit-share" }}]
+            sampling.max_new_tokens = 2
+            data.path = "train.jsonl"
+            run = {{ batches = {batches}, prompts_per_batch = 2, samples_per_prompt = 2 }}
+            checkpoint = {{ at_end = false, export = false }}
+            """
+        )
+        return path
+
     def config(self, changes: dict[str, Any] | None = None):
         return resolve(merge(self.plain(), changes or {}))
 

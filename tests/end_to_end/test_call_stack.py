@@ -13,7 +13,7 @@ from plasmid_cli.main import cli
 from plasmid_runtime.cluster.local import LocalActor, LocalCluster
 
 PACKAGES = Path(__file__).parents[2] / "packages"
-MOST_FILES = 14
+MOST_FILES = 15
 
 
 def awaited(coroutine):
@@ -49,7 +49,7 @@ class Recorder:
             return
         thread = sys._current_frames()[threading.main_thread().ident]
         call, loop = self.calls["train"]
-        tasks = [task for task in asyncio.all_tasks(loop) if task is call or "_Session.run" in repr(task.get_coro())]
+        tasks = [task for task in asyncio.all_tasks(loop) if task is call or "RecipeRun.run" in repr(task.get_coro())]
         files = [file for task in tasks for file in awaited(task.get_coro())]
         self.driver = ours([*(frame.filename for frame in traceback.extract_stack(thread)), *files])
         self.rank = ours(frame.filename for frame in traceback.extract_stack())
@@ -74,21 +74,7 @@ def recorder(monkeypatch):
 
 
 def test_few_files_lie_between_the_command_and_the_backward_pass(job, recorder, monkeypatch):
-    job.plain()
-    (job.folder / "digits.toml").write_text(
-        f"""
-        plugins = ["digit_share.py"]
-        model.path = "{job.model}"
-        trainer.kind = "fsdp"
-        rollout.kind = "hf"
-        algorithm.kind = "grpo"
-        rewards = [{{ kind = "digit-share" }}]
-        sampling.max_new_tokens = 2
-        data.path = "train.jsonl"
-        run = {{ batches = 1, prompts_per_batch = 2, samples_per_prompt = 2 }}
-        checkpoint = {{ at_end = false, export = false }}
-        """
-    )
+    job.write_recipe(batches=1)
     monkeypatch.chdir(job.folder)
     cli(["train", "digits.toml"], standalone_mode=False)
     assert {"runtime/src/plasmid_runtime/loop/loop.py", "cli/src/plasmid_cli/commands/train.py"} <= recorder.driver

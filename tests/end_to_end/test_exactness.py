@@ -6,13 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from plasmid.config.load import merge, resolve
 from plasmid.types.runs import Mode
+from plasmid_cli.comparison.runs import compare_runs
+from plasmid_cli.reports.run_data import load_run
+from plasmid_runtime.checkpoint.folder import CheckpointFolder, read_state
+from plasmid_runtime.checkpoint.saver import BUFFER, IN_FLIGHT
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.sample_store import read_samples
+from plasmid_runtime.rollout.in_flight import read_turns
 
 UNTIMED = ("train/", "reward/", "rollout/", "version")
 SETTINGS = {
@@ -47,9 +53,20 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(job):
     assert samples(job.folder / "run") == samples(job.folder / "whole")
 
 
+def test_the_same_recipe_twice_gives_equal_metrics_and_samples(job):
+    """Times and memory apart, on the CPU with `max_staleness = 0`: the trainer and the engine themselves."""
+    for name in ("first", "second"):
+        job.run(SETTINGS | {"run": {"steps_per_batch": 2, "batches": 3, "dir": str(job.folder / name)}})
+    found = compare_runs(*(load_run(job.folder / name) for name in ("first", "second")))
+    assert (found.num_equal, found.parting, found.settings, found.environment) == (3, "", [], [])
+    assert found.weights_after == 3
+    assert samples(job.folder / "first") == samples(job.folder / "second")
+
+
+STATEFUL = Path(__file__).parents[1] / "every_third.py"
 REMEMBERING = '''
 from typing import Literal
-from plasmid import Filter, Reward, hookimpl
+from plasmid import Reward, hookimpl
 
 class Unusual(Reward):
     """How much more digits an answer has than those before it."""
@@ -66,34 +83,23 @@ class Unusual(Reward):
     def restore(self, state):
         self._sum, self._count = state["sum"], state["count"]
 
-class EveryThird(Filter):
-    """Drops every third group."""
-    kind: Literal["every-third"] = "every-third"
-    _seen: int = 0
-    def __call__(self, group):
-        self._seen += 1
-        return self._seen % 3 != 0
-    def state(self):
-        return {"seen": self._seen}
-    def restore(self, state):
-        self._seen = state["seen"]
-
 @hookimpl
 def register_components():
-    return [Unusual, EveryThird]
+    return [Unusual]
 '''
 
 
 @pytest.mark.long
 def test_a_resume_is_exact_with_everything_that_remembers(job):
-    """Reward, filter, curriculum, pool of old groups, optimizer and random states of the real trainer and engine."""
+    """Reward, filter, curriculum, old groups, reference, optimizer and random states of the real trainer and engine."""
     plugin = job.folder / "remembering.py"
     plugin.write_text(REMEMBERING)
     settings = SETTINGS | {
-        "plugins": [*job.plain()["plugins"], str(plugin)],
+        "plugins": [*job.plain()["plugins"], str(plugin), str(STATEFUL)],
         "rewards": [{"kind": "digit-share"}, {"kind": "unusual", "weight": 0.5}],
         "filters": [{"kind": "every-third"}],
-        "algorithm": {"old_policy": "rollout"},
+        "algorithm": {"old_policy": "rollout", "kl_coef": 0.5},
+        "reference": {"update_every": 2},
         "reuse": {"groups_per_batch": 2},
     }
     source = {"kind": "files", "path": str(job.folder / "train.jsonl")}
@@ -158,3 +164,43 @@ def test_a_run_that_was_killed_continues_bit_identically(job, after):
     else:
         assert start("resume").wait(timeout=240) == 0
     assert curve(job.metrics()) == curve(job.metrics("whole"))
+
+
+IN_FLIGHT_SETTINGS = {
+    "checkpoint": {"every": 1, "keep_last": 100, "export": False},
+    "sampling": {"max_new_tokens": 100, "temperature": 3.0},
+    "rollout": {"max_batch": 2},
+    "algorithm": {"old_policy": "rollout"},
+}
+
+
+def check_in_flight(run, turns):
+    """What rollouts had drawn in a checkpoint is in the samples of the run that was resumed from it; counts them."""
+    newest = CheckpointFolder.complete(run / "checkpoints")[-1]
+    files = [*(run / "samples").glob("batch-*.parquet"), *([newest / BUFFER] if (newest / BUFFER).exists() else [])]
+    groups = [group for file in files for group in read_samples(file)]
+    ids = [group.id for group in groups]
+    waiting = [item["id"] for item in read_state(newest).producer["pending"]]
+    assert sorted([*ids, *waiting]) == list(range(read_state(newest).producer["next"]))
+    known = {sample.rollout_id: (sample, len(group.prompt.token_ids)) for group in groups for sample in group.samples}
+    found = 0
+    for turn in (turn for job in turns.values() for turn in job if turn.rollout_id in known):
+        sample, start = known[turn.rollout_id]
+        part = slice(start, start + len(turn.completion.token_ids))
+        assert sample.token_ids[part].tolist() == turn.completion.token_ids.tolist()
+        assert sample.rollout_logprobs[part].tolist() == turn.completion.logprobs.tolist()
+        assert sample.versions[0].version == turn.completion.versions[0].version
+        found += 1
+    return found
+
+
+def test_rollouts_in_flight_go_on_after_a_resume(job):
+    """With the real engine: their first tokens are those of the policy before, with its log-probabilities."""
+    settings = IN_FLIGHT_SETTINGS | {"eval": []}
+    run = {"max_staleness": 1, "prompts_per_batch": 2}
+    job.run(settings | {"run": {**run, "batches": 2}})
+    checkpoint = job.folder / "run/checkpoints/batch-000001"
+    turns = read_turns(checkpoint / IN_FLIGHT)
+    shutil.rmtree(job.folder / "run/checkpoints/batch-000002")
+    job.run(settings | {"run": {**run, "batches": 4}}, resume=True)
+    assert check_in_flight(job.folder / "run", turns) == sum(map(len, turns.values())) > 0

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 from plasmid.errors import CheckpointError
+from plasmid_runtime.checkpoint.saver import BUFFER, IN_FLIGHT
 from plasmid_runtime.observe.sample_store import read_samples, write_samples
+from plasmid_runtime.rollout.in_flight import read_turns
 
 CORRECTED = {"kind": "grpo", "old_policy": "decoupled", "correction": {"mode": "truncate"}, "kl_coef": 0.01}
 SAMPLING = {"max_new_tokens": 4, "top_p": 0.8, "temperature": 0.9}
@@ -45,8 +47,8 @@ def test_a_replay_without_the_sets_is_refused_where_ratios_would_be_wrong(job):
     with pytest.raises(CheckpointError) as error:
         job.run(SETTINGS | {"run": {"dir": str(job.folder / "again")}}, replay=job.folder / "run")
     assert str(error.value) == (
-        f"--replay: {file}: sample 0/0 was drawn with top_p = 0.8, and what that left to draw from was not stored; "
-        "ratios to its log-probabilities, which this algorithm corrects with, would be wrong; "
+        f"--replay: {file}: sample 0/0 was sampled with top_p = 0.8, but the remaining tokens were not stored, "
+        "so the algorithm's ratios to its log-probabilities would be wrong; "
         'set algorithm.old_policy = "trainer" and algorithm.opsm = "off", or replay another run'
     )
     job.run(settings | {"run": {"dir": str(job.folder / "again")}}, replay=job.folder / "run")
@@ -54,14 +56,15 @@ def test_a_replay_without_the_sets_is_refused_where_ratios_would_be_wrong(job):
 
 
 def test_groups_that_wait_in_a_checkpoint_keep_their_sets(job):
-    ahead = {"run": {"batches": 2, "max_staleness": 2, "over_sampling": 2.0}, "checkpoint": {"every": 2}, "eval": []}
+    ahead = {"run": {"batches": 2, "max_staleness": 2}, "checkpoint": {"every": 2}, "eval": []}
     ahead["trainer"] = {"lr": 1e-6}  # the policy hardly moves, so a lost mass of 0.8 would be seen
     job.run(SETTINGS | ahead)
     (checkpoint,) = (job.folder / "run" / "checkpoints").glob("batch-*")
-    waiting = [sample for file in checkpoint.rglob("*.parquet") for sample in samples_of(file)]
+    unfinished = [turn.completion for turns in read_turns(checkpoint / IN_FLIGHT).values() for turn in turns]
+    waiting = [*samples_of(checkpoint / BUFFER), *(found for found in unfinished if len(found.token_ids))]
     assert waiting
-    for sample in waiting:
-        assert sample.kept is not None and sample.kept.sizes().any()
+    for found in waiting:
+        assert found.kept is not None and found.kept.sizes().any()
     job.run(SETTINGS | ahead | {"run": {**ahead["run"], "batches": 4}}, resume=True)
     assert len(job.metrics()) == 4
     assert all(metrics["train/mismatch_kl"] < 1e-5 for metrics in job.metrics())

@@ -26,6 +26,7 @@ class BadReward(Reward):
         if self.how == "raise":
             raise RuntimeError("answer\n  is not there")
         if self.how == "wait":
+            Path("waiting").touch()
             await asyncio.sleep(3600)
         if self.how == "block":
             time.sleep(3)
@@ -64,14 +65,29 @@ class GrowingTrainer(FakeTrainer):
         await super().save(path)
         (path / "weights.bin").write_bytes(b"w" * SAVED_BYTES * self.step)
 
+    async def export(self, path: Path) -> None:
+        if self.export_s:
+            Path("waiting").touch()
+            await asyncio.sleep(self.export_s)
+        await super().export(path)
+
 
 class Growing(TrainerConfig):
     """Builds the trainer above."""
 
     kind: Literal["growing"] = "growing"
+    export_s: float = 0.0
+    """How long an export takes."""
+    start_s: float = 0.0
+    """How long a start takes."""
 
     async def build(self, context):
-        return GrowingTrainer()
+        if self.start_s:
+            Path("waiting").touch()
+            await asyncio.sleep(self.start_s)
+        trainer = GrowingTrainer()
+        trainer.export_s = self.export_s
+        return trainer
 
 
 @hookimpl

@@ -26,12 +26,12 @@ SETTINGS = [
         "{kind='mixture',sources={a={path='prompts.jsonl',pth='x'}}}",
         "data.sources.a.pth: no such setting; did you mean 'path'?",
     ),
-    (MIXTURE + ",weights={c=2}}", "data: weights.c: there is no such source; sources are a, b"),
+    (MIXTURE + ",weights={c=2}}", "data: weights.c: no such source; sources are a, b"),
     (MIXTURE + ",weights={a=-1}}", "data.weights.a: must be more than 0, got -1"),
-    (MIXTURE + ",profiles={c='x'}}", "data: profiles.c: there is no such source; sources are a, b"),
+    (MIXTURE + ",profiles={c='x'}}", "data: profiles.c: no such source; sources are a, b"),
     (
         "{kind='mixture',sources={a={path='prompts.jsonl'},b={kind='demonstrations',path='prompts.jsonl'}}}",
-        "data: sources: some hold demonstrations and some prompts; a run takes one or the other",
+        "data: sources: must all have prompts or all have demonstrations, got both",
     ),
     ("{kind='curriculum'}", "data.source: is required"),
     ("{kind='curriculum',source={path='prompts.jsonl'},floor=0}", "data.floor: must be at least 0.01, got 0"),
@@ -42,10 +42,10 @@ SETTINGS = [
     ("{kind='datasets',path='folder',splt='x'}", "data.splt: no such setting; did you mean 'split'?"),
 ]
 SOURCES = [
-    (MIXTURE + ",profiles={a='x'}}", "data.profiles.a: there is no profile 'x'; profiles of the recipe are none"),
+    (MIXTURE + ",profiles={a='x'}}", "data.profiles.a: no such profile: 'x'; profiles of the recipe are none"),
     (
         "{kind='mixture',sources={a={path='none-there.jsonl'}}}",
-        "data.sources.a.path: no such file: none-there.jsonl, seen from DIR",
+        "data.sources.a.path: no such file: none-there.jsonl (searched from DIR)",
     ),
     (
         "{kind='mixture',sources={a={path='prompts.jsonl',prompt_key='question'}}}",
@@ -60,14 +60,14 @@ SOURCES = [
         "{path='prompts.jsonl',profile_key='target'}",
         "prompts.jsonl:1: 'target' must be the name of a profile, got a number (0)",
     ),
-    ("{path='no-*.jsonl'}", "data.path: no file is named like no-*.jsonl, seen from DIR"),
+    ("{path='no-*.jsonl'}", "data.path: no files match no-*.jsonl (searched from DIR)"),
     (
         "{kind='curriculum',source={kind='function',function='rows.py:row'}}",
-        "data.by: the source makes prompts that never come again; name a column whose values share a pass rate",
+        "data.by: the source never repeats a prompt; set a column whose values share a pass rate",
     ),
     (
         "{kind='curriculum',source={kind='demonstrations',path='prompts.jsonl'}}",
-        "data.kind: demonstrations hold the answers, and algorithm 'grpo' samples its own; "
+        "data.kind: algorithm 'grpo' samples completions and cannot train on demonstrations; "
         'set it to "files", or algorithm.kind to "sft"',
     ),
     (
@@ -78,10 +78,10 @@ SOURCES = [
         "{kind='function',function='rows.py:rwo'}",
         "data.function: rows.py:rwo cannot be loaded: ImportError: rows.py has no function 'rwo'",
     ),
-    ("{kind='datasets',path='folder'}", "data.path: no such folder: folder, seen from DIR"),
+    ("{kind='datasets',path='folder'}", "data.path: no such folder: folder (searched from DIR)"),
     (
         "{kind='datasets',path='model'}",
-        "data.path: model is no folder of the package datasets: it has no dataset_dict.json, no state.json and no "
+        "data.path: model is not a folder of the package datasets: it has no dataset_dict.json, no state.json and no "
         "*.parquet or *.arrow files",
     ),
 ]
@@ -102,16 +102,16 @@ def test_a_source_that_cannot_be_used_is_named_where_it_stands(rl, folder, data,
 def test_a_source_of_an_evaluation_set_is_named_by_the_whole_way(rl, folder):
     mixture = "{kind='mixture',sources={a={kind='mixture',sources={b={path='none-there.jsonl'}}}}}"
     assert rl("train", "recipe.toml", f"eval.0.data={mixture}") == [
-        f"eval.0.data.sources.a.sources.b.path: no such file: none-there.jsonl, seen from {folder}"
+        f"eval.0.data.sources.a.sources.b.path: no such file: none-there.jsonl (searched from {folder})"
     ]
     for data, message in (
         (MIXTURE + ",weights={a=2}}", "eval.0.data.weights: an evaluation set reads every source once; remove the "),
-        ("{kind='curriculum',source={path='prompts.jsonl'}}", "eval.0.data.kind: an evaluation set is read once, in "),
+        ("{kind='curriculum',source={path='prompts.jsonl'}}", "eval.0.data.kind: an evaluation set cannot be a "),
     ):
         assert rl("train", "recipe.toml", f"eval.0.data={data}")[0].startswith(message)
     (folder / "rows.py").write_text(FUNCTIONS)
     assert rl("train", "recipe.toml", "eval.0.data={kind='function',function='rows.py:row'}") == [
-        "eval.0.data.size: an evaluation set ends; set the number of rows"
+        "eval.0.data.size: an evaluation set must be finite; set the number of rows"
     ]
 
 
@@ -120,7 +120,7 @@ def test_without_the_package_datasets_the_extra_is_named(rl, folder, monkeypatch
     (folder / "saved" / "state.json").write_text(json.dumps({"_split": "train"}))
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert rl("train", "recipe.toml", "data={kind='datasets',path='saved'}") == [
-        "data.kind: saved takes the package datasets, which is not installed; pip install 'plasmid-runtime[datasets]'"
+        "data.kind: saved needs the package datasets, which is not installed; pip install 'plasmid-runtime[datasets]'"
     ]
 
 
@@ -138,6 +138,6 @@ def test_a_data_source_that_hopes_to_be_opened_is_told_who_opens_it(rl, folder):
         "    return [Mine]\n"
     )
     assert rl("train", "recipe.toml", "--plugin", "plugin.py") == [
-        "plugin 'plugin.py': plasmid_plugin_plugin.Mine.open is never called; a data source is opened by its `stream`, "
-        "and closed by `PromptStream.close`"
+        "plugin 'plugin.py': plasmid_plugin_plugin.Mine.open is never called; open the source in its `stream`, and "
+        "close it in `PromptStream.close`"
     ]

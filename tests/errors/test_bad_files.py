@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 GOOD = '{"prompt": "a", "target": 1}\n'
+NOT_FINITE = "which no answer equals; write a finite number or a string, or remove the row"
 LONG = json.dumps({"prompt": "abcd" * 100, "target": 1})
 CHAT = json.dumps({"prompt": [{"role": "user", "content": "x"}], "target": 1})
 ROWS = [
@@ -14,16 +15,23 @@ ROWS = [
     ("3", "a row must be an object with named values, got a number (3)"),
     ('{"target": 1}', "no key 'prompt'; the row has: target; set data.prompt_key"),
     ('{"prompt": "x"}', "no key 'target'; the row has: prompt; set data.target_key (\"none\" if the rows have none)"),
+    ('{"prompt": "a", "target": NaN}', "'target' must not contain nan, " + NOT_FINITE),
+    ('{"prompt": "a", "target": 1e400}', "'target' must not contain inf, " + NOT_FINITE),
+    ('{"prompt": "a", "target": [1, -Infinity]}', "'target' must not contain -inf, " + NOT_FINITE),
     ('{"prompt": 7, "target": 1}', "'prompt' must be a string or a list of messages, got a number (7)"),
-    ('{"prompt": "", "target": 1}', "'prompt' is empty; leave the row out"),
+    ('{"prompt": "", "target": 1}', "'prompt' is empty; remove the row"),
     (b"\xff", "not valid UTF-8 at byte 1 of the line; save the file as UTF-8"),
 ]
 PATHS = [
-    ("somewhere-else-entirely.jsonl", "data.path: no such file: somewhere-else-entirely.jsonl, seen from DIR"),
+    ("somewhere-else-entirely.jsonl", "data.path: no such file: somewhere-else-entirely.jsonl (searched from DIR)"),
     ("prompt.jsonl", "data.path: no such file: prompt.jsonl; did you mean 'prompts.jsonl'?"),
-    ("no/x.jsonl", "data.path: no such file: no/x.jsonl; there is no folder no, seen from DIR"),
-    ("recipe.toml", "data.path: recipe.toml is neither JSONL nor Parquet; its name must end in .jsonl or .parquet"),
-    ("prompts.jsonl@[50:60]", "prompts.jsonl@[50:60]: the slice holds no row; the file has 8"),
+    ("no/x.jsonl", "data.path: no such file: no/x.jsonl; there is no folder no (searched from DIR)"),
+    (
+        "recipe.toml",
+        "data.path: recipe.toml is neither JSONL, JSON, CSV nor Parquet; its name must end in "
+        ".jsonl, .json, .csv or .parquet",
+    ),
+    ("prompts.jsonl@[50:60]", "prompts.jsonl@[50:60]: the slice is empty; the file has 8 rows"),
     (
         "prompts.jsonl@[1:2:3]",
         "data.path: 'prompts.jsonl@[1:2:3]' must be a file, or look like file.jsonl@[0:100] (start, stop; no step)",
@@ -31,7 +39,7 @@ PATHS = [
     ("empty.jsonl", "empty.jsonl: has no rows; every run needs at least one prompt"),
     (
         "bad.parquet",
-        "bad.parquet: not a Parquet file that can be read: parquet file size is 3 bytes, "
+        "bad.parquet: not a readable Parquet file: parquet file size is 3 bytes, "
         "smaller than the minimum file footer (8 bytes)",
     ),
 ]
@@ -77,7 +85,8 @@ def test_a_missing_column_of_a_parquet_file_is_named_by_its_row(rl, folder):
 def test_prompts_over_the_limit_are_counted(rl, folder):
     (folder / "long.jsonl").write_text(GOOD + LONG + "\n")
     assert rl("train", "recipe.toml", "data.path='long.jsonl'", "data.max_prompt_tokens=20") == [
-        'long.jsonl:2: the prompt has 400 tokens, data.max_prompt_tokens is 20; raise it, or set data.too_long = "drop"'
+        "long.jsonl:2: the prompt has 400 tokens, more than data.max_prompt_tokens = 20; raise it, or set "
+        'data.too_long = "drop"'
     ]
 
 
@@ -104,11 +113,9 @@ def test_a_model_folder_that_cannot_be_used_is_named_with_what_it_lacks(rl, fold
     }
     assert found == {
         "modle": ["model.path: no such folder: modle; did you mean model?"],
-        "bare": ["model.path: bare is no Hugging Face folder (it has no config.json)"],
-        "light": ["model.path: light holds no weights (*.safetensors); convert or download them into it"],
-        "recipe.toml": [
-            "model.path: recipe.toml is a file, not a Hugging Face folder; make one of it with `rl convert`"
-        ],
+        "bare": ["model.path: bare is not a Hugging Face folder (it has no config.json)"],
+        "light": ["model.path: light has no weights (*.safetensors); convert them, or download them into it"],
+        "recipe.toml": ["model.path: recipe.toml is a file, not a Hugging Face folder; convert it with `rl convert`"],
     }
     assert rl("train", "recipe.toml", "model.path='mute'") == [
         "model.path: mute has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, vocab.txt, spiece.model, "
@@ -122,10 +129,10 @@ def test_a_model_folder_that_cannot_be_used_is_named_with_what_it_lacks(rl, fold
 def test_everything_that_a_recipe_lacks_on_disk_is_told_at_once(rl):
     changes = ["model.path='no'", "model.tokenizer='tok'", "model.chat_template='no.jinja'"]
     assert rl("train", "recipe.toml", *changes, "checkpoint.start_from='old'") == [
-        f"model.path: no such folder: no, seen from {Path.cwd()}",
-        f"model.tokenizer: no such folder: tok, seen from {Path.cwd()}",
+        f"model.path: no such folder: no (searched from {Path.cwd()})",
+        f"model.tokenizer: no such folder: tok (searched from {Path.cwd()})",
         "model.chat_template: no such file: no.jinja",
-        "checkpoint.start_from: old is no checkpoint (it has no folder 'trainer')",
+        "checkpoint.start_from: old is not a checkpoint (it has no folder 'trainer')",
     ]
 
 
@@ -134,15 +141,15 @@ def test_gpus_that_are_not_there_are_missed_before_anything_is_started(rl):
     said = rl("train", "recipe.toml", "placement.device='cuda'", *ranks)
     assert len(said) == 1
     if any(Path("/dev").glob("nvidia[0-9]*")):
-        assert said[0].startswith("placement: the ranks need 100 GPUs, this machine has ")
+        assert said[0].startswith("placement: the ranks need 100 GPUs, but this machine has ")
     else:
-        assert said == ['placement.device: is "cuda", but no GPU is found here; set it to "auto" or "cpu"']
+        assert said == ['placement.device: is "cuda", but this machine has no GPU; set it to "auto" or "cpu"']
 
 
 def test_a_reference_that_is_no_model_is_named(rl):
     changes = ["algorithm.kl_coef=0.1", "reference.path='prompts.jsonl'"]
     assert rl("train", "recipe.toml", *changes) == [
-        "reference.path: prompts.jsonl is a file, not a Hugging Face folder; make one of it with `rl convert`"
+        "reference.path: prompts.jsonl is a file, not a Hugging Face folder; convert it with `rl convert`"
     ]
 
 
@@ -150,7 +157,7 @@ def test_a_run_folder_that_is_taken_or_cannot_be_written_is_named(rl, folder):
     (folder / "taken").mkdir()
     (folder / "taken" / "config.json").write_text("{}")
     assert rl("train", "recipe.toml", "run.dir='taken'") == [
-        "run.dir: taken holds a run already; continue it with --resume, choose another folder, or remove it"
+        "run.dir: taken already has a run; continue it with --resume, choose another folder, or remove it"
     ]
     assert rl("train", "recipe.toml", "run.dir='prompts.jsonl/run'") == [
         "run.dir: cannot write to prompts.jsonl/run: not a directory"
@@ -161,15 +168,15 @@ def test_a_run_folder_that_is_taken_or_cannot_be_written_is_named(rl, folder):
 
 
 def test_resuming_what_cannot_be_resumed_says_why(rl, folder):
-    assert rl("train", "recipe.toml", "--resume") == ["run.dir: run holds no run to resume; start without --resume"]
+    assert rl("train", "recipe.toml", "--resume") == ["run.dir: run has no run to resume; start without --resume"]
     assert rl("train", "recipe.toml", "run.dir='auto'", "--resume") == [
         "runs/recipe: no run with a checkpoint to resume; start without --resume, or set run.dir"
     ]
     (folder / "run" / "checkpoints").mkdir(parents=True)
     (folder / "run" / "config.json").write_text("{}")
     assert rl("train", "recipe.toml", "--resume") == [
-        "run/checkpoints: holds no complete checkpoint to resume from; remove run or choose another run.dir, and start "
-        "without --resume"
+        "run/checkpoints: no checkpoint to resume from, since the run ended before it saved one; start again in its "
+        "folder with --resume=auto"
     ]
     checkpoint = folder / "run" / "checkpoints" / "batch-000002"
     checkpoint.mkdir()
@@ -177,12 +184,14 @@ def test_resuming_what_cannot_be_resumed_says_why(rl, folder):
         (checkpoint / "state.json").write_text(content)
         lines = rl("train", "recipe.toml", "--resume")
         assert len(lines) == 1
-        assert lines[0].startswith("run/checkpoints/batch-000002/state.json: cannot be read: ")
+        found = "run/checkpoints: all checkpoints are damaged: batch-000002 (state.json is not what a run writes ("
+        assert lines[0].startswith(found + "run/checkpoints/batch-000002/state.json: ")
+        assert lines[0].endswith("; restore one from a backup")
 
 
 def test_replaying_a_folder_without_samples_says_so(rl):
     assert rl("train", "recipe.toml", "--replay", "no") == [
-        "--replay: no holds no samples (samples/batch-*.parquet); name the folder of a run that has some"
+        "--replay: no has no samples (samples/batch-*.parquet); give the folder of a run that has"
     ]
 
 
@@ -190,6 +199,6 @@ def test_viewing_what_is_no_run_says_so(rl, folder):
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text("bad\n")
     assert rl("view", "prompts.jsonl") == [
-        "prompts.jsonl: no run here: it has no config.json and no metrics.jsonl; name the folder of a run"
+        "prompts.jsonl: not a run: it has no config.json and no metrics.jsonl; give the folder of a run"
     ]
     assert rl("view", "run") == ["run/metrics.jsonl:1: not a line of metrics: 'bad'; remove the line"]

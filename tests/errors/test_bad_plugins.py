@@ -31,17 +31,30 @@ BAD = [
         "plugin 'p.py': has no hooks; decorate its functions, for example register_components, with @hookimpl",
     ),
     (
-        hook() + "def step_finished(step):\n    pass\n",
-        "plugin 'p.py': step_finished has no @hookimpl, so it would never be called; decorate it",
+        hook() + "def batch_finished(batch):\n    pass\n",
+        "plugin 'p.py': batch_finished has no @hookimpl, so it would never be called; decorate it",
     ),
     (
         hook(name="register_component"),
-        "plugin 'p.py': there is no hook 'register_component'; did you mean 'register_components'?",
+        "plugin 'p.py': no such hook: 'register_component'; did you mean 'register_components'?",
     ),
     (
         hook(arguments="foo"),
         "plugin 'p.py': register_components(foo) Argument(s) {'foo'} are declared in the hookimpl "
         "but can not be found in the hookspec",
+    ),
+    (
+        hook(name="step_finished", arguments="step, metrics"),
+        "plugin 'p.py': no such hook: 'step_finished'; step_finished(step, metrics) is now "
+        "batch_finished(batch, metrics)",
+    ),
+    (
+        hook(name="checkpoint_begun", arguments="step"),
+        "plugin 'p.py': no such hook: 'checkpoint_begun'; checkpoint_begun(step) is now checkpoint_started(batch)",
+    ),
+    (
+        hook(name="checkpoint_saved", arguments="step, path"),
+        "plugin 'p.py': checkpoint_saved(step, path): the argument 'step' is now 'batch'",
     ),
     (
         hook(value="3"),
@@ -54,13 +67,17 @@ BAD = [
     (
         hook(value="['number']"),
         "plugin 'p.py': register_components must return subclasses of Algorithm, BufferPolicy, Converter, DataSource, "
-        "Environment, Filter, Reward, RolloutEngineConfig, Tool, Tracker, TrainerConfig, Workflow; got 'number'",
+        "Environment, Filter, Reward, RolloutEngineConfig, ServerApi, Tool, Tracker, TrainerConfig, "
+        "Workflow; got 'number'",
     ),
     (
         reward(kind="size: int = 1"),
         'plugin \'p.py\': plasmid_plugin_p.A has no kind; add `kind: Literal["name"] = "name"` to it',
     ),
-    (reward(call="call"), "plugin 'p.py': plasmid_plugin_p.A lacks what plasmid.Reward needs: __call__"),
+    (
+        reward(call="call"),
+        "plugin 'p.py': plasmid_plugin_p.A lacks methods of plasmid.Reward: __call__",
+    ),
     (
         reward().replace("async def", "def"),
         "plugin 'p.py': plasmid_plugin_p.A.__call__ must be async; write `async def __call__(...)`",
@@ -85,8 +102,8 @@ def test_a_plugin_file_that_is_none_is_named(rl, folder):
     (folder / "p.py").write_text(reward())
     assert rl("plugins", "--plugin", "no.py") == ["plugins: no such file: no.py"]
     assert rl("plugins", "--plugin", "model") == ["plugins: no such file: model"]
-    assert rl("plugins", "--plugin", "p.txt") == ["plugins: p.txt is no Python file; its name must end in .py"]
-    assert rl("plugins", "--plugin", "p.py", "--plugin", "p.py") == ["plugins: p.py is named twice; remove one"]
+    assert rl("plugins", "--plugin", "p.txt") == ["plugins: p.txt is not a Python file; its name must end in .py"]
+    assert rl("plugins", "--plugin", "p.py", "--plugin", "p.py") == ["plugins: p.py is listed twice; remove one"]
 
 
 @pytest.fixture
@@ -189,7 +206,7 @@ BAD_ALGORITHMS = [
     ),
     (
         {"loss": "TokenLoss(loss=inputs.logprobs.mean(), metrics={})"},
-        "algorithm (mine): the loss must be one per token (20), got shape () (p.py:13)",
+        "algorithm (mine): the loss must have one value per token (20), got shape () (p.py:13)",
     ),
 ]
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 
-INSTALLED = {slot: ", ".join(sorted(kinds)) for slot, kinds in installed(load_plugins()).items()}
+INSTALLED = {slot: ", ".join(sorted(kinds)) for slot, kinds in find_components(load_plugins()).items()}
 """What the messages list; more packages install more."""
 TABLES = (
     "algorithm, buffer, checkpoint, critic, data, eval, filters, model, placement, plugins, profiles, recipe, "
@@ -91,7 +91,7 @@ RANGES = [
     ("eval.0.name='a b'", "eval.0.name: must match pattern '^[A-Za-z0-9_.-]+$', got 'a b'"),
     (
         "rewards=[{kind='regex',pattern='('}]",
-        "rewards.0.pattern: '(' is no regular expression: missing ) at position 1",
+        "rewards.0.pattern: '(' is not a valid regular expression: missing ) at position 1",
     ),
     ("rewards=[{kind='format',tags=[]}]", "rewards.0.tags: must have at least 1 item, got []"),
 ]
@@ -112,32 +112,37 @@ OVERRIDES = [
         (text, f"override {text!r} must look like key=value, for example trainer.lr=1e-6")
         for text in ("trainer.lr", "=3", "a..b=1", ".a=1", "a.=1")
     ),
-    ("rewards.5.weight=1", "rewards.5: there is no such item; rewards has 1, counted from 0"),
+    ("rewards.5.weight=1", "rewards.5: no such item; rewards has 1, counted from 0"),
     ("rewards.x.weight=1", "rewards: must be a list of tables ([[rewards]]), got {'x': {'weight': 1}}"),
 ]
 NO_KL = "is never read, because there is no KL; remove it, or set kl_coef or monitor_kl"
 TOGETHER = [
     (
         ["run.steps_per_batch=3"],
-        "run.steps_per_batch: 16 rollouts (prompts_per_batch x samples_per_prompt) do not divide into 3 steps",
+        "run.steps_per_batch: must divide the 16 rollouts of a batch (prompts_per_batch x samples_per_prompt), got 3",
     ),
     (
         ["run.steps_per_batch=8", "placement.trainer_ranks=3"],
-        "run.prompts_per_batch: 2 rollouts a step are fewer than placement.trainer_ranks = 3; "
+        "run.prompts_per_batch: 2 rollouts per step are fewer than placement.trainer_ranks = 3; "
         "each rank needs at least one",
     ),
     (
         ["checkpoint.every=3", "run.sync_every=2"],
-        "checkpoint.every: 3 is no multiple of run.sync_every = 2; between two publishes trainer and engine hold "
+        "checkpoint.every: must be a multiple of run.sync_every = 2, got 3: between syncs trainer and engine have "
         "different policies, which a checkpoint cannot restore",
+    ),
+    (
+        ["run.over_sampling=2.0", "run.max_staleness=1"],
+        'run.over_sampling: must be 1 with buffer.when_stale = "wait", which drops no groups, got 2: the surplus would '
+        'exceed run.max_staleness; lower it, or set when_stale to "drop" or "resample"',
     ),
     (["run.over_sampling=2.0"], "run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept"),
     (["eval.0.pass_at=[1,4]"], "eval.0: pass_at: k must be in 1..1 (samples_per_prompt), got 4"),
     (
         ["eval=[{name='a',data={path='p'}},{name='a',data={path='p'}}]"],
-        "eval: 2 sets are named 'a'; metrics need distinct names",
+        "eval: 2 sets are named 'a'; names must be unique",
     ),
-    (["rewards=[]"], "rewards: algorithm 'grpo' needs at least one; add a [[rewards]] table"),
+    (["rewards=[]"], "rewards: algorithm 'grpo' needs at least one reward; add a [[rewards]] table"),
     (["algorithm.kl_estimator='k1'"], f"algorithm: kl_estimator = 'k1' {NO_KL}"),
     (["algorithm.unbiased_kl=true"], f"algorithm: unbiased_kl = True {NO_KL}"),
     (
@@ -153,11 +158,17 @@ TOGETHER = [
         "algorithm: std_eps = 0.1 is never read with normalize_std = false; remove it",
     ),
     (["reference.path='model'"], "reference: algorithm 'grpo' with these settings never reads it; remove the table"),
+    (["reference.update_every=2"], "reference: algorithm 'grpo' with these settings never reads it; remove the table"),
+    (
+        ["algorithm.kl_coef=0.1", "reference.update_every=2", "trainer.kind='fsdp'", "trainer.lora.rank=4"],
+        "reference.update_every: must be 0 for a trainer with an adapter, got 2: the reference is the base model, of "
+        "which there is no second copy; remove it",
+    ),
     (["critic.path='model'"], "critic: algorithm 'grpo' with these settings never reads it; remove the table"),
     (["teacher={path='x'}"], "teacher: algorithm 'grpo' with these settings never reads it; remove the table"),
     (
         ["placement.offload_trainer=true"],
-        "placement: offload_trainer and offload_engine make room for a colocated part; set colocated = true",
+        "placement: offload_trainer and offload_engine have no effect without colocated = true; set it, or remove them",
     ),
     (["trainer.optimizer='sgd'", "trainer.eps=0.1"], "trainer: eps has no effect with optimizer = 'sgd'; remove it"),
     (
@@ -166,11 +177,11 @@ TOGETHER = [
     ),
     (
         ["checkpoint.keep_every=3"],
-        "checkpoint: keep_every = 3 is never read with every = 0, which saves at the end only; remove it",
+        "checkpoint: keep_every = 3 has no effect with every = 0, which only saves at the end; remove it",
     ),
     (
         ["checkpoint.every=2", "checkpoint.keep_every=3"],
-        "checkpoint: keep_every = 3 is no multiple of every = 2, so most would not be there",
+        "checkpoint: keep_every must be a multiple of every = 2, got 3",
     ),
     (
         ["eval.0.pass_threshold=0.5"],
@@ -178,14 +189,14 @@ TOGETHER = [
     ),
     (
         ["algorithm.kind='ppo'", "algorithm.critic_warmup=4"],
-        "algorithm.critic_warmup: 4 leaves none of run.batches = 4 to train the policy in; lower it",
+        "algorithm.critic_warmup: must be less than run.batches = 4, got 4: no batch would train the policy",
     ),
-    (["rewards.0.weight=0"], "rewards: all have weight = 0, so there is nothing to learn; give one another weight"),
-    (["sampling.stop=['']"], "sampling: stop holds an empty text, which would end every completion at once; remove it"),
+    (["rewards.0.weight=0"], "rewards: at least one must have a weight other than 0; set weight"),
+    (["sampling.stop=['']"], "sampling: stop contains an empty string, which would end every completion; remove it"),
     (["sampling.stop_token_ids=[-1]"], "sampling: stop_token_ids must be at least 0, got -1"),
     (
         ["reuse.groups_per_batch=9", "reuse.capacity=2", "algorithm.old_policy='rollout'"],
-        "reuse: groups_per_batch = 9 is more than capacity = 2 holds; raise it",
+        "reuse: groups_per_batch must be at most capacity = 2, got 9",
     ),
     (
         ["run.max_staleness=1", "buffer={kind='priority',arguments={a=1}}"],
@@ -225,8 +236,8 @@ def test_the_recipe_of_these_tests_is_good(folder, capsys):
 def test_mistakes_in_different_tables_are_all_told_and_none_twice(rl):
     overrides = ["run.batches=0", "run.seed='x'", "trainer.lr=-1", "rewards.0.pik=1", "data.pth='x'", "zzz=1"]
     assert rl("train", "recipe.toml", *overrides, "eval.0.data.kind='x'", "eval.0.limit=0", "model.max_length='x'") == [
-        "trainer.lr: must be at least 0, got -1",
         "data.pth: no such setting; did you mean 'path'?",
+        "trainer.lr: must be at least 0, got -1",
         "rewards.0.pik: no such setting; did you mean 'pick'?",
         f"eval.0.data.kind: 'x' is not installed; installed are {INSTALLED['data']}",
         "eval.0.limit: must be 'all' or an integer of at least 1, got 0",
@@ -253,7 +264,7 @@ def test_settings_of_one_table_that_do_not_fit_together_are_all_told(rl):
         f"algorithm: unbiased_kl = True {NO_KL}",
         "trainer: decay_steps has no effect with schedule = 'constant'; remove it or change schedule",
         "trainer: microbatch_samples must be 'auto' or at least 1, got 0",
-        "trainer: microbatch_tokens has no effect where microbatch_samples is set; remove one of them",
+        "trainer: microbatch_tokens has no effect if microbatch_samples is set; remove one of them",
         "trainer: momentum has no effect with optimizer = 'adamw'; remove it",
         "trainer: nesterov has no effect with optimizer = 'adamw'; remove it",
     ]
@@ -261,8 +272,8 @@ def test_settings_of_one_table_that_do_not_fit_together_are_all_told(rl):
 
 def test_checks_that_span_tables_are_all_told(rl):
     assert rl("train", "recipe.toml", "run.steps_per_batch=3", "run.over_sampling=2.0", "rewards=[]") == [
-        "rewards: algorithm 'grpo' needs at least one; add a [[rewards]] table",
-        "run.steps_per_batch: 16 rollouts (prompts_per_batch x samples_per_prompt) do not divide into 3 steps",
+        "rewards: algorithm 'grpo' needs at least one reward; add a [[rewards]] table",
+        "run.steps_per_batch: must divide the 16 rollouts of a batch (prompts_per_batch x samples_per_prompt), got 3",
         "run.over_sampling: has no effect with max_staleness = 0, where no surplus is kept",
     ]
 
@@ -270,9 +281,9 @@ def test_checks_that_span_tables_are_all_told(rl):
 def test_an_empty_recipe_is_told_all_that_it_lacks(rl, folder):
     (folder / "empty.toml").write_text("")
     assert rl("train", "empty.toml") == [
+        "data.path: is required",
         f"trainer.kind: is missing; installed are {INSTALLED['trainer']}",
         f"algorithm.kind: is missing; installed are {INSTALLED['algorithm']}",
-        "data.path: is required",
         "model.path: is required",
     ]
 
@@ -280,7 +291,7 @@ def test_an_empty_recipe_is_told_all_that_it_lacks(rl, folder):
 def test_a_recipe_without_an_engine_is_told_to_add_one(rl, folder):
     recipe = (folder / "recipe.toml").read_text().replace('[rollout]\nkind = "hf"\n', "")
     (folder / "recipe.toml").write_text(recipe)
-    expected = "rollout: algorithm 'grpo' samples; add a [rollout] table, for example kind = \"hf\""
+    expected = "rollout: algorithm 'grpo' needs an engine; add a [rollout] table, for example kind = \"hf\""
     assert rl("train", "recipe.toml") == [expected]
 
 
@@ -303,7 +314,10 @@ def test_a_recipe_that_cannot_be_read_is_named(rl, folder):
     (folder / "recipe.txt").write_text("")
     assert rl("train", "dir.toml") == ["dir.toml: cannot read the recipe: is a directory"]
     assert rl("train", "no.toml") == ["no.toml: cannot read the recipe: no such file or directory"]
-    assert rl("train", "recipe.txt") == ["recipe.txt: is no recipe; the name of a recipe ends in .toml"]
+    (folder / "notes.md").write_text("")
+    misnamed = "not a recipe; its name must end in .toml"
+    assert rl("train", "recipe.txt") == [f"recipe.txt: {misnamed}; did you mean recipe.toml?"]
+    assert rl("train", "notes.md") == [f"notes.md: {misnamed}"]
 
 
 @pytest.mark.parametrize(
@@ -314,16 +328,25 @@ def test_a_recipe_that_cannot_be_read_is_named(rl, folder):
         ("trian", "no such command 'trian'; did you mean 'train'; see `rl --help`"),
         ("convert x", "missing argument 'target'; see `rl convert --help`"),
         ("options a b", "got unexpected extra argument(s) (b); see `rl options --help`"),
-        ("train run.batches=3", "no recipe given; name a TOML file, for example recipes/smollm2-sums-cpu.toml"),
-        ("train recipe.toml --replay x --resume", "--replay begins a run of its own; leave out --resume"),
-        ("options zzz", "no component or table 'zzz'; `rl options` lists what there is"),
+        ("train run.batches=3", "no recipe given; add a TOML file, for example recipes/smollm2-sums-cpu.toml"),
+        ("train recipe.toml --replay x --resume", "--replay: always starts a new run; remove --resume"),
+        ("options zzz", "no component or table 'zzz'; `rl options` lists all"),
         ("options fsdb", "no component or table 'fsdb'; did you mean 'fsdp'?"),
         ("eval recipe.toml eval=[]", "eval: the recipe has no evaluation set; add an [[eval]] table"),
-        ("eval recipe.toml --model no/such", "model.path: no such folder: no/such, seen from HERE"),
+        (
+            "eval recipe.toml --model no/such",
+            "model.path: no such folder: no/such, and the Hugging Face cache has no such model; download it: "
+            "hf download no/such",
+        ),
+        (
+            "eval recipe.toml --model nope",
+            "--model nope: no such folder; give a model folder, a run folder or a checkpoint",
+        ),
+        ("eval --model nope", "--model nope: no such folder; give a model folder, a run folder or a checkpoint"),
         ("convert no/such out", "no/such: no such file or folder"),
         ("convert x out --from zzz", f"--from: no layout 'zzz'; installed are {INSTALLED['converters']}"),
         ("convert x out --from hf from.dtypes=1", "from.dtypes: no such setting; did you mean 'dtype'?"),
-        ("view no", "no: no run here: it has no config.json and no metrics.jsonl; name the folder of a run"),
+        ("view no", "no: not a run: it has no config.json and no metrics.jsonl; give the folder of a run"),
     ],
 )
 def test_a_command_line_that_cannot_be_meant_is_one_line(rl, argv, message):
@@ -335,6 +358,6 @@ def test_a_command_line_that_cannot_be_meant_is_one_line(rl, argv, message):
 def test_sampling_of_the_command_line_that_an_evaluation_set_hides_is_refused(rl, command, override):
     own = "eval.0.sampling={temperature=0.7, max_new_tokens=5}"
     assert rl(*command, "recipe.toml", own, override) == [
-        "eval.0.sampling.temperature: is 0.7, which comes before sampling.temperature of the command line; set "
-        "eval.0.sampling.temperature there"
+        "eval.0.sampling.temperature: is 0.7, which overrides sampling.temperature of the command line; set "
+        "eval.0.sampling.temperature on the command line"
     ]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from plasmid.errors import ModelError
-from plasmid_cli.display.progress import STARTING
 from plasmid_models.testing import make_tiny_model
+from plasmid_runtime.observe.progress import STARTING
 
 SMALL = [
     "run={dir='run', batches=1, prompts_per_batch=2, samples_per_prompt=2}",
@@ -37,7 +37,7 @@ def test_the_engine_names_a_tensor_of_another_size_and_a_torn_file(real):
     config = json.loads((real / "model" / "config.json").read_text())
     (real / "model" / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     assert engine_error(real / "model") == (
-        "model.path: M: model.layers.0.mlp.down_proj.weight is [64, 128], its config.json wants [64, 96]"
+        "model.path: M: tensor model.layers.0.mlp.down_proj.weight has shape [64, 128], config.json requires [64, 96]"
     )
     weights = real / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -86,11 +86,11 @@ def test_a_checkpoint_of_another_model_is_named(rl, real, capsys):
         printed=STARTING.format("run2") + "\n",
     )
     assert len(said) == 1
-    assert "it is a checkpoint of another model: " in said[0]
+    assert "the checkpoint is of another model: " in said[0]
     assert (real / "run" / "checkpoints" / "batch-000001" / "state.json").is_file()
     assert rl(
         "train", "recipe.toml", *SMALL, "run.batches=2", "model.path='other'", "--resume", "checkpoint.export=false"
     ) == [
-        "model.path: was 'model' when the checkpoint was written, is 'other' now; change it back, or start a new run "
+        "model.path: must not change on resume, was 'model', got 'other'; change it back, or start a new run "
         "with checkpoint.start_from=<the checkpoint>"
     ]

@@ -13,7 +13,7 @@ from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
 
 FILTER = "def keep(group, least):\n    return True\n"
-OCCUPIED = "run.dir: run holds a run already; continue it with --resume, choose another folder, or remove it"
+OCCUPIED = "run.dir: run already has a run; continue it with --resume, choose another folder, or remove it"
 
 KINDS = ("trainer.kind='fake'", "rollout.kind='fake'", "algorithm.kind='fake'")
 FAKES = [*KINDS, f"plugins=['{fakes.__file__}']", "eval=[]", "checkpoint.export=false", "run.batches=1"]
@@ -59,6 +59,21 @@ def test_a_key_that_is_not_in_the_environment_is_looked_for(both):
     assert both(f"rewards=[{judge}]") == ["rewards.0.server.api_key_env: NO_SUCH_KEY is not set in the environment"]
 
 
+QWEN3_NEXT = {"model_type": "qwen3_next", "linear_num_value_heads": 32, "full_attention_interval": 4}
+"""As it is published: without ``layer_types``."""
+QWEN35 = {"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention", "full_attention"]}}
+
+
+@pytest.mark.parametrize("family", [QWEN3_NEXT, QWEN35], ids=["qwen3-next", "qwen3.5"])
+def test_linear_attention_is_refused_for_engine_hf(both, folder, family):
+    file = folder / "model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | family))
+    assert both() == [
+        "model.path: model has layers of kind 'linear_attention', which engine 'hf' does not support; choose another "
+        "model or engine"
+    ]
+
+
 def test_an_occupied_folder_is_refused(both, folder):
     (folder / "run").mkdir()
     (folder / "run" / "config.json").write_text("{}")
@@ -94,11 +109,11 @@ def test_arguments_that_a_filter_does_not_take_are_refused(both, folder):
 
 def test_rewards_that_compare_with_targets_are_refused_without_any(both):
     assert both("data.target_key='none'", "rewards=[{kind='sum',rewards=[{kind='exact-match'}]}]") == [
-        "rewards.0: kind 'exact-match' compares with a target, and with data.target_key = \"none\" prompts have none; "
+        "rewards.0: kind 'exact-match' needs a target, but with data.target_key = \"none\" prompts have none; "
         "set it to the column of the targets, or use another reward"
     ]
     (line,) = both("eval.0.data.target_key='none'")
-    assert line.startswith("rewards.0: kind 'number' compares with a target, and with eval.0.data.target_key = ")
+    assert line.startswith("rewards.0: kind 'number' needs a target, but with eval.0.data.target_key = ")
 
 
 def test_a_source_without_targets_may_have_a_profile_of_other_rewards(both, folder, capsys):
@@ -117,13 +132,12 @@ def test_more_tokens_than_the_model_takes_are_refused(both, folder):
     (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 300}))
     profile = "profiles.p.sampling.max_new_tokens=301"
     assert both("sampling.max_new_tokens=400", profile, "eval.0.sampling={temperature=0.0}") == [
-        "sampling.max_new_tokens: 400 is more than the 300 tokens that the model takes, prompt included; lower it",
-        "profiles.p.sampling.max_new_tokens: 301 is more than the 300 tokens that the model takes, prompt included; "
-        "lower it",
+        "sampling.max_new_tokens: must be at most 300, the model's limit including the prompt, got 400",
+        "profiles.p.sampling.max_new_tokens: must be at most 300, the model's limit including the prompt, got 301",
     ]
     (line,) = both("workflow={kind='tools',tools=[{kind='calculator'}],max_tokens=999}")
     assert line == (
-        'workflow.max_tokens: 999 is more than the 300 tokens that the model takes; lower it, or set it to "model"'
+        'workflow.max_tokens: must be at most 300, the model\'s limit, got 999; lower it, or set it to "model"'
     )
 
 
@@ -132,9 +146,7 @@ def test_models_that_mean_other_tokens_are_refused(both, folder):
     for name, size in (("model", 90), ("other", 50)):
         (folder / name / "config.json").write_text(json.dumps({"vocab_size": size}))
     (line,) = both("reference.path='other'", "algorithm.kl_coef=0.1")
-    assert line == (
-        "reference.path: other has a vocabulary of 50 tokens, the policy one of 90; the two must have the same tokens"
-    )
+    assert line == ("reference.path: must have the policy's vocabulary of 90 tokens, but other has 50")
 
 
 def test_a_chat_that_the_template_refuses_is_found_by_a_dry_run(both, folder):
@@ -142,14 +154,14 @@ def test_a_chat_that_the_template_refuses_is_found_by_a_dry_run(both, folder):
     (folder / "chats.jsonl").write_text(json.dumps(chat) + "\n")
     (folder / "refusing.jinja").write_text("{{ raise_exception('no users here') }}")
     assert both("eval.0.data.path='chats.jsonl'", "model.chat_template='refusing.jinja'") == [
-        "chats.jsonl:1: the chat template refuses the messages: no users here"
+        "chats.jsonl:1: the chat template rejects the messages: no users here"
     ]
 
 
 def test_resume_and_replay_are_checked_by_a_dry_run(both):
-    assert both("--resume") == ["run.dir: run holds no run to resume; start without --resume"]
+    assert both("--resume") == ["run.dir: run has no run to resume; start without --resume"]
     (line,) = both("--replay", "no")
-    assert line.startswith("--replay: no holds no samples")
+    assert line.startswith("--replay: no has no samples")
 
 
 def test_data_that_have_changed_are_found_before_a_resume(both, folder):
@@ -157,7 +169,7 @@ def test_data_that_have_changed_are_found_before_a_resume(both, folder):
     with (folder / "prompts.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "one more", "target": 1}) + "\n")
     assert both("--resume", *FAKES, "run.batches=2") == [
-        "data.path: prompts.jsonl or its slice has changed since the checkpoint was saved; put it back as it was, or "
+        "data.path: prompts.jsonl or its slice has changed since the checkpoint was saved; restore it, or "
         "start a new run"
     ]
 
@@ -167,7 +179,9 @@ def test_a_run_of_stored_samples_cannot_be_resumed(both, folder):
     again = [*FAKES, "run.dir='again'"]
     finish(again, replay=folder / "run")
     (line,) = both("--resume", *again, "run.batches=2")
-    assert line == ("again/checkpoints/batch-000001: is of a run with --replay, which begins anew; leave out --resume")
+    assert line == (
+        "again/checkpoints/batch-000001: checkpoint of a run with --replay, which cannot be resumed; remove --resume"
+    )
 
 
 def test_a_dry_run_says_how_many_batches_the_data_are_enough_for(folder, capsys):
@@ -176,6 +190,6 @@ def test_a_dry_run_says_how_many_batches_the_data_are_enough_for(folder, capsys)
     assert not stopped.value.code
     out = capsys.readouterr().out
     assert "batches = 4\n" in out
-    assert [line.split() for line in out.splitlines() if line.startswith(" batches ")] == [
-        ["batches", "2", "the", "data", "end", "before", "run.batches", "=", "4"]
+    assert [line.split() for line in out.splitlines() if line.startswith("batches  ")] == [
+        ["batches", "2", "the", "data", "ends", "before", "run.batches", "=", "4"]
     ]

@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from plasmid.errors import EXIT_RETRY
 
-STARTING = "run: starting; everything that the run writes goes there\n"
+STARTING = "run: starting; all output of the run is written there\n"
 LOGS = "ray/session_latest/logs; if the machine is busy, try again later, or start Ray yourself with `ray start --head`"
 WITHOUT_RAYLET = """
 import sys
@@ -24,18 +25,32 @@ app(["train", "recipe.toml", "placement.address=local"])
 def test_a_ray_that_does_not_start_says_why_and_where_its_logs_are(rl, monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)  # not installed
     monkeypatch.setenv("RAY_object_spilling_config", '{"type": "smart_open", "params": {"uri": "s3://bucket"}}')
-    (said,) = rl("train", "recipe.toml", "placement.address=local", printed=STARTING)
+    (said,) = rl("train", "recipe.toml", "placement.address=local", printed=STARTING, code=EXIT_RETRY)
     assert said.startswith("ray did not start on this machine: ModuleNotFoundError: ")
     assert said.endswith(f"{LOGS} and set placement.address")
+
+
+def test_settings_of_one_ray_are_not_those_of_the_next(rl, monkeypatch):
+    given = []
+
+    def init(**options):
+        given.append(dict(options["_system_config"]))
+        options["_system_config"]["object_spilling_config"] = "of the first"  # as Ray does
+        raise OSError("no Ray in this test")
+
+    monkeypatch.setattr("ray.init", init)
+    for _ in range(2):
+        rl("train", "recipe.toml", "placement.address=local", printed=STARTING, code=EXIT_RETRY)
+    assert given[0] == given[1]
 
 
 def test_a_cluster_at_whose_address_nobody_listens_is_told_at_once(rl):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        (said,) = rl("train", "recipe.toml", f"placement.address={address}", printed=STARTING)
-    assert said.startswith(f"the Ray cluster at {address} cannot be joined: ConnectionRefusedError: ")
-    assert said.endswith("; it must run, this machine must be part of it, and both must have the same Ray and Python")
+        (said,) = rl("train", "recipe.toml", f"placement.address={address}", printed=STARTING, code=EXIT_RETRY)
+    assert said.startswith(f"cannot join the Ray cluster at {address}: ConnectionRefusedError: ")
+    assert said.endswith("; it must be running, include this machine, and have the same versions of Ray and Python")
 
 
 @pytest.fixture
@@ -50,7 +65,7 @@ def test_a_ray_whose_own_process_does_not_come_up_in_time_is_one_line(folder, sh
     command = [sys.executable, "-c", WITHOUT_RAYLET, shutil.which("false")]
     environment = {**os.environ, "RAY_TMPDIR": str(short_folder)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == EXIT_RETRY, done.stderr
     assert "Traceback" not in done.stderr
     (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "Exception: The current node timed out during startup" in said
@@ -73,8 +88,8 @@ def test_a_ray_that_was_imported_and_keeps_no_token_is_not_started(folder, short
     assert done.returncode == 2, done.stderr
     (said,) = done.stderr.splitlines()
     assert said == (
-        "error: ray was imported before the run could set a token for it, so that anybody who reaches this machine "
-        "could run code in it; start the run in a process of its own, with `rl train`"
+        "error: ray was imported before the run could set an authentication token, without which others on this "
+        "machine could run code in the run; start the run in a separate process, with `rl train`"
     )
     assert not list(short_folder.iterdir())
 
@@ -84,4 +99,4 @@ def test_a_folder_for_rays_sockets_that_somebody_else_has_made_is_refused(rl, sh
     folder = short_folder / f"plasmid-{os.getuid()}"
     folder.symlink_to(tmp_path)
     (said,) = rl("train", "recipe.toml", "placement.address=local", printed=STARTING)
-    assert said == f"{folder}: is no folder of this user; remove it, or set RAY_TMPDIR to another folder"
+    assert said == f"{folder}: not owned by this user; remove it, or set RAY_TMPDIR to another folder"

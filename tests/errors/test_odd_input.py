@@ -3,6 +3,8 @@
 import json
 import os
 import string
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +13,15 @@ DIGITS = "9" * 5000
 LONG = "a" * 300
 LONG_PATH = "x/" * 3000 + "y"
 OVERRIDES = [
-    (f"a={DEEP}", "a: nested more than 40 deep"),
-    ("a=" + "[" * 100 + "]" * 100, "override: a.0.0 ...: nested more than 40 deep"),
-    (".".join("a" * 3000) + "=1", "override: a.a.a ...: nested more than 40 deep"),
+    (f"a={DEEP}", "a: nested more than 40 levels deep"),
+    ("a=" + "[" * 100 + "]" * 100, "override: a.0.0 ...: nested more than 40 levels deep"),
+    (".".join("a" * 3000) + "=1", "override: a.a.a ...: nested more than 40 levels deep"),
     ("rewards.\u00b2=1", "rewards: must be a list of tables ([[rewards]]), got {'\u00b2': 1}"),
-    (f"rewards.{DIGITS}=1", "there is no such item; rewards has 1, counted from 0"),
+    (f"rewards.{DIGITS}=1", "no such item; rewards has 1, counted from 0"),
     (f"run.seed={DIGITS}", "run.seed: cannot be read: Exceeds the limit (4300 digits)"),
     ("run.seed=0x" + "f" * 17, "override: run.seed: an integer must have at most 64 bits, got one of 68"),
     ("placement.trainer_ranks=999999999999", "placement.trainer_ranks: must be at most 100000, got 999999999999"),
-    ('run.dir="a\\u0000b"', "override: run.dir: must not hold a NUL character, got 'a\\x00b'"),
+    ('run.dir="a\\u0000b"', "override: run.dir: must not contain a NUL character, got 'a\\x00b'"),
     (f"eval.0.name={LONG}", "eval.0.name: must have at most 200 characters"),
 ]
 PATHS = [
@@ -40,7 +42,9 @@ PATHS = [
 RECIPES = {
     "utf-16": (("a = 1").encode("utf-16"), "not valid TOML: 'utf-8' codec can't decode byte 0xff"),
     "nul": (b"a = 1\0", "not valid TOML: "),
-    "deep": (f"a = {DEEP}".encode(), "not valid TOML: nested more than 40 deep"),
+    "deep": (f"a = {DEEP}".encode(), "not valid TOML: nested more than 40 levels deep"),
+    "parts": (f"{'a.' * 10_000}a = 1".encode(), "not valid TOML: nested more than 40 levels deep"),
+    "parts of a table": (f"[{'a . ' * 10_000}a]".encode(), "not valid TOML: nested more than 40 levels deep"),
     "digits": (f"run.seed = {DIGITS}".encode(), "cannot read the recipe: Exceeds the limit (4300 digits)"),
     "twice": (b"a = 1\na = 2", "not valid TOML: Cannot overwrite a value"),
     "arrays": (b"run = [[[[1]]]]", ""),
@@ -75,6 +79,12 @@ def test_a_recipe_that_no_parser_takes_is_one_line(rl, folder, name):
     assert len(lines) == 1 and message in lines[0]
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "/"])
+def test_an_argument_that_names_nothing_is_one_line(rl, name):
+    (line,) = rl("train", name, "--dry-run")
+    assert line == f"{name}: not a recipe; its name must end in .toml"
+
+
 def test_a_recipe_may_begin_with_a_byte_order_mark(rl, folder):
     text = (folder / "recipe.toml").read_text()
     (folder / "marked.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
@@ -89,9 +99,9 @@ def test_a_recipe_that_is_no_file_is_neither_waited_for_nor_read_for_ever(rl, fo
         file.truncate(10 << 30)
     start = "cannot read the recipe: "
     assert rl("train", "folder.toml") == [f"folder.toml: {start}is a directory"]
-    assert rl("train", "pipe.toml") == [f"pipe.toml: {start}is no regular file"]
-    assert rl("train", "endless.toml") == [f"endless.toml: {start}is no regular file"]
-    assert rl("train", "sparse.toml") == [f"sparse.toml: {start}is larger than 16 MiB"]
+    assert rl("train", "pipe.toml") == [f"pipe.toml: {start}is not a regular file"]
+    assert rl("train", "endless.toml") == [f"endless.toml: {start}is not a regular file"]
+    assert rl("train", "sparse.toml") == [f"sparse.toml: {start}larger than 16 MiB"]
 
 
 def test_data_that_are_no_file_are_neither_waited_for_nor_read_for_ever(rl, folder):
@@ -99,7 +109,37 @@ def test_data_that_are_no_file_are_neither_waited_for_nor_read_for_ever(rl, fold
     os.symlink("/dev/zero", folder / "endless.jsonl")
     for name in ("pipe.jsonl", "endless.jsonl"):
         (line,) = rl("train", "recipe.toml", f"data.path={name}", "--dry-run")
-        assert line == f"data.path: {name} is no regular file, but a pipe or a device; copy its rows into a file"
+        assert line == f"data.path: {name} is a pipe or a device; copy its rows into a file"
+
+
+def test_a_pattern_follows_no_links_in_a_circle(rl, folder):
+    deep = folder / "data"
+    for _ in range(60):
+        deep = deep / ("d" * 30)
+    deep.mkdir(parents=True)
+    for name in "abc":
+        (folder / "data" / name).symlink_to(folder / "data")
+    (deep / "x.jsonl").write_text("{}\n")
+    (line,) = rl("train", "recipe.toml", "data.path=data/**/x*", "--dry-run")
+    assert line.startswith(f"{(deep / 'x.jsonl').relative_to(folder)}:1: ")
+    (line,) = rl("train", "recipe.toml", "data.path=data/**/y*", "--dry-run")
+    assert line.startswith("data.path: no files match data/**/y*")
+
+
+def test_folders_that_are_nested_deep_are_searched(rl, folder):
+    os.mkdir("data")
+    os.chdir("data")
+    for _ in range(1500):
+        os.mkdir("d")
+        os.chdir("d")
+    Path("x.jsonl").write_text("{}\n")
+    os.chdir(folder)
+    os.rename("data", folder.parent / "deep")  # the fixtures look through the folder with a recursive function
+    try:
+        (line,) = rl("train", "recipe.toml", "data.path=../deep/**/x*", "--dry-run")
+        assert line.startswith("../deep/d/d/") and "x.jsonl:1: " in line
+    finally:
+        subprocess.run(["rm", "-r", "../deep"], check=True)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -37,14 +37,14 @@ def test_the_installed_package_is_listed_with_its_version(with_example):
 
 def test_its_settings_have_their_help_texts(with_example):
     text = with_example("rl", "options", "contains")
-    assert "needle" in text and "Text that must occur." in text
-    assert "ignore_case" in text and "Compare without regard to upper and lower case." in text
+    assert "needle" in text and "Text to search for." in text
+    assert "ignore_case" in text and "Ignore case." in text
 
 
 def test_it_is_not_there_without_being_installed():
-    from plasmid.plugins.registry import installed, load_plugins
+    from plasmid.plugins.registry import find_components, load_plugins
 
-    assert "contains" not in installed(load_plugins())["rewards"]
+    assert "contains" not in find_components(load_plugins())["rewards"]
 
 
 def test_a_recipe_with_it_is_resolved_and_a_misspelt_setting_is_not(with_example):

@@ -30,6 +30,7 @@ PROJECTS = (
     "packages/backend-megatron",
     "packages/rollout-hf",
     "packages/rollout-sglang",
+    "packages/rollout-vllm",
     "packages/rewards",
     "packages/agents",
     "packages/cli",
@@ -98,6 +99,7 @@ def test_there_is_a_wheel_of_every_distribution_with_its_files(wheels):
         "plasmid_serving",
         "plasmid_sglang",
         "plasmid_training",
+        "plasmid_vllm",
         "plasmid_workflows",
     ]
     packed = {n.split("-")[0]: set(zipfile.ZipFile(wheel).namelist()) for n, wheel in zip(names, wheels, strict=True)}
@@ -117,11 +119,11 @@ def test_there_is_a_wheel_of_every_distribution_with_its_files(wheels):
 LIGHT = ("plasmid_core", "plasmid_sandbox", "plasmid_rewards")
 CONTRACT = """
 import sys
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.testing.light_contracts import check_filter, check_reward
 from plasmid.testing.rewards import make_prompt
 
-classes = installed(load_plugins())
+classes = find_components(load_plugins())
 check_reward(classes["rewards"]["number"](), make_prompt("1+1=", target=2))
 check_reward(classes["rewards"]["f1"](), make_prompt("who?", target="me"))
 check_filter(classes["filters"]["nonzero-spread"]())

@@ -15,9 +15,9 @@ from plasmid_rewards import Math
 Obedient = load_file(Path(__file__).with_name("batched_plugin.py")).Obedient
 REASONS = {
     "hang": "no answer within call_timeout_s = 1",
-    "crash": "its process was killed by SIGSEGV",
-    "exit": "its process ended without an answer",
-    "eat": "more memory than memory_mb = 256",
+    "crash": "the process was killed by SIGSEGV",
+    "exit": "the process ended without an answer",
+    "eat": "exceeded memory_mb = 256",
     "deep": "too deeply nested",
 }
 

@@ -104,4 +104,10 @@ def test_tests_of_another_form_are_the_users_mistake(score, target):
 def test_values_are_compared_as_json_has_them():
     assert same_value([1, (2, 3)], [1, [2, 3]]) and same_value({"a": 1.0}, {"a": 1 + 1e-9})
     assert not same_value(1, True) and not same_value(True, 1) and not same_value("1", 1)
+    assert not same_value(1.0, True) and not same_value(False, 0.0)
     assert not same_value([1], [1, 2]) and not same_value({"a": 1}, {"b": 1}) and not same_value(0.1, "x")
+
+
+def test_all_numbers_below_one_are_named_at_once():
+    with pytest.raises(ValueError, match="max_tests must be 'all' or at least 1, got 0\nworkers must be 'auto'"):
+        Code(max_tests=0, workers=-1)

@@ -8,6 +8,7 @@ import pytest
 from plasmid import RunContext, Score
 from plasmid.components import Reward
 from plasmid.config.load import resolve_with
+from plasmid.config.profiles import reward_names
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError, RewardError
 from plasmid.plugins.registry import load_plugins
@@ -81,6 +82,11 @@ def test_a_recipe_nests_rewards_and_every_part_is_logged():
     assert unformed.components == {"gate": -1.0, "gate.condition.format": 0.0, "gate.open": 0.0}
 
 
+def test_rewards_of_one_kind_are_numbered_unless_they_have_names():
+    rewards = [ExactMatch(), Number(), ExactMatch(), ExactMatch(name="strict"), ExactMatch()]
+    assert reward_names(rewards) == ["exact-match-0", "number", "exact-match-1", "strict", "exact-match-2"]
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
@@ -107,11 +113,11 @@ def test_a_recipe_nests_rewards_and_every_part_is_logged():
         ({"kind": "sum", "rewards": [3]}, "rewards.0.rewards.0: must be a table with a kind, got 3"),
         (
             {"kind": "product", "rewards": [{"kind": "number"}, {"kind": "number", "weight": 2}]},
-            "rewards.0: weight = 2 of 'number' has no effect in here; remove it",
+            "rewards.0: weight = 2 of 'number' has no effect in a combined reward; remove it",
         ),
         (
             {"kind": "boxed", "reward": {"kind": "number", "weight": 2}},
-            "rewards.0.reward: weight = 2 of 'number' has no effect in here; remove it",
+            "rewards.0.reward: weight = 2 of 'number' has no effect in a combined reward; remove it",
         ),
     ],
 )
@@ -145,7 +151,7 @@ def test_boxed_gate_part_and_product():
 def test_a_component_that_is_not_there_is_named_with_those_that_are():
     with pytest.raises(RewardError) as error:
         score(Part(reward=Dapo(), key="acc"), "Answer: 12")
-    assert str(error.value) == "part: 'dapo' has no component 'acc'; its components: accuracy, found"
+    assert str(error.value) == "part: 'dapo' has no component 'acc'; its components are accuracy, found"
 
 
 class Stateful(Reward):
@@ -187,7 +193,9 @@ def test_rewards_within_are_opened_closed_saved_and_restored():
 
 
 def test_rewards_within_keep_their_own_deadline_and_must_be_finite():
-    with pytest.raises(RewardError, match=r"stateful: no score for sample 0/0 within timeout_s = 0.1; make it faster"):
+    with pytest.raises(
+        RewardError, match=r"stateful: no score for sample 0/0 within timeout_s = 0.1; make the reward faster"
+    ):
         score(Boxed(reward=Stateful(timeout_s=0.1)), r"\boxed{slow}")
     with pytest.raises(RewardError, match="stateful: must return a finite number or a Score, got inf for sample 0/0"):
         score(Boxed(reward=Stateful()), r"\boxed{inf}")

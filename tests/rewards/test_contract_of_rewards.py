@@ -2,13 +2,13 @@
 
 import pytest
 from plasmid.config.load import resolve, validate
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.testing.light_contracts import check_filter, check_reward
 from plasmid.testing.rewards import make_prompt
 
 from tests.rewards.json_server import server
 
-SLOTS = installed(load_plugins())
+SLOTS = find_components(load_plugins())
 NUMBER = {"kind": "number"}
 FOLLOW = {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["cell"]}]}
 COUNT = {"instruction_id_list": ["count:word_count_range"], "kwargs": [{"min_words": 1, "max_words": 3}]}

@@ -17,7 +17,7 @@ from plasmid_rewards import (
     RewardRange,
     Staleness,
 )
-from plasmid_runtime.rollout.filters import FilterChain
+from plasmid_runtime.rollout.worker import FilterChain
 
 CUT = StopReason.LENGTH
 
@@ -167,13 +167,13 @@ def test_a_function_decides_and_names_the_reason(functions):
     assert long_enough.reason == "long_enough"
     longer = FunctionFilter(function=f"{functions}:long_enough", arguments={"characters": 4})
     assert longer(group_of(said("yes"))) is False
-    assert FilterChain([long_enough, longer]).dropped_by(group_of(said("yes"))) == "long_enough-1"
+    assert FilterChain([long_enough, longer]).find_drop_reason(group_of(said("yes"))) == "long_enough-1"
 
 
 def test_a_function_that_returns_something_else_ends_the_run_with_its_name(functions):
     filtering = FilterChain([FunctionFilter(function=f"{functions}:says_nothing")])
     with pytest.raises(RewardError, match=r"filters.0 \(says_nothing\): raised on prompt .* got None"):
-        filtering.dropped_by(group_of(said("yes")))
+        filtering.find_drop_reason(group_of(said("yes")))
 
 
 def test_a_staleness_filter_that_drops_nothing_is_refused():
@@ -189,7 +189,7 @@ def test_a_staleness_filter_that_drops_nothing_is_refused():
     with pytest.raises(ConfigError) as caught:
         resolve(plain)
     assert str(caught.value) == (
-        "filters.1.max_versions: 1 drops nothing that run.max_staleness = 0 lets pass; lower it, or remove the filter"
+        "filters.1.max_versions: 1 has no effect with run.max_staleness = 0; lower it, or remove the filter"
     )
     assert resolve(plain | {"run": {"max_staleness": 2}}).filters[1].max_versions == 1
 

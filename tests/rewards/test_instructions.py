@@ -23,7 +23,7 @@ IFEVAL = [
     rows(["detectable_format:json_format"], [{}], "```json\n{}\n```", 1, 1.0),
 ]
 MISTAKES = [
-    ({}, "has no list 'instruction_id_list', which says what to check"),
+    ({}, "has no list 'instruction_id_list' of checks"),
     ({"instruction_id_list": ["a"], "kwargs": []}, "has no list 'kwargs'"),
     ({"instruction_id_list": ["a"], "kwargs": [{}, {}]}, "has 1 instructions, but 2 tables in 'kwargs'"),
     ({"instruction_id_list": ["nope"], "kwargs": [{}]}, "has an instruction without a checker: 'nope'"),
@@ -45,7 +45,7 @@ def test_ifeval_counts_all_instructions_or_their_fraction_and_refuses_rows_that_
 
     scores, empty = asyncio.run(work())
     assert [(s.value, s.components["followed"]) for s in scores] == [(value, part) for _, _, value, part in IFEVAL]
-    assert (empty.value, empty.error) == (0.0, "an empty text")
+    assert (empty.value, empty.error) == (0.0, "the text is empty")
 
 
 def test_a_text_on_which_a_checker_raises_gets_the_failure_value():
@@ -84,7 +84,7 @@ def test_arguments_that_a_checker_cannot_use_are_an_error_of_the_row():
     for name, arguments in rows.items():
         message = asyncio.run(work(name, arguments))
         assert message.startswith(f"ifbench: prompt test:1: the checker of {name!r} cannot use its table in 'kwargs': ")
-        assert message.endswith("; mend the row, or leave it out") and "TypeError" in message
+        assert message.endswith("; fix or remove the row") and "TypeError" in message
 
 
 def test_ifbench_runs_its_checkers_and_names_data_that_are_missing(tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_ifbench_runs_its_checkers_and_names_data_that_are_missing(tmp_path, mon
     given, message = asyncio.run(work())
     assert given.value == 0.5
     assert message == (
-        "ifbench: prompt test:1 needs the NLTK data 'punkt_tab', which are not on this machine; "
-        "python -m nltk.downloader punkt_tab, or leave the row out"
+        "ifbench: prompt test:1 needs the NLTK data 'punkt_tab', which is not installed; "
+        "python -m nltk.downloader punkt_tab, or remove the row"
     )
     assert not list(tmp_path.rglob("*.zip"))

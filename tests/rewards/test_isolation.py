@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from plasmid import RunContext
-from plasmid.errors import RewardError
+from plasmid.errors import IsolationError, RaisedError, RewardError
 from plasmid.plugins.registry import load_file
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Isolated, PooledReward, Remote, Sum
 from plasmid_runtime.rollout.scored.scoring import Scorer
+from plasmid_sandbox import pool as worker_pools
 
 plugin = load_file(Path(__file__).with_name("untrusted_plugin.py"))
 Rank, Untrusted = plugin.Rank, plugin.Untrusted
@@ -43,15 +44,15 @@ REASONS = {
     "hang": "no answer within call_timeout_s = 1.5",
     "sleep": "no answer within call_timeout_s = 1.5",
     "block-signals": "no answer within call_timeout_s = 1.5",
-    "crash": "its process was killed by SIGSEGV",
-    "exit": "its process ended without an answer",
-    "abort": "its process was killed by SIGABRT",
-    "eat": "more memory than memory_mb = 512",
-    "fork": "tried to start a process, which it may not",
-    "start": "tried to start a process, which it may not",
+    "crash": "the process was killed by SIGSEGV",
+    "exit": "the process ended without an answer",
+    "abort": "the process was killed by SIGABRT",
+    "eat": "exceeded memory_mb = 512",
+    "fork": "tried to start a process, which is not allowed",
+    "start": "tried to start a process, which is not allowed",
     "deep more": "too deeply nested",
     "nan": "a score is not finite",
-    "long": "its answer is too long",
+    "long": "the answer is too long",
 }
 
 
@@ -66,13 +67,59 @@ def test_a_call_can_neither_kill_its_worker_nor_leave_threads_behind(tmp_path):
     started = time.monotonic()
     scores = ask(tmp_path, "threads", "well", call_timeout_s=20)
     assert [s.value for s in scores] == [1.0, 1.0] and time.monotonic() - started < 15
-    with pytest.raises(RewardError, match="raised PermissionError"):
-        ask(tmp_path, "kill-worker")
+    (refused,) = ask(tmp_path, "kill-worker")
+    assert refused.value == -2.0 and refused.error.startswith("raised PermissionError")
 
 
-def test_a_reward_that_raises_ends_the_run_with_what_it_said(tmp_path):
+def test_a_reward_that_raises_for_some_texts_costs_them_their_scores(tmp_path):
+    scores = ask(tmp_path, "raise nope", "well")
+    assert [(score.value, score.error) for score in scores] == [(-2.0, "raised KeyError: 'nope'"), (1.0, None)]
+
+
+def test_a_reward_that_raises_whatever_the_text_ends_the_run_with_what_it_said(tmp_path):
+    async def work():
+        async with opened(Isolated(reward=plugin.Broken(), workers=1), tmp_path) as reward:
+            await reward(make_prompt(), make_sample("well"))
+
     with pytest.raises(RewardError, match="raised KeyError: 'nope'"):
-        ask(tmp_path, "raise nope")
+        asyncio.run(work())
+
+
+def test_the_first_text_that_makes_a_reward_raise_is_logged_in_one_line(tmp_path, caplog):
+    ask(tmp_path, "raise a\nb", "raise again", "well")
+    warnings = [record.getMessage() for record in caplog.records if record.name == "plasmid_rewards.pooled"]
+    assert warnings == [r"reward isolated: raised KeyError: 'a\nb'; such samples get -2 (logged once)"]
+
+
+def test_a_process_that_does_not_start_ends_the_run_and_is_no_samples_fault(tmp_path, monkeypatch):
+    reason, real, started = "a worker process did not start within 120 s", worker_pools._Worker, []
+
+    def start_late_once(*arguments):
+        started.append(True)
+        if len(started) == 1:
+            raise IsolationError(reason)
+        return real(*arguments)
+
+    monkeypatch.setattr(worker_pools, "_Worker", start_late_once)
+
+    async def work():
+        reward = Isolated(reward=Untrusted(), workers=1)
+        try:
+            return await reward(make_prompt(), make_sample("well"))
+        finally:
+            await reward.close()
+
+    with pytest.raises(RewardError, match=reason):
+        asyncio.run(work())
+
+
+def test_work_that_cannot_be_loaded_is_not_taken_for_work_that_a_text_made_raise():
+    limits = worker_pools.Limits(timeout_s=1.5, memory_mb=512)
+    pool = worker_pools.WorkerPool(plugin.Cold(), limits, workers=1)
+    with pytest.raises(IsolationError, match="cannot be loaded: KeyError: 'cold'") as error:
+        asyncio.run(pool.start())
+    pool.close()
+    assert not isinstance(error.value, RaisedError)
 
 
 def test_calls_remember_nothing_of_each_other(tmp_path):
@@ -83,8 +130,7 @@ def test_calls_remember_nothing_of_each_other(tmp_path):
 def test_the_network_is_closed_unless_it_is_opened(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(RewardError, match="raised PermissionError"):
-            ask(tmp_path, f"network {port}")
+        assert ask(tmp_path, f"network {port}")[0].error.startswith("raised PermissionError")
         assert ask(tmp_path, f"network {port}", network=True)[0].value == 1.0
 
 

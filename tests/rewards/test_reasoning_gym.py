@@ -11,8 +11,8 @@ from plasmid.errors import CheckpointError, DataError, RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import ReasoningGym, ReasoningGymSource
 from plasmid_rewards.gym import entries
+from plasmid_rewards.gym.entries import OURS
 from plasmid_rewards.gym.generator import Generator
-from plasmid_rewards.gym.verifiers import OURS
 from plasmid_runtime.data.curriculum import Curriculum
 from pydantic import ValidationError
 
@@ -51,7 +51,10 @@ def test_prompts_are_resumed_exactly_and_verified_in_another_process():
     assert [(p.id, p.text, p.target, p.metadata) for p in again] == [(p.id, p.text, p.target, p.metadata) for p in then]
     assert len({p.id for p in first + then}) == 24
     assert {p.metadata["reasoning_gym"]["family"] for p in first + then} == {"chain_sum", *UNSTEADY}
-    with pytest.raises(CheckpointError, match=r"data.instruction: was 'Give .* now it is 'x'; set it as it was"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"data.instruction: is 'x', but the checkpoint was saved with 'Give .*; restore",
+    ):
         source.model_copy(update={"instruction": "x"}).stream(encode, seed=5).restore(state)
     pairs = [(prompt, f"So.</think> <answer> {prompt.target} </answer>") for prompt in first + then]
     wrong = [(first[0], "<answer>no</answer>"), (first[0], f"{first[0].target}"), (first[0], "<answer>")]
@@ -82,9 +85,9 @@ def test_evaluation_sets_end_and_draw_other_tasks_than_training():
     assert not {p.metadata["reasoning_gym"]["seed"] for p in prompts} & {
         p.metadata["reasoning_gym"]["seed"] for p in trained
     }
-    with pytest.raises(DataError, match=r"data.size: an evaluation set ends"):
+    with pytest.raises(DataError, match=r"data.size: is required for an evaluation set"):
         source.model_copy(update={"size": "endless"}).prompts(encode)
-    with pytest.raises(DataError, match=r"data.max_prompt_tokens: 200 prompts in a row were longer than 9 tokens"):
+    with pytest.raises(DataError, match=r"data.max_prompt_tokens: 200 consecutive prompts are longer than 9 tokens"):
         source.model_copy(update={"max_prompt_tokens": 9}).stream(encode, seed=0).draw()
 
 
@@ -92,7 +95,7 @@ def test_evaluation_sets_end_and_draw_other_tasks_than_training():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"families": ("chain_som",)}, "there is no family 'chain_som'; did you mean 'chain_sum'"),
+        ({"families": ("chain_som",)}, "unknown family 'chain_som'; did you mean 'chain_sum'"),
         ({"families": ("gcd",), "options": {"gcd": {"nope": 1}}}, "gcd with .*nope.*unexpected keyword argument"),
         ({"families": ("gcd",), "options": {"gcd": {"min_numbers": 1}}}, "gcd with .*AssertionError"),
     ],
@@ -124,9 +127,9 @@ def test_families_whose_verifiers_accept_wrong_answers_have_some_of_ours(family,
 
 
 def test_settings_without_effect_are_refused():
-    with pytest.raises(ValidationError, match=r"options.gcd has no effect, 'gcd' is not among families"):
+    with pytest.raises(ValidationError, match=r"options.gcd has no effect, because 'gcd' is not in families"):
         ReasoningGymSource(families=("lcm",), options={"gcd": {}})
-    with pytest.raises(ValidationError, match='system has no effect, no prompt is a chat; set prompt_as = "chat"'):
+    with pytest.raises(ValidationError, match='system has no effect without chat prompts; set prompt_as = "chat"'):
         ReasoningGymSource(prompt_as="text", system="x")
 
 
@@ -211,7 +214,7 @@ def solutions(family, metadata):
 @pytest.mark.parametrize("family", UNANSWERED)
 def test_families_that_only_verify_accept_a_solution(family):
     options = {"max_moves": 2} if family == "rush_hour" else {}
-    _, entry = entries._made(family, 1, json.dumps(options))
+    _, entry = entries._make_entry(family, 1, json.dumps(options))
     assert max(entries.score(family, 1, options, text) for text in solutions(family, entry["metadata"])) == 1.0
     assert entries.score(family, 1, options, "the answer") < 0.99
 
@@ -239,7 +242,7 @@ def test_no_task_of_an_evaluation_set_is_drawn_in_training(caplog):
         assert {prompt.metadata["family"] for prompt in held_out} == set(SMALL)
     assert 60 < metrics["data/held_out"] < 240  # a quarter of what the seeds gave
     first, second = (record for record in caplog.messages if record.startswith("reasoning-gym: 60 tasks"))
-    assert first.endswith(" others were excluded, as training may draw them") and first != second
+    assert first.endswith(" others are excluded, because training may draw them") and first != second
     resumed = source.stream(encode, seed=0)
     resumed.restore(state)
     assert resumed.metrics() == metrics
@@ -256,4 +259,4 @@ def test_families_with_too_few_tasks_to_hold_some_out_are_named():
         except DataError as error:
             failures.append(str(error))
     (failure,) = failures  # its one question is either for training or for evaluation
-    assert failure.startswith("data.families: 10 draws in a row gave only tasks for ")
+    assert failure.startswith("data.families: 10 consecutive draws gave only tasks for ")

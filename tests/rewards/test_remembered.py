@@ -19,8 +19,8 @@ def as_json(state):
 
 def test_a_restored_judge_does_not_ask_again():
     first, second = judge(), judge()
-    first._keep("one", 5.0)
-    first._keep("two", 7.0)
+    first._remember("one", 5.0)
+    first._remember("two", 7.0)
     second.restore(as_json(first.state()))
     assert second._cache == first._cache
     assert judge(cache_size=0).state() == {}
@@ -28,7 +28,7 @@ def test_a_restored_judge_does_not_ask_again():
 
 def test_grades_in_a_file_are_not_kept_twice(tmp_path):
     kept = judge(cache_file=str(tmp_path / "grades.jsonl"))
-    kept._keep("one", 5.0)
+    kept._remember("one", 5.0)
     assert kept.state() == {}
 
 
@@ -40,7 +40,7 @@ def test_a_breaker_that_had_opened_is_open_after_a_resume():
     assert state["breaker"]["failures"] == 1 and 0 < state["breaker"]["pause_s"] <= 600
     resumed = Remote(**settings)
     resumed.restore(state)
-    assert "failed 1 times in a row; not asked again yet" in score_text(resumed).error
+    assert "failed 1 times in a row; no request was sent" in score_text(resumed).error
 
 
 def test_states_of_several_processes_are_merged():

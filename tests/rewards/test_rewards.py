@@ -7,13 +7,14 @@ import sys
 import pytest
 from plasmid.config.load import validate
 from plasmid.errors import ConfigError, RewardError
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.testing.rewards import make_prompt, make_sample
+from plasmid.utils.field_docs import field_docs
 from plasmid_rewards import ExactMatch, Format, Length, Number, Random, Regex
 
 
 def test_every_reward_and_filter_is_registered_and_has_help_for_every_setting():
-    slots = installed(load_plugins())
+    slots = find_components(load_plugins())
     ours = [c for s in ("rewards", "filters") for c in slots[s].values() if c.__module__.startswith("plasmid_rewards")]
     assert {cls.model_fields["kind"].default for cls in ours} == {
         *("exact-match", "format", "length", "number", "random", "regex", "dapo", "distinct", "f1", "gpqa"),
@@ -23,7 +24,7 @@ def test_every_reward_and_filter_is_registered_and_has_help_for_every_setting():
     }
     for cls in ours:
         assert cls.__doc__
-        assert all(field.description for name, field in cls.model_fields.items() if name != "kind")
+        assert {*field_docs(cls), "kind"} >= {*cls.model_fields}
 
 
 def test_the_plugin_imports_neither_torch_nor_ray():
@@ -109,14 +110,14 @@ def test_a_text_without_a_number_is_told_from_a_wrong_one(score):
 @pytest.mark.parametrize(
     ("reward", "target", "message"),
     [
-        (Number(), None, "number: prompt test:1 has no target to compare with; set data.target_key to its column"),
-        (Number(), [], "number: prompt test:1 has no target to compare with; set data.target_key to its column"),
-        (Number(), "eight", "number: prompt test:1 has the target 'eight', in which no number stands"),
-        (Number(), True, "number: prompt test:1 has the target 'True', in which no number stands"),
+        (Number(), None, "number: prompt test:1 has no target; set data.target_key to the column of targets"),
+        (Number(), [], "number: prompt test:1 has no target; set data.target_key to the column of targets"),
+        (Number(), "eight", "number: prompt test:1 has the target 'eight', which contains no number"),
+        (Number(), True, "number: prompt test:1 has the target 'True', which contains no number"),
         (
             ExactMatch(),
             None,
-            "exact-match: prompt test:1 has no target to compare with; set data.target_key to its column",
+            "exact-match: prompt test:1 has no target; set data.target_key to the column of targets",
         ),
     ],
 )
@@ -200,18 +201,18 @@ def test_random_values_follow_from_the_sample_and_fill_the_unit_interval(score):
         (
             Regex,
             {"pattern": "(a"},
-            "rewards.0.pattern: '(a' is no regular expression: missing ) at position 2",
+            "rewards.0.pattern: '(a' is not a valid regular expression: missing ) at position 2",
         ),
         (Regex, {}, "rewards.0.pattern: is required"),
         (
             Format,
             {"tags": ["<a>"]},
-            "rewards.0: tags must be distinct names without <, >, / and white space, got '<a>'",
+            "rewards.0: tags must be distinct names without <, >, / and whitespace, got '<a>'",
         ),
         (
             Format,
             {"tags": ["a", "a"]},
-            "rewards.0: tags must be distinct names without <, >, / and white space, got 'a'",
+            "rewards.0: tags must be distinct names without <, >, / and whitespace, got 'a'",
         ),
         (
             Length,

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 from plasmid.config.load import resolve
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
 BASE = {
@@ -18,7 +18,7 @@ BASE = {
 
 
 def test_the_table_has_every_reward_with_its_extra():
-    rewards = installed(load_plugins())["rewards"]
+    rewards = find_components(load_plugins())["rewards"]
     rows = dict(re.findall(r"^\| \[`([\w-]+)`\].*\| (?:`([\w-]+)` )?\|$", PAGE, re.MULTILINE))
     assert list(rows) == sorted(rewards)
     project = tomllib.loads((Path(__file__).parents[2] / "packages/rewards/pyproject.toml").read_text())["project"]

@@ -40,6 +40,16 @@ def test_one_sample_is_posted_and_a_number_comes_back():
     }
 
 
+def test_servers_of_slime_get_its_field_names():
+    with server(lambda body, n: (200, {"score": 1.0})) as (url, got):
+        (score,) = ask(Remote(url=url, fields="slime", key="score"), "four", target="4")
+    assert score.value == 1.0
+    assert set(got[0]["body"]) == {"prompt", "response", "label"}
+    assert (got[0]["body"]["response"], got[0]["body"]["label"]) == ("four", "4")
+    with pytest.raises(ValueError, match="batch_size: must be 1 with fields = 'slime', got 2"):
+        Remote(url=url, fields="slime", batch_size=2)
+
+
 def test_an_object_has_its_value_under_a_key_and_other_numbers_as_components():
     with server(lambda body, n: (200, {"score": 0.5, "acc": True, "why": "so"})) as (url, _):
         (given,) = ask(Remote(url=url, key="score"), "x")
@@ -71,11 +81,11 @@ def test_a_batch_of_the_wrong_length_is_a_failure_of_each_sample():
 
 
 def test_what_may_pass_is_asked_again_and_what_will_not_is_not():
-    with server(lambda body, n: (503, "busy") if n < 3 else (200, 1)) as (url, got):
+    with server(lambda body, n: {1: (503, "busy"), 2: (429, "too many")}.get(n, (200, 1))) as (url, got):
         assert ask(Remote(url=url, server=FAST), "x")[0].value == 1.0
         assert len(got) == 3
     with server(lambda body, n: (400, "no such model")) as (url, got):
-        with pytest.raises(RewardError, match=r"answered 400: .*; see that the server is up"):
+        with pytest.raises(RewardError, match=r"answered 400: .*; check that the server is running"):
             ask(Remote(url=url, server=FAST), "x")
         assert len(got) == 1
     with server(lambda body, n: (200, b"<html>") if n < 2 else (200, 2)) as (url, got):
@@ -107,7 +117,7 @@ def test_the_breaker_stops_asking_and_tries_again_later():
 
         for _ in range(10):
             last = await once()
-        assert len(got) == 3 and last.error == f"{url} failed 3 times in a row; not asked again yet"
+        assert len(got) == 3 and last.error == f"{url} failed 3 times in a row; no request was sent"
         await asyncio.sleep(0.35)
         await asyncio.gather(*(once() for _ in range(5)))
         assert len(got) == 4, "one request tries, the others wait for what it finds"
@@ -162,9 +172,9 @@ def test_a_policy_cannot_fill_in_the_rubric_and_grades_out_of_range_are_none():
 
 
 def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="must begin with http"):
+    with pytest.raises(ValueError, match="must start with http"):
         Remote(url="localhost:80")
-    with pytest.raises(ValueError, match=r"rubric must have \{response\} in it"):
+    with pytest.raises(ValueError, match=r"rubric must contain \{response\}"):
         Judge(url="http://x", model="m", rubric="grade it")
     with pytest.raises(ValueError, match="low = 5 must be less than high = 5"):
         Judge(url="http://x", model="m", low=5, high=5)

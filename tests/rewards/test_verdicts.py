@@ -1,7 +1,7 @@
 """Verdicts of `math`, `dapo` and `gpqa`: those of other projects' tests, and those that no verifier should get wrong.
 
-A pair in `verdicts/*.json` has the verdict of the project's own test (`theirs`); where ours differs, it has `ours` and
-`why`, and docs/design/verdicts.md says more.
+A pair in `verdicts/*.json` has the verdict of the project's own test (`theirs`), or in `asked_*.json` what math-verify
+says when it is asked; where ours differs, it has `ours` and `why`, and docs/design/verdicts.md says more.
 """
 
 import asyncio
@@ -17,17 +17,27 @@ FILES = {
 }
 
 
+def pairs_of(kind):
+    return [pair for file in FILES.values() if file["kind"] == kind for pair in file["pairs"]]
+
+
+def boxed(answer):
+    return rf"so \boxed{{{answer}}}"
+
+
+def asked_of(pair):
+    return pair["target"], pair["text"] if "text" in pair else boxed(pair["answer"]), pair.get("decimals", 6)
+
+
 @pytest.fixture(scope="module")
 def math_verdicts():
-    """The verdict on each (target, answer, decimals) of all tables, judged in worker processes."""
-    files = [file["pairs"] for file in FILES.values() if file["kind"] == "math"]
-    asked = {(pair["target"], pair["answer"], pair.get("decimals", 6)) for pairs in files for pair in pairs}
-    asked |= {(*pair, 6) for pair in EQUAL + UNEQUAL}
+    """The verdict on each (target, text, decimals) of all tables, judged in worker processes."""
+    asked = {asked_of(pair) for pair in pairs_of("math")} | {(t, boxed(a), 6) for t, a in EQUAL + UNEQUAL}
 
     async def work(decimals):
-        reward, chosen = Math(decimals=decimals), sorted(pair for pair in asked if pair[2] == decimals)
+        reward, chosen = Math(workers=1, decimals=decimals), sorted(pair for pair in asked if pair[2] == decimals)
         try:
-            calls = [reward(make_prompt(target=t), make_sample(rf"so \boxed{{{a}}}")) for t, a, _ in chosen]
+            calls = [reward(make_prompt(target=target), make_sample(text)) for target, text, _ in chosen]
             return dict(zip(chosen, [int(score.value) for score in await asyncio.gather(*calls)], strict=True))
         finally:
             await reward.close()
@@ -45,10 +55,7 @@ def expected(pair):
 
 @pytest.mark.parametrize("name", [name for name, file in FILES.items() if file["kind"] == "math"])
 def test_mathematics_has_the_verdicts_of_other_projects_tests(name, math_verdicts):
-    def verdict(pair):
-        return math_verdicts[pair["target"], pair["answer"], pair.get("decimals", 6)]
-
-    assert [pair for pair in FILES[name]["pairs"] if verdict(pair) != expected(pair)] == []
+    assert [pair for pair in FILES[name]["pairs"] if math_verdicts[asked_of(pair)] != expected(pair)] == []
 
 
 def test_every_disagreement_has_a_reason():
@@ -109,6 +116,9 @@ EQUAL = [
     ("3", r"\log_2 8"),
     ("2", "1+1"),
     ("6", r"\binom 4 2"),
+    (r"2\text{ m/s}", r"2\,\mathrm{m\,s^{-1}}"),
+    (r"9.8\text{ m/s}^2", r"9.8\text{ ms}^{-2}"),
+    ("3", r"\approx 3"),
     (r"\begin{pmatrix}1 & 0 \\ 0 & 1\end{pmatrix}", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}"),
     (r"\frac{1}{3}", "0.333333"),
     ("32349", r"32,\! 349"),
@@ -143,6 +153,9 @@ UNEQUAL = [
     ("5", "5m"),
     ("x+2", "x+2t"),
     ("3m", "3s"),
+    (r"2\text{ m/s}", r"2\text{ m s}^{-2}"),
+    (r"2\text{ m/s}", r"2\text{ km h}^{-1}"),
+    ("s", "s^{-1}"),
     ("ABC", "BCA"),
     (r"\text{Evelyn}", "Nylevelyn"),
     ("AB", "BA"),
@@ -310,6 +323,9 @@ CHOICES = [
     ("The answer is a matter of taste", None),
     ("The answer is A matter of taste", None),
     ("None of them", None),
+    ("Both A and B", None),
+    ("A, B", None),
+    ("I cannot tell (A) from (B): A/B", None),
     ("I am not sure", None),
     (r"\boxed{\mathrm{B}}", "B"),
     (r"\boxed{(B)}", "B"),
@@ -335,17 +351,22 @@ CHOICES = [
 
 
 def test_units_percent_mixed_numbers_and_words_that_are_the_target(math_verdicts):
-    assert [pair for pair in EQUAL if not math_verdicts[*pair, 6]] == []
+    assert [pair for pair in EQUAL if not math_verdicts[pair[0], boxed(pair[1]), 6]] == []
 
 
 def test_units_percent_mixed_numbers_and_words_that_are_not_the_target(math_verdicts):
-    assert [pair for pair in UNEQUAL if math_verdicts[*pair, 6]] == []
+    assert [pair for pair in UNEQUAL if math_verdicts[pair[0], boxed(pair[1]), 6]] == []
 
 
 def test_dapo_has_the_verdicts_of_slimes_tests_and_of_its_own_verifier():
-    pairs = [(pair["target"], pair["answer"], 2 * expected(pair) - 1) for pair in FILES["slime_dapo"]["pairs"]]
+    pairs = [(pair["target"], pair["answer"], 2 * expected(pair) - 1) for pair in pairs_of("dapo")]
     got = [(t, a, score_text(Dapo(), f"so\nAnswer: {a}", target=t).value) for t, a, _ in pairs + DAPO]
     assert [pair for pair, scored in zip(pairs + DAPO, got, strict=True) if pair != scored] == []
+
+
+def test_gpqa_has_the_verdicts_of_math_verify_but_for_those_with_a_reason():
+    got = [(pair, int(score_text(GPQA(), pair["text"], target=pair["target"]).value)) for pair in pairs_of("gpqa")]
+    assert [pair for pair, value in got if value != expected(pair)] == []
 
 
 def test_gpqa_finds_the_letter_of_a_hundred_phrasings_and_none_where_several_are_named():

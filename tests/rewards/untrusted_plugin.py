@@ -84,6 +84,22 @@ class Rank(Reward):
         return [float(len(sample.text) == longest) for sample in samples]
 
 
+class Broken(Reward):
+    """Raises whatever it is asked."""
+
+    kind: Literal["broken"] = "broken"
+
+    async def __call__(self, prompt, sample):
+        raise KeyError("nope")
+
+
+class Cold:
+    """Work that cannot be loaded."""
+
+    def warm(self):
+        raise KeyError("cold")
+
+
 @hookimpl
 def register_components():
-    return [Untrusted, Rank]
+    return [Untrusted, Rank, Broken]

@@ -15,7 +15,7 @@ from plasmid_runtime.cluster.local import LocalCluster
 from transformers import AutoModelForCausalLM
 
 LIMIT_S = 60.0
-PLUGIN = Path(__file__).parent / "hf_plugin.py"
+PLUGIN = Path(__file__).parents[1] / "no_training_plugin.py"
 
 
 def run(coroutine):
@@ -27,12 +27,12 @@ def run(coroutine):
     return asyncio.run(limited())
 
 
-def make_config(path, *, max_length="auto", sync_timeout_s=20.0, **settings):
+def make_config(path, *, max_length="auto", sync_timeout_s=20.0, trainer="no-trainer", **settings):
     return resolve(
         {
             "model": {"path": str(path), "max_length": max_length},
             "data": {"kind": "files", "path": "unused.jsonl"},
-            "trainer": {"kind": "no-trainer"},
+            "trainer": {"kind": trainer},
             "algorithm": {"kind": "grpo"},
             "rollout": {"kind": "hf", "kv_block": 16, **settings},
             "rewards": [{"kind": "no-reward"}],
@@ -75,8 +75,8 @@ async def generate_all(engine, requests):
 
 
 def plain_model(path):
-    """The model as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    """The model as transformers runs it, one expert after another."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
 
 
 def plain_logprobs(model, request, completion):

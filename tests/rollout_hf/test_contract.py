@@ -108,17 +108,17 @@ class ForgettingPartialRollouts(Broken):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (WithoutSleep, "WithoutSleep is no RolloutEngine: it lacks sleep, wake"),
-        (WithoutKeptSets, "a kept set for each token, as it was asked for"),
+        (WithoutSleep, "WithoutSleep does not implement RolloutEngine: missing sleep, wake"),
+        (WithoutKeptSets, "a completion must have one kept set per token if requested"),
         (
             WithConstantChecksums,
-            "checksum reads the engine's own parameters: a sync of other weights changes all of them",
+            "checksum must read the engine's parameters: a sync of other weights must change all of them",
         ),
-        (WithMadeUpReceipts, "the receipt of receive accounts for every byte that was sent: "),
+        (WithMadeUpReceipts, "the receipt of receive must account for every byte sent: "),
         (WithoutProof, "a bucket whose bytes do not have the sender's checksum fails the sync: receive must raise"),
-        (WithoutVersions, "tokens name the version that drew them, [1], got [0]"),
-        (WithOtherLogprobs, "log-probabilities are those of the weights of version 1: off by "),
-        (ForgettingPartialRollouts, "with pause mode 'abort', a request goes on after a sync with the tokens it has"),
+        (WithoutVersions, "tokens must have the version that sampled them, one of [1], got [0]"),
+        (WithOtherLogprobs, "log-probabilities must be those of version 1, but differ by "),
+        (ForgettingPartialRollouts, "with pause mode 'abort', a request must continue after a sync"),
     ],
 )
 def test_an_engine_that_breaks_a_promise_is_told_which_in_one_line(tiny_model, policy, broken, message):

@@ -24,7 +24,7 @@ async def session(engine, number, turns, delays):
         parts.append((completion.token_ids.tobytes(), completion.logprobs.tobytes()))
         tokens = [*tokens, *completion.token_ids.tolist(), 12]
     await asyncio.sleep(delays.random() * 0.02)
-    await engine.client.leave([f"{number}/0"])
+    await engine.client.end_sessions([f"{number}/0"])
     return parts
 
 
@@ -59,7 +59,7 @@ def test_no_step_is_taken_without_a_request_of_every_expected_session(tiny_model
             second = asyncio.create_task(engine.client.generate(make_request(2)))
             done, _ = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED, timeout=10)
             others = [t for t in (first, second) if t not in done]
-            await engine.client.leave(["1/0", "2/0"])
+            await engine.client.end_sessions(["1/0", "2/0"])
             for task in others:
                 await task
             return steps, len(done)
@@ -73,7 +73,7 @@ def test_sessions_that_were_never_expected_are_served(tiny_model):
     async def test():
         async with started(tiny_model) as engine:
             await engine.expect(["1/0"])
-            await engine.client.leave(["1/0"])
+            await engine.client.end_sessions(["1/0"])
             return await engine.client.generate(make_request(7))
 
     assert len(run(test()).token_ids) > 0
@@ -85,4 +85,4 @@ def test_a_deadline_ends_requests_that_wait_for_an_expected_session(tiny_model):
             await engine.expect(["1/0", "2/0"])
             return await engine.client.generate(make_request(1, deadline_s=0.2))
 
-    assert run(test()).error == "no end within the deadline of 0.2 s"
+    assert run(test()).error == "not finished within the deadline of 0.2 s"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hf_cases import generate_all, make_request, plain_logprobs, plain_model, publish, run, started
-from megatron_families import folders_of_families
+from megatron_families import folders_of_families, make_family
 from plasmid.errors import SyncError
 from plasmid_models.sync import checksum, compare
 from safetensors.torch import load_file, save_file
@@ -57,6 +57,18 @@ def test_a_mixture_of_experts_takes_the_weights_of_single_experts(family, models
             np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=2e-5)
 
 
+def test_experts_of_sizes_that_grouped_products_refuse_are_computed_one_by_one(tmp_path):
+    model, requests = make_family(tmp_path / "model", "Qwen3-MoE", moe_intermediate_size=10), [make_request(3)]
+
+    async def test():
+        async with started(model) as engine:
+            return await generate_all(engine, requests)
+
+    (completion,) = run(test())
+    expected = plain_logprobs(plain_model(model), requests[0], completion)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+
+
 def test_an_update_that_lacks_one_expert_is_refused_and_names_it(models):
     tensors = list(moved(models("Qwen3-MoE")).items())
     lacking = [item for item in tensors if item[0] != "model.layers.1.mlp.experts.2.up_proj.weight"]
@@ -64,7 +76,9 @@ def test_an_update_that_lacks_one_expert_is_refused_and_names_it(models):
     async def test():
         async with started(models("Qwen3-MoE")) as engine:
             await engine.pause("in_place")
-            with pytest.raises(SyncError, match=r"1 tensors never came, .*'model\.layers\.1\.mlp\.experts\.2\.up_proj"):
+            with pytest.raises(
+                SyncError, match=r"1 tensors were not sent, .*'model\.layers\.1\.mlp\.experts\.2\.up_proj"
+            ):
                 await publish(engine, lacking, 1)
             await publish(engine, tensors, 2)
             await engine.resume()

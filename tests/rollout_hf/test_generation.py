@@ -144,7 +144,7 @@ def test_the_context_ends_a_completion_and_longer_prompts_are_refused(tiny_model
     assert ends.stop_reason is StopReason.LENGTH and len(ends.token_ids) == 5
     assert full.stop_reason is StopReason.LENGTH and len(full.token_ids) == 0
     assert refused.stop_reason is StopReason.ERROR
-    assert refused.error == "the prompt has 31 tokens, the model takes at most 30"
+    assert refused.error == "the prompt has 31 tokens, the maximum is 30"
 
 
 def test_requests_that_cannot_be_served_are_completions_with_an_error(tiny_model):
@@ -156,9 +156,9 @@ def test_requests_that_cannot_be_served_are_completions_with_an_error(tiny_model
 
     assert [c.error for c in run(test())] == [
         "the prompt is empty",
-        "the prompt has a token 9999 outside of the vocabulary of 57",
-        "the prompt has a token -1 outside of the vocabulary of 57",
-        "no end within the deadline of 0 s",
+        "the prompt contains token 9999, outside of the vocabulary of 57 tokens",
+        "the prompt contains token -1, outside of the vocabulary of 57 tokens",
+        "not finished within the deadline of 0 s",
     ]
 
 
@@ -215,10 +215,10 @@ def test_the_client_works_after_pickling_and_refuses_a_second_request_of_one_id(
             twice = await asyncio.gather(
                 engine.client.generate(request), engine.client.generate(request), return_exceptions=True
             )
-            await engine.client.leave([request.session_id])
+            await engine.client.end_sessions([request.session_id])
             return one, twice
 
     one, twice = run(test())
     assert one.token_ids.tolist() == twice[0].token_ids.tolist()
-    assert str(twice[1]) == "request 4/0#0: is running already; ids must be unique"
+    assert str(twice[1]) == "request 4/0#0: already running; request ids must be unique"
     assert pickle.loads(pickle.dumps(one)).request_id == "4/0#0"

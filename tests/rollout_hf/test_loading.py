@@ -39,6 +39,6 @@ def test_models_with_linear_attention_are_refused(family, tmp_path):
     experts |= {"shared_expert_intermediate_size": 16}
     config = AutoConfig.for_model(family, **sizes, **(experts if family == "qwen3_next" else {}))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    said = "has layers of kind 'linear_attention', which engine 'hf' does not compute; choose another model or another"
+    said = "has layers of kind 'linear_attention', which engine 'hf' does not support; choose another model or"
     with pytest.raises(ModelError, match=said):
         load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=False)

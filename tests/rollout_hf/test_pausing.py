@@ -132,3 +132,32 @@ def test_sessions_are_shared_out_over_the_engines(tiny_model):
     completions, each, metrics = run(test())
     assert len(completions) == 6 and each == [3.0, 3.0]
     assert metrics["engine/requests"] == 6
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_requests_have_drawn_can_be_fetched_while_they_go_on(tiny_model, ranks):
+    async def test():
+        async with started(tiny_model) as engine:
+            undisturbed = await generate_all(engine, long_requests())
+        async with started(tiny_model, ranks=ranks) as engine:
+            tasks = await started_requests(engine, long_requests())
+            ids = [request.id for request in long_requests()]
+            await engine.pause("in_place")  # so that none ends meanwhile, however busy the machine
+            parts = await engine.client.fetch_partial([*ids, "unknown"])
+            await engine.resume()
+            completions = await asyncio.gather(*tasks)
+            return undisturbed, parts, completions, await engine.client.fetch_partial(ids)
+
+    undisturbed, parts, completions, after = run(test())
+    found = {part.request_id: part for part in parts}
+    assert len(found.pop("unknown").token_ids) == 0 and [len(part.token_ids) for part in after] == [0] * 4
+    assert sum(len(part.token_ids) for part in found.values()) > 0
+    for alone, completion in zip(undisturbed, completions, strict=True):
+        assert completion.token_ids.tolist() == alone.token_ids.tolist()
+        if (part := found.get(completion.request_id)) is None:
+            continue  # it had ended: on a busy machine one process may be far behind the other
+        count = len(part.token_ids)
+        assert part.stop_reason is StopReason.ABORT and count < len(completion.token_ids)
+        assert completion.token_ids[:count].tolist() == part.token_ids.tolist()
+        assert completion.logprobs[:count].tolist() == part.logprobs.tolist()
+        assert [(span.start, span.end) for span in part.versions] == [(0, count)] * (count > 0)

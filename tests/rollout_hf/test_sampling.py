@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from plasmid.types import SamplingParams
-from plasmid_hf.generation.philox import philox, uniforms
+from plasmid_hf.generation.generator import philox, uniforms
 from plasmid_hf.generation.sampler import Sampler, invert
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 

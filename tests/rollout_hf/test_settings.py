@@ -27,7 +27,9 @@ def test_a_cache_smaller_than_one_request_is_refused(tiny_model):
         async with started(tiny_model, kv_tokens=128):
             pass
 
-    with pytest.raises(ConfigError, match=r"rollout\.kv_tokens: the cache holds 128 tokens, one request may take 256"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.kv_tokens: the KV cache has room for 128 tokens, but one request may need 256"
+    ):
         run(test())
 
 

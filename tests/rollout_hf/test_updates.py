@@ -76,7 +76,7 @@ def broken_sender(kind, weights, plan):
     try:
         for bucket in buckets:
             sender.send(bucket)
-        ok = kind != "given up"
+        ok = kind != "aborted"
     finally:
         sender.close(ok=ok)
 
@@ -98,12 +98,12 @@ def wrong(kind, weights):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("incomplete", "4 tensors never came, the first is 'model.layers.1.input_layernorm.weight'"),
-        ("corrupt", "bucket 1 was sent with checksum"),
-        ("given up", "the sender gave up"),
+        ("incomplete", "4 tensors were not sent, the first is 'model.layers.1.input_layernorm.weight'"),
+        ("corrupt", "bucket 1 has checksum"),
+        ("aborted", "aborted by the sender"),
         ("other name", "the engine's model has no tensor 'model.other.weight'"),
-        ("other shape", "was sent as torch.float32 (3, 5), the engine holds torch.float32"),
-        ("other dtype", "was sent as torch.bfloat16"),
+        ("other shape", "has torch.float32 (3, 5), expected torch.float32"),
+        ("other dtype", "has torch.bfloat16"),
         ("twice", "was sent twice"),
     ],
 )
@@ -133,7 +133,7 @@ def test_after_a_failed_update_the_engine_serves_nothing_until_one_succeeds(tiny
 
     (sent, received), held, after = run(test())
     assert isinstance(received, SyncError) and message in str(received)
-    assert kind == "given up" or isinstance(sent, SyncError)
+    assert kind == "aborted" or isinstance(sent, SyncError)
     assert {span.version for completion in held for span in completion.versions} <= {0, 2}
     np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=2e-5)
 

@@ -6,19 +6,23 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
 from plasmid.components import BuildContext
 from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
-from plasmid.types import GenerateRequest, SamplingParams
-from plasmid_models.sync import send_weights
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_serving.engine import ServersEngine
 from plasmid_serving.start import start_servers
 from plasmid_serving.supervisor import Condition
 from plasmid_sglang.dialect import make_dialect
-from transformers import AutoModelForCausalLM
+
+from tests.engine_cases import (  # noqa: F401  the tests of this folder take them from here
+    changed,
+    make_request,
+    plain_distributions,
+    plain_logprobs,
+    plain_model,
+    publish,
+)
 
 HERE = Path(__file__).parent
 START_S = 600
@@ -42,7 +46,7 @@ def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), 
             "sampling": {"stop": list(stop)},
             "placement": {"device": "cpu", "engine_ranks": ranks, "start_timeout_s": START_S},
             "run": {"sync_timeout_s": 240},
-            "plugins": [str(HERE / "sgl_plugin.py")],
+            "plugins": [str(HERE.parent / "no_training_plugin.py")],
         }
     )
     bundles = (Bundle(),) * ranks
@@ -72,7 +76,7 @@ class Shared:
         self._runner = asyncio.Runner()
         self._context = make_context(model_path, run_dir)
         settings = self._context.config.rollout
-        self._servers = self.run(start_servers(settings, self._context, make_dialect(settings, self._context)))
+        self._servers = self.run(start_servers(settings, self._context, make_dialect))
         self._count = 0
 
     def as_external(self, engine):
@@ -111,50 +115,3 @@ class Shared:
             self.run(server.connection.api.close())
         self.run(asyncio.wait_for(self._context.cluster.close(), 60))
         self._runner.close()
-
-
-def make_request(index, *, tokens=(7, 8, 9), num=8, seed=None, **sampling):
-    """A short request."""
-    return GenerateRequest(
-        id=f"{index}/0#0",
-        session_id=f"{index}/0",
-        token_ids=np.asarray(tokens, np.int32),
-        sampling=SamplingParams(max_new_tokens=num, **sampling),
-        seed=index if seed is None else seed,
-        deadline_s=240.0,
-    )
-
-
-def plain_model(path):
-    """The model in transformers, in fp32."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-
-
-@torch.no_grad()
-def plain_distributions(model, request, completion):
-    """[C, V] log-softmax of logits / temperature where each token was drawn, by one forward pass of transformers."""
-    ids = torch.tensor(np.concatenate([request.token_ids, completion.token_ids]), dtype=torch.long)[None]
-    logits = model(ids).logits[0, len(request.token_ids) - 1 : -1].float()
-    return (logits / request.sampling.scoring_temperature).log_softmax(-1).numpy()
-
-
-@torch.no_grad()
-def plain_logprobs(model, request, completion):
-    """[C] of the completion's tokens."""
-    return plain_distributions(model, request, completion)[range(len(completion.token_ids)), completion.token_ids]
-
-
-@torch.no_grad()
-def changed(model, *, by=0.01, seed=3):
-    """Every weight moved a little; returns the new weights under their names."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter += by * torch.randn(parameter.shape, generator=generator)
-    return list(model.named_parameters())
-
-
-async def publish(engine, named_tensors, version, *, ranks=1):
-    """One weight sync; returns both receipts."""
-    plan = await engine.plan_sync()
-    sending = asyncio.to_thread(send_weights, named_tensors, plan=plan, version=version, rank=0)
-    return await asyncio.gather(sending, engine.receive(plan, version))

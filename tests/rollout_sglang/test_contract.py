@@ -23,7 +23,7 @@ def policy(tiny_model):
 def test_the_engine_keeps_its_promises(shared, policy, mode):
     async def test():
         async with shared.engine(pause_mode=mode, read_back_every=1) as engine:
-            engine.supervisor.give_up = lambda server, error: asyncio.sleep(
+            engine.supervisor.remove_from_service = lambda server, error: asyncio.sleep(
                 0
             )  # the shared server must not be restarted
             options = {"temperature": 0.0, "gives_kept_sets": True, "timeout_s": 200}

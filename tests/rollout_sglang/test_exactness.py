@@ -8,7 +8,7 @@ import pytest
 from plasmid.config.load import merge, resolve
 from plasmid.errors import ConfigError, EngineError
 from plasmid_sglang.dialect import server_arguments
-from plasmid_sglang.schema import mistakes
+from plasmid_sglang.schema import argument_errors
 from sgl_cases import make_context
 
 RELEASES = ["0.5.17", "0.5.23"]
@@ -37,7 +37,7 @@ def test_sglang_is_told_which_trainer_to_compute_as(tmp_path, monkeypatch, relea
     assert found["enable_deterministic_inference"] is True
     assert found["attention_backend"] == "fa3"
     told = {name: found[name] for name in ("rl_on_policy_target", "enable_deterministic_inference")}
-    assert list(mistakes("sglang", told, release=release)) == []
+    assert list(argument_errors("sglang", told, release=release)) == []
 
 
 def test_without_the_modes_sglang_computes_as_it_likes(tmp_path):
@@ -54,30 +54,30 @@ def test_without_the_modes_sglang_computes_as_it_likes(tmp_path):
     [
         (
             {"trainer": "no-trainer"},
-            "rollout.true_on_policy: SGLang {release} computes as trainers 'fsdp' do, and trainer.kind is 'no-trainer';"
+            "rollout.true_on_policy: SGLang {release} supports trainers 'fsdp', but trainer.kind is 'no-trainer';"
             " remove it",
         ),
         (
             {"trainer_dtype": "float32"},
-            "trainer.dtype: 'float32' with rollout.true_on_policy, where the engine's is bfloat16; set \"bfloat16\" or "
-            "remove it",
+            "trainer.dtype: must be 'bfloat16' with rollout.true_on_policy, got 'float32'; set it or remove "
+            "trainer.dtype",
         ),
         (
             {"dtype": "float32"},
-            "rollout.dtype: 'float32' with rollout.true_on_policy, whose logits are bfloat16; set \"bfloat16\" or "
-            "remove it",
+            "rollout.dtype: must be 'bfloat16' with rollout.true_on_policy, got 'float32'; set it or remove "
+            "rollout.dtype",
         ),
         (
             {"server_args": {"attention_backend": "torch_native"}},
             "rollout.server_args.attention_backend: 'torch_native' is not deterministic, as rollout.true_on_policy "
-            "wants it; choose one of 'fa3', 'fa4', 'flashinfer', 'triton', 'ascend', 'intel_xpu'",
+            "requires; choose one of 'fa3', 'fa4', 'flashinfer', 'triton', 'ascend', 'intel_xpu'",
         ),
         (
             {"server_args": {"sampling_backend": "flashinfer"}},
-            'rollout.server_args.sampling_backend: SGLang draws by "pytorch" with rollout.true_on_policy; '
-            "remove 'flashinfer'",
+            'rollout.server_args.sampling_backend: must be "pytorch" with rollout.true_on_policy, got '
+            "'flashinfer'; remove it",
         ),
-        ({"device": "cpu"}, "rollout.true_on_policy: SGLang's deterministic kernels run on GPUs only; remove it"),
+        ({"device": "cpu"}, "rollout.true_on_policy: requires GPUs for SGLang's deterministic kernels; remove it"),
     ],
 )
 def test_what_contradicts_the_mode_is_refused(tmp_path, monkeypatch, settings, line):
@@ -102,7 +102,7 @@ def test_a_run_that_finds_no_gpu_ends_before_a_server_starts(tmp_path):
     context = make_context(tmp_path, tmp_path)
     context = replace(context, config=recipe(tmp_path, device="auto", true_on_policy=True))
     with pytest.raises(
-        ConfigError, match=r"rollout\.true_on_policy: SGLang's deterministic kernels run on GPUs only, and"
+        ConfigError, match=r"rollout\.true_on_policy: requires GPUs for SGLang's deterministic kernels, but"
     ):
         asyncio.run(context.config.rollout.build(context))
 
@@ -118,5 +118,5 @@ def test_a_server_of_others_must_be_in_the_mode(shared, tmp_path):
             finally:
                 await context.cluster.close()
 
-    with pytest.raises(EngineError, match=r"was started with enable_deterministic_inference = False, and the recipe's"):
+    with pytest.raises(EngineError, match=r"was started with enable_deterministic_inference = False, but"):
         shared.run(attach())

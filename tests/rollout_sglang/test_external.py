@@ -11,6 +11,7 @@ from plasmid.protocols import Bundle
 from plasmid_models.sync import compare
 from plasmid_models.testing import make_tiny_model
 from plasmid_runtime.cluster.layout import Layout
+from plasmid_runtime.planning.offload import with_offload
 from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish
 
 
@@ -63,7 +64,7 @@ def test_servers_of_others_take_no_gpu_of_the_run(tmp_path):
     [
         (
             {"engine_ranks": 2},
-            "placement.engine_ranks: 2 is never read, servers at rollout.urls take no GPUs of the run; remove it",
+            "placement.engine_ranks: 2 is never read, servers at rollout.urls use no GPUs of the run; remove it",
         ),
         (
             {"colocated": True},
@@ -72,12 +73,12 @@ def test_servers_of_others_take_no_gpu_of_the_run(tmp_path):
         ),
         (
             {"colocated": True, "offload_engine": True},
-            "placement.offload_engine: true is never read, the memory of servers at rollout.urls is not the run's; "
-            "remove it",
+            "placement.offload_engine: true is never read, the run does not manage the memory of servers at "
+            "rollout.urls; remove it",
         ),
         (
             {"eval_ranks": 1},
-            "placement.eval_ranks: 1 is never read, servers at rollout.urls cannot hold another version for "
+            "placement.eval_ranks: 1 is never read, servers at rollout.urls cannot serve another version for "
             "evaluations; remove it",
         ),
     ],
@@ -96,7 +97,7 @@ def test_a_server_of_another_model_is_refused(shared, tmp_path):
         async with attached(shared, tmp_path / "run", other):
             raise AssertionError("it was attached")
 
-    with pytest.raises(EngineError, match=r"serves a model with model_type 'llama', model\.path has 'qwen3'"):
+    with pytest.raises(EngineError, match=r"serves a model with model_type = 'llama', but model\.path has 'qwen3'"):
         shared.run(test())
 
 
@@ -113,7 +114,7 @@ def test_a_server_that_asks_for_another_key_is_refused(shared, tmp_path, monkeyp
     ):
         with pytest.raises((EngineError, ConfigError), match=message):
             shared.run(test(api_key_env=variable))
-    with pytest.raises(ConfigError, match=r"rollout: api_key_env: is read for servers at urls only"):
+    with pytest.raises(ConfigError, match=r"rollout: api_key_env: is read with urls only"):
         make_context(tmp_path, tmp_path, api_key_env="SOME")
 
 
@@ -127,3 +128,11 @@ def test_the_server_lives_on_when_the_engine_is_closed(shared, tmp_path):
             return await own.client.generate(make_request(1))
 
     assert len(shared.run(test()).token_ids) > 0
+
+
+def test_a_run_with_servers_of_others_moves_nothing_of_theirs(tmp_path):
+    """What `with_offload` puts in place of ``auto`` is read again by every process of the run."""
+    config = make_context(tmp_path, tmp_path, urls=["http://a:1"], read_back_every=0, server_args=None).config
+    chosen, _ = with_offload(config)
+    assert chosen.placement.offload_engine is False
+    assert resolve(chosen.model_dump(mode="json")).placement == chosen.placement

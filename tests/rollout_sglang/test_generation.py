@@ -1,12 +1,16 @@
 """Tokens and log-probabilities of a real SGLang server, against one forward pass of transformers."""
 
 import asyncio
+import base64
+import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from plasmid.errors import EngineError
 from plasmid.types import StopReason, VersionSpan
+from plasmid.types.routing import Routing
 from plasmid_sglang import completions
 from sgl_cases import make_request, plain_distributions, plain_logprobs, plain_model
 
@@ -94,6 +98,50 @@ def test_stops_end_a_completion_and_are_kept(shared):
     assert stopped.stop_reason is StopReason.STOP
 
 
+def test_optional_settings_do_what_they_say(shared):
+    from plasmid.config.run import ModelConfig
+    from plasmid_models.tokenization.tokenizer import Tokenizer
+
+    greedy = {"num": 12, "temperature": 0.0}
+
+    async def test():
+        async with shared.engine() as engine:
+            plain = await engine.client.generate(make_request(0, **greedy))
+            first, last = int(plain.token_ids[0]), int(plain.token_ids[-1])
+            cases = {
+                "regex": {"regex": "[0-9]{3}"},
+                "json_schema": {
+                    "json_schema": {"type": "integer", "minimum": 37, "maximum": 37},
+                    "num": 60,
+                },
+                "ebnf": {"ebnf": 'root ::= "abc" "d"?'},
+                "logit_bias": {"logit_bias": {str(first): -100.0}},
+                "frequency_penalty": {"frequency_penalty": 2.0, "num": 40},
+                "presence_penalty": {"presence_penalty": 2.0, "num": 40},
+                "repetition_penalty": {"repetition_penalty": 2.0, "num": 40},
+                "stops": {"stop_token_ids": (last,)},
+                "min_new_tokens": {"stop_token_ids": (last,), "min_new_tokens": 12},
+                "stop_regex": {"stop_regex": (".",)},
+                "plain": {"num": 40},
+            }
+            requests = [make_request(i, **{**greedy, **case}) for i, case in enumerate(cases.values(), 1)]
+            return first, dict(zip(cases, await asyncio.gather(*map(engine.client.generate, requests)), strict=True))
+
+    tokenizer = Tokenizer.of(ModelConfig(path=str(shared.model_path)))
+    first, found = shared.run(test())
+    assert not [name for name, completion in found.items() if completion.error]
+    texts = {name: tokenizer.decode(completion.token_ids) for name, completion in found.items()}
+    assert re.fullmatch("[0-9]{3}", texts["regex"])
+    assert json.loads(texts["json_schema"]) == 37
+    assert texts["ebnf"] in ("abc", "abcd")
+    assert first not in found["logit_bias"].token_ids
+    assert len(found["stops"].token_ids) < len(found["min_new_tokens"].token_ids) == 12
+    assert len(found["stop_regex"].token_ids) == 1
+    distinct = {name: len(set(found[name].token_ids.tolist())) for name in found}
+    for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
+        assert distinct[name] > distinct["plain"], name
+
+
 def test_a_text_that_stops_is_kept(shared):
     from plasmid_models.tokenization.tokenizer import Tokenizer
 
@@ -127,7 +175,7 @@ def test_a_sample_ends_where_the_model_ends(shared):
     cut, refused = shared.run(test())
     assert cut.stop_reason in (StopReason.LENGTH, StopReason.STOP) and len(cut.token_ids) <= 16
     assert refused.stop_reason is StopReason.ERROR
-    assert refused.error == "the prompt of 480 tokens leaves no room; raise model.max_length or shorten it"
+    assert refused.error == "the prompt has 480 tokens, which leaves no room for a completion; raise model.max_length"
 
 
 def test_what_the_server_refuses_is_a_completion_with_its_reason():
@@ -135,7 +183,7 @@ def test_what_the_server_refuses_is_a_completion_with_its_reason():
     refused = completions.completion(make_request(1), 400, answer, has_spans=False)
     assert refused.stop_reason is StopReason.ERROR and len(refused.token_ids) == 0
     assert refused.error == (
-        "the server refused the request: Requested token count exceeds the model's maximum context length"
+        "the server rejected the request: Requested token count exceeds the model's maximum context length"
     )
 
 
@@ -185,10 +233,27 @@ def test_an_engine_that_has_ended_says_so(shared):
             server = engine.supervisor.all[0]
             engine.supervisor.max_restarts = 0
             await engine.supervisor._restart(server)
-            with pytest.raises(EngineError, match=r"0 of 1 servers are left, rollout\.min_engines is 1"):
+            with pytest.raises(EngineError, match=r"0 of 1 servers are running, but rollout\.min_engines = 1"):
                 engine.needs_weights()
             with pytest.raises(EngineError, match="the engine cannot serve"):
                 await engine.client.generate(make_request(1))
             server.condition = type(server.condition).SERVING
 
     shared.run(test())
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (np.array([3, 8], np.int32).tobytes(), "ids from 3 to 8, but the model has 8 experts per layer"),
+        (np.array([-1, 2], np.int32).tobytes(), "ids from -1 to 2, but the model has 8 experts per layer"),
+        (np.array([1, 2, 3], np.int32).tobytes(), "cannot reshape array of size 3"),
+        (b"odd", "buffer size must be a multiple of element size"),
+    ],
+)
+def test_experts_that_the_model_does_not_have_are_refused(sent, told):
+    request = replace(make_request(1), routing=Routing(layers=1, choices=2, experts=8))
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": 0, "routed_experts": base64.b64encode(sent).decode()}
+    found = completions.completion(request, 200, {"meta_info": meta}, has_spans=False)
+    assert found.stop_reason is StopReason.ERROR and found.error is not None
+    assert found.error.startswith(f"the server returned wrong experts: {told}")

@@ -29,14 +29,14 @@ def test_an_engine_has_as_many_gpus_on_each_of_its_machines(tmp_path):
     with pytest.raises(ConfigError) as error:
         placed(tmp_path, nodes=2, trainer_ranks=2, gpus_per_engine=4)
     assert str(error.value) == (
-        "rollout.gpus_per_engine: 4 over placement.nodes = 2 makes an engine of 1 + 3 GPUs on 2 machines, and SGLang "
-        "wants as many on each; choose other numbers of ranks"
+        "rollout.gpus_per_engine: 4 over placement.nodes = 2 puts an engine on 1 + 3 GPUs on 2 machines; SGLang "
+        "requires the same number on each; choose other numbers of ranks"
     )
 
 
 def test_stages_of_a_pipeline_are_spread_over_machines_evenly(tmp_path):
     placed(tmp_path, nodes=4, trainer_ranks=12, engine_ranks=12, gpus_per_engine=12, pipeline=2)
-    with pytest.raises(ConfigError, match=r"engine of 3 machines, over which server_args.pp_size = 2 stages cannot be"):
+    with pytest.raises(ConfigError, match=r"engine on 3 machines, which cannot be split into server_args.pp_size = 2"):
         placed(tmp_path, nodes=6, trainer_ranks=12, engine_ranks=12, gpus_per_engine=12, pipeline=2)
 
 
@@ -44,8 +44,8 @@ def test_a_release_is_told_of_machines_by_the_engine_alone(tmp_path):
     with pytest.raises(ConfigError) as error:
         make_context(tmp_path, tmp_path, server_args={"nnodes": 2, "dist_init_addr": "10.0.0.1:5000"})
     assert str(error.value).splitlines() == [
-        "rollout.server_args: nnodes: is set by the engine itself; remove it",
-        "rollout.server_args: dist_init_addr: is set by the engine itself; remove it",
+        "rollout.server_args: nnodes: is set by Plasmid; remove it",
+        "rollout.server_args: dist_init_addr: is set by Plasmid; remove it",
     ]
 
 

@@ -10,7 +10,7 @@ from plasmid.config.load import resolve
 from plasmid.errors import ConfigError
 from plasmid_serving.planner import transport_of
 from plasmid_sglang.dialect import server_arguments
-from plasmid_sglang.schema import NEWEST, SHIPPED, extract, installed_version, mistakes, schema_of
+from plasmid_sglang.schema import NEWEST, SHIPPED, argument_errors, extract, installed_version, schema_of
 from plasmid_sglang.settings import FIXED, OWN
 from sgl_cases import make_context
 
@@ -31,11 +31,11 @@ def refused(tmp_path, **settings):
 @pytest.mark.parametrize("release", RELEASES)
 def test_arguments_are_checked_by_name_type_and_choice(release):
     def found(**table):
-        return list(mistakes("sglang", table, release=release))
+        return list(argument_errors("sglang", table, release=release))
 
     assert found(mem_fraction_static=0.5, tp_size=2, disable_radix_cache=True, attention_backend="triton") == []
     assert found(mem_fraction_statc=0.5) == [
-        f"mem_fraction_statc: no such argument of SGLang {release}; did you mean 'mem_fraction_static'?"
+        f"mem_fraction_statc: not an argument of SGLang {release}; did you mean 'mem_fraction_static'?"
     ]
     assert found(tp_size="two") == ["tp_size: must be an integer, got 'two'"]
     assert found(tp_size=True) == ["tp_size: must be an integer, got True"]
@@ -47,26 +47,48 @@ def test_arguments_are_checked_by_name_type_and_choice(release):
 def test_names_of_one_release_are_unknown_to_another():
     new = schema_of("sglang", "0.5.23").keys() - schema_of("sglang", "0.5.17").keys()
     assert "enable_megamoe_for_layernorm_sp" in new
-    assert list(mistakes("sglang", {"enable_megamoe_for_layernorm_sp": True}, release="0.5.23")) == []
-    assert list(mistakes("sglang", {"enable_megamoe_for_layernorm_sp": True}, release="0.5.17")) != []
+    assert list(argument_errors("sglang", {"enable_megamoe_for_layernorm_sp": True}, release="0.5.23")) == []
+    assert list(argument_errors("sglang", {"enable_megamoe_for_layernorm_sp": True}, release="0.5.17")) != []
+
+
+def test_groups_of_servers_have_arguments_of_their_own(tmp_path):
+    groups = [
+        {"engines": 1, "server_args": {"max_running_requests": 8}},
+        {"engines": 2, "server_args": {"max_running_requests": 64, "max_total_tokens": 512}},
+    ]
+    built = context(tmp_path, ranks=3, groups=groups)
+    rollout = built.config.rollout
+    found = [server_arguments(rollout.of_server(i), built.config, on_gpu=False) for i in range(3)]
+    assert [arguments["max_running_requests"] for arguments in found] == [8, 64, 64]
+    assert [arguments["max_total_tokens"] for arguments in found] == [4096, 512, 512]
+    assert refused(tmp_path, ranks=2, groups=groups) == [
+        "rollout.groups: must have 2 servers in total, which placement.engine_ranks = 2 and rollout.gpus_per_engine = 1"
+        " make, got 3"
+    ]
+    (line,) = refused(tmp_path, groups=[{"engines": 1, "server_args": {"max_running_requsts": 8}}])
+    assert line.startswith("rollout: groups.0.server_args: max_running_requsts: not an argument of SGLang")
+    fast = [{"engines": 1, "server_args": {"disable_radix_cache": False}}]
+    cached = {"pause_mode": "in_place", "recompute_kv": False, "server_args": {"disable_radix_cache": True}}
+    (line,) = refused(tmp_path, groups=fast, **cached)
+    assert line.startswith("rollout: groups.0.recompute_kv: false would reuse KV entries")
 
 
 def test_the_router_has_arguments_of_its_own(tmp_path):
     context(tmp_path, router=True, router_args={"policy": "round_robin", "retry_max_retries": 2})
     assert refused(tmp_path, router=True, router_args={"polcy": "random"}) == [
-        "rollout.router_args: polcy: no such argument of the SGLang router 0.3.2; did you mean 'policy'?"
+        "rollout.router_args: polcy: not an argument of the SGLang router 0.3.2; did you mean 'policy'?"
     ]
     assert refused(tmp_path, router_args={"policy": "random"}) == [
-        "rollout: router_args: are never read without a router; remove the table or set router = true"
+        "rollout: router_args: is never read without a router; remove the table or set router = true"
     ]
 
 
 def test_every_mistake_in_the_arguments_is_told(tmp_path):
     lines = refused(tmp_path, server_args={"dtype": "half", "port": 80, "max_running_request": 3})
     assert lines == [
-        "rollout.server_args: dtype: is decided by rollout.dtype; set that",
-        "rollout.server_args: port: is set by the engine itself; remove it",
-        f"rollout.server_args: max_running_request: no such argument of SGLang {installed_version('sglang')}; "
+        "rollout.server_args: dtype: follows from rollout.dtype; set that instead",
+        "rollout.server_args: port: is set by Plasmid; remove it",
+        f"rollout.server_args: max_running_request: not an argument of SGLang {installed_version('sglang')}; "
         "did you mean 'max_running_requests'?",
     ]
 
@@ -76,31 +98,31 @@ def test_every_mistake_in_the_arguments_is_told(tmp_path):
     [
         (
             {"pause_mode": "in_place", "recompute_kv": False},
-            "rollout: recompute_kv: false would serve prefixes that an older policy has computed; "
+            "rollout: recompute_kv: false would reuse KV entries computed by an older policy; "
             "set server_args.disable_radix_cache = true",
         ),
         ({"recompute_kv": False}, 'rollout: recompute_kv: is read with pause_mode = "in_place" only; remove it'),
         (
             {"ranks": 3, "gpus_per_engine": 2},
-            "placement.engine_ranks: 3 does not divide into engines of rollout.gpus_per_engine = 2",
+            "placement.engine_ranks: must be a multiple of rollout.gpus_per_engine = 2, got 3",
         ),
-        ({"min_engines": 2}, "rollout.min_engines: 2 is more than the 1 engines that are started"),
+        ({"min_engines": 2}, "rollout.min_engines: 2 is more than the number of engines, 1"),
         (
             {"wire": "ipc"},
-            'rollout.wire: "ipc" shares the memory of one GPU; set placement.colocated = true or another wire',
+            'rollout.wire: "ipc" requires placement.colocated = true; set it or choose another wire',
         ),
         (
             {"server_args": {"rl_on_policy_target": "fsdp"}},
-            "rollout.server_args: rl_on_policy_target: is decided by rollout.true_on_policy; set that",
+            "rollout.server_args: rl_on_policy_target: follows from rollout.true_on_policy; set that instead",
         ),
-        ({"deterministic": True}, "rollout.deterministic: SGLang's deterministic kernels run on GPUs only; remove it"),
+        ({"deterministic": True}, "rollout.deterministic: requires GPUs for SGLang's deterministic kernels; remove it"),
         (
             {"urls": ["http://a:1"], "server_args": None, "wire": "http", "read_back_every": 0},
-            "rollout: wire: servers at urls take weights from disk only, got 'http'; set \"disk\" or remove it",
+            'rollout: wire: must be "disk" with urls, got \'http\'; set "disk" or remove it',
         ),
         (
             {"urls": ["http://a:1"], "server_args": None},
-            "rollout: read_back_every: parameters of servers at urls cannot be read; set it to 0",
+            "rollout: read_back_every: must be 0 with urls, because parameters of these servers cannot be read",
         ),
     ],
 )
@@ -165,8 +187,8 @@ def test_restricted_sampling_needs_a_top_k_that_sglang_can_tell_the_set_of(tmp_p
         with pytest.raises(ConfigError) as error:
             recipe(**sampling)
         assert str(error.value) == (
-            f"sampling.top_k: must be at most {limit} with top_p, top_k or min_p, so that SGLang can say what they "
-            f"left to draw from, got {got}; lower it, or raise rollout.server_args.sampling_mask_max_tokens"
+            f"sampling.top_k: must be at most {limit} with top_p, top_k or min_p, got {got}: SGLang returns kept "
+            f"sets up to this size; lower it, or raise rollout.server_args.sampling_mask_max_tokens"
         )
     recipe({"sampling_mask_max_tokens": 6000}, top_k=5000)
     recipe(temperature=1.2)
@@ -183,12 +205,18 @@ def test_servers_of_others_say_nothing_of_sets(tmp_path):
     ("arguments", "said"),
     [
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode: 'prefill' is not supported"),
-        ({"quantization": "fp8"}, "quantization: 'fp8' is not supported: weight syncs send weights that are not"),
+        ({"quantization": "fp8"}, "quantization: 'fp8' is not supported: weight syncs send unquantized"),
         ({"enable_return_routed_experts": True}, "enable_return_routed_experts: True is not supported"),
-        ({"enable_lora": True}, "enable_lora: True is not supported: adapters are not trained or synced"),
-        ({"tokenizer_worker_num": 2}, "tokenizer_worker_num: must be 1, got 2: with more, SGLang asks for no API key"),
-        ({"smg_grpc_mode": True}, "smg_grpc_mode: True is not supported: SGLang's gRPC server asks for no API key"),
-        ({"grpc_port": 5000}, "grpc_port: 5000 is not supported: SGLang's gRPC server asks for no API key"),
+        ({"enable_lora": True}, "enable_lora: True is not supported: weight syncs send adapters merged"),
+        (
+            {"tokenizer_worker_num": 2},
+            "tokenizer_worker_num: must be 1, got 2: with more, SGLang does not check the",
+        ),
+        (
+            {"smg_grpc_mode": True},
+            "smg_grpc_mode: True is not supported: SGLang's gRPC server does not check the API",
+        ),
+        ({"grpc_port": 5000}, "grpc_port: 5000 is not supported: SGLang's gRPC server does not check the API"),
         ({"speculative_algorithm": "EAGLE"}, "weight syncs do not update the draft model; choose 'NGRAM' or remove it"),
     ],
 )

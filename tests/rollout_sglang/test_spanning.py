@@ -71,13 +71,13 @@ def test_a_server_over_two_machines_serves_takes_weights_and_is_restarted(sglang
 
             os.killpg(os.getpgid(ranks()[OTHER].pid), signal.SIGKILL)
             await until(lambda: member.condition is Condition.WAITING)
-            assert member.restarts == 1 and "ended with code" in member.error
+            assert member.restarts == 1 and "exited with code" in member.error
             await check_again(2)
 
             (beside,) = (actor for actor in context.cluster._actors if actor.name == "engine-0-node-1")
             await beside.stop()  # as if its machine had gone; the server is then made anew whole
             await until(lambda: member.condition is Condition.WAITING)
-            assert member.restarts == 2 and "another machine of the server: engine-0-node-1 " in member.error
+            assert member.restarts == 2 and "server process on another machine: engine-0-node-1 " in member.error
             await check_again(3)
         finally:
             await engine.close()
@@ -109,6 +109,6 @@ def test_what_ends_on_another_machine_while_starting_is_told(sglang, tiny_model,
         finally:
             await context.cluster.close()
 
-    with pytest.raises(EngineError, match=r"^engine-0-node-1: ended with code -9 while starting; its last words: "):
+    with pytest.raises(EngineError, match=r"^engine-0-node-1: exited with code -9 while starting; last output: "):
         asyncio.run(test())
     assert not ranks()

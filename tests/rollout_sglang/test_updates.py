@@ -11,10 +11,10 @@ import torch
 from plasmid.errors import EngineError, SyncError
 from plasmid.types import StopReason
 from plasmid_models.sync import compare, make_buckets, send_weights
-from plasmid_serving.weights.read_back import holds
+from plasmid_serving.weights.read_back import equals_sent
 from plasmid_sglang.dialect import SGLangDialect
-from plasmid_workflows.execution import join_completions
-from sgl_cases import changed, make_request, plain_logprobs, plain_model, publish
+from plasmid_workflows.turns import join_completions
+from sgl_cases import changed, make_request, plain_logprobs, plain_model, publish, started
 
 WIRES = ["http", "disk", "broadcast"]
 
@@ -104,9 +104,9 @@ def broken_sender(kind, weights, plan):
         buckets[1].data[7] += 1
     ok = False
     try:
-        for bucket in buckets[:-1] if kind == "given up" else buckets:
+        for bucket in buckets[:-1] if kind == "aborted" else buckets:
             sender.send(bucket)
-        ok = kind != "given up"
+        ok = kind != "aborted"
     finally:
         sender.close(ok=ok)
 
@@ -114,10 +114,10 @@ def broken_sender(kind, weights, plan):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("corrupt", "bucket 1 was sent with checksum"),
-        ("given up", "the sender gave up"),
+        ("corrupt", "bucket 1 has checksum"),
+        ("aborted", "aborted by the sender"),
         ("incomplete", "of the engine's parameters were not sent, the first is 'model.layers.1"),
-        ("other name", "tensor 'model.other.weight' went into none of the engine's parameters"),
+        ("other name", "tensor 'model.other.weight' was loaded into none of the engine's parameters"),
     ],
 )
 def test_after_a_failed_update_nothing_is_served_until_one_succeeds(shared, kind, message):
@@ -128,7 +128,7 @@ def test_after_a_failed_update_nothing_is_served_until_one_succeeds(shared, kind
             async def note(member, error):
                 gave_up.append(error)
 
-            engine.supervisor.give_up = note  # the shared server must not be started anew
+            engine.supervisor.remove_from_service = note  # the shared server must not be started anew
             weights = list(plain_model(shared.model_path).named_parameters())
             if kind == "incomplete":
                 weights = [(name, tensor) for name, tensor in weights if not name.startswith("model.layers.1.mlp")]
@@ -138,7 +138,7 @@ def test_after_a_failed_update_nothing_is_served_until_one_succeeds(shared, kind
             plan = await engine.plan_sync()
             sending = asyncio.to_thread(broken_sender, kind, weights, plan)
             results = await asyncio.gather(sending, engine.receive(plan, 1), return_exceptions=True)
-            with pytest.raises(SyncError, match="no server holds a complete version"):
+            with pytest.raises(SyncError, match="no server has a complete version"):
                 await engine.resume()
             asked = asyncio.create_task(engine.client.generate(make_request(1)))
             await asyncio.sleep(0.3)
@@ -157,10 +157,10 @@ def test_after_a_failed_update_nothing_is_served_until_one_succeeds(shared, kind
 def test_an_update_whose_sender_never_comes_ends_in_time(shared):
     async def test():
         async with shared.engine() as engine:
-            engine.supervisor.give_up = lambda member, error: asyncio.sleep(0)
+            engine.supervisor.remove_from_service = lambda member, error: asyncio.sleep(0)
             engine._planner.timeout_s = 0.5
             plan = await engine.plan_sync()
-            with pytest.raises(SyncError, match=r"not complete within 0\.5 s"):
+            with pytest.raises(SyncError, match=r"not finished within 0\.5 s"):
                 await engine.receive(plan, 4)
             engine._planner.timeout_s = 240
 
@@ -171,7 +171,7 @@ def test_stragglers_of_a_replaced_update_are_refused(shared):
     async def test():
         async with shared.engine() as engine:
             weights = list(plain_model(shared.model_path).named_parameters())
-            engine.supervisor.give_up = lambda member, error: asyncio.sleep(0)
+            engine.supervisor.remove_from_service = lambda member, error: asyncio.sleep(0)
             await engine.pause("abort")
             old = await engine.plan_sync()
             sender = old.wire.open(rank=0, version=1)
@@ -237,16 +237,42 @@ def test_a_server_error_names_the_server_and_what_it_said(shared):
 
 def test_a_tensor_is_found_in_fused_sharded_and_padded_parameters():
     tensor = torch.arange(24.0).view(6, 4)
-    assert holds(tensor.flatten(), tensor)
-    assert holds(tensor[3:].flatten(), tensor)
-    assert holds(tensor[:, 2:].flatten(), tensor)
-    assert holds(tensor.T.flatten(), tensor)
-    assert not holds(tensor.flatten() + 1, tensor)
-    assert not holds(tensor.flatten()[:5], tensor)
+    assert equals_sent(tensor.flatten(), tensor)
+    assert equals_sent(tensor[3:].flatten(), tensor)
+    assert equals_sent(tensor[:, 2:].flatten(), tensor)
+    assert equals_sent(tensor.T.flatten(), tensor)
+    assert not equals_sent(tensor.flatten() + 1, tensor)
+    assert not equals_sent(tensor.flatten()[:5], tensor)
 
 
 def test_the_rank_that_holds_the_end_of_a_padded_tensor_has_a_rest():
     tensor = torch.arange(57 * 4).reshape(57, 4).float()  # 57 rows, which two ranks pad to 64
-    assert holds(tensor[:32].flatten(), tensor) and holds(tensor[32:].flatten(), tensor)
-    assert holds(tensor[16:32].flatten(), tensor) and holds(tensor[48:].flatten(), tensor)  # four ranks
-    assert not holds(tensor[1:33].flatten(), tensor) and not holds(tensor[31:56].flatten(), tensor)
+    assert equals_sent(tensor[:32].flatten(), tensor) and equals_sent(tensor[32:].flatten(), tensor)
+    assert equals_sent(tensor[16:32].flatten(), tensor) and equals_sent(tensor[48:].flatten(), tensor)  # four ranks
+    assert not equals_sent(tensor[1:33].flatten(), tensor) and not equals_sent(tensor[31:56].flatten(), tensor)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_servers_of_two_groups_have_their_arguments_and_serve_the_same_weights(sglang, tiny_model, tmp_path):
+    groups = [{"engines": 1, "server_args": {"max_total_tokens": n}} for n in (2048, 3072)]
+    request = make_request(1, num=8, temperature=0.0)
+
+    async def test():
+        async with started(tiny_model, tmp_path, ranks=2, groups=groups) as engine:
+            await engine.pause("abort")
+            await publish(engine, changed(plain_model(tiny_model)), 1)
+            await engine.resume()
+            connections = [server.connection for server in engine.supervisor.all]
+            found = [(await c.api.get("/get_server_info"))["max_total_tokens"] for c in connections]
+            completions = []
+            for connection in connections:
+                asked = connection.dialect.request(request, rid="1", max_new_tokens=8)
+                answer = await connection.api.post(asked.path, asked.body)
+                completions.append(connection.dialect.completion(request, 200, answer))
+            return found, completions
+
+    found, (first, second) = asyncio.run(test())
+    assert found == [2048, 3072]
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert [span.version for span in (*first.versions, *second.versions)] == [1, 1]

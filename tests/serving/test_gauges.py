@@ -1,7 +1,7 @@
 """What the servers' own gauges become."""
 
 import pytest
-from plasmid_serving.gauges import Speeds, gauges
+from plasmid_serving.engine import Speeds, gauges
 from plasmid_sglang.dialect import read_load
 
 

@@ -69,7 +69,7 @@ def test_one_that_the_engine_changes_is_found(sent):
 
     model, named = Wrong(), list(sent.items())
     model.load_weights(named)
-    with pytest.raises(SyncError, match=rf"fused_qkv_a_proj_with_mqa.weight' does not hold what was sent as '{KV}'"):
+    with pytest.raises(SyncError, match=rf"fused_qkv_a_proj_with_mqa.weight' differs from the sent tensor '{KV}'"):
         read_back.verify(model, named, FUSIONS, complete=True)
 
 

@@ -37,7 +37,7 @@ class ScriptedEngine:
     async def abort(self, request_ids):
         return None
 
-    async def leave(self, session_ids):
+    async def end_sessions(self, session_ids):
         self.left = True
 
 

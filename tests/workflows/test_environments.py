@@ -1,27 +1,54 @@
 """Turns in environments: observations follow actions, rewards arrive, and what fails is a sample with an error."""
 
 import asyncio
+import os
 import pickle
 import threading
 import time
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+import psutil
 import pytest
 from plasmid import RunContext
 from plasmid.components.interaction import Environment, Step
 from plasmid.config.load import _pick
-from plasmid.errors import RewardError
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.errors import ConfigError, RewardError
+from plasmid.plugins.registry import find_components, load_file, load_plugins
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.types import PromptGroup, Score, StopReason
 from plasmid.types.shared_groups import LocalStore, share
-from plasmid_workflows import EnvironmentReward, EnvironmentWorkflow
-from plasmid_workflows.environments import Calculator, Guess, Search
+from plasmid_workflows import Calculator, EnvironmentReward, EnvironmentWorkflow, Guess, Search
+from plasmid_workflows.episodes.client import EpisodeProcesses
 from plasmid_workflows.execution import execute
 from plasmid_workflows.tools.builtin.arithmetic import evaluate
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
+
+COUNTING = '''
+from typing import Literal
+from plasmid import hookimpl
+from plasmid.components.interaction import Environment, Step
+
+class Counting(Environment):
+    """Ends at once."""
+    kind: Literal["counting"] = "counting"
+    def episode(self):
+        return Episode()
+
+class Episode:
+    def reset(self, seed, prompt):
+        return ""
+    def step(self, action):
+        return Step(reward=1.0, done=True)
+    def close(self):
+        pass
+
+@hookimpl
+def register_components():
+    return [Counting]
+'''
 
 
 class Moody(Environment):
@@ -72,7 +99,12 @@ def test_observations_follow_actions_and_only_actions_are_trained_on(chatml):
         ("end<|im_end|>", True),
     ]
     assert sample.text == "go on\nend" and sample.stop_reason is StopReason.STOP
-    assert sample.metadata["environment"] == {"reward": 1.0, "rewards": [0.5, 0.5], "done": True, "last": "end"}
+    ends = [int(end) for end in np.flatnonzero(sample.loss_mask[:-1] > sample.loss_mask[1:])]
+    ends.append(len(sample.token_ids) - 1)
+    found = {"reward": 1.0, "rewards": [0.5, 0.5], "turn_ends": ends, "done": True, "last": "end"}
+    assert sample.metadata["environment"] == found
+    score = asyncio.run(EnvironmentReward()(make_prompt(), sample))
+    assert score.value == 1.0 and score.token_rewards == dict.fromkeys(ends, 0.5)
     assert Mood.closed == closed + 1
 
 
@@ -110,9 +142,9 @@ def test_observations_forge_no_role(chatml, kind):
     ("action", "error"),
     [
         ("raise", "environment 'moody': step raised RuntimeError: no more"),
-        ("hang", "environment 'moody': step did not end within step_timeout_s = 0.3"),
-        ("nan", "an environment's step returns a Step with a finite reward, got Step("),
-        ("none", "an environment's step returns a Step with a finite reward, got None"),
+        ("hang", "environment 'moody': step did not finish within step_timeout_s = 0.3"),
+        ("nan", "step() of an environment must return a Step with a finite reward, got Step("),
+        ("none", "step() of an environment must return a Step with a finite reward, got None"),
     ],
 )
 def test_an_environment_that_fails_makes_a_sample_with_an_error(chatml, action, error):
@@ -149,9 +181,9 @@ def test_limits_end_an_episode_without_a_failure(chatml):
 def test_the_reward_pays_what_the_environment_gave():
     found = {"reward": 1.5, "rewards": [0.5, 1.0], "done": False}
     sample = make_sample("x", metadata={"environment": found})
-    assert asyncio.run(EnvironmentReward()(make_prompt(), sample)) == 1.5
+    assert asyncio.run(EnvironmentReward()(make_prompt(), sample)).value == 1.5
     assert asyncio.run(EnvironmentReward(unfinished=-1.0)(make_prompt(), sample)) == -1.0
-    with pytest.raises(RewardError, match=r"comes from no environment; remove the reward, or set workflow\.kind"):
+    with pytest.raises(RewardError, match=r"is not from an environment; remove the reward, or set workflow\.kind"):
         asyncio.run(EnvironmentReward()(make_prompt(), make_sample("x")))
 
 
@@ -162,7 +194,7 @@ def test_the_calculator_answers_and_ends_with_the_answer(chatml):
         chat(chatml, "17*23?", target=391),
     )
     told = [m["content"] for m in sample.metadata["messages"] if m["role"] == "user"]
-    assert told == ["391", "error: this is no arithmetic expression", "write calc: or answer:"]
+    assert told == ["391", "error: this is not an arithmetic expression", "write calc: or answer:"]
     assert sample.metadata["environment"]["reward"] == 1.0
     assert (
         play(Calculator(), rollout(chatml, ["answer: 5"]), chat(chatml, "?", target=4)).metadata["environment"][
@@ -175,7 +207,7 @@ def test_the_calculator_answers_and_ends_with_the_answer(chatml):
 def test_an_answer_without_a_target_is_no_guess_at_none(chatml):
     sample = play(Calculator(), rollout(chatml, ["answer: none"]), chat(chatml, "?", target=None))
     assert sample.stop_reason is StopReason.ERROR
-    assert "has no target to compare with; set data.target_key to its column" in sample.error
+    assert "has no target; set data.target_key to the column of targets" in sample.error
 
 
 def test_the_number_is_found_by_its_hints_and_is_the_same_for_all_rollouts_of_a_prompt(chatml):
@@ -235,6 +267,12 @@ def test_what_is_no_arithmetic_is_said_to_be_none(text):
         evaluate(text)
 
 
+def test_no_value_of_an_expression_grows_beyond_a_bound():
+    assert evaluate("10**100") == 10**100
+    with pytest.raises(ValueError, match="a value is too large"):
+        evaluate("10**100 + 1")
+
+
 @pytest.mark.parametrize(
     ("data", "mistake"),
     [
@@ -244,9 +282,123 @@ def test_what_is_no_arithmetic_is_said_to_be_none(text):
             "workflow.environment.kind: 'gess' is not installed; did you mean 'guess'?",
         ),
         ({"environment": {"kind": "guess", "highest": 0}}, "workflow.environment.highest: must be at least 1, got 0"),
-        ({"environment": {"kind": "guess"}, "observation_format": "x"}, "must have {observation} in it"),
+        ({"environment": {"kind": "guess"}, "observation_format": "x"}, "must contain {observation}"),
     ],
 )
 def test_mistakes_in_a_recipe_are_found_before_anything_runs(data, mistake):
-    checked = _pick("workflow", {"kind": "environment", **data}, installed(load_plugins()), "workflow")
+    checked = _pick("workflow", {"kind": "environment", **data}, find_components(load_plugins()), "workflow")
     assert any(mistake in line for line in checked.mistakes), checked.mistakes
+
+
+class Plain(Environment):
+    """Does what it is told to, in a process."""
+
+    kind: Literal["plain"] = "plain"
+
+    async def open(self, context):
+        self.__dict__["opened"] = context.seed
+
+    def episode(self):
+        return PlainEpisode(self)
+
+
+class PlainEpisode:
+    def __init__(self, environment):
+        self.environment, self.steps = environment, 0
+
+    def reset(self, seed, prompt):
+        return f"opened with {self.environment.opened}"
+
+    def step(self, action):
+        word = action.strip().split("<")[0]
+        self.steps += 1
+        if word == "hang":
+            time.sleep(3600)
+        if word == "die":
+            os._exit(1)
+        if word == "raise":
+            raise RuntimeError("no more")
+        return Step(observation=word, reward=0.5, done=word == "end", info={"pid": os.getpid(), "steps": self.steps})
+
+    def close(self):
+        pass
+
+
+def children() -> set[psutil.Process]:
+    return {one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE}
+
+
+def play_isolated(actions, tmp_path, chatml, environment=None, **settings):
+    """Samples of rollouts at the same time, one for each list of actions."""
+    workflow = EnvironmentWorkflow(environment=environment or Plain(), **settings)
+    rollouts = [rollout(chatml, words) for words in actions]
+
+    async def main():
+        await workflow.open(RunContext(seed=7, run_dir=tmp_path))
+        try:
+            made = await asyncio.gather(*(execute(workflow, one, chat(chatml, "go"), 60.0) for one in rollouts))
+        finally:
+            await workflow.close()
+        return [sample for (sample,) in made]
+
+    return asyncio.run(main())
+
+
+def test_each_episode_has_a_process_and_one_that_hangs_or_dies_costs_its_sample_alone(chatml, tmp_path):
+    before, threads = children(), set(threading.enumerate())
+    good, hung, dead, raised = play_isolated(
+        [["go", "end"], ["hang"], ["die"], ["raise"]], tmp_path, chatml, step_timeout_s=5.0
+    )
+    told = good.metadata["environment"]
+    assert (told["reward"], told["done"], told["steps"]) == (1.0, True, 2)
+    assert told["pid"] != os.getpid()
+    assert hung.error == "environment 'plain': step did not finish within step_timeout_s = 5"
+    assert dead.error == "environment 'plain': step raised an error: its process has ended"
+    assert raised.error == "environment 'plain': step raised RuntimeError: no more"
+    _, alive = psutil.wait_procs(children() - before, timeout=10)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    assert not [one for one in set(threading.enumerate()) - threads if one.name == "environment"]
+
+
+class Broken(Plain):
+    """Cannot be opened."""
+
+    kind: Literal["broken"] = "broken"
+
+    async def open(self, context):
+        raise RuntimeError("no board")
+
+
+def test_an_environment_that_cannot_be_opened_says_so_before_any_rollout(chatml, tmp_path):
+    before = children()
+    with pytest.raises(ConfigError) as caught:
+        play_isolated([["end"]], tmp_path, chatml, environment=Broken())
+    assert str(caught.value) == (
+        "workflow.environment: cannot be opened in a separate process: RuntimeError: no board; `isolated = False` in "
+        "its class runs episodes in the rollout worker"
+    )
+    assert not children() - before
+
+
+def test_an_environment_with_async_methods_is_played_in_the_worker(chatml, tmp_path):
+    closed = Mood.closed
+    (sample,) = play_isolated([["go", "end"]], tmp_path, chatml, environment=Moody())
+    assert sample.metadata["environment"]["reward"] == 1.0
+    assert Mood.closed == closed + 1
+
+
+def test_an_environment_of_a_file_that_was_loaded_again_since_is_opened(tmp_path):
+    """Parts of a run that share a process, as in tests and notebooks, each load the plugin files."""
+    file = tmp_path / "counting.py"
+    file.write_text(COUNTING)
+    environment = load_file(file).Counting()
+    load_file(file)
+
+    async def run():
+        processes = EpisodeProcesses(environment, RunContext(seed=0, run_dir=tmp_path))
+        try:
+            return await processes.start()
+        finally:
+            processes.close()
+
+    assert asyncio.run(run())

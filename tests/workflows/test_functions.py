@@ -4,11 +4,10 @@ import asyncio
 
 import pytest
 from plasmid.config.load import _pick
-from plasmid.plugins.registry import installed, load_plugins
-from plasmid_workflows import EnvironmentWorkflow, FunctionWorkflow, Tools
+from plasmid.plugins.registry import find_components, load_plugins
+from plasmid_workflows import CalculatorTool, EnvironmentWorkflow, FunctionWorkflow, Tools
 from plasmid_workflows.execution import execute
 from plasmid_workflows.testing import check_workflow
-from plasmid_workflows.tools.builtin import CalculatorTool
 
 from tests.workflows.scripted import chat, coloured, rollout
 
@@ -59,7 +58,7 @@ def test_one_rollout_may_make_several_samples_that_count_once(chatml, file):
 
 def test_what_a_function_gives_back_is_checked(chatml, file):
     errors = {
-        "nothing": "workflow FunctionWorkflow returned no sample",
+        "nothing": "workflow FunctionWorkflow must return at least one sample",
         "rubbish": f"{file}:rubbish must return a Sample or a list of them, got {{'text': '4'}}",
     }
     for name, error in errors.items():
@@ -79,7 +78,7 @@ def test_what_a_function_gives_back_is_checked(chatml, file):
 )
 def test_mistakes_in_a_recipe_are_found_before_anything_runs(file, data, mistake):
     data = {key: value.replace("FILE", str(file)) if isinstance(value, str) else value for key, value in data.items()}
-    checked = _pick("workflow", {"kind": "function", **data}, installed(load_plugins()), "workflow")
+    checked = _pick("workflow", {"kind": "function", **data}, find_components(load_plugins()), "workflow")
     assert any(mistake in line for line in checked.mistakes), checked.mistakes
 
 
@@ -88,7 +87,7 @@ def test_tools_keep_the_promises_of_workflows(chatml):
     asyncio.run(check_workflow(workflow, prompt=chat(chatml, "6+6?"), codec=chatml))
 
 
-ENVIRONMENTS = installed(load_plugins())["environments"]
+ENVIRONMENTS = find_components(load_plugins())["environments"]
 
 
 @pytest.mark.parametrize("kind", sorted(ENVIRONMENTS))
@@ -103,5 +102,14 @@ def test_functions_keep_the_promises_of_workflows(file):
 
 
 def test_every_installed_workflow_is_checked_somewhere():
-    # the last in tests/agents/test_workflow.py, the plain one in tests/core/rollout/test_contracts.py, the others above
-    assert set(installed(load_plugins())["workflow"]) == {"tools", "environment", "function", "single-turn", "agent"}
+    # agent in tests/agents/test_workflow.py, the plain one in tests/core/rollout/test_contracts.py, the others above;
+    # openenv and verifiers are agents whose programs need libraries: tests/agents/test_foreign_environments.py
+    assert set(find_components(load_plugins())["workflow"]) == {
+        "tools",
+        "environment",
+        "function",
+        "single-turn",
+        "agent",
+        "openenv",
+        "verifiers",
+    }

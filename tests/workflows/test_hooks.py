@@ -11,7 +11,7 @@ from plasmid.testing.rewards import make_group, make_prompt, make_sample
 from plasmid.types.shared_groups import share
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.loop.batch_hooks import BatchHooks
-from plasmid_runtime.rollout.scored.sample_hooks import SampleHooks
+from plasmid_runtime.rollout.scored.scoring import SampleHooks
 
 
 def hooks_of(kind, **functions):
@@ -43,13 +43,13 @@ def test_a_plugin_that_returns_nothing_leaves_a_sample_as_it_is():
 @pytest.mark.parametrize(
     ("change", "mistake"),
     [
-        (lambda sample: "text", "must return a Sample or nothing, got 'text' for sample 0/0"),
+        (lambda sample: "text", "must return a Sample or None, got 'text' for sample 0/0"),
         (lambda sample: replace(sample, id="x"), "changed id of sample 0/0; it may change loss_mask, text, metadata"),
         (lambda sample: replace(sample, token_ids=sample.token_ids + 1), "changed token_ids of sample 0/0"),
         (lambda sample: replace(sample, rollout_logprobs=sample.rollout_logprobs - 1), "changed rollout_logprobs"),
         (
             lambda sample: replace(sample, loss_mask=~sample.loss_mask),
-            "put tokens of sample 0/0 into the loss",
+            "added tokens of sample 0/0 to the loss",
         ),
         (lambda sample: 1 / 0, "raised on sample 0/0: ZeroDivisionError"),
     ],
@@ -79,7 +79,7 @@ def test_rewards_of_a_batch_may_change(groups):
     ("change", "mistake"),
     [
         (lambda groups: groups[:1], "must return the same groups in the same order; to drop some, write a Filter"),
-        (lambda groups: 5, "must return the groups or nothing, got 5"),
+        (lambda groups: 5, "must return the groups or None, got 5"),
         (lambda groups: [replace(g, lengths=g.lengths + 1) for g in groups], "changed lengths of group 0"),
         (lambda groups: [replace(g, rewards=g.rewards * np.nan) for g in groups], "a finite reward"),
         (lambda groups: 1 / 0, "raised on batch 3: ZeroDivisionError"),

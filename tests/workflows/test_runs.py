@@ -6,7 +6,7 @@ import shutil
 import pytest
 from plasmid.config.load import merge, resolve
 from plasmid.types.runs import Mode
-from plasmid_models.testing import make_hollow_model
+from plasmid_models.testing import make_empty_model
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.journal import read_journal
@@ -83,6 +83,23 @@ def test_a_run_of_several_turns_resumes_bit_by_bit(game):
     assert max(m["train/logprob_diff_max"] for m in metrics(folder)) < 2e-5, "on tokens of every turn"
 
 
+def test_rewards_of_turns_are_stored_and_change_what_is_trained(game):
+    def play(name, **algorithm):
+        costly = {"environment": {"kind": "guess", "highest": 3, "cost": 0.25}}
+        game({"run": {"dir": str(game.folder / name), "batches": 1}, "algorithm": algorithm, "workflow": costly})
+        return metrics(game.folder / name)[0]
+
+    by_turn, by_sample = play("turn", baseline="turn"), play("sample")
+    assert by_turn["reward/mean"] == by_sample["reward/mean"]
+    assert by_turn["train/grad_norm"] != by_sample["train/grad_norm"]
+    samples = stored(game.folder / "turn")
+    assert {len(sample.score.token_rewards) for sample in samples} == {1, 2}
+    for sample in samples:
+        assert len(sample.score.token_rewards) == sample.metadata["turns"]
+        assert sum(sample.score.token_rewards.values()) == sample.reward
+        assert all(sample.loss_mask[position] for position in sample.score.token_rewards)
+
+
 def test_hooks_of_a_plugin_file_change_samples_and_batches_of_a_run(game, tmp_path):
     hooks = tmp_path / "hooks.py"
     hooks.write_text(HOOKS)
@@ -91,7 +108,7 @@ def test_hooks_of_a_plugin_file_change_samples_and_batches_of_a_run(game, tmp_pa
         "trainer": {"kind": "fake"},
         "rollout": {"kind": "fake", "num_tokens": 1},
     }
-    model = {"model": {"path": str(make_hollow_model(tmp_path / "hollow"))}, "algorithm": {"kind": "fake"}}
+    model = {"model": {"path": str(make_empty_model(tmp_path / "hollow"))}, "algorithm": {"kind": "fake"}}
     game({**fakes, **model})
     assert all(sample.metadata["seen"] for sample in stored(game.folder / "run"))
     rewards = [sample.reward for sample in stored(game.folder / "run")]

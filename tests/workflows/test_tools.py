@@ -7,12 +7,11 @@ import pytest
 from plasmid import RunContext
 from plasmid.config.load import _pick
 from plasmid.errors import ConfigError
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.types import StopReason
-from plasmid_sandbox import Limits
-from plasmid_workflows import Tools
+from plasmid_sandbox import Limits, Outcome, Sandbox
+from plasmid_workflows import CalculatorTool, FunctionTool, PythonTool, SearchTool, Tools
 from plasmid_workflows.execution import execute
-from plasmid_workflows.tools.builtin import CalculatorTool, FunctionTool, PythonTool, SearchTool
 from plasmid_workflows.tools.tool_calls import ToolCall
 from plasmid_workflows.tools.toolset import Result, Toolset
 
@@ -133,7 +132,7 @@ def test_whatever_goes_wrong_in_a_call_is_told_to_the_policy(chatml, tmp_path, f
         call("volume"): "error: there is no tool 'volume'; there are area, waits, fails, dies",
         call("waits", seconds=30): "error: no answer within call_timeout_s = 0.5",
         call("fails", why="so"): "error: KeyError: 'so'",
-        call("dies"): "error: its process was killed by SIGABRT",
+        call("dies"): "error: the process was killed by SIGABRT",
         "<tool_call>{rubbish</tool_call>": "error: the call is not valid JSON",
         '<tool_call>["area"]</tool_call>': 'error: a call is an object with "name" and "arguments"',
     }
@@ -143,11 +142,37 @@ def test_whatever_goes_wrong_in_a_call_is_told_to_the_policy(chatml, tmp_path, f
         assert told.startswith(expected)
 
 
+def test_a_process_that_does_not_start_is_no_calls_fault(chatml, tmp_path):
+    """The worker of the second call cannot open what its tool searches."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"text": "The Rhine flows to the sea. " * 20_000}))
+    one = rollout(chatml, [call("search", query="Rhine") * 2, "done"])
+    generate = one.client.generate
+
+    async def generate_without_corpus(request):
+        corpus.unlink(missing_ok=True)
+        return await generate(request)
+
+    one.client.generate = generate_without_corpus
+    sample = run(Tools(tools=(SearchTool(corpus=str(corpus)),), workers=2), tmp_path, one, chat(chatml, "go"))
+    assert sample.stop_reason is StopReason.ERROR
+    assert "corpus.jsonl" in sample.error
+
+
+def test_a_sandbox_that_the_host_refuses_is_no_calls_fault(chatml, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sandbox, "check", lambda sandbox: None)
+    monkeypatch.setattr(Sandbox, "run", lambda sandbox, program: Outcome(error="no namespace is left", refused=True))
+    one = rollout(chatml, [call("python", code="print(1)"), "done"])
+    sample = run(Tools(tools=(PythonTool(),)), tmp_path, one, chat(chatml, "go"))
+    assert sample.stop_reason is StopReason.ERROR
+    assert sample.error == "tool python: no namespace is left"
+
+
 def test_arguments_that_are_nested_too_deeply_are_told_to_the_policy():
     nested = json.loads("[" * 600 + "]" * 600)
     toolset = Toolset((CalculatorTool(),), Limits(timeout_s=5.0, memory_mb=512), workers=1, max_chars=99)
     result = asyncio.run(toolset.call(ToolCall(name="calculate", arguments={"expression": nested})))
-    toolset.close()
+    asyncio.run(toolset.close())
     assert result == Result(text="error: too deeply nested", is_error=True)
 
 
@@ -218,7 +243,7 @@ def test_a_turn_that_is_cut_off_makes_no_call(chatml, tmp_path):
 
 def test_plain_text_is_refused_with_the_way_out(chatml, tmp_path):
     sample = run(Tools(tools=(Here(),)), tmp_path, rollout(chatml, []), plain(chatml, "go"))
-    assert sample.error == 'prompt p:1 is plain text, and tools need a chat; set data.prompt_as = "chat"'
+    assert sample.error == 'prompt p:1 is plain text, but tools require a chat; set data.prompt_as = "chat"'
 
 
 @pytest.mark.parametrize(
@@ -228,7 +253,7 @@ def test_plain_text_is_refused_with_the_way_out(chatml, tmp_path):
         ({"tools": [{"function": "nowhere.py:f"}]}, "workflow.tools.0.function: no such file: nowhere.py"),
         ({"tools": [{"function": "json"}]}, "workflow.tools.0.function: must look like module:function or file.py"),
         ({"tools": [{"function": "FILE:volume"}]}, "has no function 'volume'"),
-        ({"tools": [{"function": "FILE:untyped"}]}, "untyped: argument 'x' has no type; a policy has to know it"),
+        ({"tools": [{"function": "FILE:untyped"}]}, "untyped: argument 'x' must have a type annotation"),
         ({"tools": [{"kind": "calculater"}]}, "workflow.tools.0.kind: 'calculater' is not installed; did you mean"),
         ({"tools": [{"kind": "search", "corpus": "no.txt"}]}, "workflow.tools.0.corpus: no such file: no.txt"),
         ({"tools": [{"kind": "calculator"}] * 2}, "workflow.tools: 2 tools are named 'calculate'"),
@@ -236,7 +261,7 @@ def test_plain_text_is_refused_with_the_way_out(chatml, tmp_path):
 )
 def test_mistakes_in_a_recipe_are_found_before_anything_runs(file, data, mistake):
     data = json.loads(json.dumps(data).replace("FILE", str(file)))
-    checked = _pick("workflow", {"kind": "tools", **data}, installed(load_plugins()), "workflow")
+    checked = _pick("workflow", {"kind": "tools", **data}, find_components(load_plugins()), "workflow")
     assert any(mistake in line for line in checked.mistakes), checked.mistakes
 
 

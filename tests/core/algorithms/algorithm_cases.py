@@ -9,7 +9,7 @@ import torch
 from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
 from plasmid.testing.batches import random_batch
 from plasmid.types.batch import BatchTable
-from plasmid_training.objective.reduction import sample_weights
+from plasmid_training.objective.objective import sample_weights
 
 
 @dataclass

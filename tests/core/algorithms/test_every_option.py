@@ -1,5 +1,8 @@
 """Every option of every algorithm, away from its default, changes what is computed or is an error: none is ignored."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from algorithm_cases import advantage_inputs, loss_inputs, make_case, weights_of
@@ -7,11 +10,11 @@ from plasmid.components import ActorCritic, Algorithm
 from plasmid.components.objective_inputs import ValueInputs
 from plasmid.config.load import validate
 from plasmid.errors import ConfigError
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 
 KINDS = {
     kind: cls
-    for kind, cls in installed(load_plugins())["algorithm"].items()
+    for kind, cls in find_components(load_plugins())["algorithm"].items()
     if cls.__module__.startswith("plasmid_training.algorithms.")
 }
 MASK = {"mode": "mask", "low": 0.7, "high": 1.5}
@@ -46,6 +49,7 @@ OTHERS = {
     "normalize_std": [False],
     "std_form": ["population", "leave-one-out"],
     "std_eps": [0.5],
+    "baseline": ["turn"],
     "gamma": [0.5],
     "lam": [0.5],
     "whiten": [False],
@@ -67,10 +71,21 @@ REDUNDANT = [({"kl_coef": 0.1}, "monitor_kl")]
 """What asks for something that happens anyway: a KL in the loss is reported."""
 
 
+def with_turns(inputs):
+    """Every token is a turn of its own and earns a reward."""
+    own = [inputs.sample_index == sample for sample in range(inputs.table.num_samples)]
+    index = sum(mask.long().cumsum(0) * mask for mask in own) - 1
+    turns = np.full((len(own), int(inputs.table.loss_tokens.max())), np.nan)
+    turns[:, 0] = 0.0
+    rewards = torch.sin(torch.arange(len(index)).double())
+    turns[inputs.sample_index, index] = rewards
+    return replace(inputs, table=replace(inputs.table, turn_rewards=turns), token_rewards=rewards, turn_index=index)
+
+
 def outcome(algorithm):
     """All that a trainer sees of an algorithm: needs, advantages, loss, gradients, metrics, and the critic's."""
     case = make_case([[1, 2, 1], [1], [3, 1], [1, 1, 1, 1]], seed=3)
-    inputs = loss_inputs(case, algorithm.advantages(advantage_inputs(case)))
+    inputs = loss_inputs(case, algorithm.advantages(with_turns(advantage_inputs(case))))
     result = algorithm.loss(inputs)
     loss = (result.loss * weights_of(case, algorithm)).sum()
     slopes = torch.autograd.grad(loss, (inputs.logprobs, inputs.entropy), allow_unused=True)
@@ -78,7 +93,7 @@ def outcome(algorithm):
     seen = [algorithm.needs(), algorithm.roles(steps=2), loss.item(), metrics]
     seen += [None if slope is None else slope.tolist() for slope in slopes]
     if isinstance(algorithm, ActorCritic):
-        returns = algorithm.returns(advantage_inputs(case))
+        returns = algorithm.returns(with_turns(advantage_inputs(case)))
         now = (case.column("value") + 0.5).requires_grad_()
         values = ValueInputs(values=now, old_values=case.column("value"), returns=returns)
         loss = (algorithm.value_loss(values).loss * weights_of(case, algorithm)).sum()

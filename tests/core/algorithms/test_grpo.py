@@ -10,7 +10,7 @@ from plasmid import Role
 from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
 from plasmid.config.load import validate
 from plasmid.errors import ConfigError
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.testing.batches import random_batch
 from plasmid_training.algorithms.grpo import GRPO
 
@@ -38,13 +38,13 @@ def inputs(**changes):
 
 def test_it_is_installed_without_importing_torch():
     code = (
-        "import sys; from plasmid.plugins.registry import load_plugins, installed; "
-        "assert installed(load_plugins())['algorithm']['grpo'].__name__ == 'GRPO'; "
+        "import sys; from plasmid.plugins.registry import load_plugins, find_components; "
+        "assert find_components(load_plugins())['algorithm']['grpo'].__name__ == 'GRPO'; "
         "from plasmid_training.algorithms.grpo import GRPO; GRPO(kl_coef=0.1).needs(); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert installed(load_plugins())["algorithm"]["grpo"] is GRPO
+    assert find_components(load_plugins())["algorithm"]["grpo"] is GRPO
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_metrics_say_what_the_clips_did():
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [
-        ({"entropy_coef": 0.1}, {"entropy": None}, "the trainer must compute the entropy for entropy_coef"),
-        ({"kl_coef": 0.1}, {"ref_logprobs": None}, "the reference must be scored for the KL"),
+        ({"entropy_coef": 0.1}, {"entropy": None}, "entropy_coef needs the entropy, which the trainer did not compute"),
+        ({"kl_coef": 0.1}, {"ref_logprobs": None}, "the KL needs the scores of the reference"),
     ],
 )
 def test_a_trainer_that_leaves_something_out_is_told_so(settings, changes, message):

@@ -28,7 +28,6 @@ from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
 from plasmid_training.head.logprobs import token_logprobs
 from plasmid_training.objective.critic import compute_returns, value_microbatch_loss
-from plasmid_training.objective.metrics import alone
 from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
 
 PROMPTS, LENGTH, VOCAB = 4, 3, 5
@@ -124,9 +123,9 @@ class Run:
             scores[role] = torch.zeros(len(rows.token_ids))
             found = self.at(self.critic, whole) if role is Role.CRITIC else self.logprobs(tables[role], whole)
             scores[role][whole.token_index] = found.detach()
-        advantages = compute_advantages(algorithm, rank, rows, scores, all_reduce=alone)
+        advantages = compute_advantages(algorithm, rank, rows, scores, all_reduce=torch.clone)
         if algorithm.needs().critic:
-            returns = compute_returns(algorithm, rank, rows, scores, all_reduce=alone)
+            returns = compute_returns(algorithm, rank, rows, scores, all_reduce=torch.clone)
         for index, step in enumerate(rank.steps):
             self.optimizer.zero_grad()
             weights = step_weights(algorithm, rank, index)

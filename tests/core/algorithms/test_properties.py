@@ -16,8 +16,8 @@ from plasmid_training.algorithms.parts.returns import discounted_sums, whiten
 from plasmid_training.algorithms.ppo import PPO
 from plasmid_training.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from plasmid_training.algorithms.rloo import RLOO, ReMax
-from plasmid_training.batches.schedule import deal_to_steps
-from plasmid_training.objective.reduction import sample_weights
+from plasmid_training.batches.schedule import split_into_steps
+from plasmid_training.objective.objective import sample_weights
 
 GROUPWISE = {
     "grpo": GRPO(kl_coef=0.1, entropy_coef=0.1),
@@ -90,7 +90,7 @@ def test_steps_of_equally_many_rollouts_average_to_the_whole_batch(steps, per_st
     table = make_case([[1] * (steps * per_step)], seed).table
     length = 5 if reduction == "constant" else None
     whole = sample_weights(table, range(table.num_samples), reduction, constant_length=length)
-    parts = [sample_weights(table, part, reduction, constant_length=length) for part in deal_to_steps(table, steps)]
+    parts = [sample_weights(table, part, reduction, constant_length=length) for part in split_into_steps(table, steps)]
     np.testing.assert_allclose(sum(parts) / steps, whole, rtol=0, atol=1e-15)
 
 

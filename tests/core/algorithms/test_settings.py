@@ -10,7 +10,7 @@ from plasmid import Needs, Role
 from plasmid.components import Algorithm
 from plasmid.config.load import validate
 from plasmid.errors import ConfigError
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid_training.algorithms.dr_grpo import DrGRPO
 from plasmid_training.algorithms.grpo import GRPO
 from plasmid_training.algorithms.gspo import GSPO
@@ -21,7 +21,7 @@ from plasmid_training.algorithms.sft import SFT
 
 KINDS = {
     kind: cls
-    for kind, cls in installed(load_plugins())["algorithm"].items()
+    for kind, cls in find_components(load_plugins())["algorithm"].items()
     if Path(sys.modules[cls.__module__].__file__ or "").parent
     == Path(plasmid_training.algorithms.__file__ or "").parent
 }
@@ -46,8 +46,8 @@ def test_all_of_the_family_are_installed():
 
 def test_their_settings_are_read_without_torch():
     code = (
-        "import sys; from plasmid.plugins.registry import load_plugins, installed\n"
-        "for kind, cls in installed(load_plugins())['algorithm'].items():\n"
+        "import sys; from plasmid.plugins.registry import load_plugins, find_components\n"
+        "for kind, cls in find_components(load_plugins())['algorithm'].items():\n"
         "    a = cls(constant_length=9) if kind == 'dr-grpo' else cls()\n"
         "    a.needs(), a.roles(steps=2), a.reads_rollout_logprobs(), a.weights_need_entropy(), a.model_dump_json()\n"
         "assert 'torch' not in sys.modules"

@@ -37,7 +37,7 @@ def test_there_and_back_is_bit_identical_with_everything_beside_the_weights(tiny
 
 
 def test_every_type_comes_back(tmp_path):
-    from plasmid_convert.staging import staged
+    from plasmid_convert.checkpoint import stage_folder
 
     bits = torch.randint(0, 256, (24,), dtype=torch.uint8, generator=torch.manual_seed(0))
     tensors = {
@@ -47,7 +47,7 @@ def test_every_type_comes_back(tmp_path):
         "strided": torch.arange(6.0).reshape(2, 3).T,
         "part": torch.arange(1000.0)[3:5],
     }
-    with staged(tmp_path / "dcp") as stage:
+    with stage_folder(tmp_path / "dcp") as stage:
         DCP().write(stage, tensors.items())
     read = dict(DCP().read(tmp_path / "dcp"))
     assert list(read) == list(tensors)
@@ -70,7 +70,7 @@ def test_what_torch_writes_is_read_under_any_prefix(tiny_model, tmp_path):
     reader = DCP(prefix="net.", model=str(tiny_model))
     convert(tmp_path / "theirs", tmp_path / "back", reader=reader, writer=HF())
     assert_same(tmp_path / "back", tiny_model)
-    with pytest.raises(ModelError, match=r"no name in it begins with 'weights\.'; it holds .*; set from\.prefix"):
+    with pytest.raises(ModelError, match=r"no name begins with 'weights\.', the names are .*; set from\.prefix"):
         list(DCP().read(tmp_path / "theirs"))
 
 
@@ -78,7 +78,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tiny_model, tmp_path, full_dis
     full_disk(100_000)
     with pytest.raises(ModelError) as error:
         convert(tiny_model, tmp_path / "out", reader=HF(), writer=DCP())
-    assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; nothing is left of it"
+    assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; the partial output was removed"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,11 +111,11 @@ def spoil_config(folder):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoil_file, r"/__0_1\.distcp: is missing; \.metadata says that weights\.\S+ is in it"),
-        (spoil_cut, r"/__0_1\.distcp: weights\.\S+ cannot be read from it; the file is cut off or damaged"),
+        (spoil_file, r"/__0_1\.distcp: is missing; according to \.metadata it contains weights\.\S+"),
+        (spoil_cut, r"/__0_1\.distcp: cannot read weights\.\S+; the file is truncated or corrupt"),
         (spoil_metadata, r"/\.metadata: cannot be read: "),
-        (spoil_trick, r"/\.metadata: cannot be read: UnpicklingError: it names builtins\.eval, which has no place in"),
-        (spoil_config, r": nothing says which model it is of \(there is no config\.json in it\); name .* from\.model="),
+        (spoil_trick, r"/\.metadata: cannot be read: UnpicklingError: builtins\.eval is not allowed in"),
+        (spoil_config, r": the model is unknown \(the folder has no config\.json\); set .* from\.model="),
     ],
 )
 def test_one_line_says_what_is_wrong(as_dcp, tmp_path, capsys, spoil, message):
@@ -149,5 +149,15 @@ def test_the_checkpoint_of_a_run_becomes_what_the_run_would_export(tiny_model, t
         "score.bias",
     }
     monkeypatch.chdir("/")
-    with pytest.raises(ModelError, match=r"state\.json: says that the run's model is model, which is not there seen"):
+    with pytest.raises(ModelError, match=r"state\.json: the run's model folder model does not exist \(searched"):
         convert(checkpoint, tmp_path / "lost", reader=DCP(), writer=HF())
+
+
+def test_an_adapter_is_told_from_a_model(tmp_path):
+    name = "weights.model.layers.0.self_attn.q_proj.lora_A"
+    save({name: torch.zeros(2, 4)}, storage_writer=FileSystemWriter(tmp_path / "dcp"))
+    with pytest.raises(ModelError) as error:
+        list(DCP().read(tmp_path / "dcp"))
+    assert str(error.value) == (
+        f"{tmp_path / 'dcp'}: contains an adapter instead of model weights; rl export merges the adapter of a run"
+    )

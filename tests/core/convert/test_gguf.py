@@ -158,37 +158,39 @@ def test_a_first_token_is_added_where_the_file_asks_for_it(make_gguf, tmp_path):
     [
         (
             {"changes": {"general.architecture": "gemma3"}},
-            "architecture 'gemma3' cannot be converted; known are llama, qwen2, qwen3",
+            "architecture 'gemma3' is not supported; supported are llama, qwen2, qwen3",
         ),
-        ({"without": ["general.architecture"]}, "architecture None cannot be converted; known are llama, qwen2, qwen3"),
+        (
+            {"without": ["general.architecture"]},
+            "architecture None is not supported; supported are llama, qwen2, qwen3",
+        ),
         ({"without": ["llama.block_count"]}, "llama.block_count is missing from the header"),
-        ({"changes": {"llama.embedding_length": "wide"}}, "llama.embedding_length must be a whole number, got 'wide'"),
+        ({"changes": {"llama.embedding_length": "wide"}}, "llama.embedding_length must be an integer, got 'wide'"),
         (
             {"changes": {"llama.rope.scaling.type": "yarn"}},
-            "rope scaling 'yarn' cannot be converted; only plain rotary embeddings can",
+            "rope scaling 'yarn' is not supported",
         ),
         ({"without": ["tokenizer.ggml.tokens"]}, "tokenizer.ggml.tokens is missing from the header"),
         (
             {"changes": {"tokenizer.ggml.model": "llama"}},
-            "tokenizer 'llama' cannot be converted; only byte-level BPE ('gpt2') can",
+            "tokenizer 'llama' is not supported, only byte-level BPE ('gpt2')",
         ),
         (
             {"pre": "tekken"},
-            "the tokenizer's splitting 'tekken' cannot be converted; known are "
-            "default, gpt-2, llama-bpe, qwen2, smollm",
+            "pre-tokenizer 'tekken' is not supported; supported are default, gpt-2, llama-bpe, qwen2, smollm",
         ),
         (
             {"changes": {"tokenizer.ggml.merges": ["alone"]}},
-            "a merge of the tokenizer is no pair of tokens: 'alone'",
+            "a merge of the tokenizer is not a pair of tokens: 'alone'",
         ),
         ({"changes": {"tokenizer.ggml.eos_token_id": 99}}, "eos token 99 is not among the 43 tokens"),
         (
             {"tensors": [("rope_freqs.weight", (4,), 0, bytes(16))]},
-            "tensor 'rope_freqs.weight' has no place in a plain llama model",
+            "tensor 'rope_freqs.weight' does not belong to a llama model",
         ),
         (
             {"tensors": [("blk.0.attn_q.weight", (9, 32), 0, bytes(9 * 32 * 4))]},
-            "model.layers.0.self_attn.q_proj.weight: 9 rows do not divide into 4 heads",
+            "model.layers.0.self_attn.q_proj.weight: 9 rows cannot be split into 4 heads",
         ),
     ],
 )
@@ -223,13 +225,13 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ModelError) as error:
         list(GGUF().read(path))
-    assert str(error.value) == rf"{path}: is no GGUF file; it begins with b'PK\x03\x04', not b'GGUF'"
+    assert str(error.value) == rf"{path}: is not a GGUF file; it begins with b'PK\x03\x04', not b'GGUF'"
     assert not GGUF().recognises(path)
     assert GGUF().num_tensors(path) is None
 
 
 def test_gguf_cannot_be_written(make_gguf, tmp_path):
-    with pytest.raises(ModelError, match=r"layout gguf can only be read; convert to hf"):
+    with pytest.raises(ModelError, match=r"layout gguf is read-only; convert to hf"):
         convert(make_gguf(), tmp_path / "out", reader=GGUF(), writer=GGUF())
     assert not (tmp_path / "out").exists()
 

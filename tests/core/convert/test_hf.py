@@ -7,11 +7,11 @@ import pytest
 import torch
 from plasmid.errors import ModelError
 from plasmid_convert import HF, compare, convert, verify_sha256
-from plasmid_convert.staging import staged
+from plasmid_convert.checkpoint import stage_folder
 
 
 def write(folder: Path, tensors) -> None:
-    with staged(folder) as stage:
+    with stage_folder(folder) as stage:
         HF().write(stage, tensors)
 
 
@@ -102,7 +102,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tiny_model, tmp_path, full_dis
     full_disk(100_000)
     with pytest.raises(ModelError) as error:
         convert(tiny_model, tmp_path / "out", reader=HF(), writer=HF())
-    assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; nothing is left of it"
+    assert str(error.value) == f"{tmp_path}/out: cannot write: file too large; the partial output was removed"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,11 +161,11 @@ def spoil_weight_map(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoil_nothing_there, "there are no weights in it (*.safetensors)"),
-        (spoil_cut, "is no complete safetensors file: "),
-        (spoil_missing_shard, "is missing; model.safetensors.index.json names it"),
-        (spoil_index, "is no index of weights; its weight_map must name the file of each tensor"),
-        (spoil_weight_map, "has no tensor ghost, which model.safetensors.index.json says it holds"),
+        (spoil_nothing_there, "has no weights (*.safetensors)"),
+        (spoil_cut, "is not a complete safetensors file: "),
+        (spoil_missing_shard, "is missing, but listed in model.safetensors.index.json"),
+        (spoil_index, "is not an index of weights; weight_map must map each tensor to a file"),
+        (spoil_weight_map, "has no tensor ghost, which is listed in model.safetensors.index.json"),
     ],
 )
 def test_one_line_says_what_is_wrong_with_a_folder(tiny_model, tmp_path, spoil, message):
@@ -180,7 +180,7 @@ def test_one_line_says_what_is_wrong_with_a_folder(tiny_model, tmp_path, spoil, 
 
 
 def test_one_name_twice_is_an_error(tmp_path):
-    with pytest.raises(ModelError, match=r"^a: comes twice in the source$"):
+    with pytest.raises(ModelError, match=r"^a: occurs twice in the source$"):
         write(tmp_path / "out", [("a", torch.zeros(1)), ("a", torch.ones(1))])
 
 
@@ -203,7 +203,7 @@ def test_the_digest_of_a_file_is_checked(tmp_path):
     file.write_bytes(b"abc")
     verify_sha256(file, "BA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD")
     with pytest.raises(
-        ModelError, match=r"abc: has sha256 ba7816\w+, expected 00; the file is damaged or another one$"
+        ModelError, match=r"abc: has sha256 ba7816\w+, expected 00; the file is corrupt or another one$"
     ):
         verify_sha256(file, "00")
     with pytest.raises(ModelError, match=r"nowhere: cannot read: no such file or directory$"):

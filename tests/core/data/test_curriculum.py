@@ -72,9 +72,9 @@ def test_without_rewards_every_prompt_is_drawn_once_an_epoch(levels):
 def test_old_observations_fade(levels):
     stream = opened(levels, keep=0.5)
     prompt = stream.draw()
-    for rewards in ([1.0, 1.0], [0.0, 0.0], [1.0, 0.0]):
+    for rewards in ([1.0, 1.0], [0.0, 0.0], [0.0, 0.0]):
         stream.learn(prompt, rewards)
-    assert stream.state()["rates"] == {prompt.id: 0.5}
+    assert stream.state()["rates"] == {prompt.id: 0.25}
     assert opened(levels, pass_threshold=0.5).state()["rates"] == {}
 
 
@@ -119,7 +119,7 @@ def test_a_restored_curriculum_draws_what_the_first_one_would_have_drawn(levels,
 
 
 def test_it_is_no_evaluation_set(levels):
-    with pytest.raises(DataError, match=r"^data\.kind: an evaluation set is read once, in order; use the source of"):
+    with pytest.raises(DataError, match=r"^data\.kind: an evaluation set cannot be a curriculum; use its"):
         Curriculum(source=Files(path=str(levels))).prompts(fake_encode)
 
 

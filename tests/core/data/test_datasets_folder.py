@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 from plasmid.errors import CheckpointError, DataError
-from plasmid_runtime.data.datasets_folder import Datasets
+from plasmid_runtime.data.files import Datasets
 from pyarrow import parquet
 
 ROWS = [{"prompt": f"{i}+1=", "target": i + 1, "a": i} for i in range(10)]
@@ -87,21 +87,21 @@ def refused(path, **settings):
 def test_folders_and_splits_that_are_not_there_are_named(saved, tmp_path):
     assert refused(saved, split="tset") == "data.split: D has no split 'tset'; it has test, train; did you mean 'test'?"
     assert refused(tmp_path) == (
-        "data.path: D is no folder of the package datasets: it has no dataset_dict.json, no state.json and no "
+        "data.path: D is not a folder of the package datasets: it has no dataset_dict.json, no state.json and no "
         "*.parquet or *.arrow files"
     )
-    assert refused("nowhere").startswith("data.path: no such folder: D, seen from /")
+    assert refused("nowhere").startswith("data.path: no such folder: D (searched from /")
     for name in ("easy", "hard"):
         (tmp_path / name).mkdir()
         parquet.write_table(datasets.Dataset.from_list(ROWS).data.table, tmp_path / name / "train.parquet")
     assert refused(tmp_path) == (
-        "data.path: D has several data sets with a split 'train'; name the folder of one: D/easy or D/hard"
+        "data.path: D has several data sets with a split 'train'; set the folder of one: D/easy or D/hard"
     )
 
 
 def test_bad_rows_are_named_by_folder_and_number(tmp_path):
     datasets.Dataset.from_list([{"prompt": "a", "target": 1}, {"prompt": "", "target": 1}]).save_to_disk(str(tmp_path))
-    assert refused(tmp_path) == "D:2: 'prompt' is empty; leave the row out"
+    assert refused(tmp_path) == "D:2: 'prompt' is empty; remove the row"
 
 
 def test_broken_folders_are_named(saved, tmp_path):
@@ -115,5 +115,5 @@ def test_broken_folders_are_named(saved, tmp_path):
 def test_without_the_package_the_extra_is_named(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert refused(saved) == (
-        "data.kind: D/train takes the package datasets, which is not installed; pip install 'plasmid-runtime[datasets]'"
+        "data.kind: D/train needs the package datasets, which is not installed; pip install 'plasmid-runtime[datasets]'"
     )

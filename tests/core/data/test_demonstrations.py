@@ -73,8 +73,8 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_that_names_row_and_t
     with pytest.raises(DataError) as error:
         first(encode, path)
     assert str(error.value) == (
-        "train.jsonl:1: message 1: the chat template renders the messages before it otherwise once it is there, so its "
-        'tokens cannot be told apart; set data.train_on = "last"'
+        "train.jsonl:1: message 1: the chat template renders the preceding messages differently with this one, so its "
+        'tokens cannot be separated; set data.train_on = "last"'
     )
     assert first(encode, path, train_on="last").trained.sum() == len("4 ") + 1
 
@@ -114,7 +114,7 @@ def test_long_rows_are_an_error_or_left_out(encode, write_jsonl):
     with pytest.raises(DataError) as error:
         first(encode, path, max_tokens=20, **keys)
     assert str(error.value) == (
-        "train.jsonl:2: the demonstration has 35 tokens, data.max_tokens is 20 (1 such rows); "
+        "train.jsonl:2: the demonstration has 35 tokens, more than data.max_tokens = 20 (1 such rows); "
         'raise it, or set data.too_long = "drop"'
     )
     stream = Demonstrations(path=str(path), max_tokens=20, too_long="drop", **keys).stream(encode, seed=0)
@@ -127,28 +127,28 @@ def test_long_rows_are_an_error_or_left_out(encode, write_jsonl):
         (
             {"messages": CHAT[:2]},
             {},
-            'the chat has no message of the role "assistant" to learn from at its end; leave it out',
+            'the chat must end with a message of role "assistant" to train on; remove the row',
         ),
         (
             {"messages": CHAT[:4]},
             {"train_on": "last"},
-            'the chat has no message of the role "assistant" to learn from at its end; leave it out',
+            'the chat must end with a message of role "assistant" to train on; remove the row',
         ),
         (
             {"messages": CHAT[2:]},
             {},
-            "the chat begins with the assistant, so nothing asks for what it writes; leave it out",
+            "the chat starts with the assistant, without a prompt; remove the row",
         ),
         (
             {"messages": "1+1="},
             {"prompt_as": "text"},
-            "the prompt is plain text, and there is no completion; set data.completion_key",
+            "the prompt is plain text without a completion; set data.completion_key",
         ),
         ({"messages": "1+1=", "a": 2}, {"completion_key": "a"}, "the completion must be a string, got 2"),
         (
             {"messages": "1+1=", "a": ""},
             {"completion_key": "a", "prompt_as": "text"},
-            "the assistant writes nothing; leave the row out",
+            "the assistant's text is empty; remove the row",
         ),
     ],
 )
@@ -163,7 +163,7 @@ def test_rows_that_teach_nothing_are_errors(encode, write_jsonl, row, settings, 
     [
         ({"epochs": 0}, "data: epochs must be 'endless' or at least 1, got 0"),
         ({"too_long": "drop"}, "data: too_long = 'drop' has no effect without max_tokens"),
-        ({"path": ()}, "data.path: name at least one file"),
+        ({"path": ()}, "data.path: must have at least one file"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_errors(settings, message):
@@ -173,5 +173,5 @@ def test_settings_that_cannot_be_meant_are_errors(settings, message):
 
 
 def test_they_are_no_evaluation_set(encode, write_jsonl):
-    with pytest.raises(DataError, match=r'"demonstrations" are no evaluation set; use "files"'):
+    with pytest.raises(DataError, match=r'"demonstrations" cannot be an evaluation set; use "files"'):
         Demonstrations(path=str(write_jsonl({"messages": CHAT}))).prompts(encode)

@@ -35,17 +35,17 @@ BAD_ROWS = [
     ),
     (
         line(prompt="a", target=None),
-        "D/t.jsonl:2: 'target' is null; leave the row out, or set data.target_key (\"none\" if the rows have none)",
+        "D/t.jsonl:2: 'target' is null; remove the row, or set data.target_key (\"none\" if the rows have none)",
     ),
     (line(prompt=17, target=1), "D/t.jsonl:2: 'prompt' must be a string or a list of messages, got a number (17)"),
     (line(prompt=None, target=1), "D/t.jsonl:2: 'prompt' must be a string or a list of messages, got null"),
     (line(prompt=True, target=1), "D/t.jsonl:2: 'prompt' must be a string or a list of messages, got a boolean"),
     (line(prompt={"a": 1}, target=1), "D/t.jsonl:2: 'prompt' must be a string or a list of messages, got an object"),
-    (line(prompt="", target=1), "D/t.jsonl:2: 'prompt' is empty; leave the row out"),
-    (line(prompt=[], target=1), "D/t.jsonl:2: 'prompt' is a chat without messages; leave the row out"),
+    (line(prompt="", target=1), "D/t.jsonl:2: 'prompt' is empty; remove the row"),
+    (line(prompt=[], target=1), "D/t.jsonl:2: 'prompt' is a chat without messages; remove the row"),
     (
         line(prompt="a\ud800", target=1),
-        "D/t.jsonl:2: 'prompt' has half a surrogate pair at character 2; no tokenizer takes it",
+        "D/t.jsonl:2: 'prompt' has half a surrogate pair at character 2, which cannot be tokenized",
     ),
     (
         line(prompt=["hi"], target=1),
@@ -79,21 +79,24 @@ def test_a_missing_file_is_suggested_by_its_closest_neighbour(encode, sums):
 
 
 def test_a_missing_folder_is_named(encode, tmp_path):
-    with pytest.raises(DataError, match=r"data\.path: no such file: .*; there is no folder .*/nowhere, seen from /"):
+    with pytest.raises(
+        DataError, match=r"data\.path: no such file: .*; there is no folder .*/nowhere \(searched from /"
+    ):
         Files(path=str(tmp_path / "nowhere" / "t.jsonl")).stream(encode, seed=0)
 
 
 def test_a_folder_is_no_file(encode, tmp_path):
     (tmp_path / "x.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"x\.jsonl is a folder; name the files in it$"):
+    with pytest.raises(DataError, match=r"x\.jsonl is a folder; set the files in it$"):
         Files(path=str(tmp_path / "x.jsonl")).stream(encode, seed=0)
 
 
 def test_other_kinds_of_files_are_refused_by_their_name(encode, tmp_path):
     with pytest.raises(
-        DataError, match=r"t\.csv is neither JSONL nor Parquet; its name must end in \.jsonl or \.parquet$"
+        DataError,
+        match=r"t\.jsnl is neither .*; its name must end in .* or \.parquet; did you mean \.jsonl\?$",
     ):
-        Files(path=str(tmp_path / "t.csv")).stream(encode, seed=0)
+        Files(path=str(tmp_path / "t.jsnl")).stream(encode, seed=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
@@ -104,13 +107,13 @@ def test_an_empty_file_is_an_error(encode, tmp_path, content):
 
 
 def test_an_empty_slice_is_an_error(encode, sums):
-    with pytest.raises(DataError, match=r"train\.jsonl@\[20:30\]: the slice holds no row; the file has 10$"):
+    with pytest.raises(DataError, match=r"train\.jsonl@\[20:30\]: the slice is empty; the file has 10 rows$"):
         Files(path=f"{sums}@[20:30]").stream(encode, seed=0)
 
 
 def test_a_broken_parquet_file_is_named(encode, tmp_path):
     (tmp_path / "t.parquet").write_bytes(b"PAR1 and then nothing that makes sense PAR1")
-    with pytest.raises(DataError, match=r"t\.parquet: not a Parquet file that can be read: ") as caught:
+    with pytest.raises(DataError, match=r"t\.parquet: not a readable Parquet file: ") as caught:
         Files(path=str(tmp_path / "t.parquet")).stream(encode, seed=0)
     assert "\n" not in str(caught.value)
 
@@ -126,7 +129,7 @@ def test_a_parquet_string_that_is_not_utf8_is_named_by_its_row(encode, tmp_path)
     column = pyarrow.array([b"a", b"\xff\xfe"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
     path = tmp_path / "t.parquet"
     parquet.write_table(pyarrow.table({"prompt": column, "target": [1, 2]}), path)
-    with pytest.raises(DataError, match=r"t\.parquet:2: not valid UTF-8; write the file anew$"):
+    with pytest.raises(DataError, match=r"t\.parquet:2: not valid UTF-8; write the file again$"):
         Files(path=str(path)).stream(encode, seed=0)
 
 
@@ -135,7 +138,7 @@ def test_a_prompt_over_the_limit_is_an_error_before_the_run_starts(encode, write
     with pytest.raises(DataError) as caught:
         Files(path=str(path), max_prompt_tokens=3).stream(encode, seed=0)
     assert str(caught.value) == (
-        f"{path}:2: the prompt has 4 tokens, data.max_prompt_tokens is 3 (and 1 more); raise it, "
+        f"{path}:2: the prompt has 4 tokens, more than data.max_prompt_tokens = 3 (and 1 more); raise it, "
         'or set data.too_long = "drop"'
     )
 
@@ -153,7 +156,7 @@ def test_chat_settings_without_a_chat_are_an_error(encode, sums, settings):
         Files(path=str(sums), **settings).stream(encode, seed=0)
     name = next(iter(settings))
     assert str(caught.value) == (
-        f'data.{name}: has no effect, no prompt is a chat; set data.prompt_as = "chat" or remove it'
+        f'data.{name}: has no effect, since no prompt is a chat; set data.prompt_as = "chat" or remove it'
     )
 
 
@@ -171,8 +174,8 @@ def test_an_evaluation_set_is_read_once(encode, sums):
 
 BAD_SETTINGS = [
     ({}, "data.path: is required"),
-    ({"path": ""}, "data.path: name at least one file"),
-    ({"path": []}, "data.path: name at least one file"),
+    ({"path": ""}, "data.path: must have at least one file"),
+    ({"path": []}, "data.path: must have at least one file"),
     (
         {"path": "a.jsonl@[0:10:2]"},
         "data.path: 'a.jsonl@[0:10:2]' must be a file, or look like file.jsonl@[0:100] (start, stop; no step)",

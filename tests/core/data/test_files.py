@@ -5,7 +5,8 @@ import json
 import pyarrow
 import pytest
 from plasmid.components import DataSource
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
+from plasmid.utils.field_docs import field_docs
 from plasmid_runtime.data import Files
 from pyarrow import parquet
 
@@ -22,7 +23,7 @@ def prompts(encode, path, **settings):
 
 
 def test_core_registers_files_as_a_data_source():
-    assert installed(load_plugins())["data"]["files"] is Files
+    assert find_components(load_plugins())["data"]["files"] is Files
     assert issubclass(Files, DataSource)
 
 
@@ -137,7 +138,7 @@ def test_long_prompts_are_left_out_if_asked_and_the_number_is_logged(encode, wri
     path = write_jsonl(*({"prompt": "a" * n, "target": n} for n in (1, 9, 3, 8, 2)))
     kept = prompts(encode, path, max_prompt_tokens=3, too_long="drop")
     assert [p.target for p in kept] == [1, 3, 2]
-    assert "left out 2 of 5 prompts with more than 3 tokens" in caplog.text
+    assert "dropped 2 of 5 prompts with more than 3 tokens" in caplog.text
 
 
 def test_settings_survive_the_way_to_another_process(sums):
@@ -146,4 +147,4 @@ def test_settings_survive_the_way_to_another_process(sums):
 
 
 def test_every_setting_has_a_help_text():
-    assert all(field.description for name, field in Files.model_fields.items() if name != "kind")
+    assert {*field_docs(Files), "kind"} >= {*Files.model_fields}

@@ -65,7 +65,7 @@ def test_evaluation_sets_end_and_have_other_rows_than_training(code):
     held_out = [(p.id, p.text) for p in source.prompts(fake_encode)]
     assert [id_ for id_, _ in held_out] == [f"eval:{i}" for i in range(8)]
     assert [text for _, text in held_out] != [text for _, text, _ in drawn(opened(code), 8)]
-    with pytest.raises(DataError, match=r"^data\.size: an evaluation set ends; set the number of rows$"):
+    with pytest.raises(DataError, match=r"^data\.size: an evaluation set must be finite; set the number of rows$"):
         Function(function=f"{code}:row").prompts(fake_encode)
 
 
@@ -89,8 +89,8 @@ def test_a_function_that_makes_other_rows_is_refused_on_resume(code, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         opened(other).restore(stream.state())
     assert str(caught.value) == (
-        f"data.function: {other}:row makes another row at index 2 than when the checkpoint was saved; put it back as "
-        "it was, or start a new run"
+        f"data.function: {other}:row returns another row at index 2 than when the checkpoint was saved; restore "
+        "the function, or start a new run"
     )
 
 
@@ -102,12 +102,14 @@ def test_long_rows_are_refused_or_left_out_and_counted(code):
     with pytest.raises(DataError) as caught:
         drawn(strict, 4)
     assert str(caught.value) == (
-        'row:3: the prompt has 4 tokens, data.max_prompt_tokens is 3; raise it, or set data.too_long = "drop"'
+        'row:3: the prompt has 4 tokens, more than data.max_prompt_tokens = 3; raise it, or set data.too_long = "drop"'
     )
 
 
 def test_a_function_that_only_makes_long_rows_ends_the_run(code):
-    with pytest.raises(DataError, match=r"^data\.max_prompt_tokens: 200 prompts in a row were longer than 1 tokens; "):
+    with pytest.raises(
+        DataError, match=r"^data\.max_prompt_tokens: 200 consecutive prompts are longer than 1 tokens; "
+    ):
         opened(code, max_prompt_tokens=1, too_long="drop").draw()
 
 
@@ -116,7 +118,7 @@ def test_a_curriculum_over_a_function_takes_a_column(code):
     with pytest.raises(DataError) as caught:
         Curriculum(source=source).stream(fake_encode, seed=0)
     assert str(caught.value) == (
-        "data.by: the source makes prompts that never come again; name a column whose values share a pass rate"
+        "data.by: the source never repeats a prompt; set a column whose values share a pass rate"
     )
     stream = Curriculum(source=source, by="level", keep=0.0).stream(fake_encode, seed=0)
     for _ in range(300):

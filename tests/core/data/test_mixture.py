@@ -153,9 +153,7 @@ def test_other_sources_or_other_rows_are_refused_by_name(write_jsonl):
     state = opened(a=Files(path=str(rows)), b=Counted()).state()
     with pytest.raises(CheckpointError) as caught:
         opened(a=Files(path=str(rows)), c=Counted()).restore(state)
-    assert str(caught.value) == (
-        "data.sources: the checkpoint was saved with a, b, this run has a, c; name the same sources"
-    )
+    assert str(caught.value) == ("data.sources: must be the sources of the checkpoint, a, b, got a, c")
     rows.write_text('{"prompt": "b", "target": 1}\n')
     with pytest.raises(CheckpointError, match=r"^data\.sources\.a\.path: train\.jsonl or its slice has changed"):
         opened(a=Files(path=str(rows)), b=Counted()).restore(state)
@@ -179,8 +177,8 @@ def test_errors_of_a_source_name_the_table_that_it_stands_in(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weights": {"b": 1.0}}, "data: weights.b: there is no such source; sources are a"),
-        ({"profiles": {"b": "x"}}, "data: profiles.b: there is no such source; sources are a"),
+        ({"weights": {"b": 1.0}}, "data: weights.b: no such source; sources are a"),
+        ({"profiles": {"b": "x"}}, "data: profiles.b: no such source; sources are a"),
         ({"weights": {"a": 0.0}}, "data.weights.a: must be more than 0, got 0.0"),
         ({"exhausted": "stop"}, "data.exhausted: must be 'go-on' or 'end', got 'stop'"),
     ],

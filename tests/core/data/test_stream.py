@@ -103,8 +103,7 @@ def test_other_rows_are_refused_by_the_name_of_their_file(sums):
     with pytest.raises(CheckpointError) as caught:
         restored_elsewhere(state, sums)
     assert str(caught.value) == (
-        "data.path: train.jsonl or its slice has changed since the checkpoint was saved; put it back as it was, "
-        "or start a new run"
+        "data.path: train.jsonl or its slice has changed since the checkpoint was saved; restore it, or start a new run"
     )
 
 
@@ -117,9 +116,7 @@ def test_another_file_is_refused(sums, write_jsonl):
     other = write_jsonl({"prompt": "a", "target": 1}, name="other.jsonl")
     with pytest.raises(CheckpointError) as caught:
         restored_elsewhere(opened(sums).state(), other)
-    assert str(caught.value) == (
-        "data.path: the checkpoint was saved with train.jsonl, this run reads other.jsonl; name the same files"
-    )
+    assert str(caught.value) == ("data.path: must be the files of the checkpoint, train.jsonl, got other.jsonl")
 
 
 def test_files_in_another_order_are_refused(sums, write_jsonl):
@@ -128,7 +125,7 @@ def test_files_in_another_order_are_refused(sums, write_jsonl):
     def both(*paths):
         return Files(path=tuple(map(str, paths))).stream(fake_encode, seed=0)
 
-    with pytest.raises(CheckpointError, match=r"with train\.jsonl, other\.jsonl, this run reads other\.jsonl, train"):
+    with pytest.raises(CheckpointError, match=r"checkpoint, train\.jsonl, other\.jsonl, got other\.jsonl, train"):
         both(other, sums).restore(both(sums, other).state())
 
 
@@ -138,7 +135,7 @@ def test_another_limit_that_leaves_other_prompts_is_refused(write_jsonl):
     with pytest.raises(CheckpointError) as caught:
         restored_elsewhere(state, path, max_prompt_tokens=1, too_long="drop")
     assert str(caught.value) == (
-        "data.max_prompt_tokens: leaves 1 prompts, it left 2 when the checkpoint was saved; set it as it was, "
+        "data.max_prompt_tokens: leaves 1 prompts, but left 2 when the checkpoint was saved; restore it, "
         "or start a new run"
     )
 

@@ -131,9 +131,9 @@ def test_a_chat_without_a_template_is_an_error_that_says_the_way_out(folder):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('no system role') }}", "the chat template refuses the messages: no system role"),
-        ("{{ messages[0].content }", "the chat template refuses the messages: unexpected '}'"),
-        ("{{ messages[5].content.x }}", "the chat template refuses the messages: "),
+        ("{{ raise_exception('no system role') }}", "the chat template rejects the messages: no system role"),
+        ("{{ messages[0].content }", "the chat template rejects the messages: unexpected '}'"),
+        ("{{ messages[5].content.x }}", "the chat template rejects the messages: "),
     ],
 )
 def test_a_template_that_raises_is_an_error_of_one_line(folder, tmp_path, template, message):

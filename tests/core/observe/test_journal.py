@@ -50,7 +50,7 @@ def test_a_torn_last_line_is_dropped_with_a_message_and_appending_goes_on(tmp_pa
     with path.open("a") as file:
         file.write('{"step": 2, "ti')
     assert [e.step for e in read_journal(path)] == [1]
-    assert "cut short" in caplog.text
+    assert "incomplete last line" in caplog.text
     Journal(path).append(2, metrics={"x": 2.0})
     assert [(e.step, e.metrics["x"]) for e in read_journal(path)] == [(1, 1.0), (2, 2.0)]
 

@@ -1,8 +1,13 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from plasmid.testing.rewards import make_prompt, make_sample
+from plasmid.types import PromptGroup, Score
 from plasmid.types.batch import GroupRef
+from plasmid.types.shared_groups import LocalStore, share
+from plasmid_runtime.loop.batch_metrics import pass_metrics
 from plasmid_runtime.observe.metrics import Mean, rollout_metrics, step_metrics
 
 
@@ -43,6 +48,32 @@ def test_reward_components_count_the_samples_that_have_them():
     metrics = rollout_metrics(groups, version=0)
     assert metrics["reward/right"] == pytest.approx(2 / 3)
     assert metrics["reward/short"] == 5
+
+
+def test_turns_and_calls_are_counted_once_per_rollout():
+    counted = replace(group(0, [1, 0], lengths=[3, 3]), counts={"turns": np.array([3.0, 1.0])})
+    calls = {"turns": np.array([2.0]), "calls": np.array([4.0]), "failed_calls": np.array([1.0])}
+    groups = [counted, replace(group(1, [1], lengths=[3]), counts=calls)]
+    metrics = rollout_metrics(groups, version=0)
+    assert (metrics["rollout/turns_mean"], metrics["rollout/calls_mean"]) == (2.0, 4.0)
+    assert metrics["rollout/failed_calls"] == 0.25
+
+
+def test_only_whole_numbers_that_workflows_give_are_counted():
+    about = [{"turns": 2, "calls": 10**400}, {"turns": 2, "calls": True}, {"turns": 5, "calls": "3"}]
+    samples = [
+        make_sample(id=f"1/{i}", rollout_id="1/0" if i < 2 else "1/2", metadata=given, score=Score(value=1.0))
+        for i, given in enumerate(about)
+    ]
+    shared = share(PromptGroup(id=1, prompt=make_prompt(), samples=samples), LocalStore())
+    assert {name: values.tolist() for name, values in shared.counts.items()} == {"turns": [2.0, 5.0]}
+
+
+def test_pass_at_k_is_over_prompts_and_failed_rollouts_do_not_pass():
+    groups = [group(0, [1.0, 0.0, 0.0], lengths=[3, 3, 3], errors=("timed out",)), group(1, [0.5] * 4, lengths=[3] * 4)]
+    assert pass_metrics(groups, num_samples=4, threshold=1.0) == {"reward/pass@1": 0.125, "reward/pass@4": 0.5}
+    assert pass_metrics(groups, num_samples=4, threshold=0.5)["reward/pass@1"] == pytest.approx(0.625)
+    assert pass_metrics([group(0, [1.0], lengths=[3])], num_samples=4, threshold=1.0) == {"reward/pass@1": 1.0}
 
 
 def test_staleness_is_the_distance_to_the_oldest_token_and_skips_groups_without_any():

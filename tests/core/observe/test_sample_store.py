@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from plasmid.errors import CheckpointError
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from plasmid.types.batch import Rows
 from plasmid.types.kept_sets import KeptSet
 from plasmid_runtime.observe.sample_columns import SCHEMA
 from plasmid_runtime.observe.sample_store import read_dropped, read_samples, read_table, write_samples
@@ -25,11 +26,24 @@ def sample(group_id, index, logprobs, **changes):
         rollout_logprobs=np.asarray(logprobs, np.float32),
         versions=(VersionSpan(version=3, start=1, end=2), VersionSpan(version=4, start=2, end=n)),
         sampling=SamplingParams(
-            temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, stop=("\n", "</s>"), stop_token_ids=(2,)
+            temperature=0.7,
+            top_p=0.9,
+            top_k=20,
+            min_p=0.01,
+            stop=("\n", "</s>"),
+            stop_token_ids=(2,),
+            stop_regex=("x+",),
+            logit_bias={"5": -1.5},
+            json_schema={"type": "object", "required": ["a"]},
         ),
         text="caf\u00e9 \U0001f9ec <script>\x00",
         stop_reason=StopReason.STOP,
-        score=Score(value=0.1 + 0.2, components={"right": 1.0, "short": float("nan")}, error="cut"),
+        score=Score(
+            value=0.1 + 0.2,
+            components={"right": 1.0, "short": float("nan")},
+            error="cut",
+            token_rewards={2: 0.1, 1: -0.5},
+        ),
         metadata={"turns": [1, {"a": None}], "nan": float("inf")},
         timings={"decode_s": 1 / 3},
     )
@@ -147,9 +161,9 @@ def test_metadata_that_json_cannot_hold_are_kept_as_far_as_they_can_be_told(tmp_
 
 def test_groups_that_cannot_come_back_are_refused(tmp_path):
     twice = [group(1, [sample(1, 0, [0.0])])] * 2
-    with pytest.raises(ValueError, match="distinct ids"):
+    with pytest.raises(ValueError, match="unique ids"):
         write_samples(tmp_path / "a.parquet", twice, step=1)
-    with pytest.raises(ValueError, match="is not of group 1"):
+    with pytest.raises(ValueError, match="must belong to group 1"):
         write_samples(tmp_path / "a.parquet", [group(1, [sample(2, 0, [0.0])])], step=1)
 
 
@@ -182,6 +196,22 @@ def test_files_that_are_no_samples_are_plain_errors(tmp_path):
 def test_a_sample_has_a_kept_set_for_each_of_its_tokens():
     with pytest.raises(ValueError, match="sample 9/0: kept must have a position for each of 7 tokens, got 6"):
         sample(9, 0, ODD_LOGPROBS, kept=KeptSet.whole(6))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_come_back_bit_by_bit(dtype, tmp_path):
+    draw = np.random.default_rng(0)
+    experts = draw.integers(0, np.iinfo(dtype).max, (7, 3, 2), endpoint=True).astype(dtype)
+    samples = [sample(9, 0, ODD_LOGPROBS, experts=experts), sample(9, 1, ODD_LOGPROBS)]
+    write_samples(tmp_path / "a.parquet", [group(9, samples)], step=1)
+    (read,) = read_samples(tmp_path / "a.parquet")
+    assert read.samples[0].experts.dtype == dtype and np.array_equal(read.samples[0].experts, experts)
+    assert read.samples[1].experts is None
+    rows = Rows.from_samples(read.samples)
+    assert np.array_equal(rows.experts[:7], experts) and (rows.experts[7:] == np.iinfo(dtype).max).all()
+    assert np.array_equal(rows.select([1, 0]).experts[7:], experts)
+    with pytest.raises(ValueError, match="sample 9/0: experts must have a row for each of 7 tokens, got 6"):
+        sample(9, 0, ODD_LOGPROBS, experts=experts[1:])
 
 
 def test_kept_sets_without_their_mass_are_refused_and_files_without_sets_read(tmp_path):

@@ -3,13 +3,14 @@ import subprocess
 import sys
 import time
 
+from plasmid_runtime.observe import system
 from plasmid_runtime.observe.system import SystemMonitor
 
 HOG = "import time; block = bytearray(200 << 20); print('ready', flush=True); time.sleep(60)"
 
 
 def test_memory_counts_child_processes_and_remembers_a_peak_that_is_over():
-    monitor = SystemMonitor(interval_s=0.05)
+    monitor = SystemMonitor(interval_s=0.05, pss_interval_s=0)
     before = monitor.metrics()
     child = subprocess.Popen([sys.executable, "-c", HOG], stdout=subprocess.PIPE)
     try:
@@ -36,3 +37,12 @@ def test_processes_that_are_not_children_are_counted_by_their_id():
     finally:
         monitor.close()
         alone.close()
+
+
+def test_shared_pages_are_counted_again_only_after_their_interval(monkeypatch):
+    counted = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(system, "_pss", lambda processes: next(counted) * system.GIB)
+    for interval_s, expected in ((1000.0, [1.0, 1.0]), (0.0, [2.0, 3.0])):
+        monitor = SystemMonitor(interval_s=10, pss_interval_s=interval_s)
+        assert [monitor.metrics()["memory/pss_gib"] for _ in range(2)] == expected
+        monitor.close()

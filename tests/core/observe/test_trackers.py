@@ -2,13 +2,14 @@ import asyncio
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 from plasmid.errors import PluginError
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.protocols import RunContext
-from plasmid_runtime.observe.tensorboard import TensorBoard
-from plasmid_runtime.observe.wandb import WandB
+from plasmid_runtime.observe.trackers.tensorboard import TensorBoard
+from plasmid_runtime.observe.trackers.wandb import WandB
 
 
 def track(tracker, run_dir, steps):
@@ -26,8 +27,8 @@ def scalars(run_dir):
     return [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
 
 
-def test_both_trackers_are_installed_and_named():
-    assert set(installed(load_plugins())["trackers"]) >= {"tensorboard", "wandb"}
+def test_trackers_are_installed_and_named():
+    assert set(find_components(load_plugins())["trackers"]) >= {"mlflow", "tensorboard", "trackio", "wandb"}
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):
@@ -54,7 +55,8 @@ def test_a_resumed_run_that_begins_with_an_evaluation_keeps_the_metrics_of_its_c
 def test_tensorboard_brings_no_torch():
     code = (
         "import asyncio, sys, tempfile, pathlib\n"
-        "from plasmid_runtime.observe.tensorboard import TensorBoard\nfrom plasmid.protocols import RunContext\n"
+        "from plasmid_runtime.observe.trackers.tensorboard import TensorBoard\n"
+        "from plasmid.protocols import RunContext\n"
         "t = TensorBoard()\n"
         "asyncio.run(t.open(RunContext(seed=0, run_dir=pathlib.Path(tempfile.mkdtemp()))))\n"
         "t.log(1, {'a': 1.0})\nasyncio.run(t.close())\nassert 'torch' not in sys.modules and 'ray' not in sys.modules"
@@ -80,7 +82,7 @@ def test_tensorboard_that_is_not_installed_names_the_way_out(tmp_path, monkeypat
 def test_wandb_offline_writes_into_the_run_folder_and_continues_one_run(tmp_path):
     code = (
         "import asyncio, pathlib, sys\n"
-        "from plasmid_runtime.observe.wandb import WandB\nfrom plasmid.protocols import RunContext\n"
+        "from plasmid_runtime.observe.trackers.wandb import WandB\nfrom plasmid.protocols import RunContext\n"
         "tracker = WandB(mode='offline', project='p')\n"
         "asyncio.run(tracker.open(RunContext(seed=0, run_dir=pathlib.Path(sys.argv[1]))))\n"
         "for step in sys.argv[2:]: tracker.log(int(step), {'reward/mean': 0.5})\nasyncio.run(tracker.close())"
@@ -92,3 +94,17 @@ def test_wandb_offline_writes_into_the_run_folder_and_continues_one_run(tmp_path
     assert len(files) == 2
     assert len({file.name for file in files}) == 1, "both halves have the id of one run"
     assert all(b"reward/mean" in file.read_bytes() for file in files)
+
+
+def test_wandb_is_given_entity_group_and_whether_to_continue(tmp_path, monkeypatch):
+    given = []
+    package = types.ModuleType("wandb")
+    package.init = lambda **options: given.append(options) or types.SimpleNamespace(finish=lambda: None)
+    package.errors = types.SimpleNamespace(Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for tracker in (WandB(), WandB(entity="team", group="ablation", resume="must"), WandB(resume="never")):
+        track(tracker, tmp_path, [])
+    plain, named, never = given
+    assert (plain["entity"], plain["group"], plain["resume"]) == (None, None, "allow")
+    assert (named["entity"], named["group"], named["resume"], named["id"]) == ("team", "ablation", "must", plain["id"])
+    assert (never["id"], never["resume"]) == (None, "never")

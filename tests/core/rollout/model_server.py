@@ -79,7 +79,7 @@ class ModelServer:
             id=name, session_id=name, token_ids=np.asarray(ids, np.int32), sampling=SamplingParams(**sampling), seed=7
         )
         completion = await self._engine.client.generate(request)
-        await self._engine.client.leave([name])
+        await self._engine.client.end_sessions([name])
         return completion
 
     async def _completions(self, request):

@@ -11,7 +11,7 @@ from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.light_contracts import check_filter, check_reward
 from plasmid.testing.rewards import make_prompt
 from plasmid_serving.testing.contract import check_engine
-from plasmid_workflows.single_turn import SingleTurn
+from plasmid_workflows.builtin_workflows import SingleTurn
 from plasmid_workflows.testing import check_workflow
 
 
@@ -45,10 +45,10 @@ def test_a_reward_that_counts_its_calls_says_so():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("count", "depends on calls before"),
+        ("count", "depends on earlier calls"),
         ("nan", "is nan"),
-        ("forgets", "what was restored is saved again"),
-        ("binary", "a state has JSON types only"),
+        ("forgets", "state must return the same keys after restore"),
+        ("binary", "state must return JSON types"),
     ],
 )
 def test_a_reward_that_breaks_a_promise_is_found(how, message):
@@ -64,7 +64,7 @@ class Vague(Filter):
 
 
 def test_a_filter_that_says_neither_is_found():
-    with pytest.raises(AssertionError, match="returns True or False, got None"):
+    with pytest.raises(AssertionError, match="must return True or False, got None"):
         check_filter(Vague())
 
 
@@ -78,13 +78,13 @@ class Careless(Workflow):
 
 
 def test_a_workflow_that_trains_on_the_prompt_is_found():
-    with pytest.raises(AssertionError, match="only tokens that the policy drew are trained on"):
+    with pytest.raises(AssertionError, match="the loss mask must only contain tokens sampled by the policy"):
         asyncio.run(check_workflow(Careless()))
 
 
 def test_an_engine_that_answers_while_it_is_paused_is_found():
     engine = FakeEngine(FakeEngineConfig(num_tokens=4))
-    with pytest.raises(AssertionError, match="a paused engine draws no tokens"):
+    with pytest.raises(AssertionError, match="a paused engine must not sample tokens"):
         asyncio.run(check_engine(engine, token_ids=[5, 6]))
 
 
@@ -94,7 +94,7 @@ class Forgetful(FakeTrainer):
 
 
 def test_a_trainer_that_does_not_load_is_found(tmp_path):
-    with pytest.raises(AssertionError, match="load takes up the number of steps"):
+    with pytest.raises(AssertionError, match="load must restore the number of steps"):
         asyncio.run(check_trainer(Forgetful(), folder=tmp_path))
 
 

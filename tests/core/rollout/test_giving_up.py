@@ -6,8 +6,8 @@ import numpy as np
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import SamplingParams, StopReason
+from plasmid_workflows.builtin_workflows import SingleTurn
 from plasmid_workflows.execution import Execution, execute
-from plasmid_workflows.single_turn import SingleTurn
 from plasmid_workflows.testing import Digits
 
 
@@ -35,6 +35,7 @@ def test_a_rollout_past_its_deadline_aborts_what_it_waits_for():
     )
     prompt = make_prompt("say a number: ", token_ids=np.array([5, 6], np.int32))
     (sample,) = asyncio.run(execute(SingleTurn(), rollout, prompt, 0.05))
-    assert (sample.stop_reason, sample.error) == (StopReason.ERROR, "no end within 0.05 s")
+    said = f"rollout 3/1 of prompt {prompt.id} (run.rollout_timeout_s): no end within 0.05 s"
+    assert (sample.stop_reason, sample.error) == (StopReason.ERROR, said)
     assert engine.aborted == ["3/1#0"]
-    assert not rollout.running
+    assert not rollout.open_turns

@@ -9,8 +9,8 @@ from plasmid.testing.fakes import FakeEngine, FakeEngineConfig
 from plasmid.testing.rewards import make_prompt
 from plasmid.types import Completion, SamplingParams, StopReason, VersionSpan
 from plasmid.types.kept_sets import KeptSet
+from plasmid_workflows.builtin_workflows import SingleTurn
 from plasmid_workflows.execution import Execution, RolloutFailed
-from plasmid_workflows.single_turn import SingleTurn
 from plasmid_workflows.testing import Digits
 
 
@@ -40,7 +40,7 @@ class Restricting:
     async def abort(self, request_ids):
         return None
 
-    async def leave(self, session_ids):
+    async def end_sessions(self, session_ids):
         return None
 
 
@@ -71,6 +71,15 @@ def test_an_aborted_request_ends_up_with_the_sets_of_a_whole_one(stops):
     np.testing.assert_allclose(completion.kept.log_mass, [0, -0.01, -0.02, -0.03])
 
 
+def test_an_aborted_request_starts_again_if_its_sampling_looks_at_all_of_its_tokens():
+    client = Restricting(stops=[2, 3])
+    run = execution(client, wanted=False)
+    run.sampling = SamplingParams(regex="[0-9]+")
+    completion = asyncio.run(run.generate(np.array([5], np.int32)))
+    assert [(len(request.token_ids), request.num_generated) for request in client.requests] == [(1, 0)] * 3
+    assert completion.token_ids.tolist() == [0, 1, 2, 3]
+
+
 def test_prompt_and_tool_replies_have_no_sets_and_turns_keep_theirs():
     prompt = make_prompt(token_ids=np.array([5, 6], np.int32))
 
@@ -98,7 +107,7 @@ def test_nothing_is_asked_for_and_nothing_is_kept_unless_it_is_wanted():
 
 def test_an_engine_that_gives_no_sets_though_it_was_asked_fails_the_rollout():
     run = execution(FakeEngine(FakeEngineConfig()))
-    with pytest.raises(RolloutFailed, match="the engine was asked for kept sets and gave none"):
+    with pytest.raises(RolloutFailed, match="the engine returned no kept sets, although they were requested"):
         asyncio.run(run.generate(np.array([5], np.int32)))
 
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from plasmid.components import BuildContext
 from plasmid.config.load import merge, resolve
-from plasmid.errors import ConfigError, EngineError
+from plasmid.errors import ConfigError, EngineError, PlasmidError
 from plasmid.types.runs import Mode
 from plasmid_cli.main import app
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.evaluate import evaluate
 from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.sample_store import read_samples
+from plasmid_serving.remote.apis import CompletionsApi
 from plasmid_serving.remote.client import ServerClient
 from plasmid_serving.testing.contract import check_engine
 
@@ -152,13 +153,13 @@ def test_what_a_server_refuses_fails_and_is_not_asked_again(measure, server):
 
 def test_a_server_that_refuses_everything_ends_the_evaluation(measure, server):
     server.refuse = "prompt"
-    with pytest.raises(EngineError, match=r"evaluation of test: all 12 rollouts failed; the last error was: .*: 400: "):
+    with pytest.raises(PlasmidError, match=r"evaluation of test: all 12 rollouts failed; the last error: .*: 400"):
         measure("nothing", served(server))
 
 
 def test_a_slow_server_fails_the_rollout_by_its_deadline(measure, server):
     server.delay_s = 30.0
-    with pytest.raises(EngineError, match=r"all 12 rollouts failed; the last error was: .* within 0.5 s"):
+    with pytest.raises(PlasmidError, match=r"all 12 rollouts failed; the last error: .* within 0.5 s"):
         measure("slow", {**served(server), "run": {"rollout_timeout_s": 0.5}})
 
 
@@ -168,6 +169,18 @@ def test_a_server_that_is_not_there_is_an_error(measure):
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(EngineError, match=rf"rollout.url: cannot reach {url}: ConnectError"):
         measure("gone", {"rollout": {"kind": "server", "url": url}})
+
+
+def test_the_api_is_chosen_by_its_kind(measure, local, plain, servers):
+    """Servers with SGLang's API have OpenAI's too; a plugin's API is found among the installed ones."""
+    _, drawn = measure("chosen", served(servers["sglang"], api="sglang"))
+    assert [sample.text for sample in drawn] == [sample.text for sample in local[1]]
+    config = resolve(merge(plain, served(servers["sglang"], api={"kind": "openai"})))
+    assert resolve(config.model_dump(mode="json")).rollout.api == CompletionsApi()
+    with pytest.raises(ConfigError, match=r"rollout.api.kind: 'sglangg' is not installed; did you mean 'sglang'\?"):
+        resolve(merge(plain, served(servers["sglang"], api="sglangg")))
+    with pytest.raises(ConfigError, match=r"rollout.api: must be 'auto' or a table, got 3"):
+        resolve(merge(plain, served(servers["sglang"], api=3)))
 
 
 def test_the_key_comes_from_the_environment(measure, server, monkeypatch):
@@ -181,7 +194,9 @@ def test_the_key_comes_from_the_environment(measure, server, monkeypatch):
 
 def test_nothing_is_trained_with_a_server_of_others(plain, tmp_path, server):
     config = resolve(merge({**plain, "run": {"dir": str(tmp_path / "run")}, "eval": []}, served(server)))
-    with pytest.raises(ConfigError, match=r"rollout.kind: 'server' takes no weights from a trainer; choose another"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.kind: 'server' cannot receive weights from a trainer; choose another"
+    ):
         run(config, make_cluster=lambda _: LocalCluster())
     assert not (tmp_path / "run").exists()
 
@@ -194,7 +209,7 @@ def test_rollouts_are_made_by_a_server_without_training(plain, tmp_path, server)
 
 
 def test_an_address_that_is_none_is_found_at_validation(plain):
-    with pytest.raises(ConfigError, match=r"rollout\.url: must begin with http:// or https://, got 'localhost:80'"):
+    with pytest.raises(ConfigError, match=r"rollout\.url: must start with http:// or https://, got 'localhost:80'"):
         resolve({**plain, "rollout": {"kind": "server", "url": "localhost:80"}})
     config = resolve({**plain, "rollout": {"kind": "server", "url": "http://host:1/v1/"}})
     assert config.rollout.url == "http://host:1"
@@ -202,9 +217,10 @@ def test_an_address_that_is_none_is_found_at_validation(plain):
 
 def test_a_client_travels_to_other_processes(plain, server):
     config = resolve(merge(plain, served(server)))
-    client = ServerClient(config.rollout, config.model, served="tiny", api="completions")
+    client = ServerClient(config.rollout, config.model, served="tiny", api=CompletionsApi())
     again = pickle.loads(pickle.dumps(client))
-    assert again._api.payload  # opened from the tokenizer's files on the other side
+    assert again._api == client._api
+    assert len(again._served.tokenizer.encode("a"))  # opened from the tokenizer's files on the other side
 
 
 @pytest.fixture
@@ -237,7 +253,7 @@ def test_the_command_exits_with_1_if_rollouts_failed_and_2_if_all_did(rl, server
     server.refuse = "say 3: "
     code, _, err = rl("--url", server.url, "rollout.prompt=text")
     assert code == 1
-    assert "warning: 1 rollouts failed and count as reward 0; their errors are with the stored samples" in err
+    assert "warning: 1 rollouts failed and count as reward 0; the stored samples have their errors" in err
     server.refuse = "prompt"
     code, _, err = rl("--url", server.url)
     assert code == 2 and err.startswith("error: evaluation of test: all 12 rollouts failed")

@@ -120,8 +120,8 @@ def test_templates_that_drop_reasoning_are_refused_where_they_would_drop_some(to
     with pytest.raises(TemplateError) as error:
         after(tokenizer, thought, MORE)
     assert str(error.value) == (
-        "the chat template leaves out what the policy wrote before (such as its reasoning) once a message of 'user' "
-        "follows; keep the conversation as it was with keep_past = true, or set model.chat_template to one that does"
+        "the chat template omits text that the policy wrote (such as its reasoning) once a message of 'user' "
+        "follows; set keep_past = true or another model.chat_template"
     )
     assert after(tokenizer, thought, MORE, keep_past=True) == "\n<|h|>user\nand 3+3?<|eot|>\n<|h|>assistant\n"
 
@@ -132,18 +132,18 @@ def test_reasoning_of_any_earlier_turn_counts(tokenizer_of):
     transcript.append(drawn(tokenizer, "<think>hm</think>\ncall<|eot|>"))
     transcript.add(RESULT)
     transcript.append(drawn(tokenizer, "4<|eot|>"))
-    with pytest.raises(TemplateError, match="leaves out what the policy wrote"):
+    with pytest.raises(TemplateError, match="omits text that the policy wrote"):
         transcript.add(MORE)
     assert transcript.num_tokens == len(transcript.token_ids), "nothing was added"
 
 
 def test_templates_that_change_the_prompt_are_refused(tokenizer_of):
-    with pytest.raises(TemplateError, match="renders the first messages in another way once one of 'user' follows"):
+    with pytest.raises(TemplateError, match="renders earlier messages differently once a message of 'user' follows"):
         after(tokenizer_of(MOVES), "4<|eot|>", MORE)
 
 
 def test_templates_that_do_not_show_a_message_are_refused(tokenizer_of):
-    with pytest.raises(TemplateError, match="does not show messages of 'tool' behind an assistant's"):
+    with pytest.raises(TemplateError, match="does not render messages of 'tool' after an assistant's"):
         after(tokenizer_of(SILENT), "4<|eot|>", RESULT)
 
 

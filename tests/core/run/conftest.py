@@ -10,7 +10,7 @@ import plasmid.testing.fakes
 import pytest
 from plasmid.config.load import merge, resolve
 from plasmid.types.runs import Mode, RunResult
-from plasmid_models.testing import make_hollow_model
+from plasmid_models.testing import make_empty_model
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.journal import read_journal
@@ -77,14 +77,22 @@ class Runner:
 
 @pytest.fixture
 def runner(tmp_path) -> Runner:
-    make_hollow_model(tmp_path / "model")
+    make_empty_model(tmp_path / "model")
     return Runner(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_runner(tmp_path_factory) -> Runner:
+    """One for all tests of a module, which may look at what it has run."""
+    folder = tmp_path_factory.mktemp("shared")
+    make_empty_model(folder / "model")
+    return Runner(folder)
 
 
 @pytest.fixture
 def make_runner(tmp_path) -> Callable[[str], Runner]:
     def make(name: str) -> Runner:
-        make_hollow_model(tmp_path / name / "model")
+        make_empty_model(tmp_path / name / "model")
         return Runner(tmp_path / name)
 
     return make

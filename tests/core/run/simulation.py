@@ -4,23 +4,32 @@ import asyncio
 import random
 import shutil
 from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
 
+import numpy as np
 from plasmid.components import PromptStream
 from plasmid.errors import DataError
 from plasmid.plugins.registry import load_plugins
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.testing.virtual_time import run_virtual
-from plasmid.types import PromptGroup, Score, VersionSpan
-from plasmid.types.shared_groups import LocalStore, share
+from plasmid.types import Completion, PromptGroup, Score, StopReason, VersionSpan
+from plasmid.types.shared_groups import LocalRef, LocalStore, share
 from plasmid_runtime.checkpoint.folder import CheckpointFolder
 from plasmid_runtime.checkpoint.resume import open_resume_point
 from plasmid_runtime.checkpoint.run_folder import RunFolder
+from plasmid_runtime.checkpoint.saver import IN_FLIGHT
 from plasmid_runtime.lifecycle.assembly import build_loop
 from plasmid_runtime.lifecycle.shutdown import LoggingExitStack
 from plasmid_runtime.lifecycle.startup import RunHandles
 from plasmid_runtime.observe.dispatch import ObserverQueues
 from plasmid_runtime.observe.sample_store import write_samples
+from plasmid_runtime.rollout.in_flight import read_turns, write_turns
+from plasmid_runtime.rollout.producers.draws import Draws
+from plasmid_workflows.turns import Turn
+
+UNLIKE = count(1)
 
 
 @dataclass(frozen=True)
@@ -66,20 +75,33 @@ class Numbers(PromptStream):
 
 @dataclass
 class Workers:
-    """Makes groups after a random delay. New weights may arrive in the middle, as with in-place updates."""
+    """Makes groups after a random delay. New weights may arrive in the middle, as with in-place updates.
+
+    The first token is drawn at once, and its log-probability is unlike that of any other; a checkpoint holds it.
+    """
 
     chances: Chances
     engine: FakeEngine
     store: LocalStore
     delays: random.Random
+    resumed: dict[str, Any] = field(default_factory=dict)
+    running: dict[str, Turn] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
+    drawn: dict[str, Any] = field(default_factory=dict)
 
     async def roll_out(self, job):
-        begun = self.engine.version
+        begun = self.resumed[job.name].get()[0] if job.name in self.resumed else self._begin(job)
+        self.running[job.name] = begun
+        self.finished.discard(job.name)
         await asyncio.sleep(self.delays.expovariate(1 / self.chances.rollout_s))
+        del self.running[job.name]
+        self.finished.add(job.name)
+        version = self.engine.version
+        await asyncio.sleep(self.delays.choice([0.0, 0.01]))  # the answer is on its way
         fate = self.chances.fate(job.group_id)
         versions = (
-            VersionSpan(version=begun, start=0, end=1),
-            VersionSpan(version=self.engine.version, start=1, end=2),
+            VersionSpan(version=begun.completion.versions[0].version, start=0, end=1),
+            VersionSpan(version=version, start=1, end=2),
         )
         sample = make_sample(
             id=f"{job.group_id}/0",
@@ -89,9 +111,33 @@ class Workers:
             versions=versions,
             score=Score(value=1.0),
         )
+        logprobs = np.concatenate([begun.completion.logprobs, sample.rollout_logprobs[1:]])
+        sample = replace(sample, rollout_logprobs=logprobs)
         worth = random.Random(f"{self.chances.seed} worth {job.group_id}").random()
         other = replace(sample, id=f"{job.group_id}/1", rollout_id=f"{job.group_id}/1", score=Score(value=worth))
+        self.resumed.pop(job.name, None)
         return share(PromptGroup(id=job.group_id, prompt=job.prompt, samples=(sample, other)), self.store, fate)
+
+    def _begin(self, job):
+        completion = Completion(
+            request_id=f"{job.name}/0#0",
+            token_ids=np.array([1], np.int32),
+            logprobs=np.array([-next(UNLIKE) / 1024], np.float32),
+            versions=(VersionSpan(version=self.engine.version, start=0, end=1),),
+            stop_reason=StopReason.ABORT,
+        )
+        return Turn(rollout_id=f"{job.name}/0", number=0, seed=1, request_hash="", completion=completion)
+
+    async def snapshot(self):
+        self.drawn = dict(self.resumed) | {name: LocalRef((turn,)) for name, turn in self.running.items()}
+        finished = set(self.finished)
+        self.drawn = {name: turns for name, turns in self.drawn.items() if name not in finished}
+        await asyncio.sleep(self.delays.choice([0.0, 0.5]))
+        return finished
+
+    async def write_turns(self, path):
+        if self.drawn:
+            write_turns(path, {name: ref.get() for name, ref in self.drawn.items()})
 
     async def write(self, path, groups, step):
         dropped = {group.id: group.dropped_by for group in groups if group.dropped_by}
@@ -137,6 +183,8 @@ class Simulation:
     folder: RunFolder
     trained: dict[int, list[int]] = field(default_factory=dict)
     """Draws by batch, as far as the run's present checkpoint or end counts them."""
+    first_tokens: dict[int, float] = field(default_factory=dict)
+    """Of draws whose rollouts a resume took up, as the newest of its checkpoints had them."""
     attempts: int = 0
     empty: bool = False
     """The data ended before anything was trained on."""
@@ -155,6 +203,8 @@ class Simulation:
         state = open_resume_point(self.folder, self.config) if self.checkpoints() else None
         assert state is None or not list(self.folder.checkpoints.glob(".tmp-*"))
         begun = state.state.batch if state else 0
+        for name, (turn,) in read_turns(state.path / IN_FLIGHT).items() if state else ():
+            self.first_tokens[int(name)] = turn.completion.logprobs[0]
         if state is None:  # as a user must who begins anew
             shutil.rmtree(self.folder.path, ignore_errors=True)
         self.trained = {step: ids for step, ids in self.trained.items() if step <= begun}
@@ -164,7 +214,7 @@ class Simulation:
                 self.config,
                 parts,
                 self.folder,
-                Numbers(self.limit),
+                Draws(Numbers(self.limit)),
                 ObserverQueues([]),
                 None,
                 state=state,

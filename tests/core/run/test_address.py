@@ -38,7 +38,7 @@ def test_the_recipe_comes_before_the_environment(in_environment, setting, variab
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001", "head", "head:port"])
 def test_what_no_run_can_join_is_refused_wherever_it_stands(in_environment, address):
-    with pytest.raises(ValueError, match=r"host:port|Ray's client"):
+    with pytest.raises(ValueError, match=r"host:port|Ray Client address"):
         PlacementConfig(address=address)
     in_environment(address)
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS: "):
@@ -48,7 +48,7 @@ def test_what_no_run_can_join_is_refused_wherever_it_stands(in_environment, addr
 def test_several_machines_need_a_cluster(in_environment, runner):
     in_environment(None)
     config = runner.config({"placement": {"nodes": 2}})
-    with pytest.raises(ConfigError, match=r"^placement.nodes: 2 machines need a Ray cluster, and neither"):
+    with pytest.raises(ConfigError, match=r"^placement.nodes: 2 machines need a Ray cluster, but neither"):
         check(config)
     in_environment("head:6379")
     check(config)
@@ -63,6 +63,6 @@ def test_a_run_is_not_written_where_ray_will_remove_it(runner, tmp_path, monkeyp
     unpacked = tmp_path / "working_dir_files/_ray_pkg_0123456789abcdef"
     unpacked.mkdir(parents=True)
     monkeypatch.chdir(unpacked)
-    with pytest.raises(ConfigError, match=r"^run.dir: .*_ray_pkg_0123456789abcdef/runs/x is in the copy of a folder"):
+    with pytest.raises(ConfigError, match=r"^run.dir: .*_ray_pkg_0123456789abcdef/runs/x is in Ray's copy of the job"):
         check(runner.config({"run": {"dir": "runs/x"}}))
     check(runner.config({"run": {"dir": str(tmp_path / "runs")}}))

@@ -61,7 +61,13 @@ class Sampled:
         self.seconds, self.rewards = seconds or {}, rewards or {}
         limit = DropLimit(limit=99, failed_limit=99)
         self.stream = StreamProducer(
-            Draws(self.rows), self.roll_out, slots=slots, max_staleness=max_staleness, limit=limit, policy=policy
+            Draws(self.rows),
+            self.roll_out,
+            slots=slots,
+            max_staleness=max_staleness,
+            sync_every=1,
+            limit=limit,
+            policy=policy,
         )
 
     async def roll_out(self, draw):
@@ -161,7 +167,8 @@ def test_a_resume_while_a_group_is_sampled_again_tells_the_data_nothing_new_and_
         await sampled.publish(2)
         taking = asyncio.create_task(sampled.take(99))  # never ends: what is stale is sampled again meanwhile
         await asyncio.sleep(0.5)
-        saved = json.dumps(sampled.stream.state()), sampled.stream.finished()
+        state, finished = await sampled.stream.snapshot()
+        saved = json.dumps(state), finished
         taking.cancel()
         await sampled.stream.close()
         assert sampled.rolled_out.count(0) == 2 and sampled.rows.told.count(0) == 1
@@ -170,7 +177,7 @@ def test_a_resume_while_a_group_is_sampled_again_tells_the_data_nothing_new_and_
     async def resumed(state, finished):
         sampled = Sampled(Priority(when_stale="resample"), slots=6, rewards={0: (1.0, 1.0)})
         sampled.version = 2
-        sampled.stream.restore(json.loads(state), finished)
+        await sampled.stream.restore(json.loads(state), finished)
         sampled.stream.release(0, version=2)
         await asyncio.sleep(5)
         taken = await sampled.take(2)
@@ -181,6 +188,32 @@ def test_a_resume_while_a_group_is_sampled_again_tells_the_data_nothing_new_and_
     sampled, taken = run_virtual(resumed(*run_virtual(stopped())))
     assert sampled.rolled_out.count(0) == 1 and 0 in taken
     assert sampled.rows.told == [10, 11], "only the draws that are new"
+
+
+class Counted(dict):
+    """Counts how often it is searched from end to end."""
+
+    searched = 0
+
+    def __iter__(self):
+        self.searched += 1
+        return super().__iter__()
+
+    def values(self):
+        self.searched += 1
+        return super().values()
+
+
+def test_a_group_that_comes_back_does_not_have_all_others_searched():
+    async def main():
+        sampled = Sampled(OldestFirst(), slots=100, seconds={id_: 1.0 + id_ / 10 for id_ in range(100)})
+        sampled.stream._running = running = Counted()
+        await sampled.take(50)
+        found = running.searched
+        await sampled.stream.close()
+        return found
+
+    assert run_virtual(main()) <= 2
 
 
 def test_groups_that_are_sampled_again_come_first():
@@ -205,8 +238,8 @@ def test_groups_that_are_sampled_again_come_first():
             "buffer.kind: 'priority' has no effect with run.max_staleness = 0, where no group waits; remove it",
         ),
         (
-            {"when_stale": "wait"},
-            "buffer.when_stale: 'wait' has no effect with run.max_staleness = 0, where no group waits; remove it",
+            {"when_stale": "drop"},
+            "buffer.when_stale: 'drop' has no effect with run.max_staleness = 0, where no group waits; remove it",
         ),
         (
             {"kind": "priority", "by": "spread"},
@@ -226,6 +259,9 @@ def test_settings_that_make_no_sense_are_refused(runner, buffer, message):
 
 @pytest.mark.parametrize("kind", ["freshest-first", "priority"])
 def test_a_run_takes_its_groups_as_the_policy_says(runner, kind):
-    settings = {"run": {"max_staleness": 2, "over_sampling": 2.0, "batches": 4}, "buffer": {"kind": kind}}
+    settings = {
+        "run": {"max_staleness": 2, "over_sampling": 2.0, "batches": 4},
+        "buffer": {"kind": kind, "when_stale": "drop"},
+    }
     assert runner.run(settings).steps == 4
     assert max(m["rollout/staleness_max"] for m in runner.metrics()) <= 2

@@ -88,7 +88,7 @@ def test_a_canary_of_another_version_proves_nothing(caplog):
         return await probe.check()
 
     assert asyncio.run(test()) == {}
-    assert "the canary of version 2 was cut off" in caplog.text
+    assert "the canary of version 2 was aborted" in caplog.text
 
 
 def test_a_failed_canary_names_the_engines_reason():
@@ -107,9 +107,10 @@ def test_a_failed_canary_names_the_engines_reason():
 class EngineConfig(FakeEngineConfig):
     _engine: FakeEngine = PrivateAttr()
     _tolerance: float | None = PrivateAttr(None)
+    _alone: bool = PrivateAttr(False)
 
     def canary(self):
-        return None if self._tolerance is None else CanaryPlan(tolerance=self._tolerance)
+        return None if self._tolerance is None else CanaryPlan(tolerance=self._tolerance, alone=self._alone)
 
     async def build(self, context):
         return self._engine
@@ -122,10 +123,11 @@ class TrainerConfig(FakeTrainerConfig):
         return self._trainer
 
 
-def run_with(runner, engine, trainer, *, tolerance=None, changes=None):
+def run_with(runner, engine, trainer, *, tolerance=None, alone=False, changes=None):
     config = runner.config(changes or {"run": {"batches": 2}})
     rollout, training = EngineConfig(max_delay_s=0.0), TrainerConfig()
     rollout._engine, rollout._tolerance, training._trainer = engine, tolerance, trainer
+    rollout._alone = alone
     return run(
         config.model_copy(update={"trainer": training, "rollout": rollout}), make_cluster=lambda _: LocalCluster()
     )
@@ -186,7 +188,8 @@ def test_what_was_started_anew_gets_the_present_version_again(runner, monkeypatc
 
 
 @pytest.mark.timeout(60)
-def test_a_canary_that_was_asked_of_a_server_that_died_is_asked_again(runner, monkeypatch):
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_canary_that_was_asked_of_a_server_that_died_is_asked_again(runner, monkeypatch, alone):
     """Nobody answers it until the engine has got its weights again, which only the waiting run can send."""
     monkeypatch.setattr("plasmid_runtime.loop.policy_sync.POLL_S", 0.01)
 
@@ -204,7 +207,7 @@ def test_a_canary_that_was_asked_of_a_server_that_died_is_asked_again(runner, mo
             return await super().receive(plan, version)
 
     engine, trainer = Dying(), Trainer(-0.5)
-    run_with(runner, engine, trainer, tolerance=0.01)
+    run_with(runner, engine, trainer, tolerance=0.01, alone=alone)
     assert engine.calls == [0, 1, 1, 2]
     assert len(trainer.checked) == 2 and trainer.step == 2
 
@@ -224,7 +227,7 @@ def test_a_canary_is_asked_in_every_kth_version_only(version, asked):
         trainer = Trainer(-0.5)
         probe = canary(Engine(version=version), trainer, every=3)
         probe.ask(version)
-        assert (probe.asked is not None) == asked
+        assert (probe.pending is not None) == asked
         assert bool(await probe.check()) == bool(trainer.checked) == asked
         await probe.close()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 
 import pytest
 from plasmid.errors import DeadlineError, EngineError, EngineLostError
@@ -21,6 +22,10 @@ class Gpu:
         self.trainer_leaves, self.engine_leaves = trainer_leaves, engine_leaves
         self.trainer = self.weights = self.cache = self.holds_policy = True
         self.serving = True
+        self.resumed = asyncio.Event()
+        self.resumed.set()
+        self.kept = 0
+        """Requests that came while the engine was paused."""
         self.calls = []
 
     def note(self, call):
@@ -69,20 +74,26 @@ class Trainer(FakeTrainer):
 
 
 class Engine(FakeEngine):
+    """Keeps requests that come while it is paused until it serves again, as every engine must."""
+
     def __init__(self, gpu):
         super().__init__(FakeEngineConfig(max_delay_s=0.0))
         self.gpu = gpu
 
     async def generate(self, request):
+        self.gpu.kept += not self.gpu.serving
+        await self.gpu.resumed.wait()
         assert self.gpu.serving and self.gpu.cache
         return await super().generate(request)
 
     async def pause(self, mode):
         self.gpu.serving = False
+        self.gpu.resumed.clear()
         self.gpu.note("pause")
 
     async def resume(self):
         self.gpu.serving = True
+        self.gpu.resumed.set()
         self.gpu.note("resume")
 
     async def receive(self, plan, version):
@@ -134,6 +145,7 @@ def test_parts_that_share_gpus_never_both_need_their_memory(runner, trainer_leav
     assert gpu.calls.count("train") == 4
     assert gpu.calls.count("send") == 1 + 4 // sync_every
     assert gpu.serving and gpu.cache
+    assert bound or not gpu.kept, "on-policy rollouts end before the engine is paused"
     assert gpu.trainer != trainer_leaves
     assert ("sleep" in gpu.calls) == engine_leaves
     assert ("offload" in gpu.calls) == trainer_leaves
@@ -149,6 +161,68 @@ def test_the_order_of_turns_on_shared_gpus(runner):
     published = ["pause", "sleep", "onload", "train", "wake weights", "send", "offload", "wake", "resume"]
     saved, exported = ([*unpublished[:3], what, *unpublished[4:]] for what in ("save", "export"))
     assert gpu.calls == first + unpublished + published + saved + exported
+
+
+SHARED = {"colocated": True, "offload_trainer": True, "offload_engine": True}
+SYNC = ["pause", "sleep", "onload", "wake weights", "send", "offload", "wake", "resume"]
+"""A weight sync with no training before it, to an engine that serves."""
+
+
+FIRST_BATCH = """
+from typing import Literal
+from plasmid import Filter, hookimpl
+
+class FirstBatch(Filter):
+    \"""Drops all groups but the first four.\"""
+    kind: Literal["first-batch"] = "first-batch"
+    def __call__(self, group):
+        return group.id < 4
+
+@hookimpl
+def register_components():
+    return [FirstBatch]
+"""
+
+
+def test_data_that_end_before_a_sync_was_due_are_synced_on_shared_gpus(runner):
+    gpu = Gpu(trainer_leaves=True, engine_leaves=True)
+    rows = [json.dumps({"prompt": f"say {i}", "target": i}) for i in range(8)]
+    (runner.folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    plugin = runner.folder / "first_batch.py"
+    plugin.write_text(FIRST_BATCH)
+    changes = {
+        "plugins": [*runner.config().plugins, str(plugin)],
+        "filters": [{"kind": "first-batch"}],
+        "data": {"epochs": 1},
+    }
+    run_on(gpu, runner, {"placement": SHARED, "run": {"batches": 2, "sync_every": 2}, **changes})
+    trained = gpu.calls.index("train")
+    assert gpu.calls[trained + 4 : trained + 12] == SYNC
+
+
+def test_a_server_that_is_started_anew_between_batches_gets_what_was_trained_on_shared_gpus(runner, monkeypatch):
+    monkeypatch.setattr("plasmid_runtime.loop.policy_sync.POLL_S", 0.01)
+    gpu = Gpu(trainer_leaves=True, engine_leaves=True)
+
+    class Restarted(Engine):
+        async def generate(self, request):
+            await asyncio.sleep(0.1)
+            return await super().generate(request)
+
+        def needs_weights(self):
+            return gpu.calls.count("train") == 1 and gpu.calls.count("send") == 1
+
+    class RestartedConfig(EngineConfig):
+        async def build(self, context):
+            return Restarted(gpu)
+
+    trainer, engine = TrainerConfig(), RestartedConfig()
+    trainer._gpu = gpu
+    config = runner.config({"placement": SHARED, "run": {"batches": 2, "sync_every": 2}})
+    run(config.model_copy(update={"trainer": trainer, "rollout": engine}), make_cluster=lambda _: LocalCluster())
+    trained = gpu.calls.index("train")
+    assert gpu.calls[trained + 4 : trained + 12] == SYNC
+    assert [metrics["version"] for metrics in runner.metrics()] == [0, 2]
 
 
 def test_parts_with_gpus_of_their_own_train_while_the_engine_serves(runner):
@@ -223,7 +297,7 @@ class Leaving(FakeEngine):
 
     async def health(self):
         if not self.left:
-            raise EngineError("0 of 1 servers are left")
+            raise EngineError("0 of 1 servers are running")
 
 
 def test_a_weight_sync_is_tried_again_with_what_comes_up(runner, monkeypatch):
@@ -236,7 +310,7 @@ def test_a_weight_sync_is_tried_again_with_what_comes_up(runner, monkeypatch):
 
 def test_a_weight_sync_to_an_engine_of_which_nothing_is_left_ends_the_run(runner):
     turns = DeviceScheduler(config=runner.config(), trainer=FakeTrainer(), engine=Leaving(1, left=False))
-    with pytest.raises(EngineError, match="0 of 1 servers are left"):
+    with pytest.raises(EngineError, match="0 of 1 servers are running"):
         asyncio.run(turns.publish(3))
 
 

@@ -17,8 +17,7 @@ from plasmid.types import PromptGroup, SamplingParams, Score, StopReason
 from plasmid.types.shared_groups import LocalStore
 from plasmid_runtime.cluster.layout import Layout, check_gpus
 from plasmid_runtime.cluster.local import LocalCluster
-from plasmid_runtime.evaluation.evaluator import Evaluator, Sampler
-from plasmid_runtime.evaluation.metrics import mean_over_sets, summarize
+from plasmid_runtime.evaluation.evaluator import Evaluator, Sampler, mean_over_sets, summarize
 from plasmid_runtime.evaluation.sets import EvaluationSet
 from plasmid_runtime.lifecycle.evaluate import evaluate
 from plasmid_runtime.observe.journal import read_journal
@@ -47,16 +46,16 @@ class Heard:
         self.events = []
 
     @hookimpl
-    def step_finished(self, step):
-        self.events.append(f"batch {step}")
+    def batch_finished(self, batch):
+        self.events.append(f"batch {batch}")
 
     @hookimpl
-    def evaluation_finished(self, step, name):
-        self.events.append(f"{name} {step}")
+    def evaluation_finished(self, batch, name):
+        self.events.append(f"{name} {batch}")
 
     @hookimpl
-    def evaluation_advanced(self, step, name, done, total):
-        self.events.append(f"{name} {step}: {done}/{total}")
+    def evaluation_advanced(self, batch, name, done, total):
+        self.events.append(f"{name} {batch}: {done}/{total}")
 
 
 def test_a_floating_evaluation_never_delays_training_and_is_awaited_at_the_end(runner):
@@ -129,8 +128,8 @@ class Interrupt:
         self.step = step
 
     @hookimpl
-    def step_finished(self, step):
-        if step == self.step:
+    def batch_finished(self, batch):
+        if batch == self.step:
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -292,7 +291,11 @@ def test_results_are_split_by_a_column(runner):
     ("by", "error", "message"),
     [
         ("levl", ConfigError, r"eval.0.by: no row has a column 'levl'; columns are level"),
-        ("level", ConfigError, r"eval.0.by: column 'level' has 70 values, at most 64 .*; choose a coarser column"),
+        (
+            "level",
+            ConfigError,
+            r"eval.0.by: must have at most 64 values, but column 'level' has 70; choose a coarser column",
+        ),
     ],
 )
 def test_a_column_that_cannot_split_results_is_an_error_before_the_run(runner, by, error, message):
@@ -303,17 +306,20 @@ def test_a_column_that_cannot_split_results_is_an_error_before_the_run(runner, b
 
 
 def test_a_set_without_prompts_is_an_error(runner):
-    with pytest.raises(DataError, match="the slice holds no row"):
+    with pytest.raises(DataError, match="the slice is empty"):
         runner.run({"eval": [few(runner, "0:0")]})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eval": {"mode": "floating"}}, 'eval.0.mode: "floating" evaluates while rollouts .* run.max_staleness = 0'),
-        ({"eval": {"mode": "engine"}}, 'eval.0.mode: "engine" needs processes for that engine; set placement.eval_ran'),
-        ({"placement": {"eval_ranks": 2}}, "placement.eval_ranks: 2 is never read, no evaluation set has"),
-        ({"eval": {"name": "mean"}}, "eval.0.name: 'mean' is what the mean over all sets is called"),
+        (
+            {"eval": {"mode": "floating"}},
+            'eval.0.mode: "floating" evaluates concurrently .* run.max_staleness of at',
+        ),
+        ({"eval": {"mode": "engine"}}, 'eval.0.mode: "engine" needs a separate engine; set placement.eval_ran'),
+        ({"placement": {"eval_ranks": 2}}, "placement.eval_ranks: 2 is never read, since no evaluation set has"),
+        ({"eval": {"name": "mean"}}, "eval.0.name: 'mean' is reserved for the mean over all sets"),
         ({"eval": {"rewards": [{"kind": "digit"}]}}, "eval.0.rewards.0.kind: 'digit' is not installed; did you mean"),
         ({"eval": {"rewards": 3}}, r"eval.0.rewards: must be a list of tables \(\[\[eval.rewards\]\]\), got 3"),
         ({"eval": {"workflow": {"kind": "single-turm"}}}, "eval.0.workflow.kind: 'single-turm' is not installed; did"),
@@ -331,7 +337,7 @@ def test_the_engine_for_evaluations_gets_gpus_behind_all_others(runner):
     layout = Layout.of(config, 5, with_trainer=True, with_engine=True, with_eval=True)
     gpus = [tuple(bundle.gpu for bundle in part) for part in (layout.trainer, layout.engine, layout.evaluation)]
     assert gpus == [(0, 1), (2, 3), (4,)]
-    with pytest.raises(ConfigError, match="the ranks need 5 GPUs, this machine has 4"):
+    with pytest.raises(ConfigError, match="the ranks need 5 GPUs, but this machine has 4"):
         check_gpus(layout.shares(1), 4)
 
 
@@ -379,10 +385,10 @@ def scored(group_id, rewards):
 
 
 class Silent:
-    def advanced(self, batch, name, done, total):
+    def report_progress(self, batch, name, done, total):
         return None
 
-    def finished(self, batch, name, metrics):
+    def save_results(self, batch, name, metrics):
         return None
 
 

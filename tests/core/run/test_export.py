@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from plasmid.errors import CheckpointError
+from plasmid.errors import CheckpointError, ModelError
+from plasmid_models import source
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.export import export_checkpoint
 
@@ -43,6 +44,18 @@ def test_an_export_of_an_earlier_batch_is_not_taken_for_the_final_policy(runner)
     assert origin(runner.folder / "run/final")["batch"] == 3
 
 
+def test_policies_are_exported_at_an_interval(runner, tmp_path):
+    runner.run({"run": {"batches": 5}, "checkpoint": {"every": 2, "export_every": 2, "export": False}})
+    exports = runner.folder / "run/exports"
+    assert sorted(path.name for path in exports.iterdir()) == ["batch-000002", "batch-000004"]
+    export_checkpoint(
+        runner.folder / "run/checkpoints/batch-000004", tmp_path / "out", make_cluster=cluster, trust_recipe=True
+    )
+    for file in (tmp_path / "out").iterdir():
+        assert (exports / "batch-000004" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert origin(exports / "batch-000002") == {"recipe": "run", "batch": 2}
+
+
 def test_any_checkpoint_can_be_exported(runner, tmp_path):
     runner.run(SHORT)
     run = runner.folder / "run"
@@ -55,11 +68,45 @@ def test_any_checkpoint_can_be_exported(runner, tmp_path):
 
 
 def test_exports_that_cannot_be_made_say_why(runner, tmp_path):
-    with pytest.raises(CheckpointError, match=r"is neither a checkpoint \(it has no state.json\) nor the folder of a"):
+    with pytest.raises(CheckpointError, match=r": neither a checkpoint \(it has no state.json\) nor the folder of a"):
         export_checkpoint(tmp_path, tmp_path / "out", make_cluster=cluster, trust_recipe=True)
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         export_checkpoint(tmp_path, tmp_path / "out", make_cluster=cluster, trust_recipe=True)
     runner.run(SHORT)
-    with pytest.raises(CheckpointError, match="exists already; remove it or choose another folder"):
+    with pytest.raises(CheckpointError, match="already exists; remove it or choose another folder"):
         export_checkpoint(runner.folder / "run", runner.folder / "run/final", make_cluster=cluster, trust_recipe=True)
+
+
+@pytest.mark.parametrize("part", ["adapter", "critic"])
+def test_an_export_leaves_folders_beside_it_alone(runner, tmp_path, part):
+    runner.run(SHORT | {"checkpoint": {"every": 1, "export": False}})
+    beside = tmp_path / f"out-{part}"
+    beside.mkdir()
+    (beside / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError) as error:
+        export_checkpoint(runner.folder / "run", tmp_path / "out", make_cluster=cluster, trust_recipe=True)
+    assert str(error.value) == f"{beside}: already exists; remove it or choose another folder"
+    assert (beside / "notes.txt").read_text() == "mine" and not (tmp_path / "out").exists()
+    (beside / "notes.txt").unlink()
+    assert export_checkpoint(runner.folder / "run", tmp_path / "out", make_cluster=cluster, trust_recipe=True) == 2
+
+
+def test_an_export_takes_a_model_of_the_hub(runner, tmp_path, monkeypatch):
+    runner.run(SHORT)
+    asked = []
+
+    def refuse(key, name, *, weights=True):
+        asked.append((key, name, weights))
+        raise ModelError("asked")
+
+    monkeypatch.setattr(source, "model_folder", refuse)
+    with pytest.raises(ModelError, match="asked"):
+        export_checkpoint(
+            runner.folder / "run",
+            tmp_path / "out",
+            make_cluster=cluster,
+            trust_recipe=True,
+            overrides=["model.path=org/name"],
+        )
+    assert asked == [("model.path", "org/name", True)]

@@ -68,5 +68,5 @@ def test_every_machine_gets_its_share_in_order(trainers, engines, evals, nodes, 
 
 
 def test_machines_without_a_rank_are_refused(runner):
-    with pytest.raises(ConfigError, match=r"placement.nodes: 3 machines are more than the 2 ranks that compute"):
+    with pytest.raises(ConfigError, match=r"placement.nodes: must be at most the number of ranks, 2, got 3"):
         runner.config({"placement": {"nodes": 3}})

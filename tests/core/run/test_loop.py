@@ -30,7 +30,8 @@ def test_sampling_runs_ahead_of_training(runner):
 
 
 def test_the_bound_holds_with_over_sampling_because_it_is_enforced_at_take(runner):
-    runner.run({"run": {"max_staleness": 1, "over_sampling": 4.0, "batches": 12}, "trainer": {"seconds": 0.05}})
+    ahead = {"run": {"max_staleness": 1, "over_sampling": 4.0, "batches": 12}, "buffer": {"when_stale": "drop"}}
+    runner.run({**ahead, "trainer": {"seconds": 0.05}})
     assert max(staleness(runner)) <= 1
     assert sum(m.get("rollout/dropped/stale", 0) for m in runner.metrics()) > 0
 
@@ -70,7 +71,7 @@ def test_the_policy_is_published_and_evaluated_when_the_data_end_between_publish
 
 
 def test_filters_that_drop_everything_end_the_run_with_a_reason(runner):
-    with pytest.raises(PlasmidError, match=r"filters: 12 groups in a row were dropped \(nothing: 12\); loosen"):
+    with pytest.raises(PlasmidError, match=r"filters: 12 consecutive groups were dropped \(nothing: 12\); loosen"):
         runner.run({"filters": [{"kind": "nothing"}], "run": {"max_dropped": 12}})
 
 
@@ -86,7 +87,7 @@ def test_a_failing_rollout_becomes_a_sample_with_an_error(runner, bound):
 @pytest.mark.parametrize("bound", [0, 1])
 def test_a_run_whose_rollouts_all_fail_ends_with_the_reason(runner, bound):
     changes = {"rollout": {"fail": [str(i) for i in range(10)]}, "run": {"max_staleness": bound}}
-    with pytest.raises(EngineError, match=r"all samples of 4 prompt groups in a row failed; .*: asked to fail"):
+    with pytest.raises(EngineError, match=r"all samples of 4 consecutive prompt groups failed; .*: asked to fail"):
         runner.run(changes)
 
 
@@ -99,7 +100,7 @@ def test_a_run_whose_rollouts_mostly_fail_ends_with_the_reason(runner):
 def test_a_rollout_that_hangs_is_ended_by_its_deadline(runner):
     runner.run({"rollout": {"hang": ["1/0"]}, "run": {"rollout_timeout_s": 0.5, "batches": 2}})
     errors = [s.error for g in stored(runner, 1) for s in g.samples if s.error]
-    assert errors == ["no end within 0.5 s"]
+    assert [error.partition(" (")[2] for error in errors] == ["run.rollout_timeout_s): no end within 0.5 s"]
 
 
 def test_a_slow_group_does_not_starve_the_others(runner):
@@ -139,8 +140,8 @@ def register_components():
     ("how", "message"),
     [
         ("raise", r"rewards.0 \(bad\): raised on sample 0/0: KeyError: 'answer'"),
-        ("sleep", r"rewards.0 \(bad\): no score for sample 0/0 within timeout_s = 0.2; make it faster"),
-        ("block", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make it faster"),
+        ("sleep", r"rewards.0 \(bad\): no score for sample 0/0 within timeout_s = 0.2; make the reward faster"),
+        ("block", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make the reward faster"),
         ("none", r"rewards.0 \(bad\): must return a finite number or a Score, got None for sample 0/0"),
     ],
 )
@@ -172,13 +173,13 @@ class Recorder:
         self.events.append((batch, phase))
 
     @hookimpl
-    def step_finished(self, step, metrics):
-        self.events.append((step, "finished"))
+    def batch_finished(self, batch, metrics):
+        self.events.append((batch, "finished"))
 
 
 class Broken:
     @hookimpl
-    def step_finished(self, step):
+    def batch_finished(self, batch):
         raise RuntimeError("observer is broken")
 
 
@@ -249,7 +250,7 @@ def test_what_fails_to_close_does_not_hide_why_a_run_ends(runner):
 
 def test_data_that_end_before_anything_is_trained_on_say_so(runner):
     data = {"epochs": 1, "path": str(runner.folder / "prompts.jsonl") + "@[0:3]"}
-    with pytest.raises(DataError, match="data: ended before anything was trained on: nothing; add prompts or loosen"):
+    with pytest.raises(DataError, match="data: ended before the first batch: nothing; add prompts or loosen"):
         runner.run({"filters": [{"kind": "nothing"}], "data": data})
 
 

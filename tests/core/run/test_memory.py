@@ -132,7 +132,7 @@ def test_nothing_is_counted_twice_or_lost_with_another_number_of_processes(remem
 
 def test_a_state_that_is_no_json_is_named(remembering):
     runner, settings = remembering("runs")
-    with pytest.raises(CheckpointError, match=r"^rewards.0: its state must hold JSON types only: TypeError: Object of"):
+    with pytest.raises(CheckpointError, match=r"^rewards.0: its state must have only JSON types: TypeError: Object of"):
         runner.run({**settings, "rewards": [{"kind": "unsaved"}]})
 
 

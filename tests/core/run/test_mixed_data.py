@@ -185,12 +185,12 @@ def test_a_profile_that_the_recipe_does_not_have_is_named_with_its_place(runner)
     profiles = {"exact": {"rewards": ["digits"]}}
     with pytest.raises(DataError) as caught:
         runner.run({"data": {"path": str(data), "profile_key": "kind"}, "profiles": profiles})
-    assert str(caught.value) == f"{data}:2: there is no profile 'exat'; profiles of the recipe are exact"
+    assert str(caught.value) == f"{data}:2: no such profile: 'exat'; profiles of the recipe are exact"
     assert not (runner.folder / "run").exists()
     sets = [{"name": "few", "data": {"path": str(data), "profile_key": "kind"}}]
     with pytest.raises(DataError) as caught:
         runner.run({"eval": sets, "profiles": profiles})
-    assert str(caught.value) == "named.jsonl:2: there is no profile 'exat'; profiles of the recipe are exact"
+    assert str(caught.value) == "named.jsonl:2: no such profile: 'exat'; profiles of the recipe are exact"
 
 
 def test_evaluation_sets_obey_profiles_and_mixtures(runner):
@@ -218,9 +218,9 @@ def test_evaluation_sets_obey_profiles_and_mixtures(runner):
     [
         (
             {"profiles": {"p": {"rewards": ["digit"]}}},
-            "profiles.p.rewards: there is no reward named 'digit'; rewards are digits",
+            "profiles.p.rewards: no reward is named 'digit'; rewards are digits",
         ),
-        ({"profiles": {"p": {"rewards": []}}}, "profiles.p.rewards: is empty, so nothing could be learned; name"),
+        ({"profiles": {"p": {"rewards": []}}}, "profiles.p.rewards: must name at least one reward, got none"),
         ({"profiles": {"p": {"rewrds": ["digits"]}}}, "profiles.p.rewrds: no such setting; did you mean 'rewards'?"),
         ({"profiles": {"p": {"workflow": {"kind": "sngle-turn"}}}}, "profiles.p.workflow.kind: 'sngle-turn' is not"),
         ({"profiles": {"p": {"sampling": {"top_p": 2}}}}, "profiles.p.sampling.top_p: must be at most 1, got 2"),
@@ -228,7 +228,7 @@ def test_evaluation_sets_obey_profiles_and_mixtures(runner):
         ({"profiles": {"p": 3}}, "profiles.p: must be a table, got 3"),
         (
             {"rewards": [{"kind": "digits", "name": "x"}, {"kind": "digits", "name": "x"}]},
-            "rewards: 2 are named 'x'; metrics need distinct names, set name",
+            "rewards: 2 are named 'x'; names must be unique, set name",
         ),
         ({"rewards": [{"kind": "digits", "name": "a b"}]}, "rewards.0.name: must match pattern"),
     ],

@@ -9,8 +9,8 @@ from plasmid.plugins.hookspecs import hookimpl
 from plasmid_runtime.observe.sample_store import read_samples
 
 RESTRICTED = (
-    "restricts what is drawn, and rollout engine 'fake' does not say to what; ratios to its log-probabilities, which "
-    "this algorithm corrects with, would be wrong; remove it, use another engine, or set "
+    "restricts sampling, and rollout engine 'fake' does not report the remaining tokens, so the algorithm's ratios to "
+    "its log-probabilities would be wrong; remove it, use another engine, or set "
     'algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
 )
 
@@ -91,11 +91,11 @@ def test_a_resumed_run_goes_on_with_the_rows_that_come_next(make_runner, sft):
     [
         (
             {"rewards": [{"kind": "digits"}]},
-            "rewards: algorithm 'sft' samples nothing that could be scored; remove the tables",
+            "rewards: algorithm 'sft' never samples; remove the tables",
         ),
         (
             {"filters": [{"kind": "nothing"}]},
-            "filters: algorithm 'sft' samples nothing that could be scored; remove the tables",
+            "filters: algorithm 'sft' never samples; remove the tables",
         ),
         ({"rollout": {"kind": "fake"}}, "rollout: algorithm 'sft' never samples; remove the [rollout] table"),
         ({"sampling": {"top_p": 0.9}}, "sampling: algorithm 'sft' never samples; remove the table"),
@@ -119,6 +119,7 @@ def test_a_resumed_run_goes_on_with_the_rows_that_come_next(make_runner, sft):
                 ("run", "rollout_timeout_s", 5.0),
                 ("run", "sync_timeout_s", 5.0),
                 ("run", "warn_mismatch", 0.5),
+                ("run", "pass_threshold", 0.5),
                 ("placement", "engine_ranks", 2),
                 ("placement", "rollout_workers", 2),
                 ("placement", "colocated", True),
@@ -126,7 +127,7 @@ def test_a_resumed_run_goes_on_with_the_rows_that_come_next(make_runner, sft):
         ),
         (
             {"algorithm": {"kind": "ppo"}, "rollout": {"kind": "fake"}, "rewards": [{"kind": "digits"}]},
-            "data.kind: demonstrations hold the answers, and algorithm 'ppo' samples its own; "
+            "data.kind: algorithm 'ppo' samples completions and cannot train on demonstrations; "
             'set it to "files", or algorithm.kind to "sft"',
         ),
     ],
@@ -140,7 +141,7 @@ def test_what_supervised_fine_tuning_never_reads_is_an_error(runner, sft, change
 def test_supervised_fine_tuning_needs_demonstrations(runner, sft):
     with pytest.raises(ConfigError) as error:
         runner.config({**sft, "data": {}})
-    assert str(error.value) == "data.kind: algorithm 'sft' learns from demonstrations; set it to \"demonstrations\""
+    assert str(error.value) == "data.kind: algorithm 'sft' trains on demonstrations; set it to \"demonstrations\""
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,52 @@ def test_restricted_sampling_is_taken_with_an_engine_that_says_to_what(runner):
     assert not runner.config({"sampling": {"top_p": 0.9}}).replays_kept_sets
 
 
+ALTERED = {
+    "min_new_tokens": 2,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1.0},
+    "regex": "[a-z]+",
+    "json_schema": {"type": "object"},
+    "ebnf": 'root ::= "a"',
+}
+
+
+@pytest.mark.parametrize(("name", "value"), ALTERED.items(), ids=str)
+def test_settings_that_alter_probabilities_are_for_evaluation(runner, name, value):
+    with pytest.raises(ConfigError) as error:
+        runner.config({"sampling": {name: value}, "rollout": {"kind": "sglang"}})
+    assert str(error.value) == (
+        f"sampling.{name}: {value!r} changes the probabilities that tokens are sampled with, and the trainer would "
+        "compute the loss with others; set it in the sampling table of an evaluation set"
+    )
+    sets = [{"name": "held", "data": {"path": "none.jsonl"}, "sampling": {name: value}}]
+    config = runner.config({"eval": sets, "rollout": {"kind": "sglang"}})
+    assert config.eval[0].sampling.is_altered and not config.sampling.is_altered
+    with pytest.raises(ConfigError) as error:
+        runner.config({"eval": sets, "rollout": {"kind": "hf"}})
+    assert str(error.value) == (
+        f"eval.0.sampling.{name}: rollout engine 'hf' does not support it; remove it or change engines"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"regex": "a", "ebnf": "b"}, "sampling: regex and ebnf both constrain the completion; remove one"),
+        ({"logit_bias": {"five": 1.0}}, "sampling: logit_bias must have token ids as keys, got 'five'"),
+        ({"stop_regex": [""]}, "sampling: stop_regex holds an empty expression, which ends every completion at once; "),
+        ({"min_new_tokens": 300}, "sampling.min_new_tokens: must be at most max_new_tokens = 256, got 300"),
+    ],
+    ids=["grammars", "logit_bias", "stop_regex", "min_new_tokens"],
+)
+def test_optional_settings_that_contradict_are_refused(runner, sampling, message):
+    with pytest.raises(ConfigError) as error:
+        runner.config({"sampling": sampling, "rollout": {"kind": "server", "url": "http://127.0.0.1:1"}})
+    assert message in str(error.value)
+
+
 def test_restrictions_that_greedy_sampling_never_reads_are_refused(runner):
     with pytest.raises(ConfigError) as error:
         runner.config({"sampling": {"temperature": 0.0, "top_k": 3}})
@@ -192,7 +239,6 @@ def test_a_group_of_one_rollout_is_refused_where_advantages_would_all_be_zero(ru
     with pytest.raises(ConfigError) as error:
         runner.config({"algorithm": {"kind": kind}, "run": {"samples_per_prompt": 1}})
     assert str(error.value) == (
-        "run.samples_per_prompt: 1 leaves a rollout nothing to be compared with, so all advantages are 0; "
-        f"algorithm {kind!r} needs at least 2"
+        f"run.samples_per_prompt: must be at least 2 for algorithm {kind!r}, got 1: a single rollout has no baseline"
     )
     runner.config({"algorithm": {"kind": "reinforce-plus-plus"}, "run": {"samples_per_prompt": 1}})

@@ -21,8 +21,8 @@ class Plain:
     def __init__(self):
         self.steps = []
 
-    def step_finished(self, step):
-        self.steps.append(step)
+    def batch_finished(self, batch):
+        self.steps.append(batch)
 
 
 def test_an_observer_needs_no_mark_on_its_methods(runner):
@@ -39,21 +39,29 @@ def _observer(**methods):
     ("observer", "message"),
     [
         (
-            _observer(step_finish=lambda self, step: None, step_finished=lambda self, step: None),
-            "there is no hook 'step_finish'; did you mean 'step_finished'? (a name that begins with _ is never a hook)",
+            _observer(batch_finish=lambda self, batch: None, batch_finished=lambda self, batch: None),
+            "no such hook: 'batch_finish'; did you mean 'batch_finished'? (names that start with _ are not checked)",
         ),
         (
-            _observer(step_finished=lambda self, stepp: None),
+            _observer(batch_finished=lambda self, stepp: None),
             "<lambda>(stepp) Argument(s) {'stepp'} are declared in the hookimpl but can not be found in the hookspec",
         ),
         (
-            _observer(batch_ready=lambda self, batch: None, step_finished=lambda self, step: None),
-            "batch_ready is not asked of observers; put it into a plugin file (plugins, or --plugin)",
+            _observer(step_finished=lambda self, step: None),
+            "no such hook: 'step_finished'; step_finished(step, metrics) is now batch_finished(batch, metrics)",
+        ),
+        (
+            _observer(batch_finished=lambda self, step: None),
+            "<lambda>(step): the argument 'step' is now 'batch'",
+        ),
+        (
+            _observer(batch_ready=lambda self, batch: None, batch_finished=lambda self, batch: None),
+            "batch_ready is not an observer hook; put it into a plugin file (plugins, or --plugin)",
         ),
         (
             _observer(update=lambda self: None),
-            "has no method that a run would call; there are run_started, phase_started, group_scored, step_finished, "
-            "evaluation_advanced, evaluation_finished, checkpoint_begun, checkpoint_saved",
+            "has no observer hook; hooks are run_started, start_advanced, phase_started, group_scored, batch_finished, "
+            "evaluation_advanced, evaluation_finished, checkpoint_started, checkpoint_saved",
         ),
     ],
 )
@@ -65,14 +73,14 @@ def test_an_observer_that_would_not_be_called_as_meant_is_refused_before_the_run
 
 
 def test_an_observer_that_is_a_class_or_async_is_refused(runner):
-    with pytest.raises(PluginError, match=r"^observer 'Plain': is a class; pass an object of it, Plain\(\)$"):
+    with pytest.raises(PluginError, match=r"^observer 'Plain': must be an object, got a class; pass Plain\(\)$"):
         runner.run(observers=(Plain,))
 
-    async def step_finished(self, step):
+    async def batch_finished(self, batch):
         pass
 
-    with pytest.raises(PluginError, match=r"^observer 'Mine': step_finished must not be async; "):
-        runner.run(observers=(_observer(step_finished=step_finished),))
+    with pytest.raises(PluginError, match=r"^observer 'Mine': batch_finished must not be async; "):
+        runner.run(observers=(_observer(batch_finished=batch_finished),))
 
 
 def test_batch_ready_numbers_batches_as_metrics_do(runner):

@@ -34,7 +34,7 @@ def test_a_run_plans_the_batches_that_its_epochs_are_enough_for(runner, caplog, 
     result = runner.run({**ended(runner), "run": {"max_staleness": bound}}, observers=(started,))
     assert result.steps == started.batches == 3
     assert json.loads((runner.folder / "run" / "config.json").read_text())["run"]["batches"] == 3
-    assert "the data are enough for 3 batches, so run.batches = 8 is not reached; planned for 3" in caplog.messages
+    assert "the data has prompts for 3 batches, fewer than run.batches = 8; training 3 batches" in caplog.messages
     assert not any("the data ended" in message for message in caplog.messages)
     evaluated = [entry.step for entry in read_journal(runner.folder / "run" / "evaluations.jsonl")]
     assert evaluated == [0, 2, 3]
@@ -48,7 +48,7 @@ def test_a_run_that_has_used_up_its_data_is_finished(runner):
 
 def test_data_that_last_longer_than_the_run_change_nothing(runner, caplog):
     assert runner.run(ended(runner, epochs=4)).steps == 8
-    assert "planned" not in caplog.text
+    assert "fewer than run.batches" not in caplog.text
 
 
 def test_data_that_filters_end_sooner_are_told_when_they_do(runner, caplog):

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from plasmid.config.reuse import ReuseConfig
+from plasmid.config.loop import ReuseConfig
 from plasmid.errors import ConfigError
 from plasmid.testing.rewards import make_group
 from plasmid.types.shared_groups import LocalStore, share
 from plasmid_runtime.observe.sample_store import read_dropped, read_samples
-from plasmid_runtime.rollout.producers.producer import Taken
+from plasmid_runtime.rollout.producers.producer import ProducedGroups
 from plasmid_runtime.rollout.producers.reuse import ReuseProducer
 
 from tests.core.run.test_resume import curve, tokens
@@ -90,7 +90,7 @@ def test_a_replay_tells_old_groups_from_new_ones(runner):
 
 
 def test_what_takes_all_samples_for_the_present_policys_is_refused(runner):
-    with pytest.raises(ConfigError, match=r"reuse: groups of earlier batches were drawn by older policies"):
+    with pytest.raises(ConfigError, match=r"reuse: groups of earlier batches are off-policy"):
         runner.config({**SETTINGS, "algorithm": {"kind": "grpo", "old_policy": "trainer"}})
     with pytest.raises(ConfigError, match=r"reuse\.groups_per_batch"):
         runner.config({**SETTINGS, "reuse": {}})
@@ -106,7 +106,7 @@ class Source:
     async def take(self, count, *, version):
         ids = range(self.next, min(self.end, self.next + count))
         self.next = ids.stop
-        return Taken(groups=tuple(group(id_, version) for id_ in ids), dropped=())
+        return ProducedGroups(groups=tuple(group(id_, version) for id_ in ids), dropped=())
 
     def release(self, count, *, version):
         self.released.append(count)
@@ -114,8 +114,8 @@ class Source:
     def state(self):
         return {}
 
-    def finished(self):
-        return ()
+    async def snapshot(self):
+        return {}, ()
 
 
 def group(id_, version):
@@ -147,8 +147,9 @@ def test_a_full_pool_keeps_the_newest():
     reusing = ReuseProducer(Source(), ReuseConfig(groups_per_batch=1, capacity=3), seed=0)
     for version in range(3):
         take(reusing, version)
-    assert {group.id for group in reusing.finished()} < {2, 3, 4, 5}
-    assert len(reusing.finished()) == 3
+    _, finished = asyncio.run(reusing.snapshot())
+    assert {group.id for group in finished} < {2, 3, 4, 5}
+    assert len(finished) == 3
 
 
 def test_old_groups_never_make_a_batch_of_their_own():

@@ -50,13 +50,13 @@ class Heard:
         self.events.append((phase, batch))
 
     @hookimpl
-    def checkpoint_begun(self, step):
-        self.events.append(("begun", step))
+    def checkpoint_started(self, batch):
+        self.events.append(("begun", batch))
 
     @hookimpl
-    def checkpoint_saved(self, step, path, seconds):
+    def checkpoint_saved(self, batch, path, seconds):
         assert path.is_dir() and seconds >= 0.02
-        self.events.append(("saved", step))
+        self.events.append(("saved", batch))
 
 
 def test_batches_are_trained_while_a_checkpoint_is_written(runner):
@@ -101,7 +101,8 @@ def test_seconds_written_and_seconds_that_training_waited_are_metrics(runner):
     metrics = runner.metrics()
     assert "perf/save_s" not in metrics[1] and metrics[2]["perf/save_blocked_s"] >= 0
     written = [m["perf/save_s"] for m in metrics if "perf/save_s" in m]
-    assert len(written) == 3 and min(written) >= 0.02  # the last is complete after the last batch
+    # the last save ends after the last batch, and on a slow disk the one before as well
+    assert len(written) in (2, 3) and min(written) >= 0.02
 
 
 def test_ctrl_c_finishes_the_checkpoint_under_way_and_writes_the_last(runner):

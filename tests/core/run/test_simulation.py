@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.config.load import resolve
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid_runtime.checkpoint.folder import read_state
 from plasmid_runtime.checkpoint.run_folder import RunFolder
 from plasmid_runtime.checkpoint.saver import BUFFER
@@ -120,17 +120,19 @@ def test_a_run_that_is_broken_twice_loses_nothing(plain, bound, sync_every, how,
     simulate(plain, chances, run, -1, every, ("oldest-first", "drop"), [(how, 0.3), (how, 0.3)])
 
 
-@pytest.mark.parametrize("rollout_s", [1.0, pytest.param(10.0, marks=pytest.mark.long)])
-def test_no_group_is_lost_to_a_bound_of_one_if_the_trainer_waits(plain, rollout_s):
-    run = {"max_staleness": 1, "sync_every": 1, "prompts_per_batch": 3, "batches": 20, "over_sampling": 1.0}
-    chances = Chances(seed=1, dropped=0.3, rollout_s=rollout_s, train_s=1.0, save_s=0.5)
+@pytest.mark.parametrize("rollout_s", [3.0, pytest.param(10.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("bound", "sync_every"), [(1, 1), (2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.long)])
+def test_no_group_is_lost_to_the_bound_if_the_trainer_waits(plain, bound, sync_every, rollout_s):
+    run = {"max_staleness": bound, "sync_every": sync_every, "prompts_per_batch": 3, "batches": 12}
+    chances = Chances(seed=1, dropped=0.3, rollout_s=rollout_s, train_s=0.3, save_s=0.5)
+    run["over_sampling"] = 1.0
     assert "stale" in simulate(plain, chances, run, -1, 0, ("oldest-first", "drop"), [])
     assert "stale" not in simulate(plain, chances, run, -1, 0, ("oldest-first", "wait"), [])
 
 
 @pytest.mark.parametrize("kind", ["freshest-first", pytest.param("priority", marks=pytest.mark.long)])
 def test_prompts_are_sampled_again_in_place_of_being_dropped(plain, kind):
-    run = {"max_staleness": 1, "sync_every": 1, "prompts_per_batch": 3, "batches": 20, "over_sampling": 2.0}
+    run = {"max_staleness": 1, "sync_every": 1, "prompts_per_batch": 3, "batches": 8, "over_sampling": 2.0}
     chances = Chances(seed=1, dropped=0.0, rollout_s=1.0, train_s=1.0, save_s=0.5)
     assert "stale" in simulate(plain, chances, run, -1, 0, (kind, "drop"), [])
     assert "stale" not in simulate(plain, chances, run, -1, 0, (kind, "resample"), [])
@@ -168,15 +170,25 @@ def simulate(plain, chances, run, rows, every, buffer, breaks):
         if not finished:
             assert simulation.run()
         check(simulation, run, rows)
+        if buffer[1] != "resample":
+            check_first_tokens(simulation)
         reasons = {why for _, why in recorded(simulation)[1]}
-        waits = buffer == ("oldest-first", "wait") and run["over_sampling"] == run["max_staleness"] == 1
+        waits = buffer[1] == "wait" and run["over_sampling"] == 1
         if buffer[1] == "resample" or waits:
             assert "stale" not in reasons
         return reasons
 
 
 def policy(kind, when_stale):
-    return installed(load_plugins())["buffer"][kind](when_stale=when_stale)
+    return find_components(load_plugins())["buffer"][kind](when_stale=when_stale)
+
+
+def check_first_tokens(simulation):
+    """What rollouts had drawn before a resume was not drawn again."""
+    for path in simulation.folder.samples.glob("*.parquet"):
+        for group in read_samples(path):
+            expected = simulation.first_tokens.get(group.id, group.samples[0].rollout_logprobs[0])
+            assert group.samples[0].rollout_logprobs[0] == expected
 
 
 def check(simulation, run, rows):

@@ -12,7 +12,6 @@ from plasmid.types.kept_sets import KeptSet
 from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
-from plasmid_training.objective.metrics import alone
 from plasmid_training.objective.objective import advantage_inputs, loss_inputs
 
 ONE = Microbatching(unit="samples", size=1)
@@ -83,7 +82,7 @@ def test_every_rank_sees_its_own_tokens_and_the_table_of_all_samples(num_ranks):
     for sent in split(batch, num_ranks=num_ranks, microbatching=ONE, with_metadata=True):
         rank = pickle.loads(pickle.dumps(sent))
         rows = rank.fetch()
-        inputs = advantage_inputs(rank, rows, {}, all_reduce=alone)
+        inputs = advantage_inputs(rank, rows, {}, all_reduce=torch.clone)
         assert set(inputs.table.components) == {"format", "length"}
         assert inputs.token_ids.dtype == inputs.versions.dtype == torch.int64
         assert inputs.token_ids.shape == inputs.versions.shape == inputs.rollout_logprobs.shape
@@ -102,8 +101,8 @@ def test_every_rank_sees_its_own_tokens_and_the_table_of_all_samples(num_ranks):
 
 def test_metadata_is_only_sent_to_algorithms_that_need_it():
     (rank,) = split(make_batch(), num_ranks=1, microbatching=ONE)
-    inputs = advantage_inputs(rank, rank.fetch(), {}, all_reduce=alone)
-    with pytest.raises(ValueError, match=r"whose needs\(\) has Needs\(metadata=True\)"):
+    inputs = advantage_inputs(rank, rank.fetch(), {}, all_reduce=torch.clone)
+    with pytest.raises(ValueError, match=r"whose needs\(\) returns Needs\(metadata=True\)"):
         _ = inputs.metadata
 
 
@@ -125,7 +124,7 @@ def test_metadata_is_fetched_once_and_only_when_it_is_read():
         object.__setattr__(group, "whole", ref)
     (rank,) = split(batch, num_ranks=1, microbatching=ONE, with_metadata=True)
     rows = rank.fetch()
-    inputs = advantage_inputs(rank, rows, {}, all_reduce=alone)
+    inputs = advantage_inputs(rank, rows, {}, all_reduce=torch.clone)
     _, now = microbatch_inputs(rank, rows, [0])
     assert [ref.reads for ref in counted] == [0, 0, 0]
     assert inputs.metadata == now.metadata == tuple({"turns": 10 * g + i} for g in range(3) for i in range(3))
@@ -135,5 +134,5 @@ def test_metadata_is_fetched_once_and_only_when_it_is_read():
 def test_samples_without_restriction_have_no_kept_sets():
     (rank,) = split(make_batch(kept=False), num_ranks=1, microbatching=ONE)
     rows = rank.fetch()
-    assert advantage_inputs(rank, rows, {}, all_reduce=alone).kept is None
+    assert advantage_inputs(rank, rows, {}, all_reduce=torch.clone).kept is None
     assert microbatch_inputs(rank, rows, [0])[1].kept is None

@@ -8,14 +8,14 @@ import torch
 from plasmid import Algorithm, Needs, Role
 from plasmid.components.objective_inputs import TokenLoss
 from plasmid.errors import AlgorithmError
-from plasmid.plugins.registry import installed, load_plugins
+from plasmid.plugins.registry import find_components, load_plugins
 from plasmid_training.algorithms.grpo import GRPO
 from plasmid_training.algorithms.ppo import PPO
 from plasmid_training.testing import MetadataReadError, check_algorithm
 
 KINDS = {
     kind: cls
-    for kind, cls in installed(load_plugins())["algorithm"].items()
+    for kind, cls in find_components(load_plugins())["algorithm"].items()
     if cls.__module__.startswith(GRPO.__module__.rpartition(".")[0])
 }
 
@@ -78,7 +78,7 @@ def test_everything_that_an_algorithm_may_read_is_there():
 
 
 def test_examples_of_metadata_must_be_given_to_an_algorithm_that_reads_them():
-    with pytest.raises(MetadataReadError, match=r"^check_algorithm\(..., metadata=\[...\]\) takes examples of it$"):
+    with pytest.raises(MetadataReadError, match=r"^pass examples with check_algorithm\(..., metadata=\[...\]\)$"):
         check_algorithm(Everything(), components=["number"], restricted=True)
 
 
@@ -207,45 +207,45 @@ class BadValueLoss(PPO):
 
 
 MISTAKES = [
-    (NoTensor, "advantages", "advantages must be a tensor of one per loss token (20), got a float"),
-    (NoAdvantages, "advantages", "advantages must be a tensor of one per loss token (20), got None"),
-    (AdvantagesOfSamples, "advantages", "advantages must be one per loss token (20), got shape (8,)"),
-    (IntegerAdvantages, "advantages", "advantages must be of a floating type, got torch.int64"),
+    (NoTensor, "advantages", "advantages must be a tensor with one value per loss token (20), got a float"),
+    (NoAdvantages, "advantages", "advantages must be a tensor with one value per loss token (20), got None"),
+    (AdvantagesOfSamples, "advantages", "advantages must have one value per loss token (20), got shape (8,)"),
+    (IntegerAdvantages, "advantages", "advantages must have a floating-point dtype, got torch.int64"),
     (DividesByZero, "advantages", "advantages must be finite, got {inf} for token 0 of 20"),
-    (WhitensEachRank, "advantages", "advantages must not depend on how samples are dealt out to ranks; {sum}"),
+    (WhitensEachRank, "advantages", "advantages must not depend on how samples are assigned to ranks; {sum}"),
     (
         SkipsACollective,
         "advantages",
-        "every rank must call inputs.all_reduce equally often, also one that holds no tokens",
+        "all ranks must call inputs.all_reduce equally often, including ranks without tokens",
     ),
     (NoTokenLoss, "loss", "loss must return a TokenLoss, got a Tensor"),
-    (ReducedLoss, "loss", "the loss must be one per token (20), got shape ()"),
-    (NumberAsMetric, "loss", "metric 'mean' must be a tensor of one per token (20), got a float"),
-    (ReducedMetric, "loss", "metric 'mean' must be a tensor of one per token (20), got shape ()"),
+    (ReducedLoss, "loss", "the loss must have one value per token (20), got shape ()"),
+    (NumberAsMetric, "loss", "metric 'mean' must be a tensor with one value per token (20), got a float"),
+    (ReducedMetric, "loss", "metric 'mean' must be a tensor with one value per token (20), got shape ()"),
     (MetricWithoutNumber, "loss", "metric 'log' must be finite, got nan for token 0 of 20"),
-    (DetachedLoss, "loss", "the loss of 20 tokens must be computed from inputs.logprobs, so that it has a gradient"),
+    (DetachedLoss, "loss", "the loss of 20 tokens must depend on inputs.logprobs, to have a gradient"),
     (
         EmptyLossWithoutGradient,
         "loss",
-        "the loss of a microbatch without tokens must be computed from inputs.logprobs, so that it has a gradient",
+        "the loss of a microbatch without tokens must depend on inputs.logprobs, to have a gradient",
     ),
     (
         SecretEntropyBonus,
         "loss",
-        "the loss has a gradient through inputs.entropy, and weights_need_entropy() is False; return True",
+        "the loss has a gradient through inputs.entropy, so weights_need_entropy() must return True",
     ),
     (NormalizesMicrobatches, "loss", "loss must not depend on how samples are split into microbatches, {whole}"),
-    (BadReturns, "returns", "returns must be one per loss token (20), got shape (19,)"),
+    (BadReturns, "returns", "returns must have one value per loss token (20), got shape (19,)"),
     (
         BadValueLoss,
         "value_loss",
-        "the loss of 20 tokens must be computed from inputs.values, so that it has a gradient",
+        "the loss of 20 tokens must depend on inputs.values, to have a gradient",
     ),
 ]
 OPEN = {
     "{inf}": "",
-    "{sum}": "sum over ranks with inputs.all_reduce: of one token ",
-    "{whole}": "which hold whole samples: of one token ",
+    "{sum}": "sum over ranks with inputs.all_reduce: the value of a token changed from ",
+    "{whole}": "which hold whole samples: the value of a token changed from ",
 }
 """What lines go on with up to numbers."""
 
@@ -272,7 +272,7 @@ RAISED = [
     (
         UndeclaredMetadata,
         "advantages",
-        "ValueError: metadata of samples is only sent to algorithms whose needs() has Needs(metadata=True)",
+        "ValueError: sample metadata is only sent to algorithms whose needs() returns Needs(metadata=True)",
     ),
     (WithoutEmptyRanks, "advantages", "RuntimeError: max(): Expected reduction dim to be specified"),
     (IndexError_, "loss", "IndexError: index"),

@@ -63,7 +63,7 @@ def test_samples_without_loss_tokens_are_read_but_not_predicted():
 def test_a_loss_on_the_first_token_is_refused_with_the_sample():
     rows = rows_of(random_batch([[1, 1]], silent=0.0))
     rows.loss_mask[rows.offsets[1]] = True
-    with pytest.raises(ValueError, match="sample 0/1: nothing predicts the first token; mask it out"):
+    with pytest.raises(ValueError, match="sample 0/1: the first token is in the loss mask; mask it out"):
         collate(rows, (0, 1), table_index=(0, 1))
 
 

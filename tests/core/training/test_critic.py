@@ -15,7 +15,6 @@ from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
 from plasmid_training.objective.critic import compute_returns, explained_variance, value_microbatch_loss
-from plasmid_training.objective.metrics import alone
 from plasmid_training.objective.objective import step_weights
 
 SHAPE = [[1, 2], [1, 1, 1], [1]]
@@ -48,7 +47,7 @@ def test_explained_variance_is_numpys_and_the_same_over_parts():
     returns = draw.normal(1e4, 1.0, 50).astype(np.float32)  # E[x^2] - E[x]^2 in fp32 would be lost here
     values = (returns + draw.normal(0, 0.5, 50)).astype(np.float32)
     expected = 1 - (returns - values).astype(np.float64).var() / returns.astype(np.float64).var()
-    whole = explained_variance(torch.from_numpy(values), torch.from_numpy(returns), alone)
+    whole = explained_variance(torch.from_numpy(values), torch.from_numpy(returns), torch.clone)
     assert whole == pytest.approx(expected, rel=1e-6)
     parts = [(torch.from_numpy(values[a:b]), torch.from_numpy(returns[a:b])) for a, b in ((0, 7), (7, 7), (7, 50))]
     results = together(parts, lambda part, all_reduce: explained_variance(*part, all_reduce))
@@ -57,13 +56,13 @@ def test_explained_variance_is_numpys_and_the_same_over_parts():
 
 def test_a_critic_that_knows_the_returns_explains_all_and_their_mean_nothing():
     returns = torch.tensor([1.0, 2.0, 6.0])
-    assert explained_variance(returns.clone(), returns, alone) == 1
-    assert explained_variance(torch.full((3,), 3.0), returns, alone) == pytest.approx(0)
+    assert explained_variance(returns.clone(), returns, torch.clone) == 1
+    assert explained_variance(torch.full((3,), 3.0), returns, torch.clone) == pytest.approx(0)
 
 
 @pytest.mark.parametrize("returns", [[], [2.0], [2.0, 2.0]])
 def test_returns_that_do_not_vary_leave_nothing_to_explain(returns):
-    assert explained_variance(torch.zeros(len(returns)), torch.tensor(returns), alone) is None
+    assert explained_variance(torch.zeros(len(returns)), torch.tensor(returns), torch.clone) is None
 
 
 def pieces(*, num_ranks=1, size=100_000):
@@ -81,7 +80,7 @@ def value_loss(algorithm, ranks, values):
     for rank in ranks:
         rows = rank.fetch()
         old = torch.cat([torch.zeros(0), *(values[id_] for id_ in rows.sample_ids)])
-        returns = compute_returns(algorithm, rank, rows, {Role.CRITIC: old}, all_reduce=alone)
+        returns = compute_returns(algorithm, rank, rows, {Role.CRITIC: old}, all_reduce=torch.clone)
         by_sample |= dict(zip(rows.sample_ids, returns.split(rows.lengths().tolist()), strict=True))
         weights = step_weights(algorithm, rank, 0)
         for indices in rank.steps[0].microbatches:
@@ -136,10 +135,10 @@ def test_results_of_the_wrong_shape_are_refused():
     ranks, values = pieces()
     rank, rows = ranks[0], ranks[0].fetch()
     old = torch.cat([values[id_] for id_ in rows.sample_ids])
-    with pytest.raises(ValueError, match="returns must be one per loss token"):
-        compute_returns(WrongShapes(), rank, rows, {Role.CRITIC: old}, all_reduce=alone)
+    with pytest.raises(ValueError, match="returns must have one value per loss token"):
+        compute_returns(WrongShapes(), rank, rows, {Role.CRITIC: old}, all_reduce=torch.clone)
     microbatch = collate(rows, range(rows.num_samples), table_index=rank.samples)
-    with pytest.raises(ValueError, match="the value loss must be one per token"):
+    with pytest.raises(ValueError, match="the value loss must have one value per token"):
         value_microbatch_loss(
             WrongShapes(),
             microbatch,

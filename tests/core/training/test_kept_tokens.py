@@ -153,6 +153,6 @@ def test_a_microbatch_carries_the_sets_and_log_probabilities_within_them():
 
 @pytest.mark.parametrize("lost", [[1, 2], [8, 8]])
 def test_a_token_that_is_not_once_in_its_own_set_is_refused(lost):
-    message = "sample b: token 3 is not once in the set that it was drawn from"
+    message = "sample b: token 3 must occur once in its kept set"
     with pytest.raises(ValueError, match=message):
         collate(rows(kept=kept_of([1, 7], lost, [9])), (0, 1), table_index=(0, 1))

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from plasmid_training.head.linear_head import CPU_BYTES, TILE, LinearHead
+from plasmid_training.estimates.activations import CPU_BYTES, TILE
+from plasmid_training.head.linear_head import LinearHead
 
 
 def head(positions, vocab):

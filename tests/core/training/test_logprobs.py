@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plasmid_training.head.logprobs import logits_logprobs, token_logprobs
+from plasmid_training.head.logprobs import TokenScores, token_logprobs
 
 POSITIONS, HIDDEN, VOCAB = 13, 6, 17
 
@@ -21,6 +21,17 @@ def plainly(hidden, weight, bias, targets, temperatures):
     rows = [torch.log_softmax(row, 0) for row in logits]
     logprobs = torch.stack([row[target] for row, target in zip(rows, targets, strict=True)])
     return logprobs, torch.stack([-(row.exp() * row).sum() for row in rows])
+
+
+def logits_logprobs(logits, targets, temperatures, *, with_entropy=True, entropy_grad=False):
+    """The same from logits [P, V] by torch's log_softmax."""
+    logprobs = (logits / temperatures[:, None].to(logits.dtype)).log_softmax(-1)
+    chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+    if not with_entropy:
+        return TokenScores(chosen, None)
+    source = logprobs if entropy_grad else logprobs.detach()
+    finite = source.clamp(min=torch.finfo(source.dtype).min)  # where a logit is -inf, 0 * -inf would be NaN
+    return TokenScores(chosen, -(source.exp() * finite).sum(-1))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 5, 13, 100])

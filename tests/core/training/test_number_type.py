@@ -7,7 +7,7 @@ from plasmid.components import BuildContext
 from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
 from plasmid_runtime.cluster.local import LocalCluster
-from plasmid_training.number_type import config_of_ranks
+from plasmid_training.ranked_trainer import config_of_ranks
 
 
 def context(tmp_path, model, *, gpu=None, trainer=None, rollout=None):
@@ -47,4 +47,4 @@ def test_two_types_are_told_of(tmp_path, tiny_model, caplog):
         found = config_of_ranks(context(tmp_path, tiny_model, trainer="float32", rollout="bfloat16"))
     assert found["trainer"]["dtype"] == "float32"
     (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith("trainer.dtype is float32 and the engine's is bfloat16: steps that are smaller")
+    assert line.startswith("trainer.dtype is float32, but the engine's dtype is bfloat16: small updates")

@@ -17,7 +17,7 @@ from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
 from plasmid_training.head.logprobs import token_logprobs
-from plasmid_training.objective.metrics import StepMetrics, alone
+from plasmid_training.objective.metrics import StepMetrics
 from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
 from torch import nn
 
@@ -73,7 +73,7 @@ def gradient(algorithm, batch, models, *, num_ranks=1, microbatching=WHOLE, step
         scores = {Role.REFERENCE: score(ref, rows, rank)} if algorithm.needs().reference else {}
         if Role.POLICY in algorithm.roles(steps=batch.steps):
             scores[Role.POLICY] = score(old, rows, rank)
-        advantages = compute_advantages(algorithm, rank, rows, scores, all_reduce=alone)
+        advantages = compute_advantages(algorithm, rank, rows, scores, all_reduce=torch.clone)
         weights = step_weights(algorithm, rank, step)
         for microbatch in rank.steps[step].microbatches:
             m = collate(rows, microbatch, table_index=rank.samples)
@@ -83,7 +83,7 @@ def gradient(algorithm, batch, models, *, num_ranks=1, microbatching=WHOLE, step
             part.loss.backward()
             metrics.add(loss=part.loss, values=part.values, maxima=part.maxima, num_tokens=part.num_tokens)
     flat = torch.cat([p.grad.flatten() for p in policy.parameters()])
-    return metrics.reduce(alone, rank=0, num_ranks=1), flat
+    return metrics.reduce(torch.clone, rank=0, num_ranks=1), flat
 
 
 def three_models(dtype):
@@ -245,7 +245,7 @@ def test_an_idle_rank_takes_part_with_a_gradient_of_zero():
     batch = random_batch([[1]], silent=0.0)
     rank = split(batch, num_ranks=2, microbatching=ONE)[1]
     rows, algorithm, model = rank.fetch(), GRPO(entropy_coef=0.1), Causal(torch.float64)
-    advantages = compute_advantages(algorithm, rank, rows, {}, all_reduce=alone)
+    advantages = compute_advantages(algorithm, rank, rows, {}, all_reduce=torch.clone)
     m = collate(rows, rank.steps[0].microbatches[0], table_index=rank.samples)
     now = forward(model, m, entropy_grad=True)
     inputs = loss_inputs(rank, m, now.logprobs, now.entropy, scores={}, advantages=advantages)
@@ -284,9 +284,9 @@ def test_an_algorithm_that_returns_another_shape_is_told_so():
     rows = rank.fetch()
     tokens = int(rows.loss_mask.sum())
     assert tokens > 1
-    with pytest.raises(ValueError, match=rf"advantages must be one per loss token \({tokens}\), got shape"):
-        compute_advantages(WrongShapes(), rank, rows, {}, all_reduce=alone)
+    with pytest.raises(ValueError, match=rf"advantages must have one value per loss token \({tokens}\), got shape"):
+        compute_advantages(WrongShapes(), rank, rows, {}, all_reduce=torch.clone)
     m = collate(rows, range(rows.num_samples), table_index=rank.samples)
     inputs = loss_inputs(rank, m, m.rollout_logprobs, None, scores={}, advantages=torch.zeros(len(rows.token_ids)))
-    with pytest.raises(ValueError, match=r"the loss must be one per token \(\d+\), got shape \(\)"):
+    with pytest.raises(ValueError, match=r"the loss must have one value per token \(\d+\), got shape \(\)"):
         microbatch_loss(WrongShapes(), inputs, torch.ones(tokens))

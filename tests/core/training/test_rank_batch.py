@@ -75,5 +75,5 @@ def test_rows_that_are_not_those_of_the_table_are_refused():
     rank = split(batch, num_ranks=1, microbatching=BY_TOKENS)[0]
     swapped = tuple(dataclasses.replace(part, rows=batch.groups[1].rows) for part in rank.parts)
     assert wrong.num_samples == 0
-    with pytest.raises(ValueError, match="the rows fetched are not those of the table"):
+    with pytest.raises(ValueError, match="the fetched rows are not those of the table"):
         dataclasses.replace(rank, parts=swapped).fetch()

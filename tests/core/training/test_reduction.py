@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.testing.batches import random_batch
-from plasmid_training.batches.schedule import deal_to_steps
-from plasmid_training.objective.reduction import sample_weights
+from plasmid_training.batches.schedule import split_into_steps
+from plasmid_training.objective.objective import sample_weights
 
 shapes = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=4)
 
@@ -39,7 +39,7 @@ def test_weights_give_the_reduction_that_the_definition_gives(shape, seed, reduc
     length = 7 if reduction == "constant" else None
     random = np.random.default_rng(seed)
     losses = [random.normal(size=int(n)).tolist() for n in table.loss_tokens]
-    for samples in deal_to_steps(table, steps):
+    for samples in split_into_steps(table, steps):
         weights = sample_weights(table, samples, reduction, constant_length=length)
         got = sum(weights[i] * sum(losses[i]) for i in range(table.num_samples))
         assert got == pytest.approx(reduced_by_hand(table, samples, losses, reduction, length), abs=1e-12)
@@ -69,5 +69,5 @@ def test_a_step_without_loss_tokens_has_finite_weights(reduction):
 @pytest.mark.parametrize(("reduction", "length"), [("constant", None), ("per-token", 5)])
 def test_a_constant_length_goes_with_the_constant_reduction_only(reduction, length):
     table = random_batch([[1]]).table()
-    with pytest.raises(ValueError, match="constant_length belongs to reduction 'constant'"):
+    with pytest.raises(ValueError, match="constant_length requires reduction = 'constant'"):
         sample_weights(table, (0,), reduction, constant_length=length)

@@ -55,7 +55,7 @@ def test_memory_of_the_rendezvous_is_the_users_alone():
     ],
 )
 def test_a_rendezvous_that_no_process_of_the_run_would_name_is_refused(url, host):
-    with pytest.raises(ValueError, match="is no rendezvous of this run"):
+    with pytest.raises(ValueError, match="is not a rendezvous of this run"):
         connect(url, host)
 
 

@@ -1,25 +1,26 @@
 """Declares two operators before torchvision is imported: its wheel of the package index has them for CUDA only.
 
 SGLang imports torchvision, which gives the operators a meta implementation when it is imported, and fails without.
-Costs nothing until somebody imports torchvision.
+Costs nothing until somebody imports torchvision: every start of Python imports this file, so that it imports nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 OPERATORS = ("nms", "qnms")
 _kept: list[Any] = []
 """Operators are gone with the library object that declared them."""
 
 
-class Declarer(MetaPathFinder):
+class Declarer:
     """Has the operators declared just before torchvision is really imported; to ask for it costs nothing."""
 
     def find_spec(
@@ -27,6 +28,8 @@ class Declarer(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torchvision":
             return None
+        import importlib.util
+
         sys.meta_path.remove(self)
         try:
             spec = importlib.util.find_spec(fullname)

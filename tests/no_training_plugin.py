@@ -3,7 +3,7 @@
 from typing import Literal
 
 from plasmid import Reward, hookimpl
-from plasmid.components import TrainerConfig
+from plasmid.components import AdapterSpec, TrainerConfig
 
 
 class NoTrainer(TrainerConfig):
@@ -11,6 +11,13 @@ class NoTrainer(TrainerConfig):
 
     async def build(self, context):
         raise AssertionError("these tests train nothing")
+
+
+class AdapterTrainer(NoTrainer):
+    kind: Literal["adapter-trainer"] = "adapter-trainer"
+
+    def adapter(self):
+        return AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
 
 
 class NoReward(Reward):
@@ -22,4 +29,4 @@ class NoReward(Reward):
 
 @hookimpl
 def register_components():
-    return [NoTrainer, NoReward]
+    return [NoTrainer, AdapterTrainer, NoReward]

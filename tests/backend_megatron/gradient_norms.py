@@ -1,0 +1,118 @@
+"""Gradient norms of both trainers in bfloat16 beside float32: python tests/backend_megatron/gradient_norms.py
+
+The weights are the same numbers of bfloat16 everywhere. One step of SGD is taken on each batch, so the difference of
+the weights before and after is the gradient, tensor by tensor.
+"""
+
+import argparse
+import asyncio
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp")]
+
+import torch  # noqa: E402
+from fsdp_processes import Processes  # noqa: E402
+from megatron_cases import ADAM, FSDP_ADAM, SGD, Ranks, fit, make_batch, weights_of  # noqa: E402
+from plasmid_models.testing import make_tiny_model  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+LR = 1e3
+FSDP_SGD = {"optimizer": "sgd", "momentum": 0.0}
+TRAINERS = {
+    "fsdp, float32": ("fsdp", {**FSDP_SGD, "dtype": "float32"}),
+    "megatron, float32": ("megatron", {**SGD, "dtype": "float32"}),
+    "fsdp, bfloat16": ("fsdp", {**FSDP_SGD, "dtype": "bfloat16"}),
+    "fsdp, bfloat16, sdpa": ("fsdp", {**FSDP_SGD, "dtype": "bfloat16", "attention": "sdpa"}),
+    "fsdp, bfloat16, eager": ("fsdp", {**FSDP_SGD, "dtype": "bfloat16", "attention": "eager"}),
+    "megatron, bfloat16": ("megatron", {**SGD, "dtype": "bfloat16"}),
+}
+
+
+def make_model(folder, args):
+    make_tiny_model(
+        folder,
+        family="qwen3",
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        initializer_range=args.init,
+        tied=args.tied,
+    )
+    file = folder / "model.safetensors"
+    weights = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return weights
+
+
+async def gradients(ranks, folder, before, batch, kind, trainer):
+    """The norm that the trainer reports, and the gradient of every tensor, by name."""
+    options = {"kind": kind, "trainer": {"lr": LR, **trainer}}
+    built, config = await ranks.start(**options)
+    ((report,), after) = (await fit(built, config, batch), await weights_of(built, folder))
+    found = {name: (before[name].double() - torch.as_tensor(after[name]).double()) / LR for name in before}
+    return report["train/grad_norm"], found
+
+
+async def main(args):
+    processes = Processes(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        before = make_model(folder / "model", args)
+        ranks = Ranks(processes, folder / "model", folder)
+        print("| batch | trainer | reported norm | beside float32 | error of the gradient, of its norm |")
+        print("|---|---|---|---|---|")
+        for seed in range(args.batches):
+            batch, exact = make_batch(seed=seed, longest=args.longest), None
+            for index, (label, (kind, trainer)) in enumerate(TRAINERS.items()):
+                out = folder / f"out-{seed}-{index}"
+                norm, found = await gradients(ranks, out, before, batch, kind, trainer)
+                exact = exact or (norm, found)
+                error = math.sqrt(sum(float((found[n] - exact[1][n]).square().sum()) for n in found)) / exact[0]
+                print(f"| {seed} | {label} | {norm:.6f} | {norm / exact[0] - 1:+.2%} | {error:.2%} |", flush=True)
+                if args.tensors and "bfloat16" in label:
+                    show_tensors(found, exact[1])
+        await ranks.close()
+    processes.shutdown()
+
+
+async def curves(args):
+    """Norms of consecutive steps of AdamW, as in `tests/gpu/test_megatron.py`."""
+    processes = Processes(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", args)
+        ranks = Ranks(processes, folder / "model", folder)
+        batches = [make_batch(seed=i, index=i, longest=args.longest) for i in range(args.batches)]
+        for label, (kind, trainer) in TRAINERS.items():
+            if label in ("fsdp, float32", "fsdp, bfloat16", "megatron, bfloat16"):
+                adam = FSDP_ADAM if kind == "fsdp" else ADAM
+                built, config = await ranks.start(kind=kind, trainer={**adam, "dtype": trainer["dtype"], "lr": args.lr})
+                reports = await fit(built, config, *batches)
+                print(f"{label}: " + "  ".join(f"{report['train/grad_norm']:.4f}" for report in reports), flush=True)
+        await ranks.close()
+    processes.shutdown()
+
+
+def show_tensors(found, exact):
+    """The tensors whose gradients have the wrong norm, the worst first."""
+    ratios = {n: float(found[n].norm() / exact[n].norm()) - 1 for n in found if float(exact[n].norm()) > 0}
+    for n in sorted(ratios, key=lambda n: -abs(ratios[n]) * float(exact[n].norm()))[:6]:
+        print(f"    {n}: {ratios[n]:+.2%} of {float(exact[n].norm()):.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--init", type=float, default=0.02)
+    parser.add_argument("--longest", type=int, default=48)
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--tensors", action="store_true", help="show the tensors that differ most")
+    parser.add_argument("--steps-of-adam", dest="curve", action="store_true", help="consecutive steps of AdamW")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of AdamW")
+    args = parser.parse_args()
+    asyncio.run(curves(args) if args.curve else main(args))

@@ -1,0 +1,48 @@
+"""What `rl train --dry-run` prints of the configuration."""
+
+import tomllib
+
+import pytest
+from plasmid import load_config
+from plasmid.config.load import resolve
+from plasmid_cli.display.dry_run import to_toml
+
+RECIPE = """
+model.path = "model"
+trainer.kind = "fsdp"
+rollout.kind = "hf"
+algorithm.kind = "grpo"
+rewards = [{ kind = "number" }]
+data.path = "rows.jsonl"
+sampling.temperature = 1.0
+algorithm.kl_coef = 0.1
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return load_config(tmp_path / "recipe.toml", ["rollout.max_batch=64"])
+
+
+def lines_of(text, table):
+    """Lines of a table above and below the comment."""
+    found = text.partition(f"\n[{table}]\n")[2].partition("\n\n")[0]
+    above, comment, below = found.partition("# defaults:\n")
+    assert comment
+    return above.splitlines(), below.splitlines()
+
+
+def test_what_was_set_stands_before_what_has_its_default(config):
+    text = to_toml(config)
+    assert lines_of(text, "rollout")[0] == ['kind = "hf"', "max_batch = 64"], "also where it is set to its default"
+    assert lines_of(text, "sampling")[0] == ["temperature = 1.0"]
+    above, below = lines_of(text, "model")
+    assert above == ['path = "model"'] and 'tokenizer = "auto"' in below
+    assert lines_of(text, "placement")[0] == []
+    assert text.index("\n[sampling]\n") < text.index("\n[placement]\n"), "tables without a setting come last"
+    assert text.index("\n[trainer]\n") < text.index("\n[checkpoint]\n")
+
+
+def test_it_is_a_recipe_that_resolves_to_the_same(config):
+    assert resolve(tomllib.loads(to_toml(config))).model_dump(mode="json") == config.model_dump(mode="json")

@@ -1,0 +1,37 @@
+"""Ctrl-C before a run starts."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+from plasmid_cli.interrupts import INTERRUPTED, exit_on_interrupt
+
+CODE = """
+import os, signal
+from plasmid_cli.interrupts import exit_on_interrupt
+with exit_on_interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_shows_the_cursor_again():
+    ours, theirs = pty.openpty()
+    try:
+        ended = subprocess.run([sys.executable, "-c", CODE], stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+        assert ended.returncode == INTERRUPTED and ended.stderr == b"interrupted\n"
+        os.set_blocking(ours, False)
+        assert os.read(ours, 100).startswith(b"\x1b[?25h")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_handler_that_python_did_not_set_stays(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    called = []
+    monkeypatch.setattr(signal, "signal", lambda *given: called.append(given))
+    with exit_on_interrupt():
+        pass
+    assert not called

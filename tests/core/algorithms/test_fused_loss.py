@@ -1,0 +1,97 @@
+"""Loss and gradient in one pass over the logits: the same as from log-probabilities, and only where that is right."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from algorithm_cases import advantage_inputs, loss_inputs, make_case, weights_of
+from plasmid.errors import AlgorithmError
+from plasmid_training.algorithms.grpo import GRPO
+from plasmid_training.algorithms.parts.correction import Correction
+from plasmid_training.algorithms.ppo import PPO
+from plasmid_training.algorithms.sft import SFT
+from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.head.token_loss import linear_token_loss
+from plasmid_training.objective.objective import fused_loss, microbatch_loss
+from plasmid_training.testing import check_algorithm
+from test_family import ALGORITHMS
+
+WHOLE_SAMPLES = ("gspo", "opsm", "sequence", "geometric", "veto")
+TOKENWISE = [name for name in ALGORITHMS if not any(part in name for part in WHOLE_SAMPLES)]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_say_whether_tokens_stand_alone(name):
+    assert ALGORITHMS[name][0].is_tokenwise() == (name in TOKENWISE)
+
+
+def head_case(algorithm, dtype):
+    """A head, and the algorithm's inputs, of which the log-probabilities before are near those now."""
+    case, draw = make_case([[2, 3], [4], [1, 5, 2]], 3), torch.Generator().manual_seed(0)
+    count = len(case.tokens)
+    hidden, weight = (torch.randn(rows, 16, generator=draw, dtype=torch.float64).to(dtype) for rows in (count, 30))
+    targets = torch.randint(30, (count,), generator=draw)
+    arguments = (hidden.requires_grad_(), weight.requires_grad_(), targets, torch.full((count,), 0.8, dtype=dtype))
+    now = token_logprobs(*arguments).logprobs.detach()
+    near = {n: now + 0.3 * torch.randn(count, generator=draw).to(now) for n in ("old_logprobs", "rollout_logprobs")}
+    near["ref_logprobs"] = now + 0.5 * torch.randn(count, generator=draw).to(now)
+    inputs = loss_inputs(case, algorithm.advantages(advantage_inputs(case)).to(now))
+    inputs = replace(inputs, **near, teacher_logprobs=inputs.teacher_logprobs.to(now))
+    return SimpleNamespace(arguments=arguments, inputs=inputs, weights=weights_of(case, algorithm))
+
+
+@pytest.mark.parametrize("with_old", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", [*TOKENWISE, "sft"])
+def test_the_fused_loss_and_its_gradient_are_the_plain_ones(name, dtype, with_old):
+    algorithm = SFT() if name == "sft" else ALGORITHMS[name][0]
+    head = head_case(algorithm, dtype)
+    inputs = head.inputs if with_old else replace(head.inputs, old_logprobs=None)
+    options = {"with_entropy": True, "entropy_grad": algorithm.weights_need_entropy(), "chunk_size": 4}
+    scores = token_logprobs(*head.arguments, **options)
+    plain = microbatch_loss(
+        algorithm, replace(inputs, logprobs=scores.logprobs, entropy=scores.entropy), head.weights
+    ).loss
+    expected = torch.autograd.grad(plain, head.arguments[:2])
+    fused = linear_token_loss(*head.arguments, fused_loss(algorithm, inputs, head.weights), **options)
+    gradients = torch.autograd.grad(fused.loss, head.arguments[:2])
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(fused.loss, plain, rtol=limit, atol=limit)
+    torch.testing.assert_close(fused.scores.logprobs, scores.logprobs, rtol=0, atol=limit)
+    for got, want in zip(gradients, expected, strict=True):
+        assert want.abs().max() > 1e-4
+        torch.testing.assert_close(got, want, rtol=limit, atol=limit)
+
+
+class OwnLoss(GRPO):
+    """Changes the loss of a marked algorithm."""
+
+    def policy_loss(self, inputs, old_logprobs):
+        plain = super().policy_loss(inputs, old_logprobs)
+        mean = inputs.per_sample_sum(plain.loss)[inputs.sample_index]
+        return replace(plain, loss=mean)
+
+
+class OwnDemonstrations(SFT):
+    def loss(self, inputs):
+        return super().loss(inputs)
+
+
+class Wrong(OwnLoss):
+    """Says that it is tokenwise, and is not."""
+
+    def is_tokenwise(self):
+        return True
+
+
+def test_a_loss_that_was_changed_is_not_taken_for_tokenwise():
+    assert not OwnLoss().is_tokenwise() and not OwnDemonstrations().is_tokenwise()
+    assert PPO(old_policy="decoupled", correction=Correction(mode="truncate")).is_tokenwise()
+
+
+def test_the_check_of_algorithms_finds_one_that_is_not_tokenwise():
+    check_algorithm(OwnLoss())
+    with pytest.raises(AlgorithmError, match=r"is_tokenwise\(\) must return False: the loss of token \d+ is .* alone"):
+        check_algorithm(Wrong())

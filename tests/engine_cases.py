@@ -1,0 +1,56 @@
+"""Requests to engines on real servers, and what plain transformers makes of them."""
+
+import asyncio
+
+import numpy as np
+import torch
+from plasmid.types import GenerateRequest, SamplingParams
+from plasmid_models.sync import send_weights
+from transformers import AutoModelForCausalLM
+
+
+def make_request(index, *, tokens=(7, 8, 9), num=8, seed=None, **sampling):
+    """A short request."""
+    return GenerateRequest(
+        id=f"{index}/0#0",
+        session_id=f"{index}/0",
+        token_ids=np.asarray(tokens, np.int32),
+        sampling=SamplingParams(max_new_tokens=num, **sampling),
+        seed=index if seed is None else seed,
+        deadline_s=240.0,
+    )
+
+
+def plain_model(path):
+    """The model in transformers, in fp32."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
+@torch.no_grad()
+def plain_distributions(model, request, completion):
+    """[C, V] log-softmax of logits / temperature where each token was drawn, by one forward pass of transformers."""
+    ids = torch.tensor(np.concatenate([request.token_ids, completion.token_ids]), dtype=torch.long)[None]
+    logits = model(ids).logits[0, len(request.token_ids) - 1 : -1].float()
+    return (logits / request.sampling.scoring_temperature).log_softmax(-1).numpy()
+
+
+@torch.no_grad()
+def plain_logprobs(model, request, completion):
+    """[C] of the completion's tokens."""
+    return plain_distributions(model, request, completion)[range(len(completion.token_ids)), completion.token_ids]
+
+
+@torch.no_grad()
+def changed(model, *, by=0.01, seed=3):
+    """Every weight moved a little; returns the new weights under their names."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += by * torch.randn(parameter.shape, generator=generator)
+    return list(model.named_parameters())
+
+
+async def publish(engine, named_tensors, version, *, ranks=1):
+    """One weight sync; returns both receipts."""
+    plan = await engine.plan_sync()
+    sending = asyncio.to_thread(send_weights, named_tensors, plan=plan, version=version, rank=0)
+    return await asyncio.gather(sending, engine.receive(plan, version))

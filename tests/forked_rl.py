@@ -1,0 +1,127 @@
+"""`rl` in forks of a process that has imported its modules: starting it anew takes most of a second each time.
+
+For tests of what the command prints and refuses. Tests of its start, of signals and of processes of a run start `rl`.
+"""
+
+import atexit
+import functools
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MODULES = (
+    "transformers",
+    "plasmid_cli.commands.arguments",
+    "plasmid_cli.display.dry_run",
+    "plasmid_cli.display.scores",
+    "plasmid_cli.main",
+    "plasmid_cli.reports.view",
+    "plasmid_runtime.lifecycle.sample",
+    "plasmid_runtime.rollout.scored.rescoring",
+)
+MOST_BYTES = 1 << 18
+"""Of a request: arguments and environment."""
+
+
+class Forked:
+    """A running `rl`, used like `subprocess.Popen`."""
+
+    def __init__(self, server, pid):
+        self._server, self.pid, self.returncode = server, pid, None
+
+    def poll(self):
+        return self.wait(0)
+
+    def wait(self, timeout=None):
+        """Exit code; None if it has not ended by then."""
+        if self.returncode is None and select.select([self._server], [], [], timeout)[0]:
+            self.returncode = int(self._server.recv(MOST_BYTES))
+        return self.returncode
+
+
+@functools.cache
+def _server():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-m", "tests.forked_rl", str(theirs.fileno())]
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+
+    def end():
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def start_rl(*arguments, stdin=None, stdout, stderr, cwd=None, env=None):
+    """Start `rl` with these open files; one at a time."""
+    request = {"arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd()), "env": dict(env or os.environ)}
+    server = _server()
+    with open(os.devnull) as nothing:
+        files = [file.fileno() for file in (stdin or nothing, stdout, stderr)]
+        socket.send_fds(server, [json.dumps(request).encode()], files)
+    return Forked(server, int(server.recv(MOST_BYTES)))
+
+
+def run_rl(*arguments, timeout=120, **options):
+    """Run `rl` to its end, as `subprocess.run` does."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = start_rl(*arguments, stdout=out, stderr=err, **options)
+        if process.wait(timeout) is None:
+            os.kill(process.pid, 9)
+            process.wait()
+            raise subprocess.TimeoutExpired(arguments, timeout)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(arguments, process.returncode, out.read(), err.read())
+
+
+def serve(requests):
+    """Fork for each request; returns in the forks, and at the end of the tests."""
+    from plasmid.plugins.registry import load_plugins
+
+    for name in MODULES:
+        import_module(name)
+    load_plugins()
+    assert threading.active_count() == 1, "a fork has only the thread that forks"
+    while True:
+        data, files, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
+        if not data:
+            return False
+        if (child := os.fork()) == 0:
+            requests.close()
+            become(json.loads(data), files)
+            return True
+        for file in files:
+            os.close(file)
+        requests.send(str(child).encode())
+        requests.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+
+
+def become(request, files):
+    """Make this process what a shell would have started."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace")
+    command = Path(sys.executable).with_name("rl")
+    sys.argv, sys.path[0] = [str(command), *request["arguments"]], str(command.parent)
+
+
+if __name__ == "__main__" and serve(socket.socket(fileno=int(sys.argv[1]))):
+    from plasmid_cli.main import app
+
+    app()

@@ -1,0 +1,76 @@
+"""What a package index shows of every distribution, and that plasmid[all] asks for all of them."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = [ROOT, *sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))]
+PROJECTS = {
+    project["name"]: project
+    for project in (tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS)
+}
+
+
+def wanted(name: str, extras: set[str]) -> list[Requirement]:
+    """What a distribution of ours asks for with some extras."""
+    project = PROJECTS[name]
+    optional = project.get("optional-dependencies", {})
+    texts = [*project.get("dependencies", ()), *(text for extra in extras for text in optional[extra])]
+    return [Requirement(text) for text in texts]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_an_index_shows_what_it_is(folder):
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert 10 <= len(project["description"]) <= 120 and project["description"].endswith(".")
+    assert project["license"] == "Apache-2.0" and project["requires-python"] == ">=3.11"
+    assert len(project["keywords"]) >= 3
+    kinds = {classifier.partition(" :: ")[0] for classifier in project["classifiers"]}
+    assert kinds >= {"Development Status", "Intended Audience", "Programming Language", "Topic", "Typing"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_readme_needs_no_file_beside_it(folder):
+    """An index shows the page alone: relative links would lead nowhere."""
+    text = (folder / "README.md").read_text()
+    name = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]
+    assert text.startswith("# ")
+    if folder != ROOT:
+        assert name in text.splitlines()[0]
+        links = re.findall(r"\]\(([^)]+)\)", text)
+        assert all(link.startswith(("https://", "#")) for link in links)
+
+
+ALONE = {"plasmid-vllm"}
+"""vLLM pins another torch than SGLang, so no environment can have both."""
+LEFT_OUT = {"vllm", "mlflow", "trackio"}
+"""Of these `all` has none: the two trackers bring web servers of their own and what those pin."""
+
+
+def test_all_is_all():
+    found: dict[str, set[str]] = {}
+    todo = [("plasmid", {"all"})]
+    while todo:
+        name, extras = todo.pop()
+        if name in found and extras <= found[name]:
+            continue
+        found.setdefault(name, set()).update(extras)
+        todo += [(r.name, set(r.extras)) for r in wanted(name, extras) if r.name in PROJECTS]
+    assert found.keys() == PROJECTS.keys() - ALONE
+    lacking = {
+        name: extras
+        for name, project in PROJECTS.items()
+        if name in found and (extras := set(project.get("optional-dependencies", {})) - found[name] - LEFT_OUT)
+    }
+    assert lacking == {}
+
+
+def test_versions_of_ours_are_pinned_to_each_other():
+    for name, project in PROJECTS.items():
+        for requirement in wanted(name, set(project.get("optional-dependencies", {}))):
+            if requirement.name in PROJECTS and requirement.name != name:
+                assert str(requirement.specifier) in ("", f"=={PROJECTS[requirement.name]['version']}"), requirement

@@ -1,0 +1,36 @@
+"""What transformers builds of a model's folder: each call says whether the model's code may run."""
+
+import ast
+from pathlib import Path
+
+PACKAGES = Path(__file__).parents[2] / "packages"
+OWN = PACKAGES / "models/src/plasmid_models/testing.py"
+"""Builds models of configs of its own, and reads none."""
+
+
+def calls():
+    """Place, method and text of the function around it, of each call of transformers' Auto classes."""
+    for path in sorted({*PACKAGES.glob("*/src/**/*.py")} - {OWN}):
+        text = path.read_text()
+        for function in ast.walk(ast.parse(text)):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for call in ast.walk(function):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                    of = call.func.value
+                    if isinstance(of, ast.Name) and of.id.startswith("Auto") and call.func.attr.startswith("from_"):
+                        named = {keyword.arg for keyword in call.keywords}
+                        given = ast.get_source_segment(text, function if None in named else call)
+                        yield f"{path.relative_to(PACKAGES)}:{call.lineno}", call.func.attr, given
+
+
+def test_every_model_config_and_tokenizer_is_told_whether_code_may_run():
+    found = list(calls())
+    assert len(found) >= 6
+    assert [place for place, _, given in found if "trust_remote_code" not in given] == []
+
+
+def test_every_model_is_built_with_attention_that_its_config_cannot_choose():
+    built = [(place, given) for place, method, given in calls() if method == "from_config"]
+    assert len(built) >= 3
+    assert [place for place, given in built if "attn_implementation" not in given] == []

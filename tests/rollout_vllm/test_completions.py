@@ -1,0 +1,100 @@
+"""Requests in vLLM's terms, and completions from what it returns."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from plasmid.types import StopReason, VersionSpan
+from plasmid_vllm.completions import TIES, completion, encode_completion, request_body
+
+from tests.engine_cases import make_request
+
+
+def sampling_of(**settings):
+    return request_body(make_request(1, **settings), rid="1~0", max_new_tokens=5)["sampling"]
+
+
+def test_sampling_in_vllms_terms():
+    body = request_body(make_request(4, tokens=(7, 8)), rid="4~0", max_new_tokens=5)
+    assert (body["rid"], body["token_ids"]) == ("4~0", [7, 8])
+    assert body["sampling"] == {
+        "max_tokens": 5,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": 4,
+        "logprobs": 0,
+    }
+    found = sampling_of(temperature=0.5, top_k=3, top_p=0.9, stop=("x",), stop_token_ids=(4,))
+    assert (found["top_k"], found["top_p"], found["stop"], found["stop_token_ids"]) == (3, 0.9, ["x"], [4])
+
+
+def test_a_request_that_goes_on_draws_with_other_numbers_than_it_began_with():
+    request = make_request(1)
+    seeds = {
+        request_body(replace(request, num_generated=n), rid="1~0", max_new_tokens=5)["sampling"]["seed"]
+        for n in range(50)
+    }
+    assert len(seeds) == 50 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_likely_tokens_are_asked_for_where_sampling_leaves_some_out():
+    wants = replace(make_request(1, top_k=3), wants_kept_set=True)
+    assert request_body(wants, rid="1~0", max_new_tokens=5)["sampling"]["logprobs"] == 3 + TIES
+    greedy = replace(make_request(1, top_k=3, temperature=0.0), wants_kept_set=True)
+    assert request_body(greedy, rid="1~0", max_new_tokens=5)["sampling"]["logprobs"] == 0
+
+
+def output(reason="length"):
+    """As vLLM returns it: at each position the drawn token first, then the most likely ones, cut tokens at -inf."""
+    rows = [
+        [(5, np.log(0.3)), (4, np.log(0.4)), (5, np.log(0.3)), (9, -np.inf)],
+        [(2, np.log(0.6)), (2, np.log(0.6)), (8, -np.inf), (7, -np.inf)],
+    ]
+    ends = np.cumsum([len(row) for row in rows]).tolist()
+    logprobs = SimpleNamespace(
+        start_indices=[0, *ends[:-1]],
+        end_indices=ends,
+        token_ids=[token for row in rows for token, _ in row],
+        logprobs=[float(value) for row in rows for _, value in row],
+    )
+    spans = [SimpleNamespace(version="3", start=0, end=1), SimpleNamespace(version="4", start=1, end=2)]
+    return SimpleNamespace(token_ids=[5, 2], logprobs=logprobs, weight_versions=spans, finish_reason=reason)
+
+
+def test_tokens_log_probabilities_versions_and_what_was_left():
+    request = replace(make_request(1, top_k=3), wants_kept_set=True)
+    made = completion(request, 200, encode_completion(output(), with_sets=True))
+    assert made.token_ids.tolist() == [5, 2] and made.stop_reason is StopReason.LENGTH
+    np.testing.assert_allclose(np.exp(made.logprobs), [0.3, 0.6], rtol=1e-6)
+    assert made.versions == (VersionSpan(version=3, start=0, end=1), VersionSpan(version=4, start=1, end=2))
+    assert [part.tolist() for part in np.split(made.kept.token_ids, made.kept.offsets[1:-1])] == [[4, 5], [2]]
+    np.testing.assert_allclose(np.exp(made.kept.log_mass), [0.7, 0.6], rtol=1e-6)
+    plain = completion(make_request(1), 200, encode_completion(output("abort"), with_sets=False))
+    assert plain.kept is None and plain.stop_reason is StopReason.ABORT
+
+
+def test_a_request_that_was_aborted_before_its_first_token_is_empty():
+    nothing = SimpleNamespace(token_ids=[], logprobs=None, weight_versions=None, finish_reason="abort")
+    wants = replace(make_request(1, top_k=3), wants_kept_set=True)
+    for request in (make_request(1), wants):
+        made = completion(request, 200, encode_completion(nothing, with_sets=request.wants_kept_set))
+        assert len(made.token_ids) == 0 and made.versions == () and made.stop_reason is StopReason.ABORT
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "error"),
+    [
+        (
+            400,
+            {"error": "temperature must be in [0, 2]"},
+            "the server rejected the request: temperature must be in [0, 2]",
+        ),
+        (200, {"reason": "error"}, "the server aborted the request: error"),
+    ],
+)
+def test_what_vllm_refuses_is_a_completion_with_its_reason(status, answer, error):
+    failed = completion(make_request(1), status, answer)
+    assert failed.stop_reason is StopReason.ERROR and failed.error == error

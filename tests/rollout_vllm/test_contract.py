@@ -1,0 +1,34 @@
+"""A real vLLM server keeps what every engine promises."""
+
+import asyncio
+
+import pytest
+from plasmid_serving.testing.contract import Policy, check_engine
+
+from tests.engine_cases import plain_logprobs, plain_model
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def policy(wide_model):
+    model = plain_model(wide_model)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def logprobs(served, request, completion):
+        model.load_state_dict(served, strict=False)
+        return plain_logprobs(model, request, completion)
+
+    return Policy(weights=weights, logprobs=logprobs)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "in_place"])
+def test_the_engine_keeps_its_promises(shared, policy, mode):
+    async def test():
+        async with shared.engine(pause_mode=mode, read_back_every=1) as engine:
+            engine.supervisor.remove_from_service = lambda server, error: asyncio.sleep(0)  # the server is shared
+            await check_engine(
+                engine, token_ids=[7, 8, 9], policy=policy, gives_kept_sets=True, temperature=1.0, timeout_s=400
+            )
+
+    shared.run(test())

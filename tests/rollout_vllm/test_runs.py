@@ -1,0 +1,44 @@
+"""Whole runs: the real trainer, and a vLLM server in an environment of its own."""
+
+import pytest
+from vllm_cases import START_S
+
+from tests.end_to_end.conftest import Job
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
+
+
+@pytest.fixture
+def job(vllm_python, tmp_path, wide_model):
+    job = Job(tmp_path, wide_model)
+    plain = job.plain()
+    plain["rollout"] = {"kind": "vllm", "python": vllm_python, "server_args": {"kv_cache_memory_bytes": 64 << 20}}
+    plain["rollout"]["canary_tolerance"] = 1e-3
+    plain["trainer"]["lr"] = 2e-3
+    plain["placement"] = {"device": "cpu", "start_timeout_s": START_S}
+    plain["checkpoint"] = {"at_end": False, "export": False}
+    job.plain = lambda: plain
+    return job
+
+
+def test_a_run_learns_on_policy_and_verifies_every_version(job):
+    result = job.run({"run": {"batches": 20, "samples_per_prompt": 8}, "rollout": {"read_back_every": 1}})
+    (_, before), (_, after) = result.evaluations["held-out"]
+    assert before < 0.45 and after > 0.8
+    metrics = job.metrics()
+    assert max(m["sync/canary_difference"] for m in metrics) < 1e-4
+    assert max(m["train/logprob_diff_max"] for m in metrics) < 1e-4
+    assert all(m["engine/serving"] == 1 and m["engine/restarts"] == 0 for m in metrics)
+
+
+def test_a_run_learns_within_what_top_p_left_while_weights_change_in_place(job):
+    changes = {
+        "run": {"batches": 20, "samples_per_prompt": 8, "max_staleness": 1},
+        "sampling": {"top_p": 0.95, "top_k": 60},
+        "rollout": {"pause_mode": "in_place", "wire": "http"},
+        "algorithm": {"old_policy": "rollout"},
+    }
+    result = job.run(changes)
+    (_, before), (_, after) = result.evaluations["held-out"]
+    assert after > before + 0.3
+    assert any(m["rollout/staleness_max"] > 0 for m in job.metrics())

@@ -1,0 +1,54 @@
+"""What `plasmid_vllm` imports of vLLM, for tests in environments without it."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+
+class ClientError(Exception):
+    """`vllm.exceptions.VLLMError`."""
+
+
+class DeadError(ClientError):
+    """`vllm.v1.engine.exceptions.EngineDeadError`."""
+
+
+class Sampler(torch.nn.Module):
+    """Keeps the two most likely tokens and takes the first of them, as vLLM's sampler with top_k = 2."""
+
+    compute_logprobs = staticmethod(lambda logits: logits.log_softmax(-1))
+
+    def sample(self, logits, metadata, mode=None):
+        if metadata.all_greedy:
+            return logits.argmax(-1), self.compute_logprobs(logits)
+        logits = logits.div_(metadata.temperature[:, None])
+        cut = logits.masked_fill(logits < logits.topk(2).values[:, -1:], -torch.inf)
+        return cut.argmax(-1), self.compute_logprobs(cut)
+
+
+NAMES = {
+    "vllm": {"SamplingParams": SimpleNamespace, "__version__": "0.32.0"},
+    "vllm.exceptions": {"VLLMError": ClientError},
+    "vllm.inputs": {"tokens_input": lambda ids: {"prompt_token_ids": ids}},
+    "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2)},
+    "vllm.v1": {},
+    "vllm.v1.engine": {},
+    "vllm.v1.engine.async_llm": {"AsyncLLM": object},
+    "vllm.v1.engine.exceptions": {"EngineDeadError": DeadError},
+    "vllm.v1.metrics": {},
+    "vllm.v1.metrics.loggers": {"StatLoggerBase": object},
+    "vllm.v1.sample": {},
+    "vllm.v1.sample.metadata": {"SamplingMetadata": SimpleNamespace},
+    "vllm.v1.sample.sampler": {"Sampler": Sampler},
+}
+
+
+def install(monkeypatch):
+    """Let these names be imported during a test."""
+    for name, values in NAMES.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("server", "sampler"):
+        monkeypatch.delitem(sys.modules, f"plasmid_vllm.{name}", raising=False)

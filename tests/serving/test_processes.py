@@ -1,0 +1,38 @@
+"""Ports of server processes."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from plasmid_serving.api import ServerAddress
+from plasmid_serving.processes.server import listens_as_this_user
+
+LISTEN = "import os, socket; os.setuid(65534); s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1])"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_of_this_user_is_told_from_one_that_is_free(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        assert listens_as_this_user(host, port)
+    assert not listens_as_this_user(host, port)
+
+
+def test_a_port_on_which_another_user_listens_is_not_this_users():
+    if os.getuid() != 0:
+        pytest.skip("only root can be another user")
+    program = f"{LISTEN}; import sys; sys.stdout.flush(); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert not listens_as_this_user("127.0.0.1", int(other.stdout.readline()))
+        other.stdin.close()
+
+
+def test_every_start_of_a_server_has_a_key_of_its_own():
+    keys = {ServerAddress("http://127.0.0.1:1", start).key("secret") for start in ("a", "b")}
+    assert len(keys) == 2 and "secret" not in keys
+    assert ServerAddress("http://127.0.0.1:1").key("given") == "given"
