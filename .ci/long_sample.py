@@ -1,4 +1,4 @@
-"""A pytest plugin: run a quarter of the tests marked ``long``, another quarter for every seed (the commit's hash)."""
+"""A pytest plugin: run a twelfth of the tests marked ``long``, another one for every seed (the commit's hash)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-PARTS = 4
+PARTS = 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long-sample", metavar="SEED", help="run only this seed's quarter of the long tests")
+    parser.addoption("--long-sample", metavar="SEED", help="run only this seed's twelfth of the long tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,6 +31,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(names: Sequence[str], seed: str) -> frozenset[str]:
-    """A quarter of the names, rounded up: those whose hash with the seed is smallest."""
+    """A twelfth of the names, rounded up: those whose hash with the seed is smallest."""
     ranked = sorted(names, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
     return frozenset(ranked[: math.ceil(len(ranked) / PARTS)])

@@ -1,9 +1,9 @@
-"""Count lines of code in packages/: blank lines, comments and docstrings are left out.
+"""Count lines of code in packages/: without blank lines, comments and docstrings.
 
-    python scripts/count_code.py            a table by package, and by room for core
+    python scripts/count_code.py            a table by package, and by subpackage for core
     python scripts/count_code.py --json     the same as JSON
 
-A string that stands alone as a statement counts as a docstring: attributes are documented that way.
+String statements count as docstrings, because they document attributes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 
 def code_lines(text: str) -> int:
-    """Lines of a Python file that hold code."""
+    """Return the number of lines with code."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in LAYOUT:
@@ -31,7 +31,7 @@ def code_lines(text: str) -> int:
 
 
 def count(root: Path = ROOT) -> dict[str, dict[str, int]]:
-    """Package -> room (folder of its source, "." for its root) -> lines."""
+    """Return the lines by package and subpackage ("." for its root)."""
     result: dict[str, dict[str, int]] = {}
     for package in sorted((root / "packages").iterdir()):
         rooms: Counter[str] = Counter()

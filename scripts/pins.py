@@ -1,4 +1,4 @@
-"""Write requirements/cpu.txt anew: versions of all that the packages and the development tools need, as installed."""
+"""Write requirements/cpu.txt: installed versions of everything that packages and development tools require."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "requirements/cpu.txt"
-ELSEWHERE = {"sglang", "sglang-router"}
-"""Pinned with all they need on the CPU in requirements/sglang-cpu.txt; what they ask for besides needs CUDA."""
+ELSEWHERE = {"sglang", "sglang-router", "vllm"}
+"""Pinned with their dependencies in requirements/sglang-cpu.txt and vllm-cpu.txt."""
 
 
-def wanted() -> list[Requirement]:
-    """What our own projects ask for, extras and development tools included."""
+def requirements(*, dev: bool = True) -> list[Requirement]:
+    """Return the requirements of all packages with extras; with ``dev`` also of the development tools."""
     found: list[str] = []
     for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))):
         data = tomllib.loads(file.read_text(encoding="utf-8"))
-        found += data["project"]["dependencies"] + data.get("dependency-groups", {}).get("dev", [])
+        found += data["project"]["dependencies"]
+        found += data.get("dependency-groups", {}).get("dev", []) if dev else []
         found += [r for extra in data["project"].get("optional-dependencies", {}).values() for r in extra]
     return [Requirement(text) for text in found]
 
 
 def closure(todo: list[Requirement]) -> dict[str, str]:
-    """Name -> version of everything that is needed, directly or not; our own distributions left out."""
+    """Return the versions of all direct and indirect requirements by name, without Plasmid's distributions."""
     versions: dict[str, str] = {}
     done: set[tuple[str, frozenset[str]]] = set()
     while todo:
@@ -51,7 +52,7 @@ def closure(todo: list[Requirement]) -> dict[str, str]:
 
 def main() -> None:
     comments = [line for line in FILE.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    pins = [f"{name}=={version}" for name, version in sorted(closure(wanted()).items())]
+    pins = [f"{name}=={version}" for name, version in sorted(closure(requirements()).items())]
     FILE.write_text("\n".join([*comments, *pins]) + "\n", encoding="utf-8")
 
 
