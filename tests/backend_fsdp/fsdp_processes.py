@@ -24,13 +24,14 @@ def _call(method, args, kwargs):
 
 
 class Processes:
-    """One executor of one process for each place."""
+    """One executor of one process for each place. Without a `context`, they have imported torch and Megatron."""
 
-    def __init__(self, count):
+    def __init__(self, count, context=None):
+        self._context = context or forked_processes()
         self._executors = [self._new() for _ in range(count)]
 
     def _new(self):
-        return ProcessPoolExecutor(1, mp_context=forked_processes())
+        return ProcessPoolExecutor(1, mp_context=self._context)
 
     async def run(self, place, function, *args):
         loop = asyncio.get_running_loop()

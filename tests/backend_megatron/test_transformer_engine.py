@@ -1,6 +1,7 @@
 """What is handed to TransformerEngine, which cannot be installed here: a stand-in has its interface."""
 
 import asyncio
+import multiprocessing
 
 import pytest
 from fsdp_cases import whole_rows
@@ -18,7 +19,7 @@ def processes():
     """One that has the stand-in for TransformerEngine when it imports Megatron."""
     from fsdp_processes import Processes
 
-    processes = Processes(1)
+    processes = Processes(1, multiprocessing.get_context("spawn"))
     yield processes
     processes.shutdown()
 

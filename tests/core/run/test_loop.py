@@ -140,7 +140,7 @@ def register_components():
     ("how", "message"),
     [
         ("raise", r"rewards.0 \(bad\): raised on sample 0/0: KeyError: 'answer'"),
-        ("sleep", r"rewards.0 \(bad\): no score for sample 0/0 within timeout_s = 0.2; make the reward faster"),
+        ("sleep", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make the reward faster"),
         ("block", r"rewards.0 \(bad\): no score for sample 0/\d within timeout_s = 0.2; make the reward faster"),
         ("none", r"rewards.0 \(bad\): must return a finite number or a Score, got None for sample 0/0"),
     ],
