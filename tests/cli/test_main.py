@@ -105,7 +105,8 @@ def test_a_misspelt_end_of_a_recipe_is_suggested(capsys, tmp_path):
 
 def test_listing_and_checking_import_no_backend(tiny_model):
     """One command after the other in one process, which says after each what has been imported."""
-    commands = ("--version", "plugins", "options", "options run", "options fsdp", f"train {RECIPE} model.path={tiny_model} --dry-run")
+    dry_run = f"train {RECIPE} model.path={tiny_model} --dry-run"
+    commands = ("--version", "plugins", "options", "options run", "options fsdp", dry_run)
     code = (
         "import sys, contextlib\n"
         "from plasmid_cli.main import app\n"

@@ -109,6 +109,9 @@ class Client:
     async def end_sessions(self, session_ids) -> None:
         return None
 
+    async def disconnect(self) -> None:
+        return None
+
 
 class ServedEngine(FakeEngine):
     """The engine of the process."""

@@ -106,7 +106,7 @@ class Shared:
             yield engine
         finally:
             await engine.pause("abort")
-            await engine.client.close()
+            await engine.client.disconnect()
             await engine.supervisor.stop()
 
     def close(self):

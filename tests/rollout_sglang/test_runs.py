@@ -1,5 +1,6 @@
 """Whole runs: the real trainer, and servers that are killed and stopped while they serve."""
 
+import gc
 import logging
 import os
 import signal
@@ -72,6 +73,7 @@ def test_a_run_trains_on_policy_and_proves_every_version(shared, tmp_path):
 
     config = recipe(tmp_path, shared.model_path, shared.run(attach()) | {"canary_tolerance": 1e-3})
     result = run(config, make_cluster=lambda _: LocalCluster())
+    gc.collect()  # an unclosed session of a worker's client is an error
     assert result.steps == BATCHES
     check_batches(tmp_path)
     for batch, group in trained_groups(tmp_path):

@@ -187,3 +187,6 @@ class HFClient:
         """Declare that these sessions send no further requests."""
         if session_ids:
             await self._loop_batcher().end_sessions(tuple(session_ids))
+
+    async def disconnect(self) -> None:
+        """Do nothing: actors have no connections to close."""

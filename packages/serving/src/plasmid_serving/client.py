@@ -162,7 +162,7 @@ class ServersClient:
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         """Do nothing: servers keep no session state."""
 
-    async def close(self) -> None:
+    async def disconnect(self) -> None:
         """Close the connections of this event loop."""
         here = self._loops.pop(asyncio.get_running_loop(), None)
         if here is not None:

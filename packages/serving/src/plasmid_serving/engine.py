@@ -278,7 +278,7 @@ class ServersEngine:
 
     async def close(self) -> None:
         """Stop the servers."""
-        await self._client.close()
+        await self._client.disconnect()
         await self.supervisor.stop()
         if self._router is not None:
             await self._router.close()

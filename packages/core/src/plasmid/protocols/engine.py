@@ -28,6 +28,9 @@ class EngineClient(Protocol):
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         """Declare that these sessions send no more requests (see `RolloutEngine.expect`)."""
 
+    async def disconnect(self) -> None:
+        """Close the connections of the running event loop. A later request opens new ones."""
+
 
 PauseMode = Literal["wait", "abort", "in_place"]
 

@@ -228,6 +228,9 @@ class FakeEngine:
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         return None
 
+    async def disconnect(self) -> None:
+        return None
+
     def needs_weights(self) -> bool:
         return False
 

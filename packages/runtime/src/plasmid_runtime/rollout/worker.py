@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,7 @@ class RolloutWorker:
         self._order = OrderedLock()
         self._jobs: dict[str, JobProgress] = {}
         """Unfinished training jobs, by name."""
+        self._connections = AsyncExitStack()
         self._finished: dict[str, None] = {}
         self._finishing = asyncio.Lock()
         """Held while a job ends, and during a snapshot."""
@@ -188,6 +189,7 @@ class RolloutWorker:
     async def open(self, client: EngineClient) -> None:
         """Open the recipe's components, once there is an engine."""
         self._client = client
+        self._connections.push_async_callback(client.disconnect)
         context = RunContext(seed=self._config.run.seed, run_dir=self._run_dir, engine=self._client)
         for part in self._parts():
             await part.open(context)
@@ -323,8 +325,9 @@ class RolloutWorker:
         await asyncio.to_thread(work)
 
     async def close(self) -> None:
-        """Close all components."""
+        """Close all components, and the connections to the engine."""
         for part in self._parts():
             await part.close()
         for filter_ in self._config.filters:
             await filter_.close()
+        await self._connections.aclose()

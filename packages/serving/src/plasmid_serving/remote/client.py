@@ -68,7 +68,7 @@ class ServerClient:
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         """Do nothing: the server keeps no sessions."""
 
-    async def close(self) -> None:
+    async def disconnect(self) -> None:
         """Close the connections of this event loop."""
         await self.json.close()
 

@@ -72,7 +72,7 @@ class ServerEngine:
         return {}
 
     async def close(self) -> None:
-        await self._client.close()
+        await self._client.disconnect()
 
     def _refuse(self, what: str) -> NoReturn:
         raise EngineError(f"rollout: the server at {self._url} cannot {what}, because the run did not start it")
@@ -93,7 +93,7 @@ async def connect(settings: Server, config: RunConfig) -> ServerEngine:
             except (KeyError, IndexError, TypeError):
                 raise EngineError(f"rollout.url: {shown_url(settings.url)} lists no model; set rollout.model") from None
     finally:
-        await probe.close()
+        await probe.disconnect()
     return ServerEngine(ServerClient(settings, config.model, served=served, api=api), shown_url(settings.url))
 
 
