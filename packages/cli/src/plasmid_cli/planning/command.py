@@ -65,6 +65,7 @@ def _models(config: RunConfig, recipes: list[Path]) -> dict[str, dict[str, objec
     from plasmid.errors import ConfigError
     from plasmid_models.source import needed_models, with_local_models
     from plasmid_runtime.lifecycle.model_plan import find_config
+    from plasmid_runtime.planning.plan import with_critic
 
     found: dict[str, dict[str, object]] = {}
     try:
@@ -74,6 +75,4 @@ def _models(config: RunConfig, recipes: list[Path]) -> dict[str, dict[str, objec
         local, _ = with_local_models(config, weights=False)
         tables = dict(needed_models(local))
         found = {table: dict(find_config(table, path, recipes)[0]) for table, path in tables.items()}
-    if config.algorithm.needs().critic:
-        found.setdefault("critic", found["model"])
-    return found
+    return with_critic(config, found)

@@ -12,10 +12,8 @@ from plasmid.errors import PlasmidError
 from plasmid.types.estimates import BatchLoad
 from plasmid.utils.safe_files import write_text
 from plasmid_models.estimates.accelerators import match_accelerator
-from plasmid_models.folder import read_config
-from plasmid_models.source import needed_models
 
-from .plan import gpu_names, make_plan
+from .plan import gpu_names, make_plan, read_configs
 
 log = logging.getLogger(__name__)
 ON_GPU = "gpu_peak_gb"
@@ -51,9 +49,7 @@ def plan_of(config: RunConfig, metrics: Mapping[str, float]) -> dict[str, float 
     tokens = metrics.get("perf/tokens_per_s", 0.0) * metrics.get("perf/batch_s", 0.0)
     if not tokens:
         return {}
-    models = {table: read_config(table, path) for table, path in needed_models(config)}
-    if config.algorithm.needs().critic:
-        models.setdefault("critic", models["model"])
+    models = read_configs(config)
     mean = max(2, round(tokens / config.rollouts_per_batch))
     response = min(mean - 1, max(1, round(metrics.get("rollout/length_mean", mean / 2))))
     load = BatchLoad(

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from plasmid.config.run import RunConfig
 from plasmid.errors import PlasmidError
 from plasmid_models.estimates.accelerators import match_accelerator
-from plasmid_models.folder import read_config
-from plasmid_models.source import needed_models
 
 from .load import Lengths, batch_load
-from .plan import GIB, Plan, gpu_names, make_plan
+from .plan import GIB, Plan, gpu_names, make_plan, read_configs
 
 MARGIN = 0.08
 """Fraction of a GPU's memory that must be free by the plan. Measured peaks of trainers were up to 11% above theirs, of
@@ -36,9 +34,7 @@ def with_offload(config: RunConfig) -> tuple[RunConfig, str]:
     if device is None:
         return _replace(config, trainer=True, engine=True), "the memory of the GPUs is unknown here"
     try:
-        models = {table: dict(read_config(table, path)) for table, path in needed_models(config)}
-        if config.algorithm.needs().critic:
-            models.setdefault("critic", models["model"])
+        models = read_configs(config)
         load, _ = batch_load(config, models["model"], Lengths())
         return choose_offload(config, lambda changed: make_plan(changed, models, device, load))
     except PlasmidError as error:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from plasmid.config.run import RunConfig
 from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, Phase, PhaseEstimate
 from plasmid_models.estimates.accelerators import ACCELERATORS, DEFAULT, find_accelerator, match_accelerator
+from plasmid_models.folder import read_config
+from plasmid_models.source import needed_models
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 MODEL = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
@@ -204,6 +206,18 @@ class Plan:
             return {"Python and libraries": PROCESS}
         reserve = RESERVE * estimate.total if place == "trainer" else 0.0
         return {"CUDA and reserve": CONTEXT + reserve}
+
+
+def with_critic(config: RunConfig, models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Add the ``config.json`` of a critic that starts as the policy."""
+    if config.algorithm.needs().critic:
+        models.setdefault("critic", models["model"])
+    return models
+
+
+def read_configs(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Read the ``config.json`` of each model that the run needs, by table. Raises `ModelError`."""
+    return with_critic(config, {table: read_config(table, path) for table, path in needed_models(config)})
 
 
 def make_plan(
