@@ -76,7 +76,8 @@ AT_START = [
     killing_plugin.__file__,
 ]
 MOMENTS = ["moment='before'", "moment='while'", "moment='while', delay_s=0.1", "moment='after'"]
-LOST = r"error: Ray's control process \(gcs_server\), process \d+, has ended, which ends the run; .*"
+OWN_LOST = r"error: Ray's control process \(gcs_server\), process \d+, has ended, which ends the run; .*"
+CLUSTERS_LOST = r"error: .*the cluster's control process \(gcs_server\) was lost.*"
 
 
 def shared_memory():
@@ -84,17 +85,17 @@ def shared_memory():
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
 
 
-def end_at_start(process):
-    """Wait until the run has ended with one line and without its processes."""
+def end_at_start(process, lost, others=tuple):
+    """Wait until the run has ended with one line and without its processes, of which `others` returns more."""
     own, shared = set(), shared_memory()
     while process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            own |= set(psutil.Process(process.pid).children(recursive=True))
+            own |= {*psutil.Process(process.pid).children(recursive=True), *others()}
         time.sleep(0.05)
     out = process.stdout.read()
     assert process.returncode == 75, out
     (error,) = (line for line in out.splitlines() if line.startswith("error: "))
-    assert re.fullmatch(LOST, error), out
+    assert re.fullmatch(lost, error), out
     assert "Traceback" not in out and "GCS" not in out and "\x1b[33m(" not in out, out
     _, alive = psutil.wait_procs(own, timeout=20)
     assert not [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE]
@@ -107,9 +108,21 @@ def end_at_start(process):
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_whose_own_control_process_dies_at_the_start_ends_and_leaves_nothing(job, plain_environment, moment):
     process = job.begin(*AT_START, f"trainer={{kind='killing', {moment}}}", environment=plain_environment)
-    error = end_at_start(process)
+    error = end_at_start(process, OWN_LOST)
     assert error in (job.folder / "run/logs/driver.log").read_text()
     assert not list(Path(plain_environment["RAY_TMPDIR"]).glob("*/ray/session_*"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_whose_cluster_loses_its_control_process_at_the_start_ends(cluster_of, job, moment):
+    node = {"num_cpus": 3}
+    with cluster_of(node, {**node, "node_ip_address": SECOND}) as cluster:
+        trainer = f"trainer={{kind='killing', {moment}, pid={control_of(cluster).pid}}}"
+        process = job.begin(*AT_START, "placement.nodes=2", trainer, environment=cluster.environment)
+        error = end_at_start(process, CLUSTERS_LOST, lambda: of_the_run(cluster))
+    assert error in (job.folder / "run/logs/driver.log").read_text()
 
 
 @pytest.mark.long
