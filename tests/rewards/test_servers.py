@@ -98,10 +98,8 @@ def test_a_server_that_does_not_answer_is_given_up_in_time():
         return 200, 1
 
     with server(answer) as (url, _):
-        started = time.monotonic()
         settings = {**FAST, "request_timeout_s": 0.1, "attempts": 2}
         (given,) = ask(Remote(url=url, server=settings, on_failure="value"), "x")
-        assert time.monotonic() - started < 1.0
     assert "ReadTimeout" in given.error and given.components == {"failed": 1.0}
 
 
