@@ -1,0 +1,179 @@
+"""Write the tables of docs/performance.md from benchmarks/results: python scripts/performance_page.py"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE = re.compile(r"(<!-- table ([a-z0-9-]+): .*? -->\n\n)(?:\|.*\n)*\n*")
+Row = Mapping[str, Any]
+Table = tuple[Sequence[str], Iterable[Sequence[str]]]
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def device_of(row: Row) -> str:
+    """The short name of a GPU, such as H100."""
+    return next(word for word in row["device"].split() if re.fullmatch(r"[A-Z]+\d+", word))
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def weight_sync() -> Table:
+    head = [
+        "model, wire, GPU",
+        "buckets",
+        "transfer, ms",
+        "of which loading in SGLang",
+        "receiving bytes",
+        "checksum",
+        "SGLang's load call",
+        "plain copy or broadcast",
+        "SGLang's own update",
+    ]
+    keys = ("transfer", "load", "receive", "checksum", "load_call", "plain_copy", "sglang_update")
+    rows = read("weight-sync-gpu")["rows"]
+    return head, ([row["case"], str(row["buckets"]), *(number(row[f"{key}_ms"]) for key in keys)] for row in rows)
+
+
+def sampling() -> Table:
+    def rows() -> Iterator[Sequence[str]]:
+        for row in read("sampling-h200")["rows"]:
+            each, together = row["one_by_one_tokens_per_s"], row["one_call_tokens_per_s"]
+            yield [row["requests"], f"{each:,} tok/s", f"{together:,} tok/s", number(each / together, 3)]
+
+    return ["requests", "one by one", "in one call", "ratio"], rows()
+
+
+def listed(name: str) -> Table:
+    """A table whose result file lists each cell."""
+    found = read(name)
+    head = [found["measure"], *found["rows"][0]["values"]]
+    return head, ([row["name"], *row["values"].values()] for row in found["rows"])
+
+
+def step() -> Table:
+    """Batches of the run without offloading, except the first."""
+    batches = list(enumerate(read("step-h100")[1]["batches"], 1))[1:]
+    parts = (("whole", "perf/batch_s"), ("sampling", "perf/sample_s"), ("training", "perf/train_s"))
+    rows = [[f"{name}, s", *(number(b[key], 2) for _, b in batches)] for name, key in parts]
+    rows.append(["weight transfer, s", *(number(b["sync/transfer_s"], 2) for _, b in batches)])
+    return ["batch", *(str(index) for index, _ in batches)], rows
+
+
+def ceiling_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The fastest plain loop on the same samples and kind of GPU: of the same run if it has one."""
+    same = [r for r in rows if "packed, compiled" in r["name"] and r["device"] == row["device"]]
+    same = [r for r in same if (r["rows"], r["recompute"]) == (row["rows"], row["recompute"])]
+    together = [r for r in same if r["run"] == row["run"]]
+    return max(together or same, key=lambda r: r["tokens_per_s"], default=None)
+
+
+def training() -> Table:
+    head = ["GPU, run", "samples", "trainer", "tok/s", "fastest plain loop", "ratio", "peak memory, GiB"]
+    rows = [*read("trainer-h200"), *read("trainer-h100")]
+
+    def cells(row: Row) -> Sequence[str]:
+        samples = row["rows"] + (", activations recomputed" if row["recompute"] else "")
+        code = row.get("code") or row.get("note", "").partition(";")[0]
+        trainer = row["name"].removeprefix("rl train, ") + (f": {code}" if code else "")
+        best = ceiling_of(row, rows)
+        if best is None:
+            plain, ratio = "not measured", ""
+        else:
+            other = "" if best["run"] == row["run"] else f" (run {best['run']})"
+            plain, ratio = f"{best['tokens_per_s']:,.0f}{other}", number(row["tokens_per_s"] / best["tokens_per_s"], 2)
+        run = device_of(row) + ("" if row["run"] == device_of(row) else f", {row['run']}")
+        return [run, samples, trainer, number(row["tokens_per_s"], 0), plain, ratio, number(row["peak_gib"])]
+
+    return head, (cells(row) for row in rows if row["name"].startswith("rl train"))
+
+
+def trainer_rows(name: str) -> Table:
+    """Rows of benchmarks/trainer.py, without ceilings."""
+    rows = ([row["name"].removeprefix("rl train, "), *figures(row)] for row in read(name))
+    return ["trainer", "tok/s", "step, s", "peak memory, GiB"], rows
+
+
+def figures(row: Row) -> Sequence[str]:
+    return number(row["tokens_per_s"], 0), number(row["step_s"], 3), number(row["peak_gib"])
+
+
+def shared_prefix() -> Table:
+    rows = {(row["prompt"], row["share"]): row for row in read("shared-prefix-h200")["rows"]}
+
+    def cells(prompt: int) -> Sequence[str]:
+        shared, plain = rows[prompt, True], rows[prompt, False]
+        tokens = f"{plain['row_tokens']:,}, {shared['row_tokens']:,}"
+        seconds = [plain["seconds"], shared["seconds"]]
+        return [f"{prompt:,}", tokens, *(number(s, 3) for s in seconds), number(seconds[1] / seconds[0], 2)]
+
+    head = ["prompt tokens", "tokens computed: plain, shared", "plain, s", "shared, s", "ratio"]
+    return head, (cells(prompt) for prompt in sorted({prompt for prompt, _ in rows}))
+
+
+def driver() -> Table:
+    head = ["engines", "samples in flight", "groups/s", "MB/s", "bytes of memory per sample"]
+    rows = read("driver-scale-cpu")["after"]["rows"]
+    return head, (
+        [
+            f"{row['engines']:,}",
+            f"{row['samples_in_flight']:,}",
+            number(row["events_per_s"], 0),
+            number(row["bytes_per_s"] / 1e6),
+            number(row["memory_bytes_per_sample"], 0),
+        ]
+        for row in rows
+    )
+
+
+def head_to_head() -> Table:
+    found = read("head-to-head-cpu")
+    differences = ("loss_difference", "grad_norm_difference")
+    return ["trainer", "tok/s", "relative difference of losses", "of gradient norms"], (
+        [name, number(found[name]["tokens_per_s"], 0), *(f"{found[name][key]:.1g}" for key in differences)]
+        for name in ("plasmid", "trl", "plain loop")
+    )
+
+
+TABLES: Mapping[str, Callable[[], Table]] = {
+    "weight-sync": weight_sync,
+    "sampling": sampling,
+    "whole-runs": lambda: listed("whole-runs-h200"),
+    "step": step,
+    "smollm2-sums": lambda: listed("smollm2-sums-h200"),
+    "training": training,
+    "adapters": lambda: trainer_rows("lora-h200"),
+    "experts": lambda: trainer_rows("experts-h200"),
+    "shared-prefix": shared_prefix,
+    "driver": driver,
+    "head-to-head": head_to_head,
+}
+
+
+def lines_of(table: Table) -> Iterator[str]:
+    head, rows = table
+    yield from (f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def page(text: str) -> str:
+    """Return the page with its tables written anew. Raises `KeyError` for an unknown table."""
+
+    def write(found: re.Match[str]) -> str:
+        return found[1] + "".join(f"{line}\n" for line in lines_of(TABLES[found[2]]())) + "\n"
+
+    return TABLE.sub(write, text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
