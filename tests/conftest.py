@@ -1,5 +1,6 @@
 """Fixtures that several test folders share."""
 
+import gc
 import os
 import resource
 from pathlib import Path
@@ -13,6 +14,24 @@ from hypothesis import settings
 
 settings.register_profile("plasmid", deadline=None)  # a busy machine is no error
 settings.load_profile("plasmid")
+
+
+def pytest_collection_finish():
+    """Exclude modules and tests from garbage collection: visiting them takes half a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Do the same with what a file has imported. What it has left unclosed is reported first."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure():
+    """Let the interpreter free everything at its end: extension modules report what it leaves."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

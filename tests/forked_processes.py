@@ -2,20 +2,9 @@
 
 import multiprocessing
 
-IMPORTED = (
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "plasmid_training.rank.process",
-    "plasmid_fsdp.backend",
-    "megatron.core",
-    "plasmid_megatron.backend",
-)
-"""What is not installed is left out."""
-
 
 def forked_processes():
     """A context of `multiprocessing`. Its processes share no state with this one, as if they were spawned."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
+    context.set_forkserver_preload(["tests.rank_imports"])
     return context

@@ -5,6 +5,7 @@ For tests of what the command prints and refuses. Tests of its start, of signals
 
 import atexit
 import functools
+import gc
 import json
 import os
 import select
@@ -92,6 +93,8 @@ def serve(requests):
     for name in MODULES:
         import_module(name)
     load_plugins()
+    gc.collect()
+    gc.freeze()  # collections in forks would visit, and copy, all of it
     assert threading.active_count() == 1, "a fork has only the thread that forks"
     while True:
         data, files, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)

@@ -10,7 +10,7 @@ HOG = "import time; block = bytearray(200 << 20); print('ready', flush=True); ti
 
 
 def test_memory_counts_child_processes_and_remembers_a_peak_that_is_over():
-    monitor = SystemMonitor(interval_s=0.05, pss_interval_s=0)
+    monitor = SystemMonitor(interval_s=0.05, processes_interval_s=0, pss_interval_s=0)
     before = monitor.metrics()
     child = subprocess.Popen([sys.executable, "-c", HOG], stdout=subprocess.PIPE)
     try:
@@ -46,3 +46,15 @@ def test_shared_pages_are_counted_again_only_after_their_interval(monkeypatch):
         monitor = SystemMonitor(interval_s=10, pss_interval_s=interval_s)
         assert [monitor.metrics()["memory/pss_gib"] for _ in range(2)] == expected
         monitor.close()
+
+
+def test_processes_are_listed_again_only_after_their_interval(monkeypatch):
+    listed = []
+    monkeypatch.setattr(system.psutil.Process, "children", lambda process, recursive: listed.append(process) or [])
+    for interval_s, expected in ((1000.0, 1), (0.0, 3)):
+        listed.clear()
+        monitor = SystemMonitor(interval_s=10, processes_interval_s=interval_s)
+        for _ in range(3):
+            monitor.metrics()
+        monitor.close()
+        assert len(listed) == expected

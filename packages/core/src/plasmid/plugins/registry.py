@@ -26,13 +26,32 @@ Classes = Mapping[str, type[Component]]
 HOOK = "register_components"
 
 
+class HookManager(pluggy.PluginManager):
+    """A plugin manager with Plasmid's hooks.
+
+    Skips attributes without a marker of a hook: pluggy looks each one up statically, which took a sixth of a short run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("plasmid")
+        self.add_hookspecs(hookspecs)
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
+        """Return the options of ``@hookspec``, if the attribute has them."""
+        return super().parse_hookspec_opts(module_or_class, name) if name in _hook_names() else None
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> pluggy.HookimplOpts | None:
+        """Return the options of ``@hookimpl``, if the attribute has them."""
+        unmarked = inspect.ismodule(plugin) and not hasattr(vars(plugin).get(name), "plasmid_impl")
+        return None if unmarked or name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+
 def load_plugins(*extra: object, files: Iterable[Path] = (), installed: bool = True) -> pluggy.PluginManager:
     """Create a manager with all installed plugins, then plugin ``files``, then ``extra`` ones (for tests).
 
     ``PLASMID_DISABLE_PLUGINS=a,b`` skips entry points by name, in case an installed plugin is broken.
     """
-    manager = pluggy.PluginManager("plasmid")
-    manager.add_hookspecs(hookspecs)
+    manager = HookManager()
     disabled = os.environ.get("PLASMID_DISABLE_PLUGINS", "").split(",")
     for entry_point in _entry_points() if installed else ():
         if entry_point.name not in disabled:
@@ -222,8 +241,9 @@ def describe_arguments(error: pluggy.PluginValidationError) -> str:
     return f"{definition}: the argument 'step' is now 'batch'" if unknown.startswith("{'step'}") else text
 
 
-def _hook_names() -> list[str]:
-    return sorted(name for name, function in vars(hookspecs).items() if hasattr(function, "plasmid_spec"))
+@functools.cache
+def _hook_names() -> tuple[str, ...]:
+    return tuple(sorted(name for name, function in vars(hookspecs).items() if hasattr(function, "plasmid_spec")))
 
 
 def _line_in(path: Path, error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import platform
 import time
@@ -95,6 +96,12 @@ def _read(path: Path) -> str | None:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries among `LIBRARIES`."""
+    return dict(_library_versions())
+
+
+@functools.cache
+def _library_versions() -> Mapping[str, str]:
+    """Return them, read once in a process: reading one parses all metadata of its package."""
     found = {}
     for name in LIBRARIES:
         try:

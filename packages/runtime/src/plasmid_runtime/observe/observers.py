@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pluggy
 from plasmid.errors import PluginError
 from plasmid.plugins import hookspecs
-from plasmid.plugins.registry import describe_arguments
+from plasmid.plugins.registry import HookManager, describe_arguments
 
 OBSERVER_HOOKS = (
     "run_started",
@@ -30,14 +31,10 @@ UNMARKED = pluggy.HookimplOpts(
 """Options of a method without ``@hookimpl``."""
 
 
-class ObserverManager(pluggy.PluginManager):
+class ObserverManager(HookManager):
     """A plugin manager that treats methods with the name of an observer hook as its implementations."""
 
-    def __init__(self) -> None:
-        super().__init__("plasmid")
-        self.add_hookspecs(hookspecs)
-
-    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> pluggy.HookimplOpts | None:
         """Return the options of ``@hookimpl``, or defaults for a plain method with the name of an observer hook."""
         marked = super().parse_hookimpl_opts(plugin, name)
         if marked is None and name in OBSERVER_HOOKS and inspect.isroutine(getattr(plugin, name, None)):

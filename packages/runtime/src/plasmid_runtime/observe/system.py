@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 
 GIB = 2**30
+PROCESSES_INTERVAL_S = 1.0
+"""Minimum time between two listings of the run's processes, which read a file of every process of the machine."""
 PSS_INTERVAL_S = 30.0
 """Minimum time between two measurements of shared pages: the kernel walks all pages of a process, which blocks it."""
 
@@ -23,13 +25,21 @@ class SystemMonitor:
     """
 
     def __init__(
-        self, *, interval_s: float = 2.0, pss_interval_s: float = PSS_INTERVAL_S, pids: Iterable[int] = ()
+        self,
+        *,
+        interval_s: float = 2.0,
+        processes_interval_s: float = PROCESSES_INTERVAL_S,
+        pss_interval_s: float = PSS_INTERVAL_S,
+        pids: Iterable[int] = (),
     ) -> None:
+        self._processes_interval_s = processes_interval_s
         self._interval_s, self._pss_interval_s = interval_s, pss_interval_s
         self._pids = (psutil.Process().pid, *pids)
         self._gpus = Gpus()
         self._peak = 0.0
         self._pss, self._pss_until = 0.0, 0.0
+        self._found: list[psutil.Process] = []
+        self._found_until = 0.0
         self._utilization: list[list[float]] = []
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="system-monitor", daemon=True)
@@ -70,12 +80,16 @@ class SystemMonitor:
                 self._utilization.append(utilization)
 
     def _processes(self) -> list[psutil.Process]:
+        if time.monotonic() < self._found_until:
+            return self._found
         found: dict[int, psutil.Process] = {}
         for pid in self._pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 found |= {p.pid: p for p in (process, *process.children(recursive=True))}
-        return list(found.values())
+        self._found = list(found.values())
+        self._found_until = time.monotonic() + self._processes_interval_s
+        return self._found
 
 
 class Gpus:
