@@ -1,6 +1,6 @@
 """An engine that is never started and a reward that is never asked, so that a configuration is complete."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from plasmid import Reward, hookimpl
 from plasmid.components import RolloutEngineConfig
@@ -8,6 +8,7 @@ from plasmid.components import RolloutEngineConfig
 
 class NeverStarted(RolloutEngineConfig):
     kind: Literal["never-started"] = "never-started"
+    reads_fp8_blocks: ClassVar[bool] = True
 
     def gives_experts(self):
         return True

@@ -14,6 +14,8 @@ from plasmid_fsdp.settings import FSDP
 from plasmid_models.source import Source
 from safetensors.torch import load_file, save_file
 
+from tests.fp8_folders import make_fp8_folder, make_plain_folder
+
 UNEVEN = {"num_experts": 5}
 FAMILIES = {"Qwen3-MoE": UNEVEN, "GLM-4.5": {}, "DeepSeek-V3": {}}
 RANKS = ["one_rank", "two_ranks"]
@@ -50,6 +52,19 @@ def test_corrections_stay_in_float32(models, one_rank, tmp_path):
     assert len({tensor.dtype for tensor in tensors.values()}) == 2
     options = {"trainer": {"dtype": "bfloat16"}}
     assert_identical(asyncio.run(exported(one_rank, model, tmp_path / "out", **options)), tensors)
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_a_folder_in_fp8_blocks_learns_what_its_plain_weights_learn(kind, models, request, tmp_path):
+    model = make_fp8_folder(models("DeepSeek-V3"), tmp_path / "fp8", shards=2)
+    expected = plain_outcome(make_plain_folder(model, tmp_path / "decoded"), tmp_path / "plain")
+
+    async def run():
+        started = await request.getfixturevalue(kind).start(model=model, trainer=FSDP_ADAM)
+        return await outcome_of(*started, tmp_path / "out")
+
+    assert_alike(asyncio.run(run()), expected, 1e-5)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
 @pytest.mark.parametrize("kind", RANKS)

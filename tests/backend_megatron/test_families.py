@@ -1,9 +1,11 @@
 """Every family of models comes out as it went in, and computes and learns what transformers computes."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
+import torch
 from fsdp_cases import whole_rows
 from megatron_cases import ADAM, assert_alike, fit, largest_difference, make_batch, outcome, plain_outcome, weights_of
 from megatron_families import (
@@ -16,6 +18,8 @@ from megatron_families import (
     plain_logits,
 )
 from safetensors.torch import load_file
+
+from tests.fp8_folders import decoded, make_fp8_folder
 
 TP2 = {"tensor_parallel": 2}
 SPLIT = [name if name in ("GLM-4", "DeepSeek-V3") else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
@@ -65,6 +69,21 @@ def test_corrections_stay_in_float32_and_draft_layers_go_along(layout, ranks, tm
     ours, theirs = asyncio.run(export()), load_file(model / "model.safetensors")
     assert len({tensor.dtype for tensor in theirs.values()}) == 2
     assert_identical(ours, theirs)
+
+
+@pytest.mark.parametrize("layout", [(1, {}), (2, TP2)], ids=["one", "tp2"])
+def test_a_folder_in_fp8_blocks_is_exported_in_bfloat16_draft_layers_included(layout, ranks, tmp_path):
+    plain = in_bfloat16_with_a_draft_layer(make_family(tmp_path / "model", "DeepSeek-V3"))
+    model = make_fp8_folder(plain, tmp_path / "fp8", shards=2)
+    num_ranks, trainer = layout
+
+    async def export():
+        started, _ = await ranks.start(model=model, num_ranks=num_ranks, trainer=trainer | {"dtype": "bfloat16"})
+        return await weights_of(started, tmp_path / "out")
+
+    expected = {n: t.float().bfloat16() if t.dtype == torch.float64 else t for n, t in decoded(model).items()}
+    assert_identical(asyncio.run(export()), expected)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
 def assert_learns(ranks, model, folder, num_ranks, trainer):

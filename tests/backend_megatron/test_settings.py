@@ -104,7 +104,8 @@ def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
         ),
         (
             {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}},
-            "model.path: the model's weights are quantized (fp8); train a copy in bfloat16",
+            "model.path: the model's weights are quantized (fp8), which only fp8 with weight_block_size may be; use "
+            "a copy in bfloat16",
         ),
         (
             {"num_hidden_layers": 61},

@@ -11,6 +11,8 @@ from plasmid_convert import DCP
 from plasmid_runtime.observe.journal import read_journal
 from safetensors.torch import load_file
 
+from tests.fp8_folders import decoded, make_fp8_folder
+
 OTHERS = ["GLM-4.5", "DeepSeek-V3"]
 LEARNING = {"batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
 RECIPE = """
@@ -68,6 +70,16 @@ def test_a_mixture_of_experts_comes_out_of_a_run_under_the_names_of_its_folder(f
     assert converted.num_tensors(checkpoint) == len(ours)
     read = dict(converted.read(checkpoint))
     assert read.keys() == ours.keys() and all(ours[name].equal(tensor) for name, tensor in read.items())
+
+
+def test_a_run_from_a_folder_in_fp8_blocks_exports_plain_weights(job, tmp_path):
+    model = make_fp8_folder(make_family(tmp_path / "moe", "Qwen3-MoE"), tmp_path / "fp8")
+    job.run({"model": {"path": str(model)}, "run": {"batches": 2}})
+    assert max(m["train/logprob_diff_max"] for m in job.metrics()) < 2e-5
+    ours, theirs = load_file(tmp_path / "run/final/model.safetensors"), decoded(model)
+    assert {name: tuple(t.shape) for name, t in ours.items()} == {name: tuple(t.shape) for name, t in theirs.items()}
+    assert max((ours[name] - tensor.float()).abs().max() for name, tensor in theirs.items()) < 0.1
+    assert "quantization_config" not in json.loads((tmp_path / "run/final/config.json").read_text())
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from typing import Any
 
 from plasmid.components import PlanRow
 from plasmid.errors import ConfigError
+from plasmid_models.fp8_blocks import block_size
 
 from .settings import Megatron
 
@@ -30,10 +31,10 @@ def check_split(settings: Megatron, model: Model) -> None:
             f"model.path: model type {family!r} is not supported by trainer 'megatron'; supported types are "
             f"{', '.join(MODEL_TYPES)}"
         )
-    quantized = model.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise ConfigError(f"model.path: the model's weights are quantized ({method}); train a copy in bfloat16")
+    try:
+        block_size(model)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}") from None
     for name, by, parts in _splits(settings):
         count = model.get(name)
         if isinstance(count, int) and count % parts:

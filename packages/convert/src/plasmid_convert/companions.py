@@ -10,6 +10,7 @@ from typing import Any
 from plasmid.errors import ModelError, one_line
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import copy_file
+from plasmid_models.fp8_blocks import is_in_blocks, without_blocks
 from plasmid_models.tokenization.tokenizer_files import has_tokenizer
 
 PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
@@ -106,11 +107,17 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy all files of a Hugging Face folder except the weights and their index."""
+    """Copy all files of a Hugging Face folder except the weights and their index.
+
+    The config becomes that of plain weights if they are in fp8 with scales per block, which reading them undoes.
+    """
     for pattern in PATTERNS:
         for file in sorted(source.glob(pattern)):
             if file.is_file() and not file.name.endswith(".index.json") and file.name not in OF_WEIGHTS:
                 copy_file(file, source, target / file.name)
+    config = target / "config.json"
+    if config.is_file() and is_in_blocks(read_config(config)):
+        config.write_text(json.dumps(without_blocks(read_config(config)), indent=2) + "\n", encoding="utf-8")
 
 
 def change_config(folder: Path, **changes: Any) -> None:

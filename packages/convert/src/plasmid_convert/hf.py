@@ -10,6 +10,8 @@ from plasmid.components import Converter
 from plasmid.errors import ModelError
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import in_folder
+from plasmid_models.folder import dtype_of, open_weights
+from plasmid_models.fp8_blocks import BlockSlice, is_in_blocks, is_scale
 from pydantic import Field
 
 from .companions import change_config, copy_files, read_config
@@ -24,7 +26,8 @@ class HF(Converter):
 
     kind: Literal["hf"] = "hf"
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
-    """Dtype that floating-point weights are cast to when read; ``keep`` does not cast."""
+    """Dtype that floating-point weights are cast to when read; ``keep`` does not cast. Matrices in fp8 with scales per
+    block become plain ones, with ``keep`` in the dtype of the model's config."""
     max_shard_gb: float = Field(5.0, gt=0)
     """Maximum size of a weight file, in units of 10^9 bytes; a larger tensor gets its own file."""
 
@@ -32,14 +35,22 @@ class HF(Converter):
         return path.is_dir() and (path / "config.json").is_file() and bool(_weight_files(path))
 
     def num_tensors(self, path: Path) -> int | None:
-        return sum(len(names) for _, names in self._plan(path))
+        plan = self._plan(path)
+        if not _has_blocks(path):
+            return sum(len(names) for _, names in plan)
+        names = dict.fromkeys(name for _, names in plan for name in names)
+        return sum(not is_scale(name, names) for name in names)
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
         import torch
         from safetensors import SafetensorError, safe_open
 
         dtype = None if self.dtype == "keep" else getattr(torch, self.dtype)
-        for file, names in self._plan(path):
+        plan = self._plan(path)
+        if _has_blocks(path):
+            yield from self._read_blocks(path)
+            return
+        for file, names in plan:
             try:
                 with safe_open(file, framework="pt") as weights:
                     for name in names:
@@ -47,6 +58,17 @@ class HF(Converter):
                         yield name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
             except SafetensorError as error:
                 raise ModelError(f"{file}: is not a complete safetensors file: {error}") from None
+
+    def _read_blocks(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+        import torch
+
+        keeps = self.dtype == "keep"
+        plain = getattr(torch, dtype_of("model", path) if keeps else self.dtype)
+        with open_weights("model", path) as found:
+            for name, part in found.items():
+                tensor = part[...]
+                cast = isinstance(part, BlockSlice) or (not keeps and tensor.is_floating_point())
+                yield name, tensor.to(plain) if cast else tensor
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if not write_safetensors(path, tensors, max_shard_bytes=round(self.max_shard_gb * 1e9)):
@@ -79,6 +101,12 @@ class HF(Converter):
                 raise ModelError(f"{file}: is not a complete safetensors file: {error}") from None
         _check_index(path, plan)
         return plan
+
+
+def _has_blocks(path: Path) -> bool:
+    """Return True if matrices are in fp8 with scales per block; other folders are copied as they are."""
+    config = path / "config.json"
+    return config.is_file() and is_in_blocks(read_config(config))
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -12,6 +12,8 @@ from plasmid.errors import ModelError, some_of
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import check_entries, copy_file, in_folder
 
+from .fp8_blocks import KEY, Block, block_size, dequantize_slices
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}
 NOT_COMPANIONS = {INDEX, "pytorch_model.bin.index.json", "metadata.json"}
@@ -28,8 +30,9 @@ def check_folder(where: str, path: Path, *, torch_dist: bool = False) -> None:
 
     With ``torch_dist`` the weights may be in Megatron's distributed format, whose files are not checked.
     """
-    read_config(where, path)
+    config = read_config(where, path)
     if not is_torch_dist(path):
+        read_block_size(where, config)
         weight_files(where, path)
     elif not torch_dist:
         raise ModelError(describe_torch_dist(where, path, "only trainer 'megatron' reads"))
@@ -52,6 +55,14 @@ def read_config(where: str, path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"{where}.path: {error.filename}: {error.strerror}; remove it") from error
     return _read_json(where, path / "config.json", "it must be a Hugging Face model folder")
+
+
+def read_block_size(where: str, config: Mapping[str, Any]) -> Block | None:
+    """Return the size of the blocks of matrices in fp8; None without any. Raises `ModelError` for other formats."""
+    try:
+        return block_size(config)
+    except ValueError as error:
+        raise ModelError(f"{where}.path: {error}") from None
 
 
 def dtype_of(where: str, path: Path) -> str:
@@ -83,10 +94,14 @@ def tensor_names(where: str, path: Path) -> set[str]:
 
 @contextmanager
 def open_weights(where: str, path: Path, *, framework: Literal["pt", "numpy"] = "pt") -> Iterator[dict[str, Any]]:
-    """Yield lazy slices of the folder's tensors by name; indexing one reads it. Raises `ModelError`."""
+    """Yield lazy slices of the folder's tensors by name; indexing one reads it. Raises `ModelError`.
+
+    Matrices in fp8 with scales per block are read as one float32 tensor; the names of their scales are left out.
+    """
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Any] = {}
+    block = read_block_size(where, read_config(where, path))
     with ExitStack() as stack:
         for file in weight_files(where, path):
             try:
@@ -94,6 +109,10 @@ def open_weights(where: str, path: Path, *, framework: Literal["pt", "numpy"] = 
                 found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
+        try:
+            found = found if block is None else dequantize_slices(found, block)
+        except ValueError as error:
+            raise ModelError(f"{where}.path: the weights in {path} cannot be read: {error}") from None
         yield found
 
 
@@ -138,7 +157,7 @@ def companions(folder: Path) -> list[Path]:
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the differing settings of two configs that affect how weights are used, as ``key: ours != theirs``."""
-    about_files = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+    about_files = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", KEY}
     keys = sorted((ours.keys() | theirs.keys()) - about_files)
     keys = [key for key in keys if not key.endswith("_token_id")]
     return [f"{key}: {ours.get(key)!r} != {theirs.get(key)!r}" for key in keys if ours.get(key) != theirs.get(key)]

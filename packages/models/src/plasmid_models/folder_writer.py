@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .folder import INDEX, SINGLE, copy_companions
+from .fp8_blocks import without_blocks
 
 FILE_BYTES = 4 << 30
 ChangeConfig = Callable[[dict[str, Any]], dict[str, Any]]
@@ -43,8 +44,9 @@ class FolderWriter:
             if self._tokenizer != self._source:
                 copy_companions(self._tokenizer, self._temporary)
                 copy_file(self._source / "config.json", self._source, self._temporary / "config.json")
-            if self._change_config is not None:
-                changed = self._change_config(json.loads((self._source / "config.json").read_text(encoding="utf-8")))
+            config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
+            changed = without_blocks(config if self._change_config is None else self._change_config(config))
+            if changed != config:
                 (self._temporary / "config.json").write_text(json.dumps(changed, indent=2), encoding="utf-8")
             self._write_weights(tensors, sizes)
             shutil.rmtree(self._target, ignore_errors=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from plasmid.errors import ModelError, one_line
 
 from .building import BUILD_LOCK
+from .fp8_blocks import forget_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,6 +142,7 @@ def pieces_of_folder(folder: Path, names: Collection[str]) -> dict[str, tuple[Pi
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        forget_blocks(config)
         with BUILD_LOCK, torch.device("meta"):
             # a config.json may name an attention kernel on the Hub, which would be downloaded and run
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plasmid.components.base import kind_of
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 from plasmid.settings.trust import HUB_MODEL, is_hub_model
 from plasmid.utils.json_text import read_json
 
 from .folder import check_folder, read_config, weight_files
+from .fp8_blocks import is_in_blocks
 from .hub import model_folder
 
 
@@ -160,7 +162,19 @@ def check_models(config: RunConfig, *, torch_dist: bool = False) -> None:
 
     ``torch_dist`` is for trainers that also read Megatron's distributed format.
     """
+    if config.rollout is not None and not config.rollout.reads_fp8_blocks:
+        _refuse_blocks(config, kind_of(config.rollout))
     for where, folder in needed_models(config):
         check_folder(where, folder, torch_dist=torch_dist)
         if where in TOKEN_BY_TOKEN:
             check_vocabulary(where, folder, policy=Path(config.model.path), tokenizer=Path(config.model.tokenizer_path))
+
+
+def _refuse_blocks(config: RunConfig, engine: str) -> None:
+    """Raise `ModelError` if the engine would keep the policy's matrices in fp8, into which no sync can write."""
+    path = Path(config.model.path)
+    if is_in_blocks(read_config("model", path)):
+        raise ModelError(
+            f"model.path: {path} has matrices in fp8, which engine {engine!r} would keep, while the "
+            f"trainer sends plain ones; train a copy: rl convert {path} FOLDER"
+        )

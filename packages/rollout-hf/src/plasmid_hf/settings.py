@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from plasmid.components import BuildContext, CanaryPlan, RecipeView, RolloutEngineConfig
 from plasmid.protocols import PauseMode, RolloutEngine
@@ -22,6 +22,7 @@ class HF(RolloutEngineConfig):
     """Hugging Face models in the run's own processes, on CPU or GPU, with continuous batching."""
 
     kind: Literal["hf"] = "hf"
+    reads_fp8_blocks: ClassVar[bool] = True
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the weights and the KV cache; ``auto`` is float32 on the CPU and bfloat16 on a GPU."""
     max_batch: int = Field(64, ge=1, le=4096)

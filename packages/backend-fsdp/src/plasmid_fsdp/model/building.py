@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from plasmid.errors import ModelError, some_of
 from plasmid_models.building import BUILD_LOCK, choose_expert_products
+from plasmid_models.fp8_blocks import forget_blocks
 from plasmid_models.source import Source
 from plasmid_training.compiling import compile_layers
 from torch import nn
@@ -31,6 +32,7 @@ def build_on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
         _disable_dropout(config)
+        forget_blocks(config)
         with BUILD_LOCK, torch.device("meta"):
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust

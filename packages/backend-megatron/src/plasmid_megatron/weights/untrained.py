@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from plasmid_models.folder import is_torch_dist, weight_files
-from safetensors import safe_open
+import torch
+from plasmid_models.folder import dtype_of, is_torch_dist, open_weights
+from plasmid_models.fp8_blocks import BlockSlice
 from torch import Tensor
 
 from .bridge import Architecture
@@ -18,14 +19,18 @@ class UntrainedWeights:
 
     def __init__(self, architecture: Architecture, path: Path, *, where: str) -> None:
         """Raises `ModelError` if the folder has no weights any more."""
-        self._files: dict[str, Path] = {}
+        self._where, self._path, self._names = where, path, list[str]()
         prefixes = prediction_layers(architecture.hf)
-        for file in weight_files(where, path) if prefixes and not is_torch_dist(path) else ():
-            with safe_open(file, framework="pt") as opened:
-                self._files |= {name: file for name in opened.keys() if name.startswith(prefixes)}  # noqa: SIM118
+        if prefixes and not is_torch_dist(path):
+            with open_weights(where, path) as found:
+                self._names = [name for name in found if name.startswith(prefixes)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, read lazily."""
-        for name, file in self._files.items():
-            with safe_open(file, framework="pt") as opened:
-                yield name, opened.get_tensor(name)
+        """Yield the tensors, read lazily; matrices in fp8 are cast to the dtype of the folder's config."""
+        if not self._names:
+            return
+        dtype = getattr(torch, dtype_of(self._where, self._path))
+        with open_weights(self._where, self._path) as found:
+            for name in self._names:
+                tensor: Tensor = found[name][...]
+                yield name, tensor.to(dtype) if isinstance(found[name], BlockSlice) else tensor

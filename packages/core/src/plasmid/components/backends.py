@@ -132,6 +132,10 @@ class RolloutEngineConfig(Component, slot="rollout"):
     owns_weights: ClassVar[bool] = True
     """False if an external service runs the model: `model.path` needs no weights, and the model cannot be trained."""
 
+    reads_fp8_blocks: ClassVar[bool] = False
+    """True if the engine turns matrices in fp8 with scales per block into plain ones, as trainers do; other engines
+    keep them in fp8, into which no weight sync can write."""
+
     memory_share: ClassVar[str] = ""
     """Entry of its `server_args` with the fraction of GPU memory for weights and KV cache; empty if there is none."""
 

@@ -12,12 +12,13 @@ from plasmid.components import AdapterSpec
 from plasmid.errors import ModelError, one_line
 from plasmid.types import Ints
 from plasmid_models.building import BUILD_LOCK, choose_expert_products
-from plasmid_models.folder import is_torch_dist, tensor_names
+from plasmid_models.folder import is_torch_dist, open_weights, read_block_size, read_config, tensor_names
+from plasmid_models.fp8_blocks import BlockSlice, forget_blocks
 from plasmid_models.lora.layers import insert_adapter
 from plasmid_models.pieces import Pieces, pieces_of, present_pieces
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..layers import check_layers
 from .attention import NAME, Decode, Plan, Prefill, Prompts
@@ -171,6 +172,8 @@ def load_model(
         with BUILD_LOCK:
             if is_torch_dist(path):
                 loaded = _without_weights(path, dtype, trust_remote_code), {"missing_keys": [], "mismatched_keys": []}
+            elif read_block_size("model", read_config("model", path)) is not None:
+                loaded = _from_blocks(path, options)
             else:
                 loaded = AutoModelForCausalLM.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -197,6 +200,21 @@ def load_model(
 def _pieces(hf: PreTrainedModel, path: Path) -> Pieces:
     pieces = pieces_of(hf)
     return present_pieces(pieces, tensor_names("model", path)) if pieces and not is_torch_dist(path) else pieces
+
+
+def _from_blocks(path: Path, options: dict[str, Any]) -> Any:
+    """Load a folder in fp8 blocks, with the plain weights that a trainer reads from it."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
+    forget_blocks(config)
+    with open_weights("model", path) as found:
+        dtypes = {name: options["dtype"] if isinstance(part, BlockSlice) else None for name, part in found.items()}
+        weights = {name: found[name][...].to(dtype) for name, dtype in dtypes.items()}
+    with torch.device("meta"):
+        cls = type(AutoModelForCausalLM.from_config(config, trust_remote_code=options["trust_remote_code"]))  # type: ignore[no-untyped-call]
+    loaded: Any = cls.from_pretrained(None, config=config, state_dict=weights, **options)
+    if (path / "generation_config.json").is_file():
+        loaded[0].generation_config = GenerationConfig.from_pretrained(path)
+    return loaded
 
 
 def _without_weights(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
