@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from plasmid.errors import EXIT_RETRY
+from plasmid.errors import EXIT_RETRY, ClusterError
+from plasmid_runtime.cluster import connection
 
 STARTING = "run: starting; all output of the run is written there\n"
 LOGS = "ray/session_latest/logs; if the machine is busy, try again later, or start Ray yourself with `ray start --head`"
@@ -20,6 +21,13 @@ from plasmid_cli.main import app
 ray._private.services.RAYLET_EXECUTABLE = sys.argv[1]
 app(["train", "recipe.toml", "placement.address=local"])
 """
+
+
+@pytest.fixture
+def short_folder():
+    """One whose path leaves room for the names of Ray's sockets, which pytest's do not."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as path:
+        yield Path(path)
 
 
 def test_a_ray_that_does_not_start_says_why_and_where_its_logs_are(rl, monkeypatch):
@@ -44,6 +52,23 @@ def test_settings_of_one_ray_are_not_those_of_the_next(rl, monkeypatch):
     assert given[0] == given[1]
 
 
+def test_a_ray_that_is_too_slow_is_started_once_more(monkeypatch, short_folder, caplog):
+    monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
+    slow = Exception("The current node timed out during startup. This could happen because ...")
+    attempts = iter([slow, None, slow, slow])
+
+    def init(**options):
+        if error := next(attempts):
+            raise error
+
+    monkeypatch.setattr("ray.init", init)
+    connection.start_ray().close()
+    assert "ray did not start within 30 s; starting it again (2 of 2)" in caplog.text
+    with pytest.raises(ClusterError, match="The current node timed out during startup"):
+        connection.start_ray()
+    assert not list(attempts)
+
+
 def test_a_cluster_at_whose_address_nobody_listens_is_told_at_once(rl):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
@@ -51,13 +76,6 @@ def test_a_cluster_at_whose_address_nobody_listens_is_told_at_once(rl):
         (said,) = rl("train", "recipe.toml", f"placement.address={address}", printed=STARTING, code=EXIT_RETRY)
     assert said.startswith(f"cannot join the Ray cluster at {address}: ConnectionRefusedError: ")
     assert said.endswith("; it must be running, include this machine, and have the same versions of Ray and Python")
-
-
-@pytest.fixture
-def short_folder():
-    """One whose path leaves room for the names of Ray's sockets, which pytest's do not."""
-    with tempfile.TemporaryDirectory(prefix="ray-") as path:
-        yield Path(path)
 
 
 @pytest.mark.long

@@ -25,6 +25,9 @@ CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """A request without side effects that every version of Ray supports."""
 START_AT_ONCE = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": 16}
 """Ray's settings: no process in advance, which would lack the environment of the run's, and no waiting in turn."""
+START_ATTEMPTS = 2
+TOO_SLOW = "node timed out during startup"
+"""What Ray's error says if its daemons have not registered within the 30 s that it waits, as on a busy machine."""
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +41,23 @@ def start_ray() -> RayWatch:
     """Start a Ray cluster for this process only. Returns the watch that cleans up after it. Raises `PlasmidError`."""
     folder = _private_folder()
     log_messages_of_ray()
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            return _start_once(folder)
+        except Exception as error:  # boundary: Ray raises errors of many types when one of its processes does not start
+            if TOO_SLOW in str(error) and attempt < START_ATTEMPTS:
+                log.warning("ray did not start within 30 s; starting it again (%d of %d)", attempt + 1, START_ATTEMPTS)
+                continue
+            raise ClusterError(
+                f"ray did not start on this machine: {one_line(error)}; its logs are in "
+                f"{folder / 'session_latest/logs'}; if the machine is busy, try again later, or start Ray yourself "
+                "with `ray start --head` and set placement.address"
+            ) from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _start_once(folder: Path) -> RayWatch:
+    """Start Ray. Leaves none of its processes behind if it fails."""
     watch = RayWatch(folder)
     try:
         with _keep_sigterm_handler():
@@ -51,13 +71,9 @@ def start_ray() -> RayWatch:
                 _system_config=dict(START_AT_ONCE),  # Ray writes into it
                 _temp_dir=str(folder),
             )
-    except Exception as error:  # boundary: Ray raises errors of many types when one of its processes does not start
+    except Exception:
         watch.close(keep_folder=True)
-        raise ClusterError(
-            f"ray did not start on this machine: {one_line(error)}; its logs are in {folder / 'session_latest/logs'}; "
-            "if the machine is busy, try again later, or start Ray yourself with `ray start --head` and set "
-            "placement.address"
-        ) from error
+        raise
     except BaseException:
         watch.close()
         raise
