@@ -23,7 +23,7 @@ from .weights.shards import Shard
 
 
 class FSDPBackend:
-    """One rank of trainer 'fsdp'; every model is sharded over all ranks."""
+    """One rank of trainer 'fsdp'; every model is sharded over all ranks, or over those of a copy."""
 
     def __init__(self, config: RunConfig, device: str) -> None:
         assert isinstance(config.trainer, FSDP), "built by another trainer's settings"
@@ -61,7 +61,8 @@ class FSDPBackend:
 
     @property
     def _shard(self) -> Shard:
-        return Shard(rank=self._peers.rank, num_ranks=self._peers.num_ranks)
+        size = self._settings.shard_ranks or self._peers.num_ranks
+        return Shard(rank=self._peers.rank % size, num_ranks=size, num_copies=self._peers.num_ranks // size)
 
     def _language_model(self, source: Source, *, trained: bool) -> ShardedModel:
         module = build_policy(
@@ -71,4 +72,4 @@ class FSDPBackend:
 
     def _sharded(self, module: Policy | ValueModel, learning: OptimizerSettings) -> ShardedModel:
         once = gathers_once(self._settings, self._peers.num_ranks)
-        return ShardedModel(module, learning, peers=self._peers, gathers_once=once)
+        return ShardedModel(module, learning, peers=self._peers, shard=self._shard, gathers_once=once)

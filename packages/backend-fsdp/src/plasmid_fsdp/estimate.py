@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plasmid.types import Role
-from plasmid.types.estimates import BatchLoad, EstimateContext, PhaseEstimate
+from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, PhaseEstimate
 from plasmid_models.estimates.shape import ModelShape
 from plasmid_training.estimates.activations import Activations, Attention, head_memory
 from plasmid_training.estimates.speed import (
@@ -61,8 +61,13 @@ class FSDPEstimate:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that everything is sharded over."""
+        """Number of ranks that samples are distributed over."""
         return self.context.config.placement.trainer_ranks
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that each copy of a model is sharded over."""
+        return self.settings.shard_ranks or self.ranks
 
     @property
     def gathers_once(self) -> bool:
@@ -129,7 +134,7 @@ class FSDPEstimate:
             weights, trained = shape.parameters * self.dtype_bytes + adapter * MASTER, float(adapter)
         else:
             weights, trained = shape.parameters * MASTER, trained_parameters(shape, learning.freeze)
-        return {"weights": weights / self.ranks, "optimizer": trained * per_weight / self.ranks}
+        return {"weights": weights / self.shards, "optimizer": trained * per_weight / self.shards}
 
     def gathered_bytes(self, shape: ModelShape) -> float:
         """Return the bytes of gathered weights on a rank while it computes."""
@@ -144,7 +149,7 @@ class FSDPEstimate:
         trained = trained_parameters(shape, self.settings.freeze)
         if lora is not None:
             trained = shape.adapter_parameters(lora.rank, lora.targets)
-        return trained * MASTER / self.ranks if not self.settings.cpu_offload else 0.0
+        return trained * MASTER / self.shards if not self.settings.cpu_offload else 0.0
 
     def forward_memory(self) -> dict[str, float]:
         """Return the additional memory while a microbatch is scored."""
@@ -218,15 +223,23 @@ class FSDPEstimate:
         count = max(load.steps, -(-load.tokens // (self.ranks * self.microbatch)))
         sent = 0.0
         if self.ranks > 1:
-            rate = link_rate(device, self.context.config.placement.nodes)
-            sent = count * shape.parameters * (2 * self.dtype_bytes + MASTER) / rate
+            sent = count * self.communication_seconds(shape, device)
         if settings.cpu_offload:
             # for every microbatch: weights to the GPU twice, gradients back once
-            sent += count * 3 * MASTER * shape.parameters / self.ranks / ONLOAD_RATE
+            sent += count * 3 * MASTER * shape.parameters / self.shards / ONLOAD_RATE
         learned = settings.lora.rank / shape.hidden if adapter and settings.lora else 1.0
-        steps = load.steps * optimizer_seconds(shape.parameters * learned / self.ranks, device)
+        steps = load.steps * optimizer_seconds(shape.parameters * learned / self.shards, device)
         steps *= device.bandwidth / HOST_BANDWIDTH if settings.cpu_offload else 1
         return max(computed, sent) + count * MICROBATCH_S + steps
+
+    def communication_seconds(self, shape: ModelShape, device: Accelerator) -> float:
+        """Return the seconds in which a microbatch gathers weights twice and sums gradients."""
+        nodes = self.context.config.placement.nodes
+        within = 1 if self.shards <= self.ranks // nodes else nodes
+        seconds = shape.parameters * (2 * self.dtype_bytes + MASTER) / link_rate(device, within)
+        if self.shards < self.ranks:
+            seconds += 2 * MASTER * shape.parameters / self.shards / link_rate(device, nodes)
+        return seconds
 
     def scoring(self) -> tuple[float | None, str]:
         """Return the seconds of the forward passes before training and a description; None if nothing is scored."""

@@ -21,12 +21,17 @@ ADAMW_STATE, SGD_STATE = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 class ShardedOptimizer:
     """The optimizer of one model. Implements `plasmid_training.rank.backend.RankOptimizer`."""
 
-    def __init__(self, settings: OptimizerSettings, parameters: Sequence[nn.Parameter], *, peers: PeerRanks) -> None:
+    def __init__(
+        self, settings: OptimizerSettings, parameters: Sequence[nn.Parameter], *, peers: PeerRanks, num_copies: int
+    ) -> None:
+        """Each of the ``num_copies`` of the model has the same gradients and takes the same steps."""
         self.inner = make_optimizer(settings, parameters)
-        self._settings, self._parameters, self._peers = settings, parameters, peers
+        self._settings, self._parameters, self._peers, self._num_copies = settings, parameters, peers, num_copies
 
     def step(self, lr: float) -> Update:
-        norm = grad_norm(self._parameters, self._peers.all_reduce, self._peers.device)
+        norm = grad_norm(
+            self._parameters, self._peers.all_reduce, device=self._peers.device, num_copies=self._num_copies
+        )
         for group in self.inner.param_groups:
             group["lr"] = lr
         max_norm = self._settings.max_grad_norm
@@ -66,14 +71,16 @@ def make_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Paramete
     return optimizer
 
 
-def grad_norm(parameters: Sequence[nn.Parameter], all_reduce: AllReduce, device: torch.device) -> float:
-    """Return the norm of the whole gradient over all ranks; every gradient is sharded, so none is counted twice."""
+def grad_norm(
+    parameters: Sequence[nn.Parameter], all_reduce: AllReduce, *, device: torch.device, num_copies: int = 1
+) -> float:
+    """Return the norm of the whole gradient over all ranks, which have each element ``num_copies`` times."""
     grads = _grads(parameters)
     squares = torch.stack([norm.double() for norm in torch._foreach_norm(grads)]).square().sum() if grads else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     if squares is not None:
         total += squares.to(device)
-    return math.sqrt(float(all_reduce(total)))
+    return math.sqrt(float(all_reduce(total)) / num_copies)
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from plasmid import RunConfig
 from plasmid.components import AdapterSpec, BuildContext, RecipeView
@@ -16,6 +16,7 @@ from plasmid_models.source import check_models
 from plasmid_training.learning_settings import RankedTrainerConfig
 from plasmid_training.lora_settings import LoRASettings
 from plasmid_training.routing import check_routing_replay
+from pydantic import Field
 
 from .optimizer_settings import CriticSettings, OptimizerSettings
 
@@ -36,6 +37,10 @@ class FSDP(OptimizerSettings, RankedTrainerConfig):
     """Store only the input of each decoder layer for the backward pass and recompute its activations."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; each layer is copied to the GPU to compute."""
+    shard_ranks: Annotated[int, Field(ge=1)] | None = None
+    """Number of ranks that share one copy of the model, a divisor of `placement.trainer_ranks`; the ranks of further
+    copies only exchange gradients (hybrid sharding, HSDP). By default all ranks share one copy. A machine's number of
+    GPUs keeps the gathering of weights within machines."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation; ``auto`` packs samples without padding, ``sdpa`` and ``eager`` pad them."""
     share_prefixes: Literal["auto"] | bool = "auto"
@@ -77,6 +82,11 @@ class FSDP(OptimizerSettings, RankedTrainerConfig):
         """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
         if self.cpu_offload and config.placement.device == "cpu":
             raise ConfigError(ON_CPU)
+        ranks = config.placement.trainer_ranks
+        if self.shard_ranks is not None and ranks % self.shard_ranks:
+            raise ConfigError(
+                f"trainer.shard_ranks: must divide placement.trainer_ranks = {ranks}, got {self.shard_ranks}"
+            )
         check_models(config)
         check_routing_replay(config)
         if self.lora is not None and self.lora.start_from != "none":

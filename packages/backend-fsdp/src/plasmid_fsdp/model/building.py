@@ -13,12 +13,13 @@ from plasmid_models.fp8_blocks import forget_blocks
 from plasmid_models.source import Source
 from plasmid_training.compiling import compile_layers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..settings import FSDP
 from ..weights.folder_layout import FolderLayout
+from ..weights.shards import Shard
 from .decoder_input import PACKED, packing_obstacle
 
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -100,12 +101,13 @@ def shard_module(
     settings: FSDP,
     *,
     device: torch.device,
-    num_ranks: int,
+    shard: Shard,
     exact: Collection[nn.Module] = (),
 ) -> None:
     """Shard ``root``, which contains ``model``, layer by layer; the modules ``exact`` always compute in fp32."""
+    num_ranks = shard.num_ranks * shard.num_copies
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("ranks",)),
+        "mesh": _make_mesh(device.type, shard),
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
     }
     if gathers_once(settings, num_ranks):
@@ -123,6 +125,13 @@ def shard_module(
             # loss weights already normalize the sum over ranks; gloo supports plain sums only
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _make_mesh(device_type: str, shard: Shard) -> DeviceMesh:
+    """Return the mesh of all ranks. Copies are its first dimension: the ranks of a copy are neighbours."""
+    if shard.num_copies == 1:
+        return init_device_mesh(device_type, (shard.num_ranks,), mesh_dim_names=("ranks",))
+    return init_device_mesh(device_type, (shard.num_copies, shard.num_ranks), mesh_dim_names=("copies", "ranks"))
 
 
 def gathers_once(settings: FSDP, num_ranks: int) -> bool:

@@ -123,7 +123,7 @@ def build_policy(
         lm.eval()  # type: ignore[no-untyped-call]
     replay = RoutingReplay(lm) if trained and settings.routing_replay else None
     policy = Policy(lm, layout, dtype=dtype, chunk_size=settings.logprob_chunk, adapter=adapter, replay=replay)
-    shard_module(policy, lm, settings, device=device, num_ranks=shard.num_ranks)
+    shard_module(policy, lm, settings, device=device, shard=shard)
     materialize(policy, lm, settings, device=device, source=source)
     policy.load(source, shard)
     if adapter is not None:

@@ -32,10 +32,16 @@ class ShardedModel:
     fuses_loss = True
 
     def __init__(
-        self, module: Policy | ValueModel, learning: OptimizerSettings, *, peers: PeerRanks, gathers_once: bool
+        self,
+        module: Policy | ValueModel,
+        learning: OptimizerSettings,
+        *,
+        peers: PeerRanks,
+        shard: Shard,
+        gathers_once: bool,
     ) -> None:
         self.module, self.learning = module, learning
-        self._peers, self._gathers_once = peers, gathers_once
+        self._peers, self._shard, self._gathers_once = peers, shard, gathers_once
 
     @property
     def adapter(self) -> ShardedAdapter | None:
@@ -47,7 +53,9 @@ class ShardedModel:
 
     def make_optimizer(self) -> ShardedOptimizer:
         parameters = list(self.module.parameters())
-        self.optimizer = ShardedOptimizer(self.learning, parameters, peers=self._peers)
+        self.optimizer = ShardedOptimizer(
+            self.learning, parameters, peers=self._peers, num_copies=self._shard.num_copies
+        )
         return self.optimizer
 
     def run(self, microbatches: Iterable[Microbatch], consume: Consume, *, train: bool, **options: Any) -> None:
@@ -68,7 +76,7 @@ class ShardedModel:
         return [local(tensor) for tensor in self.module.named().values()]
 
     def load(self, source: Source) -> None:
-        self.module.load(source, Shard(rank=self._peers.rank, num_ranks=self._peers.num_ranks))
+        self.module.load(source, self._shard)
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         changes = self.adapter.merging(device) if self.adapter is not None and self.adapter.is_on else EMPTY

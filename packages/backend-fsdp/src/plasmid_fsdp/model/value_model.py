@@ -81,7 +81,7 @@ def build_value_model(settings: FSDP, source: Source, *, device: torch.device, s
     parameters = {name: p for name, p in model.named().items() if isinstance(p, nn.Parameter)}
     freeze(parameters, layout, settings.critic.freeze, "trainer.critic.freeze")
     prepare_training(model.backbone, settings)
-    shard_module(model, model.backbone, settings, device=device, num_ranks=shard.num_ranks, exact=(model.score,))
+    shard_module(model, model.backbone, settings, device=device, shard=shard, exact=(model.score,))
     materialize(model, model.backbone, settings, device=device, source=source)
     _draw_head(model, model.load(source, shard), shard=shard, std=settings.critic.head_std, seed=seed)
     return model

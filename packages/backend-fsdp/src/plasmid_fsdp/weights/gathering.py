@@ -61,7 +61,8 @@ def gather_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all whole tensors, in order, on the device of the shards; floats are cast to ``dtype`` before gathering.
 
-    Tensors named in ``uncast`` keep their dtype. All ranks iterate together. Shards are rows (`Shard(0)`), as in FSDP2.
+    Tensors named in ``uncast`` keep their dtype. All ranks iterate together. Shards are rows (`Shard(0)`) over the
+    last dimension of the mesh, as in FSDP2.
     """
     pending: list[ShardedTensor] = []
     size, mesh, ranks = 0, None, 1
@@ -116,7 +117,7 @@ def _gather(pieces: list[ShardedTensor]) -> Iterator[tuple[str, Tensor]]:
     places = zip(own.split_with_sizes(lengths), rows, strict=True)
     torch._foreach_copy_([place[: row.numel()] for place, row in places], rows)
     every = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
-    dist.all_gather_into_tensor(every, own, group=mesh.get_group())
+    dist.all_gather_into_tensor(every, own, group=mesh.get_group(mesh.ndim - 1))
     for piece, shards in zip(pieces, every.view(ranks, -1).split_with_sizes(lengths, 1), strict=True):
         yield piece.name, shards.reshape(-1)[: piece.whole.numel()].view(piece.whole.shape)
 
@@ -127,4 +128,4 @@ def _largest_shard(shape: torch.Size, ranks: int) -> int:
 
 def _ranks(tensor: DTensor) -> int:
     """Return the number of ranks that the tensor is sharded over."""
-    return tensor.device_mesh.shape[0]
+    return tensor.device_mesh.shape[-1]

@@ -13,7 +13,10 @@ class Shard:
     """Position of a rank's shard in every tensor: rows, split like `torch.chunk`."""
 
     rank: int
+    """Rank within its copy of the model."""
     num_ranks: int
+    """Number of ranks that share one copy."""
+    num_copies: int = 1
 
     def rows(self, count: int) -> slice:
         """Return this rank's rows out of ``count``."""
