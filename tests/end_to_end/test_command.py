@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from plasmid_runtime.observe.journal import read_journal
 
 RECIPE = """
 plugins = ["digit_share.py"]
@@ -58,6 +59,18 @@ def test_train_and_view_from_the_command_line(folder):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert (run / "report.html").exists()
+
+
+@pytest.mark.long
+def test_copies_of_the_model_train_as_one(folder):
+    journals = []
+    for name, shard_ranks in (("copies", 1), ("sharded", 2)):
+        settings = [f"run.dir={name}", f"trainer.shard_ranks={shard_ranks}", "run.batches=2"]
+        process = rl(folder, "train", "digits.toml", "placement.trainer_ranks=2", *settings)
+        _, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        journals.append([entry.metrics["train/grad_norm"] for entry in read_journal(folder / name / "metrics.jsonl")])
+    assert journals[0] == pytest.approx(journals[1], rel=1e-4)
 
 
 @pytest.mark.long
