@@ -4,8 +4,11 @@ import asyncio
 
 import numpy as np
 import torch
-from plasmid.types import GenerateRequest, SamplingParams
+from plasmid.types import GenerateRequest, SamplingParams, StopReason
 from plasmid_models.sync import send_weights
+from plasmid_runtime.rollout.in_flight import JobProgress, record_turns
+from plasmid_workflows.execution import Execution
+from plasmid_workflows.testing import Digits
 from transformers import AutoModelForCausalLM
 
 
@@ -54,3 +57,36 @@ async def publish(engine, named_tensors, version, *, ranks=1):
     plan = await engine.plan_sync()
     sending = asyncio.to_thread(send_weights, named_tensors, plan=plan, version=version, rank=0)
     return await asyncio.gather(sending, engine.receive(plan, version))
+
+
+def check_recorded_rollouts(shared):
+    """Servers end their requests for a checkpoint; the rollouts continue with what was sampled before."""
+
+    def rollout(client, number):
+        sampling = SamplingParams(max_new_tokens=200, temperature=3.0)
+        named = {"id": f"{number}/0", "group_id": number, "seed": number}
+        return Execution(sampling=sampling, client=client, codec=Digits(), deadline_s=120.0, **named)
+
+    async def test():
+        async with shared.engine() as engine:
+            await engine.metrics()
+            rollouts = [rollout(engine.client, number) for number in range(8)]
+            drawing = [asyncio.create_task(one.generate(make_request(3).token_ids)) for one in rollouts]
+            while not (await engine.metrics())["engine/tokens_per_s"]:  # since the look before
+                await asyncio.sleep(0.02)
+            unsent = await engine.client.fetch_partial(["unknown"])
+            jobs = {str(number): JobProgress(rollouts=[one]) for number, one in enumerate(rollouts)}
+            turns = await record_turns(engine.client, jobs)
+            return unsent, turns, await asyncio.gather(*drawing)
+
+    unsent, turns, completions = shared.run(test())
+    assert [(part.request_id, len(part.token_ids)) for part in unsent] == [("unknown", 0)]
+    cut = 0
+    for number, completion in enumerate(completions):
+        assert len(completion.token_ids) <= 200 and completion.stop_reason in (StopReason.STOP, StopReason.LENGTH)
+        for turn in turns.get(str(number), ()):
+            count = len(turn.completion.token_ids)
+            assert completion.token_ids[:count].tolist() == turn.completion.token_ids.tolist()
+            assert completion.logprobs[:count].tolist() == turn.completion.logprobs.tolist()
+            cut += 0 < count < len(completion.token_ids) and turn.completion.stop_reason is StopReason.ABORT
+    assert cut > 4
