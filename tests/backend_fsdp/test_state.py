@@ -121,6 +121,43 @@ def test_random_generators_come_back(one_rank, tmp_path):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+def test_a_checkpoint_without_the_optimizer_is_like_a_model_folder(kind, request, tmp_path):
+    """A trainer that loads it trains bit by bit like one that begins with these weights."""
+    ranks, settings = request.getfixturevalue(kind), SETTINGS[0]
+
+    async def save():
+        trainer, config = await ranks.start(trainer=settings, checkpoint={"optimizer": False})
+        await fit(trainer, config, *batches()[:2])
+        await trainer.save(tmp_path / "saved")
+        return await weights_of(trainer, tmp_path / "model")
+
+    async def begin():
+        trainer, config = await ranks.start(model=tmp_path / "model", trainer=settings)
+        reports = await fit(trainer, config, *batches()[2:])
+        return reports, await weights_of(trainer, tmp_path / "a")
+
+    weights = asyncio.run(save())
+    reports, expected = asyncio.run(begin())
+    again, same = asyncio.run(resumed(ranks, settings, tmp_path, steps=0))
+    assert again == reports
+    assert largest_difference(expected, same) == 0 < largest_difference(weights, same)
+    saved = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
+    assert saved < 1.2 * (tmp_path / "model/model.safetensors").stat().st_size
+
+
+def test_frozen_weights_are_no_checkpoint_without_the_optimizer(one_rank, tmp_path):
+    """An optimizer without state is saved, too: its steps are."""
+
+    async def save():
+        trainer, config = await one_rank.start(trainer={"optimizer": "sgd", "momentum": 0.0})
+        await fit(trainer, config, *batches()[:2])
+        await trainer.save(tmp_path / "saved")
+
+    asyncio.run(save())
+    assert "the optimizer state does not match [trainer]" in load_error(one_rank, tmp_path / "saved")
+
+
 def load_error(ranks, path, **options):
     async def run():
         trainer, _ = await ranks.start(**options)

@@ -345,7 +345,7 @@ def test_the_first_checkpoint_needs_room_for_the_weights_unless_an_adapter_is_tr
 def test_the_first_checkpoint_needs_room_for_the_optimizer_too(runner, monkeypatch):
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=11 * 10**6))
-    monkeypatch.setattr(TrainerConfig, "saved_bytes_per_weight", lambda self: 12)
+    monkeypatch.setattr(TrainerConfig, "saved_bytes_per_weight", lambda self, optimizer: 12 if optimizer else 4)
     runner.config()
     save_file({"w": np.zeros(10**6, np.float16)}, runner.folder / "model/model.safetensors")
     with pytest.raises(CheckpointError, match=r"needs about 0.01 GB, but only 0.01 GB are free; nothing was saved"):
@@ -354,7 +354,7 @@ def test_the_first_checkpoint_needs_room_for_the_optimizer_too(runner, monkeypat
 
 @pytest.mark.parametrize(("critic", "needed"), [("auto", 24), ("critic", 48)])
 def test_the_first_checkpoint_needs_room_for_the_critic_too(runner, monkeypatch, critic, needed):
-    monkeypatch.setattr(TrainerConfig, "saved_bytes_per_weight", lambda self: 12)
+    monkeypatch.setattr(TrainerConfig, "saved_bytes_per_weight", lambda self, optimizer: 12 if optimizer else 4)
     config = runner.config()
     needs = replace(config.algorithm.needs(), critic=True)
     monkeypatch.setattr(type(config.algorithm), "needs", lambda self: needs)

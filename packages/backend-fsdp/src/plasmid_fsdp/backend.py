@@ -28,6 +28,7 @@ class FSDPBackend:
     def __init__(self, config: RunConfig, device: str) -> None:
         assert isinstance(config.trainer, FSDP), "built by another trainer's settings"
         self._settings, self._seed = config.trainer, config.run.seed
+        self._saves_optimizer = config.checkpoint.optimizer
         self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._trained: dict[str, ShardedModel] = {}
 
@@ -51,7 +52,7 @@ class FSDPBackend:
         return compiled_graphs()
 
     def save(self, path: Path, steps: Mapping[str, int]) -> None:
-        save_state(path, self._trained, steps)
+        save_state(path, self._trained, steps if self._saves_optimizer else {})
 
     def load(self, path: Path) -> Mapping[str, int]:
         return load_state(path, self._trained)

@@ -64,9 +64,12 @@ class FSDP(OptimizerSettings, RankedTrainerConfig):
         if self.share_prefixes is True and self.attention != "auto":
             yield f"share_prefixes needs attention = 'auto', got {self.attention!r}: padded samples share no tokens"
 
-    def saved_bytes_per_weight(self) -> int:
+    def saves_without_optimizer(self) -> bool:
+        return True
+
+    def saved_bytes_per_weight(self, *, optimizer: bool) -> int:
         state = {"adamw": 8, "sgd": 4 if self.momentum else 0}[self.optimizer]
-        return 4 + (0 if self.freeze else state)  # all in fp32; frozen weights have no optimizer state
+        return 4 + (state if optimizer and not self.freeze else 0)  # all in fp32; frozen weights have no state
 
     def adapter(self) -> AdapterSpec | None:
         return None if self.lora is None else self.lora.spec()

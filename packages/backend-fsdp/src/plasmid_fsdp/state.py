@@ -32,10 +32,14 @@ PREFIXES = {"policy": "", "critic": "critic."}
 
 
 def save_state(path: Path, models: Mapping[str, ShardedModel], steps: Mapping[str, int]) -> None:
-    """Write weights, optimizer states, steps and random generators; all ranks call it. Raises `CheckpointError`."""
+    """Write weights, optimizer states, steps and random generators; all ranks call it. Raises `CheckpointError`.
+
+    Without ``steps``, neither steps nor optimizer states are written.
+    """
     numbers = {STEPS[role]: torch.tensor(step) for role, step in steps.items()}
+    tensors = _weights(models) | (_optimizer_states(models) if steps else {})
     try:
-        save(_tensors(models) | numbers | _generators(), storage_writer=FileSystemWriter(path))
+        save(tensors | numbers | _generators(), storage_writer=FileSystemWriter(path))
         _save_base(path, models["policy"].adapter)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: cannot write the trainer state: {failure_cause(error)}") from None
@@ -44,38 +48,50 @@ def save_state(path: Path, models: Mapping[str, ShardedModel], steps: Mapping[st
 def load_state(path: Path, models: Mapping[str, ShardedModel]) -> dict[str, int]:
     """Load weights and optimizer states in place; return the optimizer steps of each model.
 
-    Random generators are restored on ranks that existed when the checkpoint was saved. Raises `CheckpointError` if the
-    checkpoint cannot be read, or is from another model or optimizer.
+    From a checkpoint without optimizer states, the optimizers start anew and the steps are 0. Random generators are
+    restored on ranks that existed when the checkpoint was saved. Raises `CheckpointError` if the checkpoint cannot be
+    read, or is from another model or optimizer.
     """
     try:
         metadata = TensorReader(path).read_metadata()
     except ModelError as error:
         raise CheckpointError(f"{path}: cannot read the trainer state: {failure_cause(error)}") from error
-    tensors = _tensors(models)
+    has_optimizer = any(name in metadata.state_dict_metadata for name in STEPS.values())
+    states = _optimizer_states(models)
+    tensors = _weights(models) | (states if has_optimizer else {})
     _check(path, tensors, metadata)
     _check_base(path, models["policy"].adapter)
-    numbers = {STEPS[role]: torch.tensor(0) for role in models}
+    numbers = {STEPS[role]: torch.tensor(0) for role in models if has_optimizer}
     generators = {name: value for name, value in _generators().items() if name in metadata.state_dict_metadata}
     try:
         load(tensors | numbers | generators, storage_reader=TensorReader(path))
     except (CheckpointException, ModelError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: cannot read the trainer state: {failure_cause(error)}") from None
     set_generators({name.rpartition(".")[2]: state for name, state in generators.items()})
-    return {role: int(numbers[STEPS[role]]) for role in models}
+    if not has_optimizer:
+        for state in states.values():
+            state.zero_()
+    return {role: int(numbers[STEPS[role]]) if has_optimizer else 0 for role in models}
 
 
-def _tensors(models: Mapping[str, ShardedModel]) -> dict[str, Any]:
-    """Return weights and the optimizer state of each weight by name; they share memory with the live tensors."""
-    weights: dict[str, Any] = {}
-    optimizers: dict[str, Any] = {}
-    for role, model in models.items():
-        for own_name, tensor in model.learned().items():
-            name = PREFIXES[role] + own_name
-            weights[f"weights.{name}"] = tensor.detach()
-            if isinstance(tensor, nn.Parameter):
-                state = model.optimizer.inner.state.get(tensor, {})
-                optimizers |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-    return weights | optimizers
+def _weights(models: Mapping[str, ShardedModel]) -> dict[str, Any]:
+    """Return all weights by name; they share memory with the live tensors."""
+    return {
+        f"weights.{PREFIXES[role]}{name}": tensor.detach()
+        for role, model in models.items()
+        for name, tensor in model.learned().items()
+    }
+
+
+def _optimizer_states(models: Mapping[str, ShardedModel]) -> dict[str, Any]:
+    """Return the optimizer state of each weight by name; the tensors are the live ones."""
+    return {
+        f"optimizer.{PREFIXES[role]}{name}.{key}": value
+        for role, model in models.items()
+        for name, tensor in model.learned().items()
+        if isinstance(tensor, nn.Parameter)
+        for key, value in model.optimizer.inner.state.get(tensor, {}).items()
+    }
 
 
 def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:

@@ -194,7 +194,7 @@ class Megatron(RankedTrainerConfig):
             )
         return ranks // replica
 
-    def saved_bytes_per_weight(self) -> int:
+    def saved_bytes_per_weight(self, *, optimizer: bool) -> int:
         return 12 if self.optimizer.get("optimizer", "adam") == "adam" else 4  # weights and two averages in fp32
 
     def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:

@@ -80,6 +80,8 @@ def train(
         mode = Mode(resume="auto" if resume_auto else resume, replay=replay, rollouts_only=rollouts_only)
         _check_options(mode, dry_run=dry_run, offline=offline)
         config = load(items, plugin)
+        if supervisor >= 0:
+            _check_supervised(config)
         if offline:
             _explain_offline(config, [Path(item) for item in items if item.endswith(".toml")])
         elif dry_run:
@@ -113,6 +115,16 @@ def _check_options(mode: Mode, *, dry_run: bool, offline: bool) -> None:
         raise ConfigError("--offline: only checks a recipe; add --dry-run")
     if offline and (mode.resume or mode.replay is not None):
         raise ConfigError("--offline: checks a recipe without a run; remove --resume and --replay")
+
+
+def _check_supervised(config: RunConfig) -> None:
+    from plasmid.errors import ConfigError
+
+    if not config.checkpoint.optimizer:
+        raise ConfigError(
+            "checkpoint.optimizer: must be true with --supervise, which resumes runs, and they need the optimizer's "
+            "state; remove the setting"
+        )
 
 
 def _explain(config: RunConfig, mode: Mode) -> None:
@@ -172,6 +184,12 @@ def _run(
         console.print(f"all {result.steps} batches have already been trained; to train more, {further}")
     if result.interrupted:
         options = [part for file in plugins for part in ("--plugin", str(file))]
-        command = shlex.join(["rl", "train", *items, *options, "--resume"])
-        console.print(f"interrupted after batch {result.steps}; continue with: {command}", soft_wrap=True)
+        way, what = ["--resume"], "continue"
+        if not config.checkpoint.optimizer:  # cannot be resumed
+            way, what = (
+                [f"run.dir={result.run_dir}-2", f"checkpoint.start_from={result.checkpoint}"],
+                "start from there",
+            )
+        command = shlex.join(["rl", "train", *items, *options, *way])
+        console.print(f"interrupted after batch {result.steps}; {what} with: {command}", soft_wrap=True)
         raise typer.Exit(130)

@@ -91,10 +91,14 @@ class TrainerConfig(Component, slot="trainer"):
         """
         return ranks
 
-    def saved_bytes_per_weight(self) -> int:
+    def saves_without_optimizer(self) -> bool:
+        """Return True if the trainer supports ``checkpoint.optimizer = false``."""
+        return False
+
+    def saved_bytes_per_weight(self, *, optimizer: bool) -> int:
         """Return the minimum number of bytes that a checkpoint takes per weight of the model; 0 if unknown.
 
-        The first checkpoint is written only if the disk has room for it.
+        ``optimizer`` is `checkpoint.optimizer`. The first checkpoint is written only if the disk has room for it.
         """
         return 0
 

@@ -97,8 +97,12 @@ class CheckpointConfig(Settings):
     """Number of most recent checkpoints to keep."""
     keep_every: int = Field(0, ge=0)
     """Interval of checkpoints that are never deleted, in batches; 0 keeps only the most recent ones."""
+    optimizer: bool = True
+    """Save the optimizer's state. Checkpoints without it are smaller (with AdamW a third), can be exported,
+    evaluated and named by `start_from`, but cannot be resumed."""
     start_from: Annotated[str, INERT] = "none"
-    """Checkpoint of another run to initialize policy and optimizer from; ``none`` starts from the model folder."""
+    """Checkpoint of another run to initialize policy and optimizer from; ``none`` starts from the model folder. From
+    a checkpoint without the optimizer's state, the optimizer and its schedule start anew."""
     export: bool = True
     """Export the final policy as a Hugging Face folder."""
     export_every: int = Field(0, ge=0)

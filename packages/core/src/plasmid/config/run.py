@@ -330,6 +330,11 @@ class RunConfig(Settings):
                 f"{self.checkpoint.every}: between syncs trainer and engine have different policies, which a "
                 "checkpoint cannot restore"
             )
+        if not self.checkpoint.optimizer and not self.trainer.saves_without_optimizer():
+            yield (
+                f"checkpoint.optimizer: must be true with trainer {kind_of(self.trainer)!r}, whose checkpoints always "
+                "contain the optimizer's state; remove the setting"
+            )
         for index, set_ in enumerate(self.eval):
             if set_.every % run.sync_every:
                 yield (

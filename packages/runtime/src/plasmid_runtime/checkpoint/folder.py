@@ -206,6 +206,16 @@ def check_same_config(saved: Mapping[str, Any], config: RunConfig) -> None:
             )
 
 
+def check_has_optimizer(path: Path, state: RunState) -> None:
+    """Raise `CheckpointError` if the checkpoint was saved without the optimizer's state."""
+    settings = state.config.get("checkpoint")
+    if isinstance(settings, Mapping) and settings.get("optimizer") is False:
+        raise CheckpointError(
+            f"{path}: cannot be resumed, since it was saved with checkpoint.optimizer = false, without the "
+            f"optimizer's state; start a new run from its weights with checkpoint.start_from={path}"
+        )
+
+
 def _checkpoint_folders(folder: Path) -> list[Path]:
     """Return all folders named like checkpoints, complete or not."""
     return [found for found in folder.glob(f"{PREFIX}*") if found.name.removeprefix(PREFIX).isdecimal()]

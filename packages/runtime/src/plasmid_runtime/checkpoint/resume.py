@@ -16,7 +16,7 @@ from ..observe.sample_store import read_dropped, read_samples
 from ..rollout.in_flight import read_turns
 from ..rollout.producers.producer import Producer
 from ..rollout.worker_pool import WorkerPool
-from .folder import CheckpointFolder, Progress, RunState, check_same_config, read_state
+from .folder import CheckpointFolder, Progress, RunState, check_has_optimizer, check_same_config, read_state
 from .run_files import restore_run_files
 from .run_folder import RunFolder
 from .saver import BUFFER, IN_FLIGHT, TRAINER, WORKER_STATES, stateful_components
@@ -45,6 +45,8 @@ def read_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
     path = CheckpointFolder(folder.checkpoints, config.checkpoint).newest()
     state = read_state(path)
     check_same_config(state.config, config)
+    if state.batch < config.run.batches:
+        check_has_optimizer(path, state)
     return ResumePoint(path=path, state=state)
 
 

@@ -179,7 +179,8 @@ class CheckpointSaver:
         """Minimum size of a checkpoint with the model's weights; an adapter is far smaller and counts as 0."""
         if self.trainer is None or self.config.trainer.adapter() is not None:
             return 0
-        model, per_weight = self.config.model.path, self.config.trainer.saved_bytes_per_weight()
+        model = self.config.model.path
+        per_weight = self.config.trainer.saved_bytes_per_weight(optimizer=self.config.checkpoint.optimizer)
         least = _saved_bytes(Path(model), per_weight)
         if self.config.algorithm.needs().critic:
             critic = self.config.critic.path
