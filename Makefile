@@ -30,9 +30,10 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PIP  := $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(PIP_ARGS)
 VLLM_EDITABLE := $(foreach p,core models serving rollout-vllm,-e packages/$(p))
 GPU_EDITABLE := $(foreach p,$(PACKAGES) backend-megatron rollout-sglang,-e packages/$(p)) '.[all]'
-# two processes: the suite is mostly one thread of work at a time
+# more processes than cores: tests wait for Ray, deadlines and servers a fifth of their time
+WORKERS ?= 3
 # compiled files are kept, whatever the environment says: each process that a test starts would compile all packages
-TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -45,7 +46,7 @@ help:  ## List the targets
 train: $(VENV)/.runtime model  ## Train SmolLM2-135M on sums with GRPO (RECIPE=..., ARGS="trainer.lr=1e-5 ...")
 	@$(BIN)/rl train $(RECIPE) $(ARGS)
 
-test: $(VENV)/.dev  ## Run the tests, without the long ones (ARGS="-k name")
+test: $(VENV)/.dev  ## Run the tests, without the long ones (ARGS="-k name", WORKERS=3)
 	@$(TEST) $(ARGS)
 
 test-full: $(VENV)/.dev  ## Run all tests that need no GPU

@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -63,9 +64,10 @@ def _server():
     return ours
 
 
-def start_rl(*arguments, stdin=None, stdout, stderr, cwd=None, env=None):
-    """Start `rl` with these open files; one at a time."""
+def start_rl(*arguments, stdin=None, stdout, stderr, cwd=None, env=None, address_space=resource.RLIM_INFINITY):
+    """Start `rl` with these open files and at most so many bytes of address space; one at a time."""
     request = {"arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd()), "env": dict(env or os.environ)}
+    request["address_space"] = address_space
     server = _server()
     with open(os.devnull) as nothing:
         files = [file.fileno() for file in (stdin or nothing, stdout, stderr)]
@@ -115,6 +117,7 @@ def become(request, files):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    resource.setrlimit(resource.RLIMIT_AS, (request["address_space"],) * 2)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)

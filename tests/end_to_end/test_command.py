@@ -10,6 +10,8 @@ import psutil
 import pytest
 from plasmid_runtime.observe.journal import read_journal
 
+from tests.forked_rl import run_rl
+
 RECIPE = """
 plugins = ["digit_share.py"]
 model.path = "{model}"
@@ -55,9 +57,8 @@ def test_train_and_view_from_the_command_line(folder):
         "checkpoints/batch-000004",
     ):
         assert (run / path).exists(), path
-    process = rl(folder, "view", "runs/digits")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    viewed = run_rl("view", "runs/digits", cwd=folder)
+    assert viewed.returncode == 0, viewed.stderr
     assert (run / "report.html").exists()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_grpo_raises_the_held_out_reward(job, seed):
     result = job.run({"run": {"seed": seed, "batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}})
     (_, before), (_, after) = result.evaluations["held-out"]

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from tests.forked_rl import run_rl
 from tests.security.model_files import make_tokenizer
-from tests.security.rl_command import RL, call_rl
+from tests.security.rl_command import call_rl
 from tests.security.test_terminal import write_run
 
 RECIPE = {
@@ -238,10 +238,12 @@ app()
 def test_an_endless_chat_template_is_stopped(folder, template):
     """In a process of its own, whose memory is bounded: the template must not take it either."""
     (folder / "t.jinja").write_text(template)
-    start = ["-c", QUICKLY] if TEMPLATES[template] == LATE else ["-m", "plasmid_cli"]
-    command = [sys.executable, *start, "train", "recipe.toml", "--dry-run", "model.chat_template=t.jinja"]
-    limit = f"ulimit -v 8000000; exec timeout 100 {shlex.join(command)}"
-    ended = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False)
+    arguments = ["train", "recipe.toml", "--dry-run", "model.chat_template=t.jinja"]
+    if TEMPLATES[template] == LATE:
+        limit = f"ulimit -v 8000000; exec timeout 100 {shlex.join([sys.executable, '-c', QUICKLY, *arguments])}"
+        ended = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False)
+    else:
+        ended = run_rl(*arguments, address_space=8000000 << 10)
     assert ended.returncode == 2, ended.stderr[-2000:]
     assert "the chat template rejects the messages: " in ended.stderr
     assert TEMPLATES[template] in ended.stderr
@@ -313,15 +315,7 @@ def test_a_hostile_tokenizer_is_one_line(folder, change, reason):
     change(data)
     file.write_text(json.dumps(data))
     (folder / "prompts.jsonl").write_text('{"prompt": "\u20ac", "target": 1}\n')
-    command = [*RL, "sample", "recipe.toml", "-n", "1", "--dry"]
-    limit = 4 << 30
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
+    done = run_rl("sample", "recipe.toml", "-n", "1", "--dry", address_space=4 << 30)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and reason in done.stderr, done.stderr
     assert "\x1b" not in done.stdout + done.stderr

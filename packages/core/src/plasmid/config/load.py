@@ -162,6 +162,8 @@ def _pick_within(
     mistakes: dict[str, list[str]] = {}
     in_recipe = not issubclass(cls, Component)
     for name, field in cls.model_fields.items():
+        if name not in item and not (in_recipe and field.is_required()):
+            continue
         path, annotation = f"{where}.{name}" if where else name, field.rebuild_annotation()
         inner = element(annotation, 0)
         single, many = slot_of(annotation), slot_of(inner)
