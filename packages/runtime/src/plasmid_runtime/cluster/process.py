@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -80,7 +81,9 @@ class ActorProcess:
         return ProcessId(pid=os.getpid(), node=ray.get_runtime_context().get_node_id())
 
     async def make(self, factory: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-        return await self._host.make(factory, args, kwargs)
+        made = await self._host.make(factory, args, kwargs)
+        gc.freeze()  # ranks collect garbage at each offload, which visits every imported module that is not frozen
+        return made
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         return await self._host.call(method, args, kwargs)
