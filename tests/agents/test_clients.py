@@ -241,6 +241,26 @@ def test_only_one_call_is_given_where_an_agent_wants_one(tokenizer):
     assert len(single) == 1
 
 
+def test_channels_of_harmony_become_reasoning_text_and_calls(tokenizer):
+    analysis, commentary = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant<|channel|>commentary"
+    call = ' to=functions.weather <|constrain|>json<|message|>{"city": "Bonn"}<|call|>'
+    script = [f"{analysis}{commentary}{call}", f"{analysis}<|start|>assistant<|channel|>final<|message|>yes"]
+    settings = make_settings(reasoning="harmony", tool_calls="harmony")
+
+    async def main():
+        async with served(tokenizer, script, settings=settings) as one, openai_of(one) as client:
+            ask = {"model": "m", "messages": ASKED, "tools": [{"type": "function", "function": WEATHER}]}
+            replies = [await client.chat.completions.create(**ask) for _ in script]
+        return [reply.choices[0].message for reply in replies]
+
+    first, second = asyncio.run(main())
+    assert first.reasoning_content == "hm" and not first.content
+    assert [(made.function.name, made.function.arguments) for made in first.tool_calls] == [
+        ("weather", '{"city": "Bonn"}')
+    ]
+    assert (second.reasoning_content, second.content, second.tool_calls) == ("hm", "yes", None)
+
+
 def test_reasoning_is_told_apart_from_text_if_the_recipe_says_so(tokenizer):
     script = ["<think>hm</think>\n\nyes", f"<think>hm {CALL}</think>{CALL}", "still</think>no"]
     ask = {"model": "m", "messages": ASKED}

@@ -12,7 +12,7 @@ from plasmid.types import StopReason
 from plasmid_sandbox import Limits, Outcome, Sandbox
 from plasmid_workflows import CalculatorTool, FunctionTool, PythonTool, SearchTool, Tools
 from plasmid_workflows.execution import execute
-from plasmid_workflows.tools.tool_calls import ToolCall
+from plasmid_workflows.tools.parsing import ToolCall
 from plasmid_workflows.tools.toolset import Result, Toolset
 
 from tests.workflows.scripted import chat, coloured, plain, rollout
@@ -102,6 +102,37 @@ def test_calls_are_answered_until_there_is_none_and_only_the_policys_tokens_are_
     assert (
         one.client.requests[1].token_ids.tolist() == sample.token_ids[: len(one.client.requests[1].token_ids)].tolist()
     )
+
+
+FORMATS = {
+    "kimi-k2": (
+        "let me see <|tool_calls_section_begin|><|tool_call_begin|>functions.area:0<|tool_call_argument_begin|>"
+        '{"width": 3}<|tool_call_end|><|tool_calls_section_end|>',
+        "it is 6",
+        "functions.area:0",
+    ),
+    "glm": (
+        "<tool_call>area\n<arg_key>width</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "it is 6",
+        "call00000",
+    ),
+    "harmony": (
+        "<|channel|>analysis<|message|>Area.<|end|><|start|>assistant<|channel|>commentary to=functions.area "
+        '<|constrain|>json<|message|>{"width": 3}<|call|>',
+        "<|channel|>analysis<|message|>3 times 2.<|end|><|start|>assistant<|channel|>final<|message|>it is 6",
+        "call00000",
+    ),
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_calls_between_special_tokens_are_answered(chatml, tmp_path, file, format):
+    workflow = Tools(tools=(FunctionTool(function=f"{file}:area"),), workers=1, format=format)
+    *turns, identity = FORMATS[format]
+    sample = run(workflow, tmp_path, rollout(chatml, turns), chat(chatml, "how large?"))
+    assert (sample.text, results(sample)) == ("it is 6", ["6.0"])
+    assert (sample.metadata["calls"], sample.metadata["failed_calls"]) == (1, 0)
+    assert [m["tool_call_id"] for m in sample.metadata["messages"] if m["role"] == "tool"] == [identity]
 
 
 def test_results_of_tools_forge_no_role(chatml, tmp_path, file):

@@ -1,14 +1,44 @@
 """Calls in generated text: the formats of models, and rubbish."""
 
 import random
+import re
 import string
+import sys
 
 import pytest
 from plasmid_workflows.tools.tool_calls import EXAMPLES, PARSERS
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}
+
+
+def deepseek(text):
+    """Write DeepSeek's tokens, whose bars and spaces are no ASCII."""
+    return re.sub(r"<\|(tool_\w+|end_of_sentence)\|>", lambda m: f"<\uff5c{m[1]}\uff5c>".replace("_", "\u2581"), text)
+
+
+DEEPSEEK_V3 = deepseek(
+    "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>{}\n```json\n{}\n```<|tool_call_end|>"
+    "<|tool_calls_end|><|end_of_sentence|>"
+)
+DEEPSEEK_V31 = deepseek(
+    "<|tool_calls_begin|><|tool_call_begin|>{}<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|><|end_of_sentence|>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|><|im_end|>"
+)
+HARMONY = "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+ARGUMENTS = '{"a": 1, "b": [2, "x"]}'
 WRITTEN = {
+    "deepseek-v3": "so: " + DEEPSEEK_V3.format("add", ARGUMENTS),
+    "deepseek-v3.1": "so: " + DEEPSEEK_V31.format("add", ARGUMENTS),
+    "glm": (
+        "so:\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        '<arg_value>[2, "x"]</arg_value>\n</tool_call>'
+    ),
+    "harmony": "<|channel|>analysis<|message|>A sum.<|end|>" + HARMONY.format("add", ARGUMENTS),
     "hermes": 'so: <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}\n</tool_call>',
+    "kimi-k2": "so: " + KIMI.format("functions.add:0", ARGUMENTS),
     "llama3": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": [2, "x"]}}<|eom_id|>',
     "mistral": 'so[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}]</s>',
     "python": '[add(a=1, b=[2, "x"])]',
@@ -47,6 +77,58 @@ MORE = [
         [("f", {"x": "a b"}, None)],
     ),
     ("qwen-xml", "<tool_call>f</tool_call>", [("", {}, "a call is <function=NAME>")]),
+    # GLM-4.7 writes no line breaks; strings are not quoted
+    (
+        "glm",
+        "<tool_call>f<arg_key>x</arg_key><arg_value>a b</arg_value></tool_call><tool_call>g</tool_call>",
+        [("f", {"x": "a b"}, None), ("g", {}, None)],
+    ),
+    ("glm", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>two\nlines", [("f", {"x": "two\nlines"}, None)]),
+    ("glm", "<tool_call>f\n<arg_key>x</arg_key></tool_call>", [("f", {}, "an argument is <arg_key>NAME</arg_key>")]),
+    ("glm", "<tool_call>f<arg_key>x<arg_value>1</tool_call>", [("f", {}, "an argument is <arg_key>NAME</arg_key>")]),
+    ("glm", "<tool_call></tool_call>", [("", {}, "a call is NAME, then <arg_key>")]),
+    ("glm", '<tool_call>{\n"name": "f"}</tool_call>', [("", {}, "a call is NAME, then <arg_key>")]),
+    (
+        "deepseek-v3",
+        deepseek(
+            "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f\n```json\n{}\n```<|tool_call_end|>\n"
+            '<|tool_call_begin|>function<|tool_sep|>g\n```json\n{"x": 1}\n```<|tool_call_end|><|tool_calls_end|>'
+        ),
+        [("f", {}, None), ("g", {"x": 1}, None)],
+    ),
+    ("deepseek-v3", DEEPSEEK_V3.format("f", '{"x": "```"}'), [("f", {"x": "```"}, None)]),
+    ("deepseek-v3", DEEPSEEK_V3.format("f", "{x}"), [("f", {}, "the call is not valid JSON")]),
+    ("deepseek-v3", DEEPSEEK_V31.format("f", "{}"), [("", {}, deepseek("a call is function<|tool_sep|>NAME"))]),
+    ("deepseek-v3", deepseek("<|tool_calls_begin|>f()"), [("", {}, deepseek("a call is function<|tool_sep|>NAME"))]),
+    ("deepseek-v3.1", DEEPSEEK_V31.format("f", "[1]"), [("f", {}, '"arguments" of a call must be an object')]),
+    (
+        "deepseek-v3.1",
+        deepseek('<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>{"x": 1}'),
+        [("f", {"x": 1}, None)],
+    ),
+    (
+        "deepseek-v3.1",
+        deepseek("<|tool_calls_begin|><|tool_calls_end|>"),
+        [("", {}, deepseek("a call is NAME<|tool_sep|>"))],
+    ),
+    ("kimi-k2", KIMI.format("functions.a.b:12", '{"x": 1}'), [("a.b", {"x": 1}, None)]),
+    ("kimi-k2", KIMI.format(" functions.f:0 ", "{"), [("f", {}, "the call is not valid JSON")]),
+    ("kimi-k2", KIMI.format("functions.f", "{}"), [("", {}, "a call is functions.NAME:NUMBER")]),
+    ("kimi-k2", KIMI.format("3", "{}"), [("", {}, "a call is functions.NAME:NUMBER")]),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>{}", [("f", {}, None)]),
+    # the template puts the recipient before the channel
+    (
+        "harmony",
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>',
+        [("f", {"x": 1}, None)],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis to=python code<|message|>1+1<|call|>",
+        [("python", {}, "the call is not valid JSON")],
+    ),
+    ("harmony", HARMONY.format("f", "{x}"), [("f", {}, "the call is not valid JSON")]),
+    ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json", []),
 ]
 
 
@@ -56,6 +138,54 @@ def test_each_format_is_read(format):
     (call,) = parsed.calls
     assert (call.name, call.arguments, call.error) == (ADD["name"], ADD["arguments"], None)
     assert "add" not in parsed.text
+
+
+def test_channels_of_harmony_are_told_apart():
+    parsed = PARSERS["harmony"](
+        "<|channel|>analysis<|message|>Two tools.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment. "
+        "<|end|>" + HARMONY.format("f", "{}")
+    )
+    assert (parsed.answer, parsed.reasoning, [call.name for call in parsed.calls]) == (
+        "One moment. ",
+        "Two tools.",
+        ["f"],
+    )
+    parsed = PARSERS["harmony"](
+        "<|channel|>analysis<|message|>So 4.<|end|><|start|>assistant<|channel|>final<|message|>4"
+    )
+    assert (parsed.answer, parsed.reasoning, parsed.calls) == ("4", "So 4.", ())
+    parsed = PARSERS["harmony"]("<|channel|>analysis<|message|>I do not come to an")
+    assert (parsed.answer, parsed.reasoning) == ("", "I do not come to an")
+
+
+def test_the_id_of_a_call_is_that_of_its_text():
+    (call,) = PARSERS["kimi-k2"](WRITTEN["kimi-k2"]).calls
+    assert call.id == "functions.add:0"
+
+
+def steps_of(format, text):
+    """How many lines of Python a parser runs."""
+    count = 0
+
+    def tracer(frame, event, argument):
+        nonlocal count
+        count += 1
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        PARSERS[format](text)
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("format", ["deepseek-v3", "deepseek-v3.1", "glm", "harmony", "kimi-k2"])
+def test_twice_as_many_marks_take_twice_as_many_steps(format):
+    marks = [piece for text in (WRITTEN[format], EXAMPLES[format]) for piece in re.findall(r"<[^<>]*>", text)]
+    for mark in dict.fromkeys(marks):
+        once, twice = (steps_of(format, mark * count) for count in (2000, 4000))
+        assert twice < 2.2 * once + 100
 
 
 @pytest.mark.parametrize(("format", "text", "expected"), MORE)

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 from plasmid.components import Rollout
 from plasmid.types import Completion, Ints, Prompt, Sample, SamplingParams, StopReason
 from plasmid_workflows.execution import RolloutFailed
-from plasmid_workflows.tools.tool_calls import PARSERS, Parsed, Parser
+from plasmid_workflows.tools.marked_calls import harmony
+from plasmid_workflows.tools.parsing import Parsed, Parser
+from plasmid_workflows.tools.tool_calls import PARSERS
 
 from .chat import Call, ChatRequest, Finish, Problem, Reply, RequestError
 from .conversation_tree import ConversationTree, PendingTurn
 
 if TYPE_CHECKING:
-    from .workflow import AgentWorkflow
+    from .workflow import AgentWorkflow, Reasoning
 
 
 def make_reply(
@@ -28,17 +30,18 @@ def make_reply(
     number: int,
     prompt_tokens: int,
     parser: Parser,
-    thinks: bool,
+    format: Reasoning,
 ) -> Reply:
-    """Build the reply to a request; ``number`` counts the rollout's turns, ``thinks`` separates reasoning from the
-    text."""
-    written, stopped_by = cut_at_stop(rollout.decode(completion.token_ids), request.stop)
-    reasoning, text = split_reasoning(written) if thinks else ("", written)
+    """Build the reply to a request; ``number`` counts the rollout's turns, ``format`` is that of its reasoning."""
+    whole = rollout.decode(completion.token_ids, keep_special=format == "harmony")
+    written, stopped_by = cut_at_stop(whole, request.stop)
+    reasoning, text = split_reasoning(written, format)
+    text = rollout.decode(rollout.encode(text)) if format == "harmony" else text  # without an end of the turn
     calls: tuple[Call, ...] = ()
     if request.tools and stopped_by is None:
         parsed = parser(text)
         if not parsed.calls:
-            parsed = _parse_special(rollout, completion.token_ids, parser, thinks=thinks)
+            parsed = _parse_special(rollout, completion.token_ids, parser, format)
         # an invalid call stays text: no API has a form for it, and the agent sees what the policy wrote
         if parsed.calls and not any(call.error or not call.name for call in parsed.calls):
             text = parsed.text
@@ -67,8 +70,14 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     return text[:at], word
 
 
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Split the text at ``</think>``. The opening tag may be part of the chat template."""
+def split_reasoning(text: str, format: Reasoning) -> tuple[str, str]:
+    """Return reasoning and the rest: split at ``</think>``, whose opening tag may be part of the chat template, or by
+    channels of ``harmony``."""
+    if format == "text":
+        return "", text
+    if format == "harmony":
+        parsed = harmony(text)
+        return parsed.reasoning, parsed.text
     before, end, after = text.partition("</think>")
     thought = before.strip().removeprefix("<think>").strip()
     if end:
@@ -81,10 +90,10 @@ def call_id(turn: int, index: int) -> str:
     return f"c{turn % 100_000:05d}{index % 1000:03d}"
 
 
-def _parse_special(rollout: Rollout, token_ids: Ints, parser: Parser, *, thinks: bool) -> Parsed:
+def _parse_special(rollout: Rollout, token_ids: Ints, parser: Parser, format: Reasoning) -> Parsed:
     """Parse calls marked by special tokens, as in some vocabularies; decoding to plain text drops these tokens."""
     whole = rollout.decode(token_ids, keep_special=True)
-    parsed = parser(split_reasoning(whole)[1] if thinks else whole)
+    parsed = parser(split_reasoning(whole, format)[1] if format == "think" else whole)
     return Parsed(text=rollout.decode(rollout.encode(parsed.text)), calls=parsed.calls)
 
 
@@ -181,7 +190,7 @@ class Session:
             number=number,
             prompt_tokens=prepared.prompt_tokens,
             parser=PARSERS[self._settings.tool_calls],
-            thinks=self._settings.reasoning == "think",
+            format=self._settings.reasoning,
         )
         self._tree.close(opened, request, completion, reply)
         self._drawn += len(completion.token_ids)

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from .server import AgentServer
 
 log = logging.getLogger(__name__)
-Format = Literal["hermes", "llama3", "mistral", "python", "qwen-xml"]
+Format = Literal[
+    "deepseek-v3", "deepseek-v3.1", "glm", "harmony", "hermes", "kimi-k2", "llama3", "mistral", "python", "qwen-xml"
+]
+Reasoning = Literal["text", "think", "harmony"]
 
 
 class AgentWorkflow(Workflow):
@@ -44,9 +47,10 @@ class AgentWorkflow(Workflow):
     error."""
     tool_calls: Format = "hermes"
     """Format in which the policy writes tool calls."""
-    reasoning: Literal["text", "think"] = "text"
-    """How to return what the policy writes before ``</think>``: as part of the text (``text``), or separately
-    (``think``), as ``reasoning_content`` to OpenAI's clients and as thinking to Anthropic's."""
+    reasoning: Reasoning = "text"
+    """How to return the policy's reasoning: as part of the text (``text``), or separately, as ``reasoning_content`` to
+    OpenAI's clients and as thinking to Anthropic's. It is what comes before ``</think>`` (``think``), or the analysis
+    channel of gpt-oss (``harmony``)."""
     keep_past: bool = False
     """Continue the sampled tokens even if the chat template would now drop earlier text of the policy, such as
     reasoning. If false, the conversation as the template renders it starts another sample."""

@@ -15,7 +15,7 @@ from plasmid.utils.waits.ledger import LEDGER
 from plasmid_sandbox import Answer, Limits, WorkerPool
 
 from . import signatures
-from .tool_calls import ToolCall
+from .parsing import ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,13 @@ from pydantic import Field, PrivateAttr, SerializeAsAny, field_validator
 from ..conversation import Conversation
 from ..transcript import Transcript
 from . import signatures
+from .parsing import ToolCall
 from .tool_calls import EXAMPLES, PARSERS
 from .toolset import Result, Toolset
 
-Format = Literal["hermes", "llama3", "mistral", "python", "qwen-xml"]
+Format = Literal[
+    "deepseek-v3", "deepseek-v3.1", "glm", "harmony", "hermes", "kimi-k2", "llama3", "mistral", "python", "qwen-xml"
+]
 
 
 class Tools(Conversation):
@@ -103,14 +106,14 @@ class Tools(Conversation):
         calls = failed = 0
         answer = ""
         while (text := await state.next_turn()) is not None:
-            answer = text
             parsed = PARSERS[self.format](transcript.turn_text(keep_special=True))
+            answer = text if parsed.answer is None else rollout.decode(rollout.encode(parsed.answer))
             if state.was_cut:
                 state.cut_by = "max_new_tokens"
             if state.was_cut or not parsed.calls or state.is_over():
                 break
             results = await asyncio.gather(*(self._toolset.call(call) for call in parsed.calls))
-            state.add_messages(self._result_messages([call.name for call in parsed.calls], results, calls))
+            state.add_messages(self._result_messages(parsed.calls, results, calls))
             calls, failed = calls + len(results), failed + sum(result.is_error for result in results)
         return [state.sample(prompt, answer, calls=calls, failed_calls=failed)]
 
@@ -123,12 +126,17 @@ class Tools(Conversation):
         messages = add_to_system(prompt.messages, description(schemas, self.format))
         return Transcript.of_messages(rollout, messages, template=prompt.template, keep_past=self.keep_past)
 
-    def _result_messages(self, names: Sequence[str], results: Sequence[Result], calls: int) -> list[Message]:
+    def _result_messages(self, made: Sequence[ToolCall], results: Sequence[Result], calls: int) -> list[Message]:
         if self.result_role == "user":
             return [{"role": "user", "content": "\n".join(result.text for result in results)}]
         return [
-            {"role": "tool", "name": name, "tool_call_id": f"call{calls + i:05d}", "content": result.text}
-            for i, (name, result) in enumerate(zip(names, results, strict=True))
+            {
+                "role": "tool",
+                "name": call.name,
+                "tool_call_id": call.id or f"call{calls + i:05d}",
+                "content": result.text,
+            }
+            for i, (call, result) in enumerate(zip(made, results, strict=True))
         ]
 
 
