@@ -242,7 +242,7 @@ def test_agents_end_with_the_run(tokenizer, agents, tmp_path, monkeypatch):
 
 
 def test_every_format_of_calls_can_be_chosen():
-    assert set(get_args(Format)) == set(PARSERS)
+    assert set(get_args(Format)) == {*PARSERS, "auto"}
 
 
 def test_the_workflow_keeps_what_workflows_promise(agents, program):

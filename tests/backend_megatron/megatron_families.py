@@ -68,10 +68,15 @@ FAMILIES = {
 
 def make_family(path, name, *, num_layers=2, **overrides):
     """The model folder; biases, norms and the experts' corrections are random, too, as none is in a new model."""
+    make_tiny_model(path, num_layers=num_layers, **(FAMILIES[name] | overrides))
+    return perturb_vectors(path)
+
+
+def perturb_vectors(path):
+    """Make biases, norms and corrections of a folder random."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    make_tiny_model(path, num_layers=num_layers, **(FAMILIES[name] | overrides))
     file = path / "model.safetensors"
     tensors = load_file(file)
     torch.manual_seed(1)
@@ -115,11 +120,11 @@ def in_bfloat16_with_a_draft_layer(model):
     return model
 
 
-async def network_logits(ranks, model, rows, *, num_ranks=1, trainer=None, folder):
+async def network_logits(ranks, model, rows, *, num_ranks=1, trainer=None, folder, **options):
     """[T, V] of the tokens that predict each token, by Megatron; the folder gets the weights that it exports."""
     import asyncio
 
-    started, _ = await ranks.start(model=model, num_ranks=num_ranks, trainer=trainer)
+    started, _ = await ranks.start(model=model, num_ranks=num_ranks, trainer=trainer, **options)
     await started.export(folder)
     found = await asyncio.gather(*(ranks.processes.run(rank, _rank_logits, rows) for rank in range(num_ranks)))
     return found[0]

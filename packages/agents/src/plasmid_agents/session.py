@@ -13,7 +13,6 @@ from plasmid.types import Completion, Ints, Prompt, Sample, SamplingParams, Stop
 from plasmid_workflows.execution import RolloutFailed
 from plasmid_workflows.tools.marked_calls import harmony
 from plasmid_workflows.tools.parsing import Parsed, Parser
-from plasmid_workflows.tools.tool_calls import PARSERS
 
 from .chat import Call, ChatRequest, Finish, Problem, Reply, RequestError
 from .conversation_tree import ConversationTree, PendingTurn
@@ -183,14 +182,15 @@ class Session:
             self.error = str(error)
             raise RequestError(Problem.ENGINE, self.error) from None
         number = self._tree.num_turns
+        parser, format = self._settings.formats()
         reply = make_reply(
             self._rollout,
             request,
             completion,
             number=number,
             prompt_tokens=prepared.prompt_tokens,
-            parser=PARSERS[self._settings.tool_calls],
-            format=self._settings.reasoning,
+            parser=parser,
+            format=format,
         )
         self._tree.close(opened, request, completion, reply)
         self._drawn += len(completion.token_ids)

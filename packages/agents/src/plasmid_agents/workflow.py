@@ -7,10 +7,10 @@ import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from plasmid.components import RecipeView, Rollout, Workflow
-from plasmid.errors import PluginError
+from plasmid.errors import ConfigError, PluginError
 from plasmid.plugins.functions import FunctionName
 from plasmid.protocols import RunContext
 from plasmid.settings.trust import ACTIVE
@@ -19,6 +19,8 @@ from plasmid.utils.child_environment import child_environment
 from plasmid.utils.seeds import seed_of
 from plasmid_sandbox.confinement import landlock
 from plasmid_workflows.execution import RolloutFailed
+from plasmid_workflows.tools.formats import Format, family_of, find_parser
+from plasmid_workflows.tools.parsing import Parser
 from pydantic import Field, PrivateAttr
 
 from .launch import AgentFailed, FunctionHost, Result, ServiceHost, Task, check_command, check_function, run_command
@@ -28,10 +30,7 @@ if TYPE_CHECKING:
     from .server import AgentServer
 
 log = logging.getLogger(__name__)
-Format = Literal[
-    "deepseek-v3", "deepseek-v3.1", "glm", "harmony", "hermes", "kimi-k2", "llama3", "mistral", "python", "qwen-xml"
-]
-Reasoning = Literal["text", "think", "harmony"]
+Reasoning = Literal["auto", "text", "think", "harmony"]
 
 
 class AgentWorkflow(Workflow):
@@ -46,11 +45,11 @@ class AgentWorkflow(Workflow):
     """Time limit for one agent, in seconds. Beyond it the agent is killed, and its rollout becomes a sample with an
     error."""
     tool_calls: Format = "hermes"
-    """Format in which the policy writes tool calls."""
+    """Format in which the policy writes tool calls; ``auto`` is that of the model's family."""
     reasoning: Reasoning = "text"
     """How to return the policy's reasoning: as part of the text (``text``), or separately, as ``reasoning_content`` to
     OpenAI's clients and as thinking to Anthropic's. It is what comes before ``</think>`` (``think``), or the analysis
-    channel of gpt-oss (``harmony``)."""
+    channel of gpt-oss (``harmony``). ``auto`` is what plugins register for the model's family, else ``text``."""
     keep_past: bool = False
     """Continue the sampled tokens even if the chat template would now drop earlier text of the policy, such as
     reasoning. If false, the conversation as the template renders it starts another sample."""
@@ -75,6 +74,7 @@ class AgentWorkflow(Workflow):
     _server: AgentServer | None = PrivateAttr(None)
     _seed: int = PrivateAttr(0)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
+    _formats: tuple[Parser, Reasoning] | None = PrivateAttr(None)
 
     def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
         yield from super().find_errors(recipe)
@@ -100,6 +100,7 @@ class AgentWorkflow(Workflow):
         """Start the server and the agents. Raises `PluginError`."""
         from .server import AgentServer  # lets settings be read without the web server
 
+        self._formats = self._find_formats(context.model_type)
         if self.confined:
             _warn_without_landlock()
         missing = [name for name in self.environment if name not in os.environ]
@@ -114,6 +115,22 @@ class AgentWorkflow(Workflow):
             await self._server.start()
         except OSError as error:
             raise PluginError(f"workflow.host: cannot listen on {self.host}: {error.strerror or error}") from None
+
+    def formats(self) -> tuple[Parser, Reasoning]:
+        """Return the parser of tool calls and the format of reasoning."""
+        return self._formats or self._find_formats("")
+
+    def _find_formats(self, model_type: str) -> tuple[Parser, Reasoning]:
+        parser = find_parser("workflow.tool_calls", self.tool_calls, model_type)
+        if self.reasoning != "auto":
+            return parser, self.reasoning
+        found = family_of(model_type).reasoning or "text"
+        if found not in get_args(Reasoning):
+            raise ConfigError(
+                f"workflow.reasoning: model type {model_type!r} has the format {found!r}, which does not exist; set it "
+                f"to one of {', '.join(get_args(Reasoning)[1:])}"
+            )
+        return parser, found  # type: ignore[return-value]
 
     async def close(self) -> None:
         """Stop the server and all agents."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from plasmid.components import PlanRow
 from plasmid.errors import ConfigError
+from plasmid.plugins.registry import loaded_families
 from plasmid_models.fp8_blocks import block_size
 
 from .settings import Megatron
 
 MODEL_TYPES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
-"""Supported families, which were compared with transformers."""
+"""Built-in families, which were compared with transformers."""
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 UNEVEN = {
     "pipeline_model_parallel_layout",
@@ -23,13 +24,19 @@ UNEVEN = {
 Model = Mapping[str, Any]
 
 
+def layouts() -> dict[str, Callable[[], Any]]:
+    """Return what plugins register for this trainer, by model type."""
+    found = loaded_families().items()
+    return {name: family.layouts["megatron"] for name, family in found if "megatron" in family.layouts}
+
+
 def check_split(settings: Megatron, model: Model) -> None:
     """Raise `ConfigError` if a model with this ``config.json`` cannot be split according to the settings."""
     family = model.get("model_type")
-    if family is not None and family not in MODEL_TYPES:
+    if family is not None and family not in (known := layouts()):
         raise ConfigError(
             f"model.path: model type {family!r} is not supported by trainer 'megatron'; supported types are "
-            f"{', '.join(MODEL_TYPES)}"
+            f"{', '.join(sorted(known))}"
         )
     try:
         block_size(model)

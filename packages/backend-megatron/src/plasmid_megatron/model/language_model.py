@@ -25,7 +25,6 @@ from plasmid_training.head.vocab_shard import VocabShard
 from torch import Tensor, nn
 
 from ..weights.bridge import Architecture, inverse_frequencies
-from ..weights.families import has_output_norms
 from .packing import Packed
 from .spec import block_spec
 from .transformer_engine import IMPL
@@ -43,7 +42,7 @@ class Backbone(GPTModel):  # type: ignore[misc]
         arguments.pop("seq_len_interpolation_factor", None)  # rotary positions are scaled below
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, chunk=chunk, output_norms=has_output_norms(architecture.hf)),
+            transformer_layer_spec=block_spec(config, chunk=chunk, family=architecture.family),
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **stage),
             share_embeddings_and_output_weights=self.shares_embedding and architecture.tied,

@@ -9,9 +9,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 
+from ..weights.families import Family
 from .attention import PackedAttention
 from .experts import GroupedExperts
-from .modules import LatentAttention, NormedRowParallelLinear
+from .modules import LatentAttention
 from .norm import RMSNorm
 from .transformer_engine import IMPL, engine_block_spec
 
@@ -19,17 +20,15 @@ NORMS = ("input_layernorm", "pre_mlp_layernorm")
 HEAD_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 
-def block_spec(config: TransformerConfig, *, chunk: int | None, output_norms: bool = False) -> Any:
+def block_spec(config: TransformerConfig, *, chunk: int | None, family: Family) -> Any:
     """Return the spec of this pipeline rank's layers, for its model chunk ``chunk`` if it has several.
 
-    With ``output_norms``, the outputs of attention and MLP of dense layers are normalized.
+    ``family`` may change each layer.
     """
     ours = config.transformer_impl != IMPL
     spec = copy.deepcopy(_local_block_spec(config, chunk) if ours else engine_block_spec(config, chunk=chunk))
     for layer in spec.layer_specs:
-        attention = layer.submodules.self_attention.submodules
-        if output_norms:
-            attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        family.change_layer(layer.submodules)
         if ours:
             _replace_parts(config, layer.submodules)
     if ours:

@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..model.transformer_engine import IMPL
 from ..settings import Megatron
+from ..shapes import layouts
 from . import families
 
 MAPPINGS = ("_DIRECT_MAPPING", "_ATTENTION_MAPPING", "_MLP_MAPPING", "_OTHER_MAPPING")
@@ -51,6 +52,7 @@ class Architecture:
     """Architecture of a model folder, as configuration of Megatron."""
 
     hf: PreTrainedConfig
+    family: families.Family
     bridge: Any
     """mbridge's object with configuration, names and layouts of weights; its loading and saving are not used."""
 
@@ -78,26 +80,41 @@ def read_architecture(source: Source, settings: Megatron, *, states: ParallelSta
     except (ValueError, KeyError, ImportError, OSError, StrictDataclassError) as error:
         why = one_line(error)
         raise ModelError(f"{source.where}.path: {source.path} transformers cannot read its config: {why}") from None
-    family = families.FAMILIES.get(hf.model_type)
-    if family is None:
-        raise ModelError(
-            f"{source.where}.path: model type {hf.model_type!r} of {source.path} is not supported by trainer "
-            f"'megatron'; supported types are {', '.join(sorted(families.FAMILIES))}"
-        )
+    family = _find_family(source, hf.model_type)
     families.prepare(hf)
-    for setting in families.unsupported(hf):
+    for setting in family.unsupported(hf):
         raise ModelError(f"{source.where}.path: {source.path} has {setting}, which trainer 'megatron' cannot compute")
     try:
-        bridge = _make_bridge_class(family, hf)(hf, dtype=getattr(torch, settings.dtype), parallel_states=states)
-        bridge.set_extra_args(**_overrides(hf, settings))
+        bridge = _make_bridge_class(family.bridge, hf)(hf, dtype=getattr(torch, settings.dtype), parallel_states=states)
+        bridge.set_extra_args(**_overrides(family, hf, settings))
     except (ValueError, AssertionError, NotImplementedError, ZeroDivisionError) as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"trainer: Megatron rejects this parallel layout or configuration: {first}") from None
-    architecture = Architecture(hf=hf, bridge=bridge)
+    architecture = Architecture(hf=hf, family=family, bridge=bridge)
     bridge.vocab_size = architecture.vocab_size
     bridge.make_vocab_size_divisible_by = settings.tensor_parallel
     bridge.padded_vocab_size = -(-architecture.vocab_size // settings.tensor_parallel) * settings.tensor_parallel
     return architecture
+
+
+def _find_family(source: Source, model_type: str) -> families.Family:
+    """Return the family that a plugin registers, built-in or not. Raises `ModelError`."""
+    known = layouts()
+    if model_type not in known:
+        raise ModelError(
+            f"{source.where}.path: model type {model_type!r} of {source.path} is not supported by trainer "
+            f"'megatron'; supported types are {', '.join(sorted(known))}"
+        )
+    try:
+        found = known[model_type]()
+    except Exception as error:
+        raise ModelError(f"{source.where}.path: the plugin for {model_type!r} raised {one_line(error)}") from error
+    if not isinstance(found, families.Family):
+        raise ModelError(
+            f"{source.where}.path: the layout of model type {model_type!r} must be a Family of "
+            f"plasmid_megatron.weights.families, got {found!r:.80}"
+        )
+    return found
 
 
 def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any) -> Tensor:
@@ -148,7 +165,7 @@ def _make_bridge_class(family: type[Bridge], hf: PreTrainedConfig) -> type[Bridg
     return type(family.__name__, (family,), tables | names)
 
 
-def _overrides(hf: PreTrainedConfig, settings: Megatron) -> dict[str, Any]:
+def _overrides(family: families.Family, hf: PreTrainedConfig, settings: Megatron) -> dict[str, Any]:
     """Return the changes to mbridge's configuration of the family; the recipe's fields take precedence."""
     fields: dict[str, Any] = {
         **WITHOUT_FUSION,
@@ -162,7 +179,7 @@ def _overrides(hf: PreTrainedConfig, settings: Megatron) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
-        **families.fields(hf),
+        **family.fields(hf),
     }
     if getattr(hf, "norm_topk_prob", True) is False:
         fields["moe_router_pre_softmax"] = True

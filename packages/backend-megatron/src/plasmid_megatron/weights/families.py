@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -10,13 +10,11 @@ from mbridge.core.llm_bridge import LLMBridge
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from transformers import PreTrainedConfig
 
-from ..shapes import MODEL_TYPES
-
 Table = dict[str, list[str]]
 LAYER = "model.layers.{layer_number}"
 
 
-class Glm4(LLMBridge):  # type: ignore[misc]
+class Glm4Bridge(LLMBridge):  # type: ignore[misc]
     """GLM-4, dense: norms around attention and MLP, gate and up in one tensor, half of each head rotated in pairs."""
 
     _ATTENTION_MAPPING: ClassVar[Table] = {
@@ -41,7 +39,7 @@ class Glm4(LLMBridge):  # type: ignore[misc]
         return {**super()._get_gptmodel_args(), "rotary_percent": percent}
 
 
-class DeepseekV3(DeepseekV3Bridge):  # type: ignore[misc]
+class LatentBridge(DeepseekV3Bridge):  # type: ignore[misc]
     """DeepSeek-V3 and R1, without multi-token prediction layers."""
 
     _ATTENTION_MAPPING: ClassVar[Table] = {
@@ -56,9 +54,96 @@ class DeepseekV3(DeepseekV3Bridge):  # type: ignore[misc]
         return super()._build_base_config(text_config_key, **values)
 
 
-OWN = {"glm4": Glm4, "deepseek_v3": DeepseekV3}
-FAMILIES: dict[str, type[Bridge]] = {name: OWN.get(name) or _MODEL_REGISTRY[name] for name in MODEL_TYPES}
-"""Supported families by model type. mbridge has more, which were not compared with transformers."""
+class Family:
+    """How Megatron computes the models of one ``model_type``. Plugins subclass it and return an instance."""
+
+    bridge: type[Bridge]
+    """mbridge's class with the configuration and the names of weights; norms are modules of their own in our layers."""
+
+    def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
+        """Yield the settings of the model that Megatron would compute differently, as ``setting = value``."""
+        if getattr(hf, "hidden_act", "silu") != "silu":
+            yield f"hidden_act = {hf.hidden_act!r}"
+        if "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
+            yield f"sliding_window = {hf.sliding_window}"
+
+    def fields(self, hf: PreTrainedConfig) -> dict[str, Any]:
+        """Return fields of `TransformerConfig` that mbridge omits, or reads from attributes moved in transformers 5."""
+        return {}
+
+    def change_layer(self, layer: Any) -> None:
+        """Change the submodules of one layer's spec, a copy, before Megatron builds it."""
+
+
+class Plain(Family):
+    """A family as mbridge knows it."""
+
+    def __init__(self, model_type: str) -> None:
+        self.bridge = _MODEL_REGISTRY[model_type]
+
+
+class Glm4(Family):
+    """GLM-4, whose outputs of attention and MLP are normalized before they are added to the hidden states."""
+
+    bridge = Glm4Bridge
+
+    def change_layer(self, layer: Any) -> None:
+        from ..model.modules import NormedRowParallelLinear
+
+        layer.self_attention.submodules.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+
+
+class RoutedBySigmoid(Family):
+    """Experts chosen by sigmoids and corrections, in groups (DeepSeek-AI 2024)."""
+
+    def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
+        yield from super().unsupported(hf)
+        if not hf.norm_topk_prob:
+            yield "norm_topk_prob = false"
+        if hf.n_group > 1 and hf.num_experts_per_tok // hf.topk_group != 2:
+            yield f"num_experts_per_tok = {hf.num_experts_per_tok} with topk_group = {hf.topk_group}"
+
+    def fields(self, hf: PreTrainedConfig) -> dict[str, Any]:
+        groups = {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group} if hf.n_group > 1 else {}
+        return {
+            "moe_router_bias_update_rate": 0.0,
+            "moe_shared_expert_overlap": False,
+            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+            **groups,
+        }
+
+
+class Glm4Moe(RoutedBySigmoid):
+    """GLM-4.5 to 4.7."""
+
+    bridge = _MODEL_REGISTRY["glm4_moe"]
+
+    def fields(self, hf: PreTrainedConfig) -> dict[str, Any]:
+        return super().fields(hf) | {"add_qkv_bias": hf.attention_bias}
+
+
+class DeepseekV3(RoutedBySigmoid):
+    """DeepSeek-V3 and R1."""
+
+    bridge = LatentBridge
+
+    def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
+        yield from super().unsupported(hf)
+        if not hf.rope_interleave:
+            yield "rope_interleave = false"
+        if _rope_type(hf) not in ("default", "yarn"):
+            yield f"rope_type = {_rope_type(hf)!r}"
+
+    def fields(self, hf: PreTrainedConfig) -> dict[str, Any]:
+        return super().fields(hf) | {"attention_backend": "auto", "mtp_num_layers": None, **_latent_rope(hf)}
+
+
+OWN: dict[str, Callable[[], Family]] = {"glm4": Glm4, "glm4_moe": Glm4Moe, "deepseek_v3": DeepseekV3}
+
+
+def built_in(model_type: str) -> Family:
+    """Return one of the built-in families. mbridge has more, which were not compared with transformers."""
+    return OWN[model_type]() if model_type in OWN else Plain(model_type)
 
 
 def prepare(hf: PreTrainedConfig) -> None:
@@ -70,51 +155,10 @@ def prepare(hf: PreTrainedConfig) -> None:
         hf.partial_rotary_factor = rope.get("partial_rotary_factor", 1.0)
 
 
-def has_output_norms(hf: PreTrainedConfig) -> bool:
-    """Return True if the outputs of attention and MLP are normalized before they are added to the hidden states."""
-    return bool(hf.model_type == "glm4")
-
-
 def prediction_layers(hf: PreTrainedConfig) -> tuple[str, ...]:
     """Return the prefixes of the weights of multi-token prediction (MTP) layers, which are not trained."""
     last, more = int(hf.num_hidden_layers), getattr(hf, "num_nextn_predict_layers", 0) or 0
     return tuple(f"model.layers.{last + number}." for number in range(int(more)))
-
-
-def unsupported(hf: PreTrainedConfig) -> Iterator[str]:
-    """Yield the settings of the model that Megatron would compute differently, as ``setting = value``."""
-    if getattr(hf, "hidden_act", "silu") != "silu":
-        yield f"hidden_act = {hf.hidden_act!r}"
-    if "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
-        yield f"sliding_window = {hf.sliding_window}"
-    if _routes_by_sigmoid(hf):
-        if not hf.norm_topk_prob:
-            yield "norm_topk_prob = false"
-        if hf.n_group > 1 and hf.num_experts_per_tok // hf.topk_group != 2:
-            yield f"num_experts_per_tok = {hf.num_experts_per_tok} with topk_group = {hf.topk_group}"
-    if hf.model_type == "deepseek_v3":
-        if not hf.rope_interleave:
-            yield "rope_interleave = false"
-        if _rope_type(hf) not in ("default", "yarn"):
-            yield f"rope_type = {_rope_type(hf)!r}"
-
-
-def fields(hf: PreTrainedConfig) -> dict[str, Any]:
-    """Return fields of Megatron's configuration that mbridge omits or reads from attributes moved in transformers 5."""
-    found: dict[str, Any] = {}
-    if _routes_by_sigmoid(hf):
-        found |= {
-            "moe_router_bias_update_rate": 0.0,
-            "moe_shared_expert_overlap": False,
-            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
-        }
-        if hf.n_group > 1:
-            found |= {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
-    if hf.model_type == "glm4_moe":
-        found["add_qkv_bias"] = hf.attention_bias
-    if hf.model_type == "deepseek_v3":
-        found |= {"attention_backend": "auto", "mtp_num_layers": None, **_latent_rope(hf)}
-    return found
 
 
 def _latent_rope(hf: PreTrainedConfig) -> dict[str, Any]:
@@ -136,7 +180,3 @@ def _latent_rope(hf: PreTrainedConfig) -> dict[str, Any]:
 
 def _rope_type(hf: PreTrainedConfig) -> str:
     return str((hf.rope_parameters or {}).get("rope_type", "default"))
-
-
-def _routes_by_sigmoid(hf: PreTrainedConfig) -> bool:
-    return hf.model_type in ("glm4_moe", "deepseek_v3")

@@ -9,6 +9,7 @@ from .backends import AdapterSpec, BuildContext, CanaryPlan, PlanRow, RolloutEng
 from .base import SLOTS, Component, RecipeView, Settings, Slot, components_in, kind_of
 from .buffer_policy import BufferPolicy
 from .conversion import Converter
+from .families import ModelFamily
 from .interaction import Environment, Episode, Step, Tool, ToolError, ToolServer
 from .methods import ActorCritic, Algorithm, Needs, Reduction
 from .rollouts import Rollout, Workflow
@@ -30,6 +31,7 @@ __all__ = [
     "Environment",
     "Episode",
     "Filter",
+    "ModelFamily",
     "Needs",
     "PlanRow",
     "PromptEncoder",

@@ -1,8 +1,8 @@
 """Hooks that plugins can implement.
 
-`register_components` returns component classes, `sample_generated` and `batch_ready` may change training data, and all
-others only observe a run. Implementations may omit arguments. ``batch`` is the number of a batch, counted from 1; 0
-means before the first batch.
+`register_components` returns component classes, `register_families` model families. `sample_generated` and
+`batch_ready` may change training data, and all others only observe a run. Implementations may omit arguments. ``batch``
+is the number of a batch, counted from 1; 0 means before the first batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pluggy
 
-from ..components import Component
+from ..components import Component, ModelFamily
 from ..types import Prompt, Sample
 from ..types.batch import GroupRef
 
@@ -30,6 +30,14 @@ def register_components() -> list[type[Component]]:
     """Return the component classes of the plugin: rewards, trainers, data sources, ...
 
     The base class of a component determines its slot in recipes; its ``kind`` is its name there.
+    """
+
+
+@hookspec
+def register_families() -> list[ModelFamily]:
+    """Return what the plugin knows about families of models: names of weights, layers, formats of calls and reasoning.
+
+    Several plugins may each know a part of a family. Called in every process that needs a family.
     """
 
 

@@ -16,14 +16,16 @@ from typing import Any
 
 import pluggy
 
-from ..components import SLOTS, Component, Converter, DataSource, Slot
+from ..components import SLOTS, Component, Converter, DataSource, ModelFamily, Slot
 from ..errors import PluginError, line_in, one_line
 from . import hookspecs
 from .module_file import import_file
 
 Classes = Mapping[str, type[Component]]
 
-HOOK = "register_components"
+HOOK, FAMILIES_HOOK = "register_components", "register_families"
+PLUGIN_FILE = "plasmid_plugin_"
+"""Prefix of the names of modules that are plugin files."""
 
 
 class HookManager(pluggy.PluginManager):
@@ -69,7 +71,7 @@ def load_file(path: Path) -> ModuleType:
     """Import a plugin file. Every process of a run loads it under the same module name."""
     if not path.is_file():
         raise PluginError(f"plugins: no such file: {path}")
-    name = "plasmid_plugin_" + re.sub(r"\W", "_", path.stem)
+    name = PLUGIN_FILE + re.sub(r"\W", "_", path.stem)
     if path.suffix != ".py":
         raise PluginError(f"plugins: {path} is not a Python file; its name must end in .py")
     try:
@@ -84,7 +86,7 @@ def find_components(manager: pluggy.PluginManager) -> dict[str, Classes]:
     owners: dict[type[Component], str] = {}
     for implementation in manager.hook.register_components.get_hookimpls():
         owner = implementation.plugin_name
-        for cls in _call_hook(implementation.function, owner):
+        for cls in _call_hook(implementation.function, owner, HOOK, "classes"):
             slot = _slot(cls, owner)
             kind = _kind(cls, slot.base, owner)
             found = classes.setdefault(slot.name, {})
@@ -96,6 +98,38 @@ def find_components(manager: pluggy.PluginManager) -> dict[str, Classes]:
                 )
             found[kind], owners[cls] = cls, owner
     return dict(classes)
+
+
+def find_families(manager: pluggy.PluginManager) -> dict[str, ModelFamily]:
+    """Return what all plugins know about families, by model type. Raises `PluginError` if two disagree."""
+    found: dict[str, ModelFamily] = {}
+    owners: dict[str, list[str]] = {}
+    for implementation in manager.hook.register_families.get_hookimpls():
+        owner = implementation.plugin_name
+        for family in _call_hook(implementation.function, owner, FAMILIES_HOOK, "ModelFamily objects"):
+            if not isinstance(family, ModelFamily):
+                raise PluginError(
+                    f"plugin {owner!r}: {FAMILIES_HOOK} must return ModelFamily objects, got {family!r:.100}"
+                )
+            name = family.model_type
+            try:
+                found[name] = found[name].merge(family) if name in found else family
+            except ValueError as error:
+                raise PluginError(
+                    f"plugin {owner!r}: family {name!r}: {error} are already known from plugin {owners[name][-1]!r}"
+                    f"; remove one{_disable_hint(*owners[name], owner)}"
+                ) from None
+            owners.setdefault(name, []).append(owner)
+    return found
+
+
+def loaded_families() -> dict[str, ModelFamily]:
+    """Return the families of installed plugins and of the plugin files that this process has loaded."""
+    manager = load_plugins()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PLUGIN_FILE):
+            _register(manager, module, str(module.__file__))
+    return find_families(manager)
 
 
 def converters(manager: pluggy.PluginManager) -> Mapping[str, type[Converter]]:
@@ -122,11 +156,11 @@ def _find_async_methods(base: type[Component]) -> tuple[str, ...]:
     return tuple(name for name, method in declared.items() if inspect.iscoroutinefunction(method))
 
 
-def _call_hook(function: Callable[[], Any], owner: str) -> list[Any]:
+def _call_hook(function: Callable[[], Any], owner: str, hook: str, items: str) -> list[Any]:
     try:
         return list(function())
     except Exception as error:  # boundary: hooks are third-party code
-        raise PluginError(f"plugin {owner!r}: {HOOK} must return a list of classes: {one_line(error)}") from error
+        raise PluginError(f"plugin {owner!r}: {hook} must return a list of {items}: {one_line(error)}") from error
 
 
 def _slot(cls: Any, owner: str) -> Slot:

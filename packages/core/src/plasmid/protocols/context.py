@@ -16,3 +16,5 @@ class RunContext:
     run_dir: Path
     engine: EngineClient | None = None
     """Client of the engine; None for runs without an engine."""
+    model_type: str = ""
+    """``model_type`` in the config of the policy's folder; empty if it has none."""

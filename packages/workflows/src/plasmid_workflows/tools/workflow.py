@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from plasmid.components import Rollout
+from plasmid.components import RecipeView, Rollout
 from plasmid.components.interaction import Tool, ToolServer
 from plasmid.errors import ConfigError, DataError, IsolationError
 from plasmid.protocols import RunContext
@@ -19,13 +19,10 @@ from pydantic import Field, PrivateAttr, SerializeAsAny, field_validator
 from ..conversation import Conversation
 from ..transcript import Transcript
 from . import signatures
-from .parsing import ToolCall
-from .tool_calls import EXAMPLES, PARSERS
+from .formats import Format, find_parser
+from .parsing import Parser, ToolCall
+from .tool_calls import EXAMPLES
 from .toolset import Result, Toolset
-
-Format = Literal[
-    "deepseek-v3", "deepseek-v3.1", "glm", "harmony", "hermes", "kimi-k2", "llama3", "mistral", "python", "qwen-xml"
-]
 
 
 class Tools(Conversation):
@@ -40,7 +37,7 @@ class Tools(Conversation):
     tools: tuple[SerializeAsAny[Tool], ...] = Field(min_length=1)
     """Tools that the policy may call."""
     format: Format = "hermes"
-    """Format in which the model writes calls."""
+    """Format in which the model writes calls; ``auto`` is that of the model's family."""
     shown: Literal["template", "system"] = "template"
     """Where the policy sees the tools: where the chat template puts them, or in the system message."""
     result_role: Literal["tool", "user"] = "tool"
@@ -61,6 +58,7 @@ class Tools(Conversation):
     workers: Literal["auto"] | int = "auto"
     """Number of processes that run calls; ``auto`` is one per core, at most 8."""
     _toolset: Toolset | None = PrivateAttr(None)
+    _parser: Parser | None = PrivateAttr(None)
 
     @field_validator("tools")
     @classmethod
@@ -79,7 +77,13 @@ class Tools(Conversation):
             raise ValueError(f"must be 'auto' or at least 1, got {workers}")
         return workers
 
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        if self.format == "auto" and self.shown == "system":
+            yield "format: must be a name with shown = 'system', which shows an example of a call; got 'auto'"
+
     async def open(self, context: RunContext) -> None:
+        self._parser = find_parser("workflow.format", self.format, context.model_type)
         limits = Limits(
             timeout_s=self.call_timeout_s,
             memory_mb=self.memory_mb,
@@ -99,14 +103,14 @@ class Tools(Conversation):
             self._toolset = None
 
     async def run(self, rollout: Rollout, prompt: Prompt) -> Sequence[Sample]:
-        if self._toolset is None:
+        if self._toolset is None or self._parser is None:
             raise ValueError("the workflow has not been opened")
         transcript = self._transcript(rollout, prompt, self._toolset.schemas())
         state = self.begin(rollout, transcript)
         calls = failed = 0
         answer = ""
         while (text := await state.next_turn()) is not None:
-            parsed = PARSERS[self.format](transcript.turn_text(keep_special=True))
+            parsed = self._parser(transcript.turn_text(keep_special=True))
             answer = text if parsed.answer is None else rollout.decode(rollout.encode(parsed.answer))
             if state.was_cut:
                 state.cut_by = "max_new_tokens"
