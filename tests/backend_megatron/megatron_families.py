@@ -16,6 +16,15 @@ EXPERTS = {
     "topk_group": 2,
     "num_nextn_predict_layers": 0,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 16,
+}
 FAMILIES = {
     "Qwen2": {"family": "qwen2"},
     "Qwen2, tied": {"family": "qwen2", "tied": True},
@@ -42,15 +51,33 @@ FAMILIES = {
     },
     "GLM-4": {"family": "glm4", "attention_bias": True},
     "GLM-4.5": {"family": "glm4_moe", "attention_bias": True, "use_qk_norm": True, **EXPERTS},
+    "GLM-4.5-Air": {
+        "family": "glm4_moe",
+        "attention_bias": True,
+        "use_qk_norm": False,
+        **EXPERTS,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "GLM-4.7-Flash": {
+        "family": "glm4_moe_lite",
+        **LATENT,
+        **{key: value for key, value in EXPERTS.items() if key != "first_k_dense_replace"},
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "Moonlight": {
+        "family": "deepseek_v3",
+        **LATENT,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-5,
+        **EXPERTS,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "DeepSeek-V3": {
         "family": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "head_dim": 8,
-        "v_head_dim": 16,
+        **LATENT,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,

@@ -13,7 +13,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-Family = Literal["deepseek_v3", "glm", "glm4", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe"]
+Family = Literal["deepseek_v3", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "llama", "qwen2", "qwen3", "qwen3_moe"]
 
 
 def make_tiny_model(

@@ -12,6 +12,9 @@ from torch.nn.functional import linear
 
 from .norm import RMSNorm
 
+LATENT_EPS = 1e-6
+"""Of the norms of compressed queries, keys and values in transformers, whatever ``rms_norm_eps`` is."""
+
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
     """DeepSeek's attention (MLA), whose down-projection of keys and values is replicated on tensor-parallel ranks.
@@ -23,6 +26,9 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
     def __init__(self, config: Any, submodules: Any, **options: Any) -> None:
         super().__init__(config, submodules, **options)
         self.linear_kv_down_proj = _DownProjection(config)
+        for norm in (getattr(self, name, None) for name in ("q_layernorm", "kv_layernorm")):
+            if isinstance(norm, RMSNorm):
+                norm.eps = LATENT_EPS
 
 
 class _DownProjection(nn.Module):

@@ -19,10 +19,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         # Megatron sums gradients of marked weights over tensor-parallel ranks, which have different tokens
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized tensor in the dtype of ``x``."""
         wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)

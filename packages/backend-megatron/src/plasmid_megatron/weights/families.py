@@ -49,6 +49,12 @@ class LatentBridge(DeepseekV3Bridge):  # type: ignore[misc]
         "self_attention.kv_layernorm.weight": [f"{LAYER}.self_attn.kv_a_layernorm.weight"],
     }
 
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        if not hasattr(hf, "first_k_dense_replace"):  # GLM-4.7-Flash has a list instead
+            hf.first_k_dense_replace = hf.mlp_layer_types.count("dense")
+        return super()._build_config()
+
     def _build_base_config(self, text_config_key: str | None = None, **values: Any) -> Any:
         values.pop("max_position_embeddings", None)  # not a field of Megatron-Core 0.16
         return super()._build_base_config(text_config_key, **values)
@@ -138,7 +144,21 @@ class DeepseekV3(RoutedBySigmoid):
         return super().fields(hf) | {"attention_backend": "auto", "mtp_num_layers": None, **_latent_rope(hf)}
 
 
-OWN: dict[str, Callable[[], Family]] = {"glm4": Glm4, "glm4_moe": Glm4Moe, "deepseek_v3": DeepseekV3}
+class Glm4MoeLite(DeepseekV3):
+    """GLM-4.7-Flash: the attention of DeepSeek-V3 with the experts of GLM-4.5."""
+
+    def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
+        yield from super().unsupported(hf)
+        if hf.mlp_layer_types != sorted(hf.mlp_layer_types):  # dense layers come first
+            yield f"mlp_layer_types = {hf.mlp_layer_types}"
+
+
+OWN: dict[str, Callable[[], Family]] = {
+    "glm4": Glm4,
+    "glm4_moe": Glm4Moe,
+    "glm4_moe_lite": Glm4MoeLite,
+    "deepseek_v3": DeepseekV3,
+}
 
 
 def built_in(model_type: str) -> Family:
