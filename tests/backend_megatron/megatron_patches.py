@@ -81,3 +81,23 @@ def optimizer_settings():
     part = _adam()
     devices = {(parameter.device.type, state["step"].device.type) for parameter, state in part.state.items()}
     return [(group["fused"], group["foreach"]) for group in part.param_groups], devices
+
+
+def adapter_memory():
+    """Return the numbers of elements of all parameters, gradient buffers and optimizer states of the policy.
+
+    Also the kind of the reference.
+    """
+    from fsdp_processes import _held
+    from plasmid.types import Role
+
+    learner = _held["object"]._learner
+    model = learner.policy.model
+    (part,) = model.optimizer._parts()
+    states = [value for state in part.state.values() for name, value in state.items() if name != "step"]
+    return {
+        "parameters": sum(p.numel() for chunk in model.bare for p in chunk.parameters()),
+        "gradients": sum(buffer.numel() for buffer in model.optimizer.gradients()),
+        "state": sum(value.numel() for value in states),
+        "reference": type(learner.frozen[Role.REFERENCE]).__name__,
+    }

@@ -54,6 +54,15 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
             {"transformer_engine": True, "dtype": "bfloat16", "compile": True},
             "compile = true needs transformer_engine = f",
         ),
+        (
+            {"transformer_engine": True, "dtype": "bfloat16", "lora": {}},
+            "lora needs transformer_engine = false: layers of TransformerEngine cannot have an adapter",
+        ),
+        (
+            {"transformer": {"moe_shared_expert_overlap": True}, "lora": {}},
+            "lora needs transformer.moe_shared_expert_overlap = false",
+        ),
+        ({"lora": {}, "freeze": ["mlp"]}, "freeze has no effect with lora, which trains only the adapter; remove it"),
         ({"transformer": {"moe_grouped_gemm": True}}, "transformer.moe_grouped_gemm = true needs transformer_engine"),
         ({"transformer": {"transformer_impl": "local"}}, "transformer_impl follows from trainer.transformer_engine"),
         ({"transformer": {"mtp_num_layers": 1}}, "mtp_num_layers cannot be set: trainer 'megatron' trains no"),
@@ -122,6 +131,16 @@ def test_a_model_that_megatron_does_not_train_is_refused(model, message):
     with pytest.raises(ConfigError) as error:
         check_split(Megatron(pipeline_parallel=2, tensor_parallel=2, sequence_parallel=False), model)
     assert str(error.value) == message
+
+
+def test_latent_attention_gets_no_adapter():
+    check_split(Megatron(), {"kv_lora_rank": 16})
+    with pytest.raises(ConfigError) as error:
+        check_split(Megatron(lora={}), {"kv_lora_rank": 16})
+    assert str(error.value) == (
+        "trainer.lora: trainer 'megatron' cannot train an adapter of a model with latent attention (MLA); use trainer "
+        "'fsdp', or remove the table"
+    )
 
 
 def test_layers_with_experts_are_not_compiled():

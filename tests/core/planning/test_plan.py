@@ -150,6 +150,15 @@ def test_megatron_divides_what_its_ranks_share(plan):
     assert whole["weights"] / 4 < stages["weights"] < whole["weights"] / 2, "embeddings lie on two stages"
 
 
+def test_an_adapter_of_megatron_leaves_the_base_without_gradients(plan):
+    base = ("trainer.kind=megatron", "placement.trainer_ranks=8", "placement.engine_ranks=8", "trainer.lora.rank=16")
+    whole, tensors = trainer(plan(*base)), trainer(plan(*base, "trainer.tensor_parallel=4"))
+    assert whole["weights"] == pytest.approx((4.0225 * 2e9 + 33e6 * 4) / GIB, rel=1e-2)
+    assert whole["gradients"] == pytest.approx(33e6 * 4 / GIB, rel=1e-2)
+    assert whole["optimizer"] == pytest.approx(33e6 * 8 / 8 / GIB, rel=1e-2)
+    assert tensors["gradients"] == pytest.approx(whole["gradients"] / 4)
+
+
 def test_experts_are_shared_out_by_themselves(plan):
     models = {"model": MODELS["Qwen3-30B-A3B"]}
     base = (

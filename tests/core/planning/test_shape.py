@@ -80,9 +80,13 @@ def test_known_sizes(name, billions, active):
     assert shape.active / 1e9 == pytest.approx(active, rel=2e-2)
 
 
-@pytest.mark.parametrize("targets", [(), ("q_proj", r"layers\.[01]\..*down_proj")], ids=str)
-def test_an_adapter_has_the_weights_that_were_counted(targets):
-    config = AutoConfig.for_model("qwen3", **SMALL)
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("qwen3", ()), ("qwen3", ("q_proj", r"layers\.[01]\..*down_proj")), ("qwen3_moe", ()), ("glm4_moe", ())],
+    ids=str,
+)
+def test_an_adapter_has_the_weights_that_were_counted(family, targets):
+    config = AutoConfig.for_model(family, **SMALL | OWN.get(family, {}))
     model = built(config)
     layers = insert_adapter(model, LoRASettings(rank=3, targets=targets).spec(), dtype=torch.float32)
     found = sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in layers.values())

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 from plasmid import RunConfig
-from plasmid.components import AdapterSpec, BuildContext, RecipeView
+from plasmid.components import BuildContext, RecipeView
 from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
-from plasmid_models.lora.peft_folder import check_adapter
 from plasmid_models.source import check_models
-from plasmid_training.learning_settings import RankedTrainerConfig
-from plasmid_training.lora_settings import LoRASettings
+from plasmid_training.lora_settings import LoRATrainerConfig
 from plasmid_training.routing import check_routing_replay
 from pydantic import Field
 
@@ -23,7 +20,7 @@ from .optimizer_settings import CriticSettings, OptimizerSettings
 ON_CPU = "trainer.cpu_offload: requires GPUs, but the trainer is placed on the CPU; remove the setting"
 
 
-class FSDP(OptimizerSettings, RankedTrainerConfig):
+class FSDP(OptimizerSettings, LoRATrainerConfig):
     """PyTorch FSDP2 with Hugging Face models: parameters, gradients and optimizer state are sharded over the ranks.
 
     Weights and optimizer state are kept in fp32 and gradients are summed in fp32, whatever `dtype` is.
@@ -49,16 +46,11 @@ class FSDP(OptimizerSettings, RankedTrainerConfig):
     compile: Literal["auto"] | bool = "auto"
     """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with attention = "auto", for models
     without experts."""
-    lora: LoRASettings | None = None
-    """Low-rank adapter (LoRA) to train instead of the policy's weights; by default the weights are trained."""
     critic: CriticSettings = CriticSettings()
     """Optimizer and initial weights of the critic, for algorithms that have one."""
 
     def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
         yield from super().find_errors(recipe)
-        if self.lora is not None and self.freeze:
-            yield "freeze has no effect with lora, which trains only the adapter; remove it, or set lora.targets"
-
         if self.routing_replay and self.compile is True:
             yield "compile must be 'auto' or false with routing_replay, which changes the routers' choices"
         if self.share_prefixes is True and self.attention != "auto":
@@ -71,16 +63,6 @@ class FSDP(OptimizerSettings, RankedTrainerConfig):
         state = {"adamw": 8, "sgd": 4 if self.momentum else 0}[self.optimizer]
         return 4 + (state if optimizer and not self.freeze else 0)  # all in fp32; frozen weights have no state
 
-    def adapter(self) -> AdapterSpec | None:
-        return None if self.lora is None else self.lora.spec()
-
-    def unread_settings(self) -> Iterator[str]:
-        if self.lora is not None and self.lora.start_from != "none":
-            yield (
-                "lora.start_from: is never read without a trainer; export the run and set model.path to the merged "
-                "folder"
-            )
-
     def check(self, config: RunConfig) -> None:
         """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
         if self.cpu_offload and config.placement.device == "cpu":
@@ -92,8 +74,7 @@ class FSDP(OptimizerSettings, RankedTrainerConfig):
             )
         check_models(config)
         check_routing_replay(config)
-        if self.lora is not None and self.lora.start_from != "none":
-            check_adapter(Path(self.lora.start_from), self.lora.spec())
+        self.check_start()
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
         from .estimate import estimate

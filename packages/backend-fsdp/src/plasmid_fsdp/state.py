@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from plasmid.errors import CheckpointError, ModelError, one_line, some_of
-from plasmid.utils.json_text import read_json
+from plasmid.errors import CheckpointError, ModelError, some_of
 from plasmid_convert.distributed_files import TensorReader
+from plasmid_training.rank.adapter import check_base, check_has_adapter, save_base
 from plasmid_training.rank.state import failure_cause, generator_states, set_generators
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,8 +24,6 @@ from .model.sharded import ShardedModel
 
 STEPS = {"policy": "numbers.step", "critic": "numbers.critic_step"}
 """Names of each model's optimizer step in a checkpoint."""
-BASE = "base.json"
-"""File in the checkpoint of an adapter that identifies its base."""
 PREFIXES = {"policy": "", "critic": "critic."}
 """Prefixes of the names of each model's weights."""
 
@@ -99,9 +96,7 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
     if _has_critic(saved) != _has_critic(expected):
         has = "a critic" if _has_critic(saved) else "no critic"
         raise CheckpointError(f"{path}: the checkpoint is of another algorithm: it has {has}")
-    if _has_adapter(saved) != _has_adapter(expected):
-        has, change = ("an adapter", "set") if _has_adapter(saved) else ("full weights", "remove")
-        raise CheckpointError(f"{path}: the checkpoint has {has}; {change} trainer.lora to resume from it")
+    check_has_adapter(path, saved=_has_adapter(saved), expected=_has_adapter(expected))
     for part, hint in (
         ("weights.", "the checkpoint is of another model"),
         ("optimizer.", "the optimizer state does not match [trainer]"),
@@ -130,23 +125,12 @@ def _has_adapter(names: Collection[str]) -> bool:
 
 def _save_base(path: Path, adapter: ShardedAdapter | None) -> None:
     if adapter is not None and dist.get_rank() == 0:
-        (path / BASE).write_text(json.dumps(adapter.base), encoding="utf-8")
+        save_base(path, adapter.base)
 
 
 def _check_base(path: Path, adapter: ShardedAdapter | None) -> None:
-    """Raise `CheckpointError` if the adapter was trained on another base model."""
-    if adapter is None:
-        return
-    try:
-        saved = read_json(path / BASE)
-        is_same = saved["sha256"] == adapter.base["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / BASE}: cannot be read: {one_line(error)}") from None
-    if not is_same:
-        raise CheckpointError(
-            f"{path}: the adapter was trained on another base model ({saved.get('path')!r}); the weights in "
-            f"model.path = {adapter.base['path']!r} differ"
-        )
+    if adapter is not None:
+        check_base(path, adapter.base)
 
 
 def _generators() -> dict[str, Tensor]:

@@ -67,4 +67,5 @@ class MegatronBackend:
         leave_groups()
 
     def _language_model(self, source: Source, *, trained: bool) -> Network:
-        return build_language_model(source, read_architecture(source, self._settings), self._settings, trained=trained)
+        architecture = read_architecture(source, self._settings)
+        return build_language_model(source, architecture, self._settings, trained=trained, seed=self._seed)

@@ -110,10 +110,18 @@ class MegatronEstimate:
         experts = shape.expert_parameters * share / (settings.expert_parallel * settings.expert_tensor_size)
         return (outside * share + ends) / settings.tensor_parallel, experts
 
+    @cached_property
+    def adapter_parameters(self) -> int | None:
+        """Number of parameters of the adapter; None if the weights are trained."""
+        lora = self.settings.lora
+        return None if lora is None else self.shape.adapter_parameters(lora.rank, lora.targets)
+
     def states(self, stage: int) -> dict[str, float]:
         """Return the bytes of weights, gradients and optimizer state on a rank of a stage."""
         settings = self.settings
         dense, experts = self.rank_parameters(stage)
+        if self.adapter_parameters is not None:
+            return self.adapter_states(stage, dense + experts)
         ranks = self.context.config.placement.trainer_ranks
         masters = FP32 if self.dtype_bytes == 2 else 0
         adam = 2 * FP32 if settings.optimizer.get("optimizer", "adam") == "adam" else FP32
@@ -125,6 +133,19 @@ class MegatronEstimate:
             "weights": (dense + experts) * self.dtype_bytes,
             "gradients": (dense + experts) * FP32,
             "optimizer": kept * (masters + adam),
+        }
+
+    def adapter_states(self, stage: int, base: float) -> dict[str, float]:
+        """Return the same for an adapter in fp32 and its frozen ``base``, of which the rank has so many weights."""
+        settings = self.settings
+        share = self.stages[stage] / self.shape.layers / settings.tensor_parallel
+        adapter = (self.adapter_parameters or 0) * share  # the matrix that is whole on every rank is the smaller part
+        adam = 2 * FP32 if settings.optimizer.get("optimizer", "adam") == "adam" else FP32
+        split = self.replicas * settings.context_parallel if settings.distributed_optimizer else 1
+        return {
+            "weights": base * self.dtype_bytes + adapter * FP32,
+            "gradients": adapter * FP32,
+            "optimizer": adapter * adam / split,
         }
 
     def working_memory(self, stage: int, *, train: bool) -> dict[str, float]:
@@ -153,7 +174,7 @@ class MegatronEstimate:
             tokens,
             dtype_bytes=self.dtype_bytes,
             chunk=None if chunk == "auto" else chunk,
-            trained=train,
+            trained=train and settings.lora is None,
             parts=settings.tensor_parallel,
             on_gpu=self.context.on_gpu,
         )
@@ -172,7 +193,9 @@ class MegatronEstimate:
         place, device = self.context.config.placement, self.context.device
         static = max((self.states(stage) for stage in range(len(self.stages))), key=lambda part: sum(part.values()))
         idle = {} if place.offload_trainer and device is not None else static
-        facts = {"trained parameters": f"{self.shape.parameters / 1e6:,.1f} M"}
+        total = f"{self.shape.parameters / 1e6:,.1f} M"
+        adapter = self.adapter_parameters
+        facts = {"trained parameters": total if adapter is None else f"{adapter / 1e6:,.1f} M of {total}"}
         if "critic" in self.context.models:
             facts["critic"] = "not included in the memory estimate"
         yield PhaseEstimate(phase="idle", memory=idle, facts=facts)
@@ -184,7 +207,7 @@ class MegatronEstimate:
             yield PhaseEstimate(
                 phase="score", memory=self.peak_memory(train=False), seconds=seconds, basis=f"forward passes of {names}"
             )
-        passes = Passes.training(recomputed=self.recomputed, adapter=False)
+        passes = Passes.training(recomputed=self.recomputed, adapter=self.settings.lora is not None)
         seconds = None if device is None else self.seconds(passes, steps=load.steps)
         basis = f"{load.steps} x {self.microbatches} microbatches of {int(self.microbatch):,} tokens at most"
         yield PhaseEstimate(phase="train", memory=self.peak_memory(train=True), seconds=seconds, basis=basis)
@@ -217,7 +240,7 @@ class MegatronEstimate:
             tokens = load.tokens / self.replicas / settings.context_parallel
             layers = self.shape.layers / settings.pipeline_parallel
             reduced = 2 * (passes.layers + 1) * layers * tokens * self.shape.hidden * self.dtype_bytes / rate
-        dense, experts = self.rank_parameters(0)
-        gradients = steps * (dense + experts) * FP32 * 2 / link_rate(device, place.nodes) if self.replicas > 1 else 0.0
-        updates = steps * optimizer_seconds((dense + experts) / max(1, self.replicas), device)
+        trained = self.states(0)["gradients"] / FP32
+        gradients = steps * trained * FP32 * 2 / link_rate(device, place.nodes) if self.replicas > 1 else 0.0
+        updates = steps * optimizer_seconds(trained / max(1, self.replicas), device)
         return (computed + reduced) * bubble + gradients + updates + max(1, steps) * self.microbatches * MICROBATCH_S

@@ -10,7 +10,7 @@ from plasmid.components import BuildContext, PlanRow, RecipeView
 from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
-from plasmid_training.learning_settings import RankedTrainerConfig
+from plasmid_training.lora_settings import LoRATrainerConfig
 from pydantic import Field, field_validator
 
 from .upstream.fields import check_fields
@@ -57,7 +57,7 @@ Fields = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
 """String values are not inert (`plasmid.settings.trust`): some name a function or a folder to write to."""
 
 
-class Megatron(RankedTrainerConfig):
+class Megatron(LoRATrainerConfig):
     """Megatron-Core: tensor, pipeline, context, expert and data parallelism.
 
     The architecture is read from the model folder's ``config.json``. `placement.trainer_ranks` must be a multiple of
@@ -147,6 +147,10 @@ class Megatron(RankedTrainerConfig):
             yield f"transformer_engine = true needs dtype = 'bfloat16' for packed attention, got {self.dtype!r}"
         if self.transformer_engine and self.compile is True:
             yield "compile = true needs transformer_engine = false"
+        if self.transformer_engine and self.lora is not None:
+            yield "lora needs transformer_engine = false: layers of TransformerEngine cannot have an adapter"
+        if self.lora is not None and self.transformer.get("moe_shared_expert_overlap"):
+            yield "lora needs transformer.moe_shared_expert_overlap = false, which splits the layers of shared experts"
         for name in () if self.transformer_engine else OF_ENGINE:
             if self.transformer.get(name):
                 yield f"transformer.{name} = true needs transformer_engine = true"

@@ -46,6 +46,11 @@ def check_split(settings: Megatron, model: Model) -> None:
         count = model.get(name)
         if isinstance(count, int) and count % parts:
             raise ConfigError(f"trainer: the model's {name} = {count} cannot be split into {parts} parts ({by})")
+    if settings.lora is not None and model.get("kv_lora_rank"):
+        raise ConfigError(
+            "trainer.lora: trainer 'megatron' cannot train an adapter of a model with latent attention (MLA); use "
+            "trainer 'fsdp', or remove the table"
+        )
     _check_layers(settings, model)
     _check_experts(settings, model)
 

@@ -52,6 +52,7 @@ def check(settings: Megatron, config: RunConfig, device: str | None) -> None:
     check_routing_replay(config)
     model = read_config("model", Path(config.model.path))
     check_split(settings, model)
+    settings.check_start()
     obstacle = settings.sharing_obstacle(model)
     if settings.share_prefixes is True and obstacle:
         raise ConfigError(f"trainer.share_prefixes: {obstacle}; remove the setting")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
-from plasmid.components import AdapterSpec, Settings
+from plasmid.components import AdapterSpec, RecipeView, Settings
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.settings.trust import INERT
+from plasmid_models.lora.peft_folder import check_adapter
 from pydantic import Field, field_validator
 
-from .learning_settings import check_patterns
+from .learning_settings import RankedTrainerConfig, check_patterns
 
 
 class LoRASettings(Settings):
@@ -37,3 +40,30 @@ class LoRASettings(Settings):
     def spec(self) -> AdapterSpec:
         """Return the description of the adapter for engines and model folders."""
         return AdapterSpec(rank=self.rank, alpha=self.alpha, targets=self.targets)
+
+
+class LoRATrainerConfig(RankedTrainerConfig):
+    """Settings of trainers that can train an adapter."""
+
+    lora: LoRASettings | None = None
+    """Low-rank adapter (LoRA) to train instead of the policy's weights; by default the weights are trained."""
+
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        if self.lora is not None and self.freeze:
+            yield "freeze has no effect with lora, which trains only the adapter; remove it, or set lora.targets"
+
+    def adapter(self) -> AdapterSpec | None:
+        return None if self.lora is None else self.lora.spec()
+
+    def unread_settings(self) -> Iterator[str]:
+        if self.lora is not None and self.lora.start_from != "none":
+            yield (
+                "lora.start_from: is never read without a trainer; export the run and set model.path to the merged "
+                "folder"
+            )
+
+    def check_start(self) -> None:
+        """Raise `ModelError` if `lora.start_from` is not a folder of an adapter with these settings."""
+        if self.lora is not None and self.lora.start_from != "none":
+            check_adapter(Path(self.lora.start_from), self.lora.spec())

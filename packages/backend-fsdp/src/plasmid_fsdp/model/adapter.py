@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from plasmid_models.lora.layers import LoRALinear, fingerprint, insert_adapter, linear_layers, merge
+from plasmid_models.lora.layers import LoRALinear, draw_matrices, fingerprint, insert_adapter, linear_layers, merge
 from plasmid_models.lora.peft_folder import adapter_config, read_adapter_tensors
 from plasmid_models.source import Source
 from plasmid_training.lora_settings import LoRASettings
@@ -80,10 +79,8 @@ class ShardedAdapter:
         if self._settings.start_from != "none":
             self._read(Path(self._settings.start_from), shard)
             return
-        generator = torch.Generator().manual_seed(seed)
-        for layer in self.layers.values():
-            bound = 1 / math.sqrt(layer.in_features)
-            whole = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
+        layers = list(self.layers.values())
+        for layer, whole in zip(layers, draw_matrices((x.lora_A.shape for x in layers), seed=seed), strict=True):
             local(layer.lora_A).copy_(whole[shard.rows(len(whole))])
             local(layer.lora_B).zero_()
 

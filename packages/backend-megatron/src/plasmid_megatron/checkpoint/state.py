@@ -13,6 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from plasmid.errors import CheckpointError
+from plasmid_training.rank.adapter import check_base, check_has_adapter, save_base
 from plasmid_training.rank.state import failure_cause, generator_states, set_generators
 
 from ..model.network import Network
@@ -33,6 +34,8 @@ def save_state(path: Path, models: Trained, steps: Mapping[str, int], *, copy: b
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True, exist_ok=True)
+            if (adapter := models["policy"].adapter) is not None:
+                save_base(path, adapter.base)
         dist.barrier()
         return PendingSave(path, _state(models, steps, loading=False), copy=copy)
 
@@ -52,13 +55,19 @@ def load_state(path: Path, models: Trained) -> Mapping[str, int]:
     if set(steps) != set(models):
         has = "a critic" if "critic" in steps else "no critic"
         raise CheckpointError(f"{path}: the checkpoint is of another algorithm: it has {has}")
+    adapter = models["policy"].adapter
+    check_has_adapter(path, saved="adapter" in common, expected=adapter is not None)
+    if adapter is not None:
+        check_base(path, adapter.base)
     wanted = _state(models, steps, loading=True)
     if common.get("num_ranks") != dist.get_world_size():
         del wanted["generators"]
     try:
         state = _read(path, wanted, common, models)
         for name, model in models.items():
-            for index, chunk in enumerate(model.bare):
+            if model.adapter is not None:
+                model.adapter.load_state(state[name]["adapter"])
+            for index, chunk in enumerate(model.bare if model.adapter is None else ()):
                 chunk.load_state_dict(state[name][f"model{index}"])
             load_distributed_optimizer(model.optimizer.inner, state[name]["optimizer"])
             model.optimizer.fuse()
@@ -110,10 +119,14 @@ def _state(models: Trained, steps: Mapping[str, int], *, loading: bool) -> dict[
     }
     for name, model in models.items():
         prefix = "" if name == "policy" else f"{name}."
-        parts = {
-            f"model{index}": chunk.sharded_state_dict(prefix=prefix, metadata=metadata)  # type: ignore[operator]
-            for index, chunk in enumerate(model.bare)
-        }
+        if model.adapter is not None:
+            state["adapter"] = True  # in common.pt
+            parts: dict[str, Any] = {"adapter": model.adapter.sharded_state()}
+        else:
+            parts = {
+                f"model{index}": chunk.sharded_state_dict(prefix=prefix, metadata=metadata)  # type: ignore[operator]
+                for index, chunk in enumerate(model.bare)
+            }
         optimizer = model.optimizer.inner.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
         state[name] = {**{key: _strip_prefix(prefix, part) for key, part in parts.items()}, "optimizer": optimizer}
     return state

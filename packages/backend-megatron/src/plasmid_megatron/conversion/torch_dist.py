@@ -46,6 +46,10 @@ class TorchDistFolder(MegatronLayout):
         from ..weights.placement import TorchDist
 
         files = TorchDist(folder, f"{folder}: the weights do not fit the model in {outline.source}: it")
+        if files.has_adapter:
+            raise ModelError(
+                f"{folder}: contains an adapter instead of model weights; rl export merges the adapter of a run"
+            )
         known = {place.key for entry in outline.entries for place in entry.places}
         surplus = sorted(files.names - known)
         if surplus:

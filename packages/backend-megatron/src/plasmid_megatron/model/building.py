@@ -11,6 +11,7 @@ from plasmid.errors import ModelError
 from plasmid_models.source import Source
 from torch import nn
 
+from ..lora.adapter import ParallelAdapter
 from ..settings import Megatron
 from ..weights.bridge import Architecture
 from ..weights.shards import HEAD, freeze, load_weights, weights
@@ -21,15 +22,22 @@ from .transformer_engine import mark_parts
 
 
 def build_language_model(
-    source: Source, architecture: Architecture, settings: Megatron, *, trained: bool = False
+    source: Source, architecture: Architecture, settings: Megatron, *, trained: bool = False, seed: int = 0
 ) -> Network:
-    """Load a model folder; no rank ever holds the whole model. Raises `ModelError`."""
+    """Load a model folder; no rank ever holds the whole model. ``seed`` initializes a new adapter of a trained model.
+
+    Raises `ModelError`.
+    """
     chunks = _build(
         settings,
         architecture.config,
         lambda chunk: LanguageModel(source, architecture, chunk=chunk, chunk_size=settings.logprob_chunk),
     )
     load_weights(chunks, architecture, source.path, where=source.where)
+    if trained and settings.lora is not None:
+        adapter = ParallelAdapter(chunks, architecture, settings.lora, source)
+        adapter.fill(seed=seed)
+        return Network(chunks, architecture, settings, settings, adapter=adapter)
     if trained:
         freeze(chunks, architecture, settings.freeze, "trainer.freeze")
     else:

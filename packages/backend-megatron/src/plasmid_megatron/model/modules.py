@@ -59,8 +59,10 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         self.norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+        self.register_forward_hook(_normalize)  # after that of an adapter
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the normalized product, and the bias that is still to be added."""
-        out, bias = super().forward(x)
-        return self.norm(out), bias
+
+def _normalize(layer: Any, inputs: Any, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Return the normalized product, and the bias that is still to be added."""
+    out, bias = outputs
+    return layer.norm(out), bias

@@ -17,10 +17,11 @@ from plasmid_training.offload import OffloadedMemory
 from plasmid_training.rank.backend import Consume
 from torch import Tensor, nn
 
+from ..lora.adapter import ParallelAdapter
 from ..optimizer import MegatronOptimizer, wrap
 from ..settings import Megatron
 from ..weights.bridge import Architecture
-from ..weights.gathering import Gatherer
+from ..weights.gathering import Gatherer, model_weights
 from ..weights.shards import load_weights, weights
 from ..weights.untrained import UntrainedWeights
 from .experts import RoutingReplay
@@ -30,15 +31,20 @@ from .packing import Packed, pack
 class Network:
     """One module, or several with interleaved pipelines. Implements `plasmid_training.rank.backend.RankModel`."""
 
-    adapter: None = None
     fuses_loss = True
     optimizer: MegatronOptimizer
     """Set for trained models."""
 
     def __init__(
-        self, bare: list[nn.Module], architecture: Architecture, settings: Megatron, learning: LearningSettings
+        self,
+        bare: list[nn.Module],
+        architecture: Architecture,
+        settings: Megatron,
+        learning: LearningSettings,
+        *,
+        adapter: ParallelAdapter | None = None,
     ) -> None:
-        self.bare, self.architecture, self.learning = bare, architecture, learning
+        self.bare, self.architecture, self.learning, self.adapter = bare, architecture, learning, adapter
         self._settings = settings
         self._chunks: Sequence[nn.Module] = bare
         self._replays: dict[int, RoutingReplay] = {}
@@ -79,7 +85,8 @@ class Network:
         load_weights(self.bare, self.architecture, source.path, where=source.where)
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        return self._gatherer.tensors(dtype=dtype, device=device)
+        changes = {} if self.adapter is None else self.adapter.merge()
+        return self._gatherer.tensors(dtype=dtype, device=device, changes=changes)
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         return self._gatherer.sizes(dtype)
@@ -100,7 +107,7 @@ class Network:
 
     @cached_property
     def _gatherer(self) -> Gatherer:
-        return Gatherer(self.bare, self.architecture)
+        return Gatherer(model_weights(self.bare, self.architecture), self.architecture)
 
     def _pack(self, microbatch: Microbatch) -> Packed:
         settings, device = self._settings, next(self.bare[0].parameters()).device

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", "score.")
 """Prefixes of the names of a language model's weights; those of optimizers and critics differ."""
+ADAPTER_PREFIX = "adapter."
+"""Prefix of the names of an adapter's matrices, of which a checkpoint has nothing else."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Weights with a row per token. Their rows are padded, so that they can be split over tensor-parallel ranks."""
 
@@ -77,6 +79,8 @@ class TorchDist:
         self._files, self._error_prefix = DistributedFiles(path), error_prefix
         self.names = {name for name in self._files.tensors if name.startswith(MODEL_PREFIXES)}
         """Names of all weights of the language model."""
+        self.has_adapter = any(name.startswith(ADAPTER_PREFIX) for name in self._files.tensors)
+        """True if the folder is the checkpoint of an adapter."""
 
     def has(self, parts: Sequence[Place]) -> bool:
         """Return True if the folder contains all these parts."""

@@ -21,6 +21,8 @@ from .placement import VOCABULARY, TorchDist, find_places
 
 HEAD = "score."
 """Prefix of the head in transformers' token classifiers, the format of a critic's folder."""
+ADAPTER = ".adapter."
+"""Part of the names of an adapter's parameters in the module, and of no others."""
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)$")
 """Experts are separate modules, or numbered matrices of one module (TransformerEngine)."""
@@ -45,10 +47,10 @@ class Weight:
 
 
 def weights(chunks: Sequence[nn.Module]) -> list[Weight]:
-    """Return all weights in a checkpoint of this rank's part of the model."""
+    """Return all weights of this rank's part of the model, without those of an adapter."""
     found = []
     for chunk in chunks:
-        named: dict[str, Tensor] = dict(chunk.named_parameters())
+        named: dict[str, Tensor] = {name: p for name, p in chunk.named_parameters() if ADAPTER not in name}
         named |= {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")}
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
         for own_name, tensor in named.items():
@@ -209,6 +211,14 @@ def to_hf(architecture: Architecture, name: str, whole: Tensor) -> Iterator[tupl
         return
     names, tensors = architecture.bridge._weight_to_hf_format(name, whole)
     yield from zip(names, (tensor.contiguous() for tensor in tensors), strict=True)
+
+
+def row_index(architecture: Architecture, name: str, num_rows: int) -> dict[str, Tensor]:
+    """Return, for each Hugging Face tensor of the whole weight ``name``, which of its rows it consists of, in order."""
+    # mbridge reshapes fused attention weights to the hidden size, and biases, which have the same rows, to any
+    like = name.replace("linear_qkv.weight", "linear_qkv.bias")
+    found = to_hf(architecture, like, torch.arange(num_rows))
+    return {hf: rows for hf, (_, rows) in zip(hf_names(architecture, name), found, strict=True)}
 
 
 def freeze(chunks: Sequence[nn.Module], architecture: Architecture, patterns: Sequence[str], key: str) -> None:

@@ -80,8 +80,8 @@ class Weight:
 
     @property
     def is_linear(self) -> bool:
-        """True for a matrix of a decoder layer, which can have an adapter."""
-        return len(self.shape) == 2 and ".layers." in self.name
+        """True for a matrix of a decoder layer, which can have an adapter, unlike those of experts and their router."""
+        return len(self.shape) == 2 and ".layers." in self.name and not (self.is_expert or self.name.endswith(".gate"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,20 +6,19 @@ The base weights keep their names, so that code that uses the names of the model
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from plasmid.components import AdapterSpec
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ModelError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..folder import weight_files
-
-KEY = "trainer.lora.targets"
+from ..folder import is_torch_dist, weight_files
+from .targets import KEY, match_targets
 
 
 class LoRALinear(nn.Linear):
@@ -48,6 +47,17 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return ``W + scale * B A`` in fp32 or better."""
     high = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(high).addmm(b.to(high), a.to(high), alpha=scale)
+
+
+def draw_matrices(shapes: Iterable[tuple[int, ...]], *, seed: int) -> Iterator[Tensor]:
+    """Yield the initial matrix A [r, in] of each layer on the CPU, drawn like the weights of PyTorch's linear layers.
+
+    B starts as zeros, so that the policy equals its base.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for shape in shapes:
+        bound = 1 / math.sqrt(shape[1])
+        yield torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def insert_adapter(lm: PreTrainedModel, spec: AdapterSpec, *, dtype: torch.dtype) -> dict[str, LoRALinear]:
@@ -85,19 +95,8 @@ def _select_layers(lm: PreTrainedModel, targets: Collection[str]) -> dict[str, n
         return found
     owners = {f"{name}.weight" for name in own} | {f"{name}.bias" for name in own}
     others = [name for name, _ in lm.named_parameters(remove_duplicate=False) if name not in owners]
-    selected: dict[str, nn.Linear] = {}
-    for pattern in targets:
-        found = {name: module for name, module in own.items() if re.search(pattern, name)}
-        refused = [name for name in others if re.search(pattern, name)]
-        if not found and not refused:
-            raise ModelError(f"{KEY}: {pattern!r} matches no linear layer; a name is, for example, {next(iter(own))}")
-        if not found or any(lm.get_parameter(name).ndim == 3 for name in refused):
-            raise ModelError(
-                f"{KEY}: {pattern!r} matches {some_of(refused)}, but only linear layers of the decoder can have an "
-                "adapter, not the head, embeddings, norms or fused experts; narrow the pattern"
-            )
-        selected |= found
-    return {name: module for name, module in own.items() if name in selected}
+    fused = {name for name in others if lm.get_parameter(name).ndim == 3}
+    return {name: own[name] for name in match_targets(targets, linear=own, others=others, never=fused)}
 
 
 def _decoder_layers(lm: PreTrainedModel) -> list[str]:
@@ -115,7 +114,7 @@ def fingerprint(where: str, folder: Path) -> str:
     Raises `ModelError` if weights are missing.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in weight_files(where, folder):
+    for file in sorted(folder.glob("*.distcp")) if is_torch_dist(folder) else weight_files(where, folder):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as opened:
