@@ -90,13 +90,22 @@ def test_the_norms_of_glm_4_follow_the_adapter(layout, ranks, by_fsdp, tiny_glm,
 PARTS = ("q_proj", "v_proj", "up_proj")
 """Of tensors that Megatron fuses, only some."""
 LAST_LAYER = (r"layers\.3\..*o_proj",)
-"""The first pipeline rank trains nothing."""
 
 
-@pytest.mark.parametrize("targets", [PARTS, LAST_LAYER], ids=["parts", "last layer"])
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("layout", "targets"),
+    [("tp2", PARTS), ("pp2", PARTS), ("tp2", LAST_LAYER)],
+    ids=["tp2 parts", "pp2 parts", "tp2 last layer"],
+)
 def test_targets_choose_layers_as_with_fsdp(layout, targets, ranks, by_fsdp, tiny_qwen, tmp_path):
     check(ranks, tmp_path, LAYOUTS[layout], by_fsdp(tiny_qwen, targets), targets=targets)
+
+
+def test_every_pipeline_rank_needs_an_adapter(ranks):
+    with pytest.raises(
+        ModelError, match=r"trainer\.lora\.targets: some pipeline ranks have no layer with an adapter; "
+    ):
+        asyncio.run(ranks.start(num_ranks=2, trainer={"pipeline_parallel": 2, "lora": LORA | {"targets": LAST_LAYER}}))
 
 
 def test_captured_layers_have_one_graph_more_with_the_adapter_off(ranks, by_fsdp, tiny_qwen, tmp_path):

@@ -15,9 +15,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from plasmid.errors import ModelError
 from plasmid_models.lora.layers import draw_matrices, fingerprint
 from plasmid_models.lora.peft_folder import adapter_config, read_adapter_tensors
-from plasmid_models.lora.targets import match_targets
+from plasmid_models.lora.targets import KEY, match_targets
 from plasmid_models.source import Source
 from plasmid_training.lora_settings import LoRASettings
 from torch import Tensor, nn
@@ -98,6 +99,12 @@ class ParallelAdapter:
         self._linear, self._selected = _select(_of_all_stages(linear), _of_all_stages(others), settings)
         self.layers = [self._insert(*own[one.name], one) for one in self._selected if one.name in own]
         """Layers of this rank with an adapter."""
+        if not all(_of_all_stages([bool(self.layers)])):
+            # Megatron cannot save an optimizer without weights
+            raise ModelError(
+                f"{KEY}: some pipeline ranks have no layer with an adapter; choose layers of all, or lower "
+                "trainer.pipeline_parallel"
+            )
         self.base = {"path": str(source.path), "sha256": fingerprint(source.where, source.path)}
         """Folder of the base and a hash of its content."""
 
