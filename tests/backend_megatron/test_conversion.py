@@ -45,6 +45,35 @@ def test_a_model_goes_there_and_back_without_a_changed_bit(model, tmp_path):
             assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
 
 
+class Stop:
+    """Progress that interrupts a conversion once it has finished a part."""
+
+    def __init__(self, records):
+        self.records, self.kept = records, 0
+
+    def start(self, num_bytes, kept):
+        self.kept = kept
+
+    def advance(self, name, num_bytes):
+        if self.kept == 0 and any(self.records.glob("part-*")):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_interruption_and_several_processes_change_no_bit(tiny_moe, tmp_path, workers):
+    steps = (("there", HF(), TorchDistFolder(max_file_gb=1e-4)), ("back", TorchDistFolder(), HF(max_shard_gb=1e-4)))
+    source = tiny_moe
+    for name, reader, writer in steps:
+        stop, options = Stop(tmp_path / f".{name}.partial/conversion"), {"reader": reader, "writer": writer}
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / name, **options, workers=workers, progress=stop)
+        assert not TorchDistFolder().recognises(tmp_path / f".{name}.partial")
+        convert(source, tmp_path / name, **options, workers=workers, progress=stop)
+        assert stop.kept > 0
+        source = tmp_path / name
+    assert_same(tiny_moe, tmp_path / "back")
+
+
 @pytest.mark.parametrize("model", ["tiny_moe"], indirect=True)
 def test_types_stay_what_they_are(model, tmp_path):
     convert(model, tmp_path / "bf16", reader=HF(dtype="bfloat16"), writer=HF())

@@ -1,6 +1,7 @@
 """Hugging Face folders: there and back is the identity, in one file and in shards; nothing half-written stays."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,10 @@ def test_every_type_and_shape_can_be_read_by_the_safetensors_library(tmp_path):
         "strided": torch.arange(6.0).reshape(2, 3).T,
     }
     write(tmp_path / "out", tensors.items())
-    loaded = load_file(tmp_path / "out/model.safetensors")
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
+    convert(tmp_path / "out", tmp_path / "again", reader=HF(), writer=HF())
+    for folder, (name, tensor) in product(("out", "again"), tensors.items()):
+        loaded = load_file(tmp_path / folder / "model.safetensors")
+        assert loaded.keys() == tensors.keys()
         assert loaded[name].dtype == tensor.dtype
         assert loaded[name].shape == tensor.shape
         assert (

@@ -4,5 +4,6 @@ from .checkpoint import Comparison, compare, convert, verify_sha256
 from .dcp import DCP
 from .gguf.converter import GGUF
 from .hf import HF
+from .parts import Progress
 
-__all__ = ["DCP", "GGUF", "HF", "Comparison", "compare", "convert", "verify_sha256"]
+__all__ = ["DCP", "GGUF", "HF", "Comparison", "Progress", "compare", "convert", "verify_sha256"]

@@ -3,47 +3,94 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from plasmid.components import Converter
-from plasmid.errors import ModelError
+from plasmid.components import Converter, OpenCheckpoint, kind_of
+from plasmid.errors import ClusterError, ModelError
 from plasmid.utils.safe_files import make_folder, sync_to_disk, sync_tree
 from plasmid_models.manifest import check_weights
+
+from .parts import RECORDS, Progress, begin, can_continue, describe_job, has_finished_parts, read_records, write_part
+from .workers import Conversion, write_in_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @contextmanager
-def stage_folder(target: Path) -> Iterator[Path]:
+def stage_folder(target: Path, job: Mapping[str, Any] | None = None) -> Iterator[Path]:
     """Yield a new folder beside ``target`` that is renamed to it at the end, or removed after an error.
 
-    Raises `ModelError` if ``target`` is not empty or the disk cannot be written.
+    With ``job``, a conversion in parts, the folder is kept if the conversion is interrupted, and if there is one of the
+    same job, that one is yielded again. Raises `ModelError` if ``target`` is not empty, if another process writes it,
+    or if the disk cannot be written.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ModelError(f"{target}: exists already; remove it or choose another target")
+    _check_target(target)
     stage = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(stage, ignore_errors=True)  # left by an interrupted conversion
         make_folder(stage.parent)
-        stage.mkdir()
-        yield stage
-        sync_tree(stage)
-        os.replace(stage, target)
-        sync_to_disk(target.parent)
+        with _lock(stage):
+            if job is None or not can_continue(stage, job):
+                _clear(stage)
+                if job is not None:
+                    begin(stage, job)
+            yield stage
+            shutil.rmtree(stage / RECORDS, ignore_errors=True)
+            sync_tree(stage)
+            os.replace(stage, target)
+            sync_to_disk(target.parent)
     except OSError as error:
         shutil.rmtree(stage, ignore_errors=True)
         raise ModelError(f"{target}: cannot write: {_reason(error)}; the partial output was removed") from error
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
+    except BaseException as error:
+        was_interrupted = isinstance(error, KeyboardInterrupt | ClusterError) and has_finished_parts(stage)
+        if not (was_interrupted or isinstance(error, _BusyError)):
+            shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ModelError(f"{target}: exists already; remove it or choose another target")
+
+
+class _BusyError(ModelError):
+    """Another process writes the same target."""
+
+
+@contextmanager
+def _lock(stage: Path) -> Iterator[None]:
+    """Create the folder if it is missing, and hold its lock, which ends with the process."""
+    if stage.is_symlink() or not stage.is_dir():
+        stage.unlink(missing_ok=True)
+        stage.mkdir()
+    handle = os.open(stage, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _BusyError(f"{stage}: another process is writing this conversion; wait for its end") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def _clear(folder: Path) -> None:
+    """Remove everything in a folder, left by another conversion."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _reason(error: OSError) -> str:
@@ -52,8 +99,6 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-Progress = Callable[[str, int], None]
-"""Called with the name and size in bytes of each tensor that has been read."""
 MEASURED = 16
 """Maximum number of differing tensors whose largest difference is computed, which keeps them in memory."""
 
@@ -68,18 +113,83 @@ class Comparison:
 
 
 def convert(
-    source: Path, target: Path, *, reader: Converter, writer: Converter, progress: Progress | None = None
+    source: Path,
+    target: Path,
+    *,
+    reader: Converter,
+    writer: Converter,
+    progress: Progress | None = None,
+    workers: int = 1,
+    plugins: Sequence[Path] = (),
 ) -> None:
     """Convert ``source`` to another layout, companions included; ``target`` is either complete or absent.
 
-    Raises `ModelError`, and `CheckpointError` if ``source`` is a run's checkpoint that is damaged.
+    If both layouts support parts, ``workers`` processes write them, and the next call continues an interrupted
+    conversion. ``plugins`` are the plugin files that define the layouts, for these processes. Raises `ModelError`,
+    `CheckpointError` if ``source`` is a run's checkpoint that is damaged, and `ClusterError` if a process is killed.
     """
     if not source.exists():
         raise ModelError(f"{source}: no such file or folder")
+    _check_target(target)  # before anything large is read
     check_weights(source)
-    with stage_folder(target) as stage:
+    opened = reader.open_tensors(source)
+    job = None if opened is None else describe_job(source, reader, writer, opened)
+    with stage_folder(target, job) as stage:
+        if opened is not None:
+            _convert_in_parts(source, stage, reader, writer, opened, progress, workers, plugins)
+            return
+        _check_workers(workers, reader)
+        if progress is not None:
+            progress.start(None, 0)
         reader.write_companions(source, stage)  # first: some layouts need the config to interpret tensors
         writer.write(stage, _report_progress(reader.read(source), progress))
+
+
+def _convert_in_parts(
+    source: Path,
+    stage: Path,
+    reader: Converter,
+    writer: Converter,
+    opened: OpenCheckpoint,
+    progress: Progress | None,
+    workers: int,
+    plugins: Sequence[Path],
+) -> None:
+    names = Counter(info.name for info in opened.tensors)
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise ModelError(f"{repeated[0]}: occurs twice in the source")
+    if not names:
+        raise ModelError("the source has no tensors")
+    finished = read_records(stage)
+    reader.write_companions(source, stage)
+    parts = writer.open_parts(stage)
+    if parts is None:
+        _check_workers(workers, writer)
+        if progress is not None:
+            progress.start(sum(info.num_bytes for info in opened.tensors), 0)
+        writer.write(stage, _report_progress(opened.read(names), progress))
+        return
+    plan = parts.plan(opened.tensors)
+    todo = [number for number in range(len(plan)) if number not in finished]
+    if progress is not None:
+        sizes = [sum(info.num_bytes for info in part) for part in plan]
+        progress.start(sum(sizes), sum(sizes[number] for number in finished))
+    if workers > 1 and len(todo) > 1:
+        conversion = Conversion.of(source, stage, reader, writer, plugins, workers)
+        finished |= write_in_workers(conversion, todo, workers=workers, progress=progress)
+    else:
+        for number in todo:
+            finished[number] = write_part(
+                stage, number, len(plan), plan[number], opened=opened, writer=parts, progress=progress
+            )
+    parts.join([finished[number] for number in range(len(plan))])
+
+
+def _check_workers(workers: int, layout: Converter) -> None:
+    if workers > 1:
+        raise ModelError(
+            f"--workers: must be 1 for layout {kind_of(layout)}, which cannot be processed in parts, got {workers}"
+        )
 
 
 def compare(left: Path, right: Path, *, left_reader: Converter, right_reader: Converter) -> Comparison:
@@ -119,8 +229,8 @@ def verify_sha256(path: Path, expected: str) -> None:
 def _report_progress(tensors: Iterable[tuple[str, Tensor]], progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         yield name, tensor
-        if progress:
-            progress(name, tensor.numel() * tensor.element_size())
+        if progress is not None:
+            progress.advance(name, tensor.nbytes)
 
 
 def _describe(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from plasmid.components import Converter
+from plasmid.components import Converter, PartWriter, TensorInfo
 from plasmid.errors import ModelError, some_of
 from plasmid_models.pieces import Piece, Pieces, pieces_of_folder
 from pydantic import Field
 
 from .companions import SourceModel, find_source_model, is_of_run
 from .hf import HF
+from .parts import pack
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .distributed_files import DistributedFiles
 
 METADATA, OF_MEGATRON = ".metadata", "metadata.json"
 CRITIC = "critic."
@@ -47,15 +51,7 @@ class DCP(Converter):
         weights = weights_folder(path)
         return weights is not None and not (weights / OF_MEGATRON).is_file()
 
-    def num_tensors(self, path: Path) -> int | None:
-        from .distributed_files import DistributedFiles
-
-        names = self._names(path, DistributedFiles(_weights(path)).tensors)
-        pieces = self._pieces(path, names)
-        return sum(len(pieces.get(name, (name,))) for name in names)
-
-    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        from .casting import cast
+    def open_tensors(self, path: Path) -> _OpenDCP:
         from .distributed_files import DistributedFiles
 
         weights = _weights(path)
@@ -64,11 +60,14 @@ class DCP(Converter):
         if self.dtype == "auto" and is_of_run(weights):
             dtype = self._find_model(path).dtype("auto")
         names = self._names(path, files.tensors)
-        pieces = self._pieces(path, names)
-        for name in names:
-            whole = cast(files.read(self.prefix + name), None if name.endswith(CORRECTION) else dtype)
-            for piece in pieces.get(name, (Piece(name),)):
-                yield piece.name, piece.of(whole)
+        return _OpenDCP(files, self.prefix, names, self._pieces(path, names), dtype)
+
+    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+        opened = self.open_tensors(path)
+        yield from opened.read({info.name for info in opened.tensors})
+
+    def open_parts(self, path: Path) -> PartWriter:
+        return _PartWriter(path, self.prefix, round(self.max_file_gb * 1e9))
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from .distributed_files import DistributedWriter
@@ -115,6 +114,66 @@ class DCP(Converter):
                 "the Hugging Face names"
             )
         return found
+
+
+class _OpenDCP:
+    """Implements `plasmid.components.OpenCheckpoint`."""
+
+    def __init__(
+        self, files: DistributedFiles, prefix: str, names: Sequence[str], pieces: Pieces, dtype: str | None
+    ) -> None:
+        import torch
+
+        from .casting import cast
+        from .safetensors_files import describe
+
+        self._files, self._prefix, self._dtype = files, prefix, dtype
+        self._pieces = {name: pieces.get(name, (Piece(name),)) for name in names}
+        self.tensors: list[TensorInfo] = []
+        for name, found in self._pieces.items():
+            entry = files.tensors[prefix + name]
+            stored = cast(torch.empty((), dtype=entry.properties.dtype, device="meta"), self._cast_to(name)).dtype
+            self.tensors += [
+                describe(piece.name, stored, piece.shape(entry.size) if piece.index else entry.size) for piece in found
+            ]
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        from .casting import cast
+
+        for name, found in self._pieces.items():
+            wanted = [piece for piece in found if piece.name in names]
+            if wanted:
+                whole = cast(self._files.read(self._prefix + name), self._cast_to(name))
+                for piece in wanted:
+                    yield piece.name, piece.of(whole)
+
+    def _cast_to(self, name: str) -> str | None:
+        return None if name.endswith(CORRECTION) else self._dtype
+
+
+class _PartWriter:
+    """Writes the files of a part for each part. Implements `plasmid.components.PartWriter`."""
+
+    def __init__(self, folder: Path, prefix: str, max_bytes: int) -> None:
+        self._folder, self._prefix, self._max_bytes = folder, prefix, max_bytes
+
+    def plan(self, tensors: Sequence[TensorInfo]) -> Sequence[Sequence[TensorInfo]]:
+        return pack([[info] for info in tensors], self._max_bytes)
+
+    def write(
+        self, number: int, count: int, part: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tensor]]
+    ) -> Mapping[str, Any]:
+        from .distributed_files import DistributedWriter
+
+        with closing(DistributedWriter(self._folder, max_file_bytes=self._max_bytes, part=number)) as writer:
+            for name, tensor in tensors:
+                writer.add(self._prefix + name, tensor)
+            return writer.record()
+
+    def join(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        from .distributed_files import write_metadata
+
+        write_metadata(self._folder, parts)
 
 
 def weights_folder(path: Path) -> Path | None:

@@ -11,12 +11,13 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from plasmid.errors import ModelError
+from plasmid.utils.safe_files import replace_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -33,6 +34,8 @@ from torch.futures import Future
 from .safe_pickle import check_lengths, load_metadata, refuse_objects
 
 METADATA = ".metadata"
+_Row = list[Any]
+"""A stored part: name, dtype (empty for an object), size of the whole, offset, shape, file, position, bytes."""
 
 
 class DistributedFiles:
@@ -162,13 +165,15 @@ def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
 class DistributedWriter:
     """Writer of a folder from a stream of tensors. The folder cannot be read before `finish`."""
 
-    def __init__(self, folder: Path, *, max_file_bytes: int) -> None:
-        """Write files of at most ``max_file_bytes``; only a tensor that is larger gets a larger file."""
-        self._folder, self._limit = folder, max_file_bytes
-        self._entries: dict[str, Any] = {}
-        self._stored: dict[MetadataIndex, _StorageInfo] = {}
+    def __init__(self, folder: Path, *, max_file_bytes: int, part: int = 0) -> None:
+        """Write files of at most ``max_file_bytes``; only a tensor that is larger gets a larger file.
+
+        ``part`` is the number of this writer if several write into the folder.
+        """
+        self._folder, self._limit, self._part = folder, max_file_bytes, part
+        self._rows: list[_Row] = []
         self._file: io.BufferedWriter | None = None
-        self._num_files = 0
+        self._files: list[str] = []
 
     def add(
         self, name: str, tensor: Tensor, *, start: Sequence[int] | None = None, size: Sequence[int] | None = None
@@ -177,33 +182,23 @@ class DistributedWriter:
         tensor = tensor.detach().cpu().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # otherwise torch.save would write the whole storage of which the tensor is a view
-        offset = torch.Size([0] * tensor.ndim if start is None else start)
-        entry = self._entries.get(name)
-        if entry is None:
-            properties = TensorProperties(dtype=tensor.dtype)
-            entry = TensorStorageMetadata(properties, torch.Size(tensor.shape if size is None else size), [])
-            self._entries[name] = entry
-        if entry.properties.dtype != tensor.dtype:
-            raise ModelError(f"{name}: its parts have different dtypes: {entry.properties.dtype} and {tensor.dtype}")
-        if any(chunk.offsets == offset for chunk in entry.chunks):
-            raise ModelError(f"{name}: occurs twice in the source")
-        entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=tensor.shape))
-        self._stored[MetadataIndex(name, offset)] = self._append(tensor)
+        offset, whole = start or [0] * tensor.ndim, size or tensor.shape
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        place = self._append(tensor)
+        self._rows.append([name, dtype, list(whole), list(offset), list(tensor.shape), *place])
 
     def add_object(self, name: str, value: object) -> None:
         """Write a pickled object. Raises `OSError`."""
-        self._entries[name] = BytesStorageMetadata()
-        self._stored[MetadataIndex(name)] = self._append(value)
+        self._rows.append([name, "", [], [], [], *self._append(value)])
+
+    def record(self) -> dict[str, Any]:
+        """Finish the files and return their index for `write_metadata`, as JSON types. Raises `OSError`."""
+        self.close()
+        return {"files": self._files, "rows": self._rows}
 
     def finish(self) -> int:
-        """Write the metadata and return the number of tensors. Raises `OSError`."""
-        self.close()
-        metadata = Metadata(state_dict_metadata=self._entries, planner_data={}, storage_data=self._stored)
-        with (self._folder / METADATA).open("wb") as file:
-            pickle.dump(metadata, file)
-            file.flush()
-            os.fsync(file.fileno())
-        return sum(isinstance(entry, TensorStorageMetadata) for entry in self._entries.values())
+        """Write the metadata of a folder with one writer; see `write_metadata`."""
+        return write_metadata(self._folder, [self.record()])
 
     def close(self) -> None:
         """Close the current file; called by `finish`."""
@@ -213,15 +208,40 @@ class DistributedWriter:
             self._file.close()
             self._file = None
 
-    def _append(self, value: object) -> _StorageInfo:
+    def _append(self, value: object) -> tuple[str, int, int]:
         data = io.BytesIO()  # torch.save to a file does not raise OSError if the disk is full
         torch.save(value, data)
         length = data.getbuffer().nbytes
         if self._file is not None and self._file.tell() and self._file.tell() + length > self._limit:
             self.close()
         if self._file is None:
-            self._file = (self._folder / f"__0_{self._num_files}.distcp").open("wb")
-            self._num_files += 1
+            self._files.append(f"__{self._part}_{len(self._files)}.distcp")
+            self._file = (self._folder / self._files[-1]).open("wb")
         offset = self._file.tell()
         self._file.write(data.getbuffer())
-        return _StorageInfo(f"__0_{self._num_files - 1}.distcp", offset, length)
+        return self._files[-1], offset, length
+
+
+def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]]) -> int:
+    """Write the metadata of a folder from the records of its writers, and return the number of tensors.
+
+    Raises `ModelError` if a tensor was written twice or in different dtypes, and `OSError`.
+    """
+    entries: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for name, kind, whole, start, shape, *place in (row for record in records for row in record["rows"]):
+        if not kind:
+            entries[name], stored[MetadataIndex(name)] = BytesStorageMetadata(), _StorageInfo(*place)
+            continue
+        dtype, offset = getattr(torch, kind), torch.Size(start)
+        entry = entries.setdefault(name, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(whole), []))
+        if entry.properties.dtype != dtype:
+            raise ModelError(f"{name}: its parts have different dtypes: {entry.properties.dtype} and {dtype}")
+        if MetadataIndex(name, offset) in stored:
+            raise ModelError(f"{name}: occurs twice in the source")
+        entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(shape)))
+        stored[MetadataIndex(name, offset)] = _StorageInfo(*place)
+    metadata = Metadata(state_dict_metadata=entries, planner_data={}, storage_data=stored)
+    with replace_file(folder / METADATA, durable=True) as file:
+        pickle.dump(metadata, file)
+    return sum(isinstance(entry, TensorStorageMetadata) for entry in entries.values())

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from plasmid.components import Converter
+from plasmid.components import Converter, OpenCheckpoint, PartWriter, TensorInfo
 from plasmid.errors import ModelError
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import in_folder
-from plasmid_models.folder import dtype_of, open_weights
-from plasmid_models.fp8_blocks import BlockSlice, is_in_blocks, is_scale
+from plasmid_models.fp8_blocks import is_in_blocks
 from pydantic import Field
 
 from .companions import change_config, copy_files, read_config
-from .safetensors_writer import INDEX, write_safetensors
+from .parts import JOB, RECORDS, pack
+from .safetensors_writer import INDEX, write_index, write_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,41 +34,23 @@ class HF(Converter):
     def recognises(self, path: Path) -> bool:
         return path.is_dir() and (path / "config.json").is_file() and bool(_weight_files(path))
 
-    def num_tensors(self, path: Path) -> int | None:
-        plan = self._plan(path)
-        if not _has_blocks(path):
-            return sum(len(names) for _, names in plan)
-        names = dict.fromkeys(name for _, names in plan for name in names)
-        return sum(not is_scale(name, names) for name in names)
-
-    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+    def open_tensors(self, path: Path) -> OpenCheckpoint:
         import torch
-        from safetensors import SafetensorError, safe_open
+
+        from .safetensors_files import OpenBlocks, OpenFolder
 
         dtype = None if self.dtype == "keep" else getattr(torch, self.dtype)
         plan = self._plan(path)
         if _has_blocks(path):
-            yield from self._read_blocks(path)
-            return
-        for file, names in plan:
-            try:
-                with safe_open(file, framework="pt") as weights:
-                    for name in names:
-                        tensor = weights.get_tensor(name)
-                        yield name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-            except SafetensorError as error:
-                raise ModelError(f"{file}: is not a complete safetensors file: {error}") from None
+            return OpenBlocks(path, dtype)
+        return OpenFolder([file for file, _ in plan], dtype)
 
-    def _read_blocks(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        import torch
+    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+        opened = self.open_tensors(path)
+        yield from opened.read({info.name for info in opened.tensors})
 
-        keeps = self.dtype == "keep"
-        plain = getattr(torch, dtype_of("model", path) if keeps else self.dtype)
-        with open_weights("model", path) as found:
-            for name, part in found.items():
-                tensor = part[...]
-                cast = isinstance(part, BlockSlice) or (not keeps and tensor.is_floating_point())
-                yield name, tensor.to(plain) if cast else tensor
+    def open_parts(self, path: Path) -> PartWriter:
+        return _PartWriter(path, round(self.max_shard_gb * 1e9))
 
     def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if not write_safetensors(path, tensors, max_shard_bytes=round(self.max_shard_gb * 1e9)):
@@ -87,6 +69,8 @@ class HF(Converter):
 
         if not path.is_dir():
             raise ModelError(f"{path}: no such folder")
+        if (path / RECORDS / JOB).is_file():
+            raise ModelError(f"{path}: is an unfinished conversion; repeat the `rl convert` command that began it")
         files = _weight_files(path)
         if not files:
             raise ModelError(f"{path}: has no weights (*.safetensors)")
@@ -107,6 +91,30 @@ def _has_blocks(path: Path) -> bool:
     """Return True if matrices are in fp8 with scales per block; other folders are copied as they are."""
     config = path / "config.json"
     return config.is_file() and is_in_blocks(read_config(config))
+
+
+class _PartWriter:
+    """Writes one weight file per part. Implements `plasmid.components.PartWriter`."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+
+    def plan(self, tensors: Sequence[TensorInfo]) -> Sequence[Sequence[TensorInfo]]:
+        return pack([[info] for info in tensors], self._max_bytes)
+
+    def write(
+        self, number: int, count: int, part: Sequence[TensorInfo], tensors: Iterable[tuple[str, Tensor]]
+    ) -> Mapping[str, Any]:
+        from .safetensors_files import write_file
+
+        name = "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+        write_file(self._folder / name, part, tensors)
+        return {"files": [name], "names": [i.name for i in part], "bytes": sum(i.num_bytes for i in part)}
+
+    def join(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        if len(parts) > 1:
+            weight_map = {name: part["files"][0] for part in parts for name in part["names"]}
+            write_index(self._folder, weight_map, sum(part["bytes"] for part in parts))
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,6 +108,10 @@ def _name(folder: Path, shards: list[_Shard]) -> None:
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         shard.path.rename(folder / name)
         weight_map |= dict.fromkeys(shard.tensors, name)
-    total = sum(shard.num_bytes for shard in shards)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_index(folder, weight_map, sum(shard.num_bytes for shard in shards))
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
+    """Write the index of several files with ``num_bytes`` of tensors in total. Raises `OSError`."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

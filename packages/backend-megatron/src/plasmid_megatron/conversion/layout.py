@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from plasmid.components import Converter
+from plasmid.components import Converter, OpenCheckpoint
 from plasmid.errors import ModelError
 from plasmid.utils.safe_files import in_folder
 from plasmid_convert.companions import SourceModel, find_source_model
 from pydantic import Field
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from .outline import Entry, Outline
@@ -27,6 +28,10 @@ class Weights(Protocol):
 
     def read(self, entry: Entry) -> Tensor:
         """Read one of Megatron's weights, unsharded. Raises `ModelError`."""
+        ...
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """Return the dtype of one of Megatron's weights. Raises `ModelError` if it is missing."""
         ...
 
 
@@ -53,18 +58,17 @@ class MegatronLayout(Converter):
     def recognises(self, path: Path) -> bool:
         return self.folder_of(path) is not None
 
-    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        from plasmid_convert.casting import cast
-
+    def open_tensors(self, path: Path) -> OpenCheckpoint:
         source = self._find_model(path)
         outline = outline_of(source.model, vocab_size=self._rows())
+        from .opened import OpenMegatron  # after Megatron was imported without its warnings
+
         weights = self.open_weights(self._folder(path), outline)
-        dtype = source.dtype(self.dtype)
-        for entry in outline.entries:
-            for name, tensor in outline.to_hf(entry, weights.read(entry)):
-                yield name, tensor if entry.is_correction else cast(tensor, dtype)
-        if source.of_run:
-            yield from outline.untrained_tensors()
+        return OpenMegatron(outline, weights, dtype=source.dtype(self.dtype), of_run=source.of_run)
+
+    def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+        opened = self.open_tensors(path)
+        yield from opened.read({info.name for info in opened.tensors})
 
     def write_companions(self, source: Path, target: Path) -> None:
         model = self._find_model(source)

@@ -78,11 +78,13 @@ class RankFiles:
                         self._parts.setdefault(own, []).append(tensor)
                 first += len(layers)
 
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """Return the dtype of a weight. Raises `ModelError` if it is missing."""
+        return self._parts_of(entry)[0].dtype
+
     def read(self, entry: Entry) -> Tensor:
         """Return a whole weight. Raises `ModelError`."""
-        parts, wanted = self._parts.get(entry.weight.own_name), entry.weight.tensor.shape
-        if parts is None:
-            raise ModelError(f"{self._error_prefix} lacks {entry.weight.own_name}")
+        parts, wanted = self._parts_of(entry), entry.weight.tensor.shape
         if entry.over_vocabulary:
             whole = torch.cat(parts)
             if len(whole) < self._rows:
@@ -98,6 +100,12 @@ class RankFiles:
             shapes = f"{list(whole.shape)} instead of {list(wanted)}"
             raise ModelError(f"{self._error_prefix} has other shapes: {entry.weight.own_name} {shapes}")
         return whole
+
+    def _parts_of(self, entry: Entry) -> list[Tensor]:
+        parts = self._parts.get(entry.weight.own_name)
+        if parts is None:
+            raise ModelError(f"{self._error_prefix} lacks {entry.weight.own_name}")
+        return parts
 
 
 def _per_rank(outline: Outline, ranks: int) -> int:

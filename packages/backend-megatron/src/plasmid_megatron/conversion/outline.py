@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,9 +74,18 @@ class Outline:
         """Yield the weights of the model's folder that checkpoints of runs do not have. Raises `ModelError`."""
         yield from UntrainedWeights(self.architecture, self.source, where="from.model")
 
-    def from_hf(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
-        """Yield each whole weight as soon as all its tensors have been read. Raises `ModelError`."""
+    def entries_of(self, names: Collection[str]) -> list[Entry]:
+        """Return all weights in the order of the source's names. Raises `ModelError` if it has other ones."""
         wanted = {name: entry for entry in self.entries for name in entry.names}
+        unknown = [name for name in names if name not in wanted and not name.endswith(UNWANTED)]
+        _raise_misfit(wanted.keys() - set(names), unknown)
+        return list(dict.fromkeys(wanted[name] for name in names if name in wanted))
+
+    def from_hf(
+        self, tensors: Iterable[tuple[str, Tensor]], entries: Iterable[Entry]
+    ) -> Iterator[tuple[Entry, Tensor]]:
+        """Yield each of the weights ``entries`` as soon as all its tensors have been read. Raises `ModelError`."""
+        wanted = {name: entry for entry in entries for name in entry.names}
         waiting: dict[str, Tensor] = {}
         missing, unknown = set(wanted), []
         for name, tensor in tensors:
@@ -90,9 +99,7 @@ class Outline:
             entry = wanted[name]
             if all(part in waiting for part in entry.names):
                 yield entry, self._whole(entry, [waiting.pop(part) for part in entry.names])
-        for what, names in (("lacks", sorted(missing)), ("has unknown", sorted(unknown))):
-            if names:
-                raise ModelError(f"the weights do not fit the model: the source {what} {some_of(names)}")
+        _raise_misfit(missing, unknown)
 
     def _whole(self, entry: Entry, parts: list[Tensor]) -> Tensor:
         shapes = ", ".join(f"{n} {list(part.shape)}" for n, part in zip(entry.names, parts, strict=True))
@@ -103,6 +110,12 @@ class Outline:
         if whole.shape != entry.weight.tensor.shape:
             raise ModelError(f"the weights do not fit the model: the source has other shapes: {shapes}")
         return whole
+
+
+def _raise_misfit(missing: Iterable[str], unknown: Iterable[str]) -> None:
+    for what, names in (("lacks", sorted(missing)), ("has unknown", sorted(unknown))):
+        if names:
+            raise ModelError(f"the weights do not fit the model: the source {what} {some_of(names)}")
 
 
 def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int = 1) -> Outline:

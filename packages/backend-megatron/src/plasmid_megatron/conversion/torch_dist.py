@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,18 +12,14 @@ from pydantic import Field
 from .layout import MegatronLayout, Weights, latest_iteration, outline_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..weights.placement import TorchDist
+    from .opened import TorchDistParts
     from .outline import Entry, Outline
 
-METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
-VERSIONS = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+METADATA, CONFIG = ".metadata", "metadata.json"
 
 
 class TorchDistFolder(MegatronLayout):
@@ -58,27 +53,17 @@ class TorchDistFolder(MegatronLayout):
             )
         return _Weights(files, outline)
 
-    def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        import torch
-        from plasmid_convert.distributed_files import DistributedWriter
-
+    def open_parts(self, path: Path) -> TorchDistParts:
         if not (path / "config.json").is_file():
             raise ModelError("the source has no config.json, which layout torch_dist needs to derive Megatron's names")
         outline = outline_of(path, multiple=self.vocab_multiple)
-        writer = DistributedWriter(path, max_file_bytes=round(self.max_file_gb * 1e9))
-        try:
-            kept = ((name, tensor) for name, tensor in tensors if not name.startswith(self.leave_out))
-            for entry, whole in outline.from_hf(kept):
-                parts = whole.chunk(len(entry.places)) if len(entry.places) > 1 else (whole,)
-                for place, part in zip(entry.places, parts, strict=True):
-                    writer.add(place.key, part.reshape(place.shape), start=place.start, size=place.size)
-            for one in outline.others:
-                writer.add_object(one.unique_key, [one.data])
-            writer.finish()
-        finally:
-            writer.close()
-        torch.save({"checkpoint_version": 3.0}, path / COMMON)
-        (path / CONFIG).write_text(json.dumps(VERSIONS), encoding="utf-8")
+        from .opened import TorchDistParts  # after Megatron was imported without its warnings
+
+        limit = round(self.max_file_gb * 1e9)
+        return TorchDistParts(path, outline, leave_out=self.leave_out, max_bytes=limit)
+
+    def write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.open_parts(path).write_stream(tensors)
 
 
 class _Weights:
@@ -87,3 +72,6 @@ class _Weights:
 
     def read(self, entry: Entry) -> Tensor:
         return self._files.read(entry.places, rows=self._rows if entry.over_vocabulary else None)
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        return self._files.dtype(entry.places[0])

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from plasmid.errors import ModelError
 from plasmid_convert.distributed_files import DistributedFiles
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", "score.")
 """Prefixes of the names of a language model's weights; those of optimizers and critics differ."""
@@ -93,10 +94,18 @@ class TorchDist:
         """
         return torch.cat([self._read(place, rows) for place in parts]) if len(parts) > 1 else self._read(parts[0], rows)
 
-    def _read(self, place: Place, rows: int | None) -> Tensor:
+    def dtype(self, place: Place) -> torch.dtype:
+        """Return the dtype of the tensor in which a place is. Raises `ModelError` if it is missing."""
+        return self._entry(place).properties.dtype
+
+    def _entry(self, place: Place) -> TensorStorageMetadata:
         entry = self._files.tensors.get(place.key)
         if entry is None:
             raise ModelError(f"{self._error_prefix} lacks {place.key}")
+        return entry
+
+    def _read(self, place: Place, rows: int | None) -> Tensor:
+        entry = self._entry(place)
         size, wanted = list(entry.size), list(place.size)
         if rows is None and size == wanted:
             return self._files.read(place.key, place.start, place.shape).reshape(place.data.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +35,10 @@ Sha256 = Annotated[
     str | None, typer.Option("--sha256", metavar="HEX", help="Verify the SHA-256 digest of the file SOURCE first.")
 ]
 
+Workers = Annotated[
+    int, typer.Option("--workers", metavar="N", min=1, help="Number of processes that read and write files.")
+]
+
 
 def convert(
     source: Source,
@@ -45,17 +49,19 @@ def convert(
     check: Check = False,
     vocab_size: VocabSize = None,
     sha256: Sha256 = None,
+    workers: Workers = 1,
     plugin: PluginFiles = None,
 ) -> None:
     """Convert a checkpoint: rl convert runs/sums/checkpoints/batch-000010 models/sums --from torch_dist --to hf
 
     Converts between any two layouts, tensor by tensor, with config and tokenizer. TARGET is written completely or not
-    at all.
+    at all. After Ctrl-C or a kill, the same command keeps the files that were finished.
     """
     from plasmid.plugins.registry import converters, load_plugins
     from plasmid_convert import convert as write
     from plasmid_convert import verify_sha256
 
+    from ..display.conversion import conversion_progress
     from ..output import print_line
 
     layouts: Layouts = converters(load_plugins(files=plugin or ()))
@@ -75,11 +81,27 @@ def convert(
     if check:
         _compare(source, target, reader, writer)
         return
-    with _damage_named(source):
-        count = reader.num_tensors(source)
-    with _progress(count) as report:
-        write(source, target, reader=reader, writer=writer, progress=report)
+    with _continuable(target), conversion_progress() as progress:
+        write(source, target, reader=reader, writer=writer, progress=progress, workers=workers, plugins=plugin or ())
     print_line(f"wrote {target}")
+
+
+@contextmanager
+def _continuable(target: Path) -> Iterator[None]:
+    """After Ctrl-C, say what remains and how to continue."""
+    from ..output import error_console
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        stage = target.with_name(f".{target.name}.partial")
+        if stage.exists():
+            error_console().print(
+                f"finished files are kept in {stage}: repeat the command to continue, or remove the folder",
+                soft_wrap=True,
+                markup=False,
+            )
+        raise
 
 
 def _settings(items: Sequence[str]) -> dict[str, dict[str, object]]:
@@ -157,13 +179,3 @@ def _compare(left: Path, right: Path, left_reader: Converter, right_reader: Conv
     print_line(f"{found.num_equal} tensors are equal, {len(found.differences)} differ")
     if found.differences:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[str, int], None]]:
-    """Show a progress bar on stderr, if that is a terminal."""
-    from ..display.evaluations import open_progress
-
-    with open_progress() as bar:
-        task = bar.add_task("", total=total)
-        yield lambda name, _: bar.update(task, advance=1, description=name)

@@ -120,10 +120,6 @@ class GGUF(Converter):
     def recognises(self, path: Path) -> bool:
         return path.is_file() and _head(path, 4) == MAGIC
 
-    def num_tensors(self, path: Path) -> int | None:
-        head = _head(path, 16)
-        return int(struct.unpack_from("<Q", head, 8)[0]) if head[:4] == MAGIC and len(head) == 16 else None
-
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
         import torch
         from gguf.quants import dequantize

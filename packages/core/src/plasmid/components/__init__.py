@@ -8,7 +8,7 @@ engines) only hold settings; their ``build()`` imports and starts the backend, s
 from .backends import AdapterSpec, BuildContext, CanaryPlan, PlanRow, RolloutEngineConfig, Tracker, TrainerConfig
 from .base import SLOTS, Component, RecipeView, Settings, Slot, components_in, kind_of
 from .buffer_policy import BufferPolicy
-from .conversion import Converter
+from .conversion import Converter, OpenCheckpoint, PartWriter, TensorInfo
 from .families import ModelFamily
 from .interaction import Environment, Episode, Step, Tool, ToolError, ToolServer
 from .methods import ActorCritic, Algorithm, Needs, Reduction
@@ -33,6 +33,8 @@ __all__ = [
     "Filter",
     "ModelFamily",
     "Needs",
+    "OpenCheckpoint",
+    "PartWriter",
     "PlanRow",
     "PromptEncoder",
     "PromptStream",
@@ -44,6 +46,7 @@ __all__ = [
     "Settings",
     "Slot",
     "Step",
+    "TensorInfo",
     "Tool",
     "ToolError",
     "ToolServer",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .base import Component
 
@@ -13,6 +14,51 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     NamedTensor = tuple[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of a checkpoint that has not been read."""
+
+    name: str
+    dtype: str
+    """Name of the torch dtype, such as ``bfloat16``."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class OpenCheckpoint(Protocol):
+    """A checkpoint whose tensors can be read in any order."""
+
+    @property
+    def tensors(self) -> Sequence[TensorInfo]:
+        """All tensors, in the order in which they are read fastest."""
+        ...
+
+    def read(self, names: Collection[str]) -> Iterator[NamedTensor]:
+        """Yield the tensors with these names, in the order of `tensors`. Raises `ModelError`."""
+        ...
+
+
+class PartWriter(Protocol):
+    """Writes a checkpoint in parts, each of which has files of its own. Parts may be written by several processes."""
+
+    def plan(self, tensors: Sequence[TensorInfo]) -> Sequence[Sequence[TensorInfo]]:
+        """Split the tensors of the source into parts, always in the same way. Raises `ModelError`."""
+        ...
+
+    def write(
+        self, number: int, count: int, part: Sequence[TensorInfo], tensors: Iterable[NamedTensor]
+    ) -> Mapping[str, Any]:
+        """Write part ``number`` of ``count``, from 0, and sync its files to disk. Raises `ModelError` or `OSError`.
+
+        Returns what `join` needs, as JSON types; ``files`` are the names of the part's files.
+        """
+        ...
+
+    def join(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Complete the folder from the results of `write` for all parts. Raises `OSError`."""
+        ...
 
 
 class Converter(Component, slot="converters"):
@@ -33,8 +79,18 @@ class Converter(Component, slot="converters"):
         """Return True if ``path`` certainly has this layout, so that `rl convert` does not need ``--from``."""
         return False
 
-    def num_tensors(self, path: Path) -> int | None:
-        """Return the number of tensors that `read` yields, for progress bars; None if unknown."""
+    def open_tensors(self, path: Path) -> OpenCheckpoint | None:
+        """Open the checkpoint to read tensors by name. Raises `ModelError`.
+
+        With None, conversions from this layout have one process, cannot be continued and show no percentage.
+        """
+        return None
+
+    def open_parts(self, path: Path) -> PartWriter | None:
+        """Open the folder ``path``, as for `write`, to write it in parts. Raises `ModelError`.
+
+        With None, conversions to this layout have one process and cannot be continued.
+        """
         return None
 
     def write_companions(self, source: Path, target: Path) -> None:

@@ -1,0 +1,107 @@
+"""Compare `rl convert` from Hugging Face to torch_dist and back with plain copying of the same files.
+
+    python benchmarks/random_qwen3.py 30b-a3b models/qwen3-30b-a3b-1-layer --layers 1 --dtype bfloat16
+    python benchmarks/convert.py models/qwen3-30b-a3b-1-layer --out benchmarks/results/convert-cpu.json
+
+Each round copies the weight files in pieces of 16 MiB and syncs the copies, and runs `rl convert` in both directions
+with each number of processes. Before each measurement the source is dropped from the page cache. The seconds of a
+conversion include the start of the command, which is also measured separately (`--help`).
+"""
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from plasmid.utils.safe_files import sync_tree
+
+PIECE_BYTES = 16 << 20
+
+
+def drop_from_cache(folder):
+    """Make the next reading of the files come from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy(source, target):
+    """Copy the files and sync them, without the kernel's shortcuts for copies."""
+    target.mkdir()
+    for path in (path for path in source.iterdir() if path.is_file()):
+        with path.open("rb") as read, (target / path.name).open("wb") as written:
+            shutil.copyfileobj(read, written, PIECE_BYTES)
+    sync_tree(target)
+
+
+def rl(*arguments):
+    """Run the command."""
+    subprocess.run([sys.executable, "-m", "plasmid_cli", *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(action, source):
+    """Return the seconds of an action that reads the folder ``source``, and the load before it."""
+    drop_from_cache(source)
+    load, began = os.getloadavg()[0], time.monotonic()
+    action()
+    return {"seconds": round(time.monotonic() - began, 1), "load": round(load, 1)}
+
+
+def measure_round(model, folder, workers, part_gb):
+    """Measure copying and both directions once."""
+    found = {"start of rl convert": measure(lambda: rl("convert", "--help"), model)}
+    found["copy"] = measure(lambda: copy(model, folder / "copy"), model)
+    shutil.rmtree(folder / "copy")
+    for count in workers:
+        there, back, given = folder / "there", folder / "back", ("--workers", count)
+        forth = ("convert", model, there, "--to", "torch_dist", f"to.max_file_gb={part_gb:g}", *given)
+        found[f"hf to torch_dist, {count} processes"] = measure(functools.partial(rl, *forth), model)
+        home = ("convert", there, back, f"to.max_shard_gb={part_gb:g}", *given)
+        found[f"torch_dist to hf, {count} processes"] = measure(functools.partial(rl, *home), there)
+        shutil.rmtree(there)
+        if count == workers[-1]:
+            rl("convert", "--check", model, back)
+        shutil.rmtree(back)
+    return found
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where to write, on the disk to measure")
+    parser.add_argument("--part-gb", type=float, default=0.7, help="size of the files that are written")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
+    num_bytes = sum(path.stat().st_size for path in args.model.glob("*.safetensors"))
+    rounds = []
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as folder:
+            rounds.append(measure_round(args.model, Path(folder), args.workers, args.part_gb))
+        print(json.dumps(rounds[-1], indent=1), flush=True)
+    seconds = {name: statistics.median(found[name]["seconds"] for found in rounds) for name in rounds[0]}
+    result = {
+        "command": "python benchmarks/convert.py " + " ".join(sys.argv[1:] if argv is None else argv),
+        "device": f"CPU, {os.cpu_count()} cores",
+        "gb": round(num_bytes / 1e9, 2),
+        "median_gb_per_s": {n: round(num_bytes / 1e9 / s, 3) for n, s in seconds.items() if not n.startswith("start")},
+        "seconds_over_copy": {n: round(s / seconds["copy"], 2) for n, s in seconds.items()},
+        "rounds": rounds,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({name: value for name, value in result.items() if name != "rounds"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Conversions in parts, which several processes write and which an interrupted conversion keeps.
+
+The unfinished folder contains the folder `RECORDS`: ``job.json`` describes the conversion, and each finished part has
+a file with the names, sizes and hashes of its files, which is written after them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from plasmid.components import Converter, OpenCheckpoint, PartWriter, TensorInfo
+from plasmid.errors import ModelError
+from plasmid.utils.json_text import read_json
+from plasmid.utils.safe_files import in_folder, make_folder, sync_to_disk, write_text
+from plasmid_models.manifest import Entry, find_damage, hash_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RECORDS = "conversion"
+JOB = "job.json"
+
+
+class Progress(Protocol):
+    """Observer of a conversion."""
+
+    def start(self, num_bytes: int | None, kept: int) -> None:
+        """Begin: the tensors have ``num_bytes``, None if unknown, of which an earlier attempt wrote ``kept``."""
+        ...
+
+    def advance(self, name: str, num_bytes: int) -> None:
+        """Report a tensor that has been read."""
+        ...
+
+
+def pack(groups: Iterable[Sequence[TensorInfo]], max_bytes: int) -> list[list[TensorInfo]]:
+    """Combine consecutive groups to parts of up to ``max_bytes``; a part exceeds it only if a single group does."""
+    parts: list[list[TensorInfo]] = []
+    filled = 0
+    for group in groups:
+        size = sum(info.num_bytes for info in group)
+        if not parts or filled + size > max_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1] += group
+        filled += size
+    return parts
+
+
+def describe_job(source: Path, reader: Converter, writer: Converter, opened: OpenCheckpoint) -> dict[str, Any]:
+    """Return what a conversion depends on, as JSON types: parts of another one must not be kept."""
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    facts = [(path, path.stat()) for path in files]
+    described = {
+        "version": version("plasmid-convert"),
+        "source": str(source.absolute()),
+        "files": [[path.relative_to(source).as_posix(), found.st_size, found.st_mtime_ns] for path, found in facts],
+        "reader": reader.model_dump(mode="json"),
+        "writer": writer.model_dump(mode="json"),
+        "tensors": [[info.name, info.dtype, info.shape] for info in opened.tensors],
+    }
+    return json.loads(json.dumps(described))  # type: ignore[no-any-return]
+
+
+def can_continue(stage: Path, job: Mapping[str, Any]) -> bool:
+    """Return True if the folder was begun by the same conversion."""
+    try:
+        return bool(read_json(stage / RECORDS / JOB) == job)
+    except (OSError, ValueError):
+        return False
+
+
+def begin(stage: Path, job: Mapping[str, Any]) -> None:
+    """Mark an empty folder as unfinished. Raises `OSError`."""
+    make_folder(stage / RECORDS)
+    write_text(stage / RECORDS / JOB, json.dumps(job), durable=True)
+
+
+def has_finished_parts(stage: Path) -> bool:
+    """Return True if the next attempt can keep something."""
+    return any((stage / RECORDS).glob("part-*.json"))
+
+
+def read_records(stage: Path) -> dict[int, dict[str, Any]]:
+    """Return the records of finished parts whose files are intact, by number, and remove all other files."""
+    records = {}
+    for file in (stage / RECORDS).glob("part-*.json"):
+        try:
+            record = read_json(file)
+            number, hashes = int(record["number"]), {in_folder(file, n): Entry(*e) for n, e in record["hashes"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ModelError):
+            continue
+        if _record(stage, number) == file and not find_damage(stage, hashes):
+            records[number] = record
+    kept = {stage / name for record in records.values() for name in record["hashes"]}
+    kept |= {_record(stage, number) for number in records} | {stage / RECORDS / JOB}
+    for path in list(stage.rglob("*")):
+        if path.is_symlink() or (path.is_file() and path not in kept):
+            path.unlink()
+    return records
+
+
+def write_part(
+    stage: Path,
+    number: int,
+    count: int,
+    part: Sequence[TensorInfo],
+    *,
+    opened: OpenCheckpoint,
+    writer: PartWriter,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Write a part and then its record, both synced to disk; return the record. Raises `ModelError` or `OSError`."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in opened.read({info.name for info in part}):
+            yield name, tensor
+            if progress is not None:
+                progress.advance(name, tensor.nbytes)
+
+    record = {"number": number, **writer.write(number, count, part, tensors())}
+    files = [stage / name for name in record["files"]]
+    sync_to_disk(*files, stage)
+    record["hashes"] = {name: list(entry) for name, entry in zip(record["files"], hash_files(files), strict=True)}
+    write_text(_record(stage, number), json.dumps(record), durable=True)
+    return record
+
+
+def _record(stage: Path, number: int) -> Path:
+    return stage / RECORDS / f"part-{number + 1:05}.json"

@@ -1,0 +1,176 @@
+"""Processes that write the parts of a conversion."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, cast
+
+from plasmid.components import Converter, kind_of
+from plasmid.errors import ClusterError, PlasmidError
+from plasmid.plugins.registry import converters, load_plugins
+
+from .parts import Progress, write_part
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A converter that another process can create."""
+
+    kind: str
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, converter: Converter) -> Layout:
+        """Return the layout of a converter."""
+        return cls(kind_of(converter), converter.model_dump(mode="json"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What each process of a conversion needs to know."""
+
+    source: Path
+    stage: Path
+    reader: Layout
+    writer: Layout
+    plugins: tuple[Path, ...]
+    threads: int
+    """Number of threads of torch in each process."""
+
+    @classmethod
+    def of(
+        cls, source: Path, stage: Path, reader: Converter, writer: Converter, plugins: Sequence[Path], workers: int
+    ) -> Conversion:
+        """Describe a conversion for ``workers`` processes."""
+        return cls(
+            source=source,
+            stage=stage,
+            reader=Layout.of(reader),
+            writer=Layout.of(writer),
+            plugins=tuple(plugins),
+            threads=max(1, (os.cpu_count() or 1) // workers),
+        )
+
+
+def write_in_workers(
+    conversion: Conversion, todo: Sequence[int], *, workers: int, progress: Progress | None
+) -> dict[int, dict[str, Any]]:
+    """Write the parts ``todo`` with several processes and return their records by number.
+
+    Raises `ModelError`, `OSError`, and `ClusterError` if a process is killed. No process is left running.
+    """
+    waiting = list(reversed(todo))
+    records: dict[int, dict[str, Any]] = {}
+    with _start(conversion, min(workers, len(todo))) as processes:
+        for connection in processes:
+            connection.send(waiting.pop())
+        while len(records) < len(todo):
+            for connection in cast(list[Connection], wait(list(processes))):
+                try:
+                    what, first, second = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise _lost(processes[connection]) from None
+                if what == "error":
+                    raise first
+                if what == "bytes":
+                    if progress is not None:
+                        progress.advance(first, second)
+                    continue
+                records[first] = second
+                if waiting:
+                    connection.send(waiting.pop())
+    return records
+
+
+@contextmanager
+def _start(conversion: Conversion, count: int) -> Iterator[dict[Connection, BaseProcess]]:
+    context = multiprocessing.get_context("spawn")
+    processes: dict[Connection, BaseProcess] = {}
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(conversion, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes[ours] = process
+        yield processes
+    finally:
+        for started in processes.values():
+            started.kill()
+        for started in processes.values():
+            started.join()
+
+
+def _lost(process: BaseProcess) -> ClusterError:
+    process.join(5)
+    code = process.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return ClusterError(
+        f"--workers: a process {how}, perhaps because memory ran out; finished files are kept: repeat the command, "
+        "with fewer workers"
+    )
+
+
+class _Sent:
+    """Reports progress to the main process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def start(self, num_bytes: int | None, kept: int) -> None:
+        raise NotImplementedError
+
+    def advance(self, name: str, num_bytes: int) -> None:
+        self._connection.send(("bytes", name, num_bytes))
+
+
+def _work(conversion: Conversion, connection: Connection) -> None:
+    """Write the parts whose numbers arrive, in a process of its own, until the main process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main process ends this one
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    import torch
+
+    torch.set_num_threads(conversion.threads)
+    try:
+        layouts = converters(load_plugins(files=conversion.plugins))
+        reader, writer = (
+            layouts[one.kind].model_validate(one.settings) for one in (conversion.reader, conversion.writer)
+        )
+        opened, parts = reader.open_tensors(conversion.source), writer.open_parts(conversion.stage)
+        assert opened is not None and parts is not None
+        plan = parts.plan(opened.tensors)
+        while True:
+            number = connection.recv()
+            record = write_part(
+                conversion.stage,
+                number,
+                len(plan),
+                plan[number],
+                opened=opened,
+                writer=parts,
+                progress=_Sent(connection),
+            )
+            connection.send(("done", number, record))
+    except (PlasmidError, OSError) as error:
+        connection.send(("error", error, None))
+    except EOFError:
+        return
+    except Exception:  # noqa: BLE001 - boundary: the main process raises it
+        connection.send(("error", RuntimeError(traceback.format_exc()), None))
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

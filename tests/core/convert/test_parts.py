@@ -1,0 +1,216 @@
+"""Conversions in parts: several processes, interruptions, and bounded memory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from plasmid.errors import ClusterError, ModelError
+from plasmid_convert import DCP, GGUF, HF, compare, convert
+from safetensors.torch import save_file
+
+MB = 1 << 20
+SMALL = {"hf": HF(max_shard_gb=3e-5), "dcp": DCP(max_file_gb=3e-5)}
+"""Writers with several parts for the tiny model."""
+
+
+class Stop:
+    """Progress that interrupts the conversion before a tensor, like Ctrl-C."""
+
+    def __init__(self, at=None):
+        self.at, self.names, self.started = at, [], None
+
+    def start(self, num_bytes, kept):
+        self.started = num_bytes, kept
+
+    def advance(self, name, num_bytes):
+        self.names.append(name)
+        if len(self.names) == self.at:
+            raise KeyboardInterrupt
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def interrupt(model, target, writer, at=20):
+    with pytest.raises(KeyboardInterrupt):
+        convert(model, target, reader=HF(), writer=writer, progress=Stop(at))
+    return target.with_name(f".{target.name}.partial")
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_an_interrupted_conversion_continues_with_what_is_intact(tiny_model, tmp_path, kind):
+    writer, whole, target = SMALL[kind], tmp_path / "whole", tmp_path / "out"
+    convert(tiny_model, whole, reader=HF(), writer=writer)
+    stage = interrupt(tiny_model, target, writer)
+    assert not target.exists()
+    records = [json.loads(path.read_text()) for path in sorted((stage / "conversion").glob("part-*"))]
+    assert len(records) >= 3
+    cut, flipped, *intact = (stage / name for record in records for name in record["files"])
+    cut.write_bytes(cut.read_bytes()[:-1])
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"?")
+    kept = {path.name: path.stat().st_ino for path in intact}
+    (stage / "model-00009-of-00099.safetensors").write_bytes(b"junk")
+    progress = Stop()
+    convert(tiny_model, target, reader=HF(), writer=writer, progress=progress)
+    assert progress.started[0] > progress.started[1] > 0
+    assert contents(target).keys() == contents(whole).keys()
+    assert {name: (target / name).stat().st_ino for name in kept} == kept
+    found = compare(whole, target, left_reader=type(writer)(), right_reader=type(writer)())
+    assert found.num_equal > 10 and not found.differences
+    assert not stage.exists()
+
+
+def test_an_unfinished_conversion_is_not_mistaken_for_a_model(tiny_model, tmp_path):
+    from plasmid_models.folder import weight_files
+
+    stage = interrupt(tiny_model, tmp_path / "out", SMALL["hf"])
+    with pytest.raises(ModelError, match="is an unfinished conversion; repeat the `rl convert` command that began it"):
+        convert(stage, tmp_path / "other", reader=HF(), writer=HF())
+    with pytest.raises(ModelError, match=r"has no weights: model\.safetensors is missing; the folder is incomplete"):
+        weight_files("model", stage)
+    assert not DCP().recognises(interrupt(tiny_model, tmp_path / "dcp", SMALL["dcp"]))
+
+
+@pytest.mark.parametrize("change", ["source", "settings"])
+def test_parts_of_another_conversion_are_not_kept(tiny_model, tmp_path, change):
+    import shutil
+
+    shutil.copytree(tiny_model, tmp_path / "model")
+    interrupt(tmp_path / "model", tmp_path / "out", SMALL["hf"])
+    reader, progress = HF(), Stop()
+    if change == "source":
+        os.utime(tmp_path / "model/model.safetensors", ns=(1, 1))
+    else:
+        reader = HF(dtype="bfloat16")
+    convert(tmp_path / "model", tmp_path / "out", reader=reader, writer=SMALL["hf"], progress=progress)
+    assert progress.started[1] == 0
+    assert {info.dtype for info in HF().open_tensors(tmp_path / "out").tensors} == {
+        "bfloat16" if change == "settings" else "float32"
+    }
+
+
+def test_a_target_that_another_process_writes_is_refused_and_not_touched(tiny_model, tmp_path):
+    class Second(Stop):
+        def advance(self, name, num_bytes):
+            with pytest.raises(ModelError, match="another process is writing this conversion; wait for its end"):
+                convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"])
+
+    convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"], progress=Second())
+    assert not compare(tiny_model, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_several_processes_write_the_same_files_as_one(tiny_model, tmp_path, kind):
+    for name, count in (("one", 1), ("two", 2)):
+        convert(tiny_model, tmp_path / name, reader=HF(), writer=SMALL[kind], workers=count)
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert len(one) > 5
+    assert {name for name in one if one[name] != two[name]} == set()
+
+
+def test_an_error_in_a_process_is_raised_here(tiny_model, tmp_path, full_disk):
+    full_disk(100_000)
+    with pytest.raises(ModelError, match="out: cannot write: file too large; the partial output was removed"):
+        convert(tiny_model, tmp_path / "out", reader=HF(), writer=HF(max_shard_gb=2e-4), workers=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_ends_the_conversion_and_finished_parts_are_kept(tiny_model, tmp_path):
+    class Kill(Stop):
+        def advance(self, name, num_bytes):
+            if any((tmp_path / ".out.partial/conversion").glob("part-*")):
+                for process in psutil.Process().children(recursive=True):
+                    process.kill()
+
+    with pytest.raises(
+        ClusterError, match="--workers: a process was killed by SIGKILL, perhaps because memory ran out"
+    ):
+        convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"], workers=2, progress=Kill())
+    progress = Stop()
+    convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"], workers=2, progress=progress)
+    assert progress.started[1] > 0
+    assert not compare(tiny_model, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
+
+
+def test_workers_are_refused_for_a_layout_that_is_read_as_a_whole(make_gguf, tmp_path):
+    with pytest.raises(
+        ModelError, match=r"^--workers: must be 1 for layout gguf, which cannot be processed in parts, got 2$"
+    ):
+        convert(make_gguf(), tmp_path / "out", reader=GGUF(), writer=HF(), workers=2)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A folder with 300 MB of random weights in 4 files; the largest tensor has 15 MB."""
+    folder = tmp_path_factory.mktemp("large")
+    draw = torch.manual_seed(0)
+    weight_map = {}
+    for file in range(4):
+        tensors = {f"t{file}.{i}": torch.randn(15 * MB // 4, generator=draw) for i in range(5)}
+        save_file(tensors, folder / f"model-{file}.safetensors", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, f"model-{file}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+LONG = [(signal.SIGINT, 2), (signal.SIGTERM, 1)]
+MEASURE = """
+import sys
+from plasmid_cli.main import app
+for source, target, *layout in (line.split() for line in sys.argv[1:]):
+    try:
+        app(["convert", source, target, *layout])
+    except SystemExit as end:
+        assert not end.code
+    print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def test_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(large, tiny_model, tmp_path):
+    steps = [f"{tiny_model} tiny --to dcp", "tiny tiny-again", f"{large} there --to dcp", "there again"]
+    command = [sys.executable, "-c", MEASURE, *steps]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    peaks = [int(line) * 1024 for line in done.stdout.splitlines() if line.isdecimal()]
+    assert len(peaks) == 4
+    assert peaks[3] - peaks[1] < 6 * 15 * MB
+
+
+def rl(folder, *arguments):
+    command = [sys.executable, "-m", "plasmid_cli", "convert", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [(signal.SIGKILL, 2), (signal.SIGINT, 1), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)],
+)
+def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
+    arguments = (large, "out", "to.max_shard_gb=0.016", "--workers", workers)
+    process = rl(tmp_path, *arguments)
+    parts = tmp_path / ".out.partial/conversion"
+    while not any(parts.glob("part-*")):
+        assert process.poll() is None
+        time.sleep(0.005)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    if number == signal.SIGINT:
+        kept = "finished files are kept in .out.partial: repeat the command to continue, or remove the folder"
+        assert kept in out.splitlines()
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert not (tmp_path / "out").exists()
+    process = rl(tmp_path, *arguments)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out
+    assert out.startswith("continuing an interrupted conversion: 0.") and out.endswith("wrote out\n")
+    assert not compare(large, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences
+    assert not [path for path in tmp_path.iterdir() if path.name != "out"]
