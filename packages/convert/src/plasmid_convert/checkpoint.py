@@ -178,11 +178,16 @@ def _convert_in_parts(
         conversion = Conversion.of(source, stage, reader, writer, plugins, workers)
         finished |= write_in_workers(conversion, todo, workers=workers, progress=progress)
     else:
+        advance = _ignore if progress is None else progress.advance
         for number in todo:
             finished[number] = write_part(
-                stage, number, len(plan), plan[number], opened=opened, writer=parts, progress=progress
+                stage, number, len(plan), plan[number], opened=opened, writer=parts, advance=advance
             )
     parts.join([finished[number] for number in range(len(plan))])
+
+
+def _ignore(name: str, num_bytes: int) -> None:
+    """Report nothing."""
 
 
 def _check_workers(workers: int, layout: Converter) -> None:

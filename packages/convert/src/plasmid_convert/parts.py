@@ -7,7 +7,7 @@ a file with the names, sizes and hashes of its files, which is written after the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -112,15 +112,17 @@ def write_part(
     *,
     opened: OpenCheckpoint,
     writer: PartWriter,
-    progress: Progress | None,
+    advance: Callable[[str, int], None],
 ) -> dict[str, Any]:
-    """Write a part and then its record, both synced to disk; return the record. Raises `ModelError` or `OSError`."""
+    """Write a part and then its record, both synced to disk; return the record. Raises `ModelError` or `OSError`.
+
+    Calls ``advance`` as `Progress.advance`.
+    """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in opened.read({info.name for info in part}):
             yield name, tensor
-            if progress is not None:
-                progress.advance(name, tensor.nbytes)
+            advance(name, tensor.nbytes)
 
     record = {"number": number, **writer.write(number, count, part, tensors())}
     files = [stage / name for name in record["files"]]

@@ -121,19 +121,6 @@ def _lost(process: BaseProcess) -> ClusterError:
     )
 
 
-class _Sent:
-    """Reports progress to the main process."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def start(self, num_bytes: int | None, kept: int) -> None:
-        raise NotImplementedError
-
-    def advance(self, name: str, num_bytes: int) -> None:
-        self._connection.send(("bytes", name, num_bytes))
-
-
 def _work(conversion: Conversion, connection: Connection) -> None:
     """Write the parts whose numbers arrive, in a process of its own, until the main process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main process ends this one
@@ -158,7 +145,7 @@ def _work(conversion: Conversion, connection: Connection) -> None:
                 plan[number],
                 opened=opened,
                 writer=parts,
-                progress=_Sent(connection),
+                advance=lambda name, num_bytes: connection.send(("bytes", name, num_bytes)),
             )
             connection.send(("done", number, record))
     except (PlasmidError, OSError) as error:

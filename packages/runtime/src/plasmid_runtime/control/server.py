@@ -164,7 +164,7 @@ class ControlServer:
             return {"ok": False, "text": "the run has no trainer to save"}
         if loop.stopping.is_set():
             return {"ok": False, "text": "the run is already stopping"}
-        waits = loop.requests.is_paused and self._phase["phase"] == "paused"
+        waits = loop.requests.is_waiting
         if command == "stop":
             loop.stop()
             text = "the run saves and stops" + ("" if waits else " after the current batch")

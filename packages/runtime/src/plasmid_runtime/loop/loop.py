@@ -126,11 +126,13 @@ class Loop:
             elif self.stopping.is_set() or not requests.is_paused:
                 return True
             else:
+                requests.is_waiting = True
                 self._begin_phase("paused")
                 waits = {asyncio.ensure_future(event.wait()) for event in (requests.changed, self.stopping)}
                 try:
                     await self._wait(set(waits))
                 finally:
+                    requests.is_waiting = False
                     for task in waits:
                         task.cancel()
         return False

@@ -12,6 +12,8 @@ class LoopRequests:
 
     is_paused: bool = False
     """True if no further batch may start; checkpoints and the end of the run are still possible."""
+    is_waiting: bool = False
+    """True while the loop waits between two batches because it is paused."""
     wants_checkpoint: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by every request, cleared by the loop."""
