@@ -142,8 +142,9 @@ def test_a_checkpoint_without_the_optimizer_is_like_a_model_folder(kind, request
     again, same = asyncio.run(resumed(ranks, settings, tmp_path, steps=0))
     assert again == reports
     assert largest_difference(expected, same) == 0 < largest_difference(weights, same)
+    # with the state of AdamW it would be three times the model, without it files of two ranks have larger headers
     saved = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
-    assert saved < 1.2 * (tmp_path / "model/model.safetensors").stat().st_size
+    assert saved < 1.5 * (tmp_path / "model/model.safetensors").stat().st_size
 
 
 def test_frozen_weights_are_no_checkpoint_without_the_optimizer(one_rank, tmp_path):
