@@ -43,7 +43,8 @@ LONG = {"docs/converting.md", "docs/filters.md", "docs/observability.md", "docs/
 """Several runs each, of parts that have quick tests of their own."""
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""
-READ_ELSEWHERE = {"docs/plugins/algorithms.md", "docs/plugins/rewards.md", "docs/plugins/hooks.md"}
+ELSEWHERE = ("algorithms", "families", "hooks", "rewards")
+READ_ELSEWHERE = {f"docs/plugins/{name}.md" for name in ELSEWHERE}
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 

@@ -127,7 +127,7 @@ def loaded_families() -> dict[str, ModelFamily]:
     """Return the families of installed plugins and of the plugin files that this process has loaded."""
     manager = load_plugins()
     for name, module in list(sys.modules.items()):
-        if name.startswith(PLUGIN_FILE):
+        if name.startswith(PLUGIN_FILE) and hasattr(module, FAMILIES_HOOK):
             _register(manager, module, str(module.__file__))
     return find_families(manager)
 

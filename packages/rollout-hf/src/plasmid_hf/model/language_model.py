@@ -209,8 +209,9 @@ def _from_blocks(path: Path, options: dict[str, Any]) -> Any:
     with open_weights("model", path) as found:
         dtypes = {name: options["dtype"] if isinstance(part, BlockSlice) else None for name, part in found.items()}
         weights = {name: found[name][...].to(dtype) for name, dtype in dtypes.items()}
+    trust = options["trust_remote_code"]
     with torch.device("meta"):
-        cls = type(AutoModelForCausalLM.from_config(config, trust_remote_code=options["trust_remote_code"]))  # type: ignore[no-untyped-call]
+        cls = type(AutoModelForCausalLM.from_config(config, attn_implementation=NAME, trust_remote_code=trust))  # type: ignore[no-untyped-call]
     loaded: Any = cls.from_pretrained(None, config=config, state_dict=weights, **options)
     if (path / "generation_config.json").is_file():
         loaded[0].generation_config = GenerationConfig.from_pretrained(path)
