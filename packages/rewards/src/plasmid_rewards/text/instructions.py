@@ -35,9 +35,9 @@ class Instructions(PooledReward):
         return dict.fromkeys(("langdetect", "if_verifiable"), "plasmid-rewards[ifeval]")
 
     def warm(self) -> None:
-        import_extra(
-            "langdetect", extra="ifeval", kind=kind_of(self)
-        ).DetectorFactory.seed = 0  # language detection is random otherwise
+        langdetect = import_extra("langdetect", extra="ifeval", kind=kind_of(self))
+        langdetect.DetectorFactory.seed = 0  # language detection is random otherwise
+        langdetect.detect(ORDINARY)  # reads its profiles, which takes longer than to judge a text
         self._checkers()
 
     def judge(self, prompt: Prompt, text: str) -> Score:
