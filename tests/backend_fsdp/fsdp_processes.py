@@ -5,11 +5,14 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
+import psutil
 from plasmid.errors import ActorDiedError, DeadlineError
 from plasmid.types.shared_groups import LocalStore
 
 from tests.forked_processes import forked_processes
 
+MAX_THREADS = 64
+"""A rank of a tiny model has half as many."""
 _held = {}
 
 
@@ -37,8 +40,14 @@ class Processes:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executors[place], function, *args)
 
+    def tidy(self, place):
+        """Replace a process with many threads: those of gloo outlive their groups, and poll until the process ends."""
+        for process in (self._executors[place]._processes or {}).values():
+            if psutil.Process(process.pid).num_threads() > MAX_THREADS:
+                return self.replace(place)
+
     def replace(self, place):
-        """End a process that is stuck or gone, and put a new one into its place."""
+        """End a process that is stuck, gone or full, and put a new one into its place."""
         for process in list((self._executors[place]._processes or {}).values()):
             process.kill()
         self._executors[place].shutdown(wait=False)
@@ -67,6 +76,7 @@ class ProcessActor:
     async def stop(self, *, grace_s=10.0):
         try:
             await self.call("close", timeout_s=grace_s)
+            self._processes.tidy(self._place)
         except (DeadlineError, ActorDiedError):
             self._processes.replace(self._place)
 

@@ -161,7 +161,7 @@ def test_an_error_of_train_names_the_setting_and_the_way_out(argv, message, caps
             "'trainer' is a slot; its settings depend on the component: trainer/fsdp, trainer/megatron",
         ),
         (["convert", "no/such", "out"], "no/such: no such file or folder"),
-        (["convert", "no/such", "out", "--from", "hf"], "no/such: no such folder"),
+        (["convert", "no/such", "out", "--from", "hf"], "no/such: no such file or folder"),
         (["convert", "x", "out", "--from", "megatron"], "--from: no layout 'megatron'; installed are " + LAYOUTS),
         (["convert", "x", "out", "--from", "hf", "--to", "y"], "--to: no layout 'y'; installed are " + LAYOUTS),
         (
