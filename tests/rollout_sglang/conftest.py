@@ -32,11 +32,21 @@ def servers():
     return lambda: [process for process in leaders() if process.pid not in before]
 
 
-@pytest.fixture(scope="session")
+_shared = []
+
+
+@pytest.fixture(scope="module")
 def shared(sglang, tiny_model, tmp_path_factory):
-    """A server of the tiny model, up in 15 s on a quiet machine."""
+    """A server of the tiny model, up in 15 s on a quiet machine. It ends after the last test of this folder."""
     from sgl_cases import Shared
 
-    server = Shared(tiny_model, tmp_path_factory.mktemp("sglang"))
-    yield server
-    server.close()
+    if not _shared:
+        _shared.append(Shared(tiny_model, tmp_path_factory.mktemp("sglang")))
+    return _shared[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """End the server that tests share, after their fixtures."""
+    if _shared and (nextitem is None or HERE not in map(str, nextitem.path.parents)):
+        _shared.pop().close()

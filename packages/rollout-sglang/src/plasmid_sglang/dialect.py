@@ -37,8 +37,10 @@ ON_CPU: Mapping[str, Any] = {
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
     "max_total_tokens": 16384,
+    "sleep_on_idle": True,
 }
-"""Server arguments without a GPU, unless the recipe sets them. They keep the KV cache from filling the memory."""
+"""Server arguments without a GPU, unless the recipe sets them. They keep the KV cache from filling the memory, and a
+scheduler without requests from taking a core, which the trainer needs."""
 FRACTIONS = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
 SPECULATIVE = ("accept_length", "accept_rate")
 
