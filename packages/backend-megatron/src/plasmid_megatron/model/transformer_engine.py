@@ -10,16 +10,26 @@ from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ModelError
 from torch import nn
 
+from .modules import LATENT_EPS
+
 IMPL = "transformer_engine"
 """Value of `TransformerConfig.transformer_impl` for TransformerEngine."""
 
 
 def engine_block_spec(config: TransformerConfig, *, chunk: int | None) -> Any:
-    """Return the spec of this pipeline rank's layers. Raises `ModelError` if TransformerEngine is not installed."""
+    """Return the spec of this pipeline rank's layers.
+
+    Raises `ModelError` if TransformerEngine is not installed or would compute another function than the model.
+    """
     if not te.HAVE_TE:
         raise ModelError(
             "trainer.transformer_engine: transformer_engine cannot be imported by the trainer's ranks; "
             "install it on their machines, or remove the setting"
+        )
+    if config.multi_latent_attention and config.layernorm_epsilon != LATENT_EPS:
+        raise ModelError(
+            f"trainer.transformer_engine: would take rms_norm_eps = {config.layernorm_epsilon:g} for the norms of "
+            f"compressed queries, keys and values, which have {LATENT_EPS:g}; remove the setting"
         )
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
 
