@@ -34,12 +34,12 @@ def count(root: Path = ROOT) -> dict[str, dict[str, int]]:
     """Return the lines by package and subpackage ("." for its root)."""
     result: dict[str, dict[str, int]] = {}
     for package in sorted((root / "packages").iterdir()):
-        rooms: Counter[str] = Counter()
+        subpackages: Counter[str] = Counter()
         for path in sorted(package.glob("src/*/**/*.py")):
             inside = path.relative_to(package / "src").parts[1:]
-            rooms[inside[0] if len(inside) > 1 else "."] += code_lines(path.read_text())
-        if rooms:
-            result[package.name] = dict(sorted(rooms.items()))
+            subpackages[inside[0] if len(inside) > 1 else "."] += code_lines(path.read_text())
+        if subpackages:
+            result[package.name] = dict(sorted(subpackages.items()))
     return result
 
 
@@ -51,11 +51,11 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(found, indent=1))
         return
-    for package, rooms in found.items():
-        print(f"{package:<18}{sum(rooms.values()):>7}")
-        for room, lines in rooms.items() if package == "core" else ():
-            print(f"  {room:<16}{lines:>7}")
-    print(f"{'total':<18}{sum(sum(rooms.values()) for rooms in found.values()):>7}")
+    for package, subpackages in found.items():
+        print(f"{package:<18}{sum(subpackages.values()):>7}")
+        for name, lines in subpackages.items() if package == "core" else ():
+            print(f"  {name:<16}{lines:>7}")
+    print(f"{'total':<18}{sum(sum(lines.values()) for lines in found.values()):>7}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
         ({"transformer": {"recompute_granularity": True}}, "must be 'full' or 'selective', got True"),
         (
             {"transformer": {"activation_func": "gelu"}},
-            "activation_func is a function or an object, which",
+            "activation_func takes a function or an object, which",
         ),
         ({"transformer": {"context_parallel_size": 2}}, "follows from trainer.context_parallel; set that"),
         ({"transformer": {"hidden_dropout": 0.1}}, "hidden_dropout cannot be set: trainer 'megatron' trains without"),

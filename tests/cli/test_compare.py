@@ -82,7 +82,7 @@ def rl(capsys, *argv):
 def test_the_same_recipe_twice_gives_equal_metrics_and_samples(folder, capsys):
     second = start(folder, "second")
     found = compared(folder, "second")
-    assert (found.num_equal, found.parting, found.settings, found.environment) == (4, "", [], [])
+    assert (found.num_equal, found.difference, found.settings, found.environment) == (4, "", [], [])
     text = "4 batches are equal, and the weights after batch 4; the runs do not differ\n"
     assert rl(capsys, folder / "first", second) == (0, text)
 
@@ -93,7 +93,7 @@ def test_runs_of_other_seeds_part_in_their_data_or_draws(folder, capsys):
     assert (
         code == 1
         and "0 batches are equal\nfirst difference in batch 1: " in out
-        and "by the data or their order" in out
+        and "caused by the data or its order" in out
     )
     assert "setting run.seed: 0 and 7\n" in out and "setting data.shuffle: True and False\n" in out
 
@@ -102,14 +102,14 @@ def test_the_seed_alone_changes_the_draws(folder):
     unshuffled = start(folder, "a", {"data": {"shuffle": False}})
     start(folder, "b", {"data": {"shuffle": False}, "run": {"seed": 7}})
     found = compare_runs(load_run(unshuffled), load_run(folder / "b"))
-    assert found.parting.startswith("batch 1: group 0: sample 0/0 has ") and found.settings == ["run.seed: 0 and 7"]
-    assert found.parting.endswith("after equal log-probabilities: by the seed")
+    assert found.difference.startswith("batch 1: group 0: sample 0/0 has ") and found.settings == ["run.seed: 0 and 7"]
+    assert found.difference.endswith("after equal log-probabilities: caused by the seed")
 
 
 def test_another_reward_is_named_with_both_values(folder):
     start(folder, "reward", {"rewards": [{"kind": "digits", "power": 2.0}]})
     found = compared(folder, "reward")
-    assert found.parting.startswith("batch 1: group ") and found.parting.endswith(": by the reward")
+    assert found.difference.startswith("batch 1: group ") and found.difference.endswith(": caused by the reward")
     assert found.settings == ["rewards.0.power: 1.0 and 2.0"]
 
 
@@ -123,15 +123,15 @@ def test_other_numerics_of_the_trainer_are_named_with_the_metric(folder):
     change_metric(start(folder, "numerics"))
     found = compared(folder, "numerics")
     assert found.num_equal == 2 and not found.settings and not found.environment
-    assert found.parting.startswith("batch 3: the samples are equal, and train/loss is ")
-    assert found.parting.endswith(": by the numerics of the trainer")
+    assert found.difference.startswith("batch 3: the samples are equal, and train/loss is ")
+    assert found.difference.endswith(": caused by the numerics of the trainer")
 
 
 def test_numerics_are_not_the_cause_where_a_setting_differs(folder):
     change_metric(start(folder, "setting", {"run": {"train_timeout_s": 900.0}}))
     found = compared(folder, "setting")
-    assert found.parting.startswith("batch 3: the samples are equal, and train/loss is ")
-    assert found.parting.endswith(": by a difference listed below")
+    assert found.difference.startswith("batch 3: the samples are equal, and train/loss is ")
+    assert found.difference.endswith(": caused by a difference listed below")
     assert found.settings == ["run.train_timeout_s: 1800.0 and 900.0"]
 
 
@@ -142,7 +142,7 @@ def test_numerics_are_not_the_cause_where_a_library_differs(folder):
     info["libraries"]["torch"] = "2.0"
     (other / "run.json").write_text(json.dumps(info))
     found = compared(folder, "library")
-    assert found.parting.endswith(": by a difference listed below")
+    assert found.difference.endswith(": caused by a difference listed below")
     assert len(found.environment) == 1 and found.environment[0].startswith("libraries.torch: ")
 
 
@@ -171,14 +171,14 @@ def test_another_loss_mask_is_named_with_its_first_position(folder):
     change_samples(start(folder, "mask"), 2, with_first_sample(loss_mask=other_mask))
     found = compared(folder, "mask")
     last = len(read_samples(folder / "first/samples/batch-000002.parquet")[0].samples[0].token_ids) - 1
-    text = f"batch 2: group 4: sample 4/0 has another loss mask from position {last} on: by the workflow"
-    assert found.num_equal == 1 and found.parting == text
+    text = f"batch 2: group 4: sample 4/0 has a different loss mask from position {last} on: caused by the workflow"
+    assert found.num_equal == 1 and found.difference == text
 
 
 def test_another_stop_reason_is_named(folder):
     change_samples(start(folder, "stop"), 2, with_first_sample(stop_reason=lambda _: StopReason.LENGTH))
     found = compared(folder, "stop")
-    assert found.num_equal == 1 and "sample 4/0 has the same tokens and the stop reasons " in found.parting
+    assert found.num_equal == 1 and "sample 4/0 has the same tokens and the stop reasons " in found.difference
 
 
 def test_another_decision_of_a_filter_is_named(folder):
@@ -189,14 +189,14 @@ def test_another_decision_of_a_filter_is_named(folder):
     assert dropped == {2: "every-third"}
     write_samples(path, groups, step=1, dropped_by={})
     found = compare_runs(load_run(folder / "filtered"), load_run(folder / "unlike"))
-    text = "group 2, whose samples are equal, is dropped by every-third and kept: by the state of the filter"
-    assert found.num_equal == 0 and found.parting == f"batch 1: {text}"
+    text = "group 2, whose samples are equal, is dropped by every-third and kept: caused by the state of the filter"
+    assert found.num_equal == 0 and found.difference == f"batch 1: {text}"
 
 
 def test_a_group_that_only_one_run_has_dropped_is_named(folder):
     change_samples(start(folder, "less"), 3, lambda groups: groups[1:])
     found = compared(folder, "less")
-    assert found.num_equal == 2 and found.parting.startswith("batch 3: group 8 is in one of the runs only: ")
+    assert found.num_equal == 2 and found.difference.startswith("batch 3: group 8 is in only one of the runs: ")
 
 
 def test_other_weights_are_named_with_the_file(folder):
@@ -204,8 +204,8 @@ def test_other_weights_are_named_with_the_file(folder):
     weights.write_text(weights.read_text() + " ")
     write_manifest(weights.parent.parent)
     found = compared(folder, "weights")
-    text = "samples and metrics are equal, and trainer/fake.json of the checkpoints differs: by the numerics of the "
-    assert (found.num_equal, found.parting, found.weights_after) == (3, f"batch 4: {text}trainer", 0)
+    text = "samples and metrics are equal, and trainer/fake.json of the checkpoints differs: caused by the numerics of "
+    assert (found.num_equal, found.difference, found.weights_after) == (3, f"batch 4: {text}the trainer", 0)
 
 
 def test_exported_weights_are_compared_without_checkpoints(folder):
@@ -214,11 +214,11 @@ def test_exported_weights_are_compared_without_checkpoints(folder):
     left, right, changed = (load_run(folder / name) for name in ("left", "right", "changed"))
     assert not (folder / "left/checkpoints/batch-000004").exists()
     found = compare_runs(left, right)
-    assert (found.parting, found.weights_after) == ("", 4)
+    assert (found.difference, found.weights_after) == ("", 4)
     (folder / "changed/final/fake.json").write_text('{"step": 5}')
     found = compare_runs(left, changed)
-    text = "the exported models after batch 4: final/fake.json differs: by the numerics of the export"
-    assert (found.num_equal, found.parting, found.weights_after) == (4, text, 0)
+    text = "the exported models after batch 4: final/fake.json differs: caused by the numerics of the export"
+    assert (found.num_equal, found.difference, found.weights_after) == (4, text, 0)
 
 
 def test_a_lost_line_of_metrics_is_named_and_is_no_difference_of_numerics(folder, caplog):
@@ -226,7 +226,7 @@ def test_a_lost_line_of_metrics_is_named_and_is_no_difference_of_numerics(folder
     lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
     (other / "metrics.jsonl").write_text("".join([*lines[:1], *lines[2:]]))
     found = compared(folder, "lost-line")
-    assert found.parting == "batch 2: only one of the runs has its line of metrics.jsonl"
+    assert found.difference == "batch 2: only one of the runs has its line of metrics.jsonl"
     assert f"{other}/metrics.jsonl: batch 3 follows batch 1: lines are lost or repeated" in caplog.text
 
 
@@ -238,7 +238,7 @@ def test_files_that_cannot_be_read_are_named(folder, caplog):
         os.mkfifo(other / name)
     (other / "config.json").write_text("[1]")
     found = compared(folder, "pipes")
-    assert (found.num_equal, found.weights_after, found.parting) == (4, 0, "")
+    assert (found.num_equal, found.weights_after, found.difference) == (4, 0, "")
     for line in (
         "run.json: is not used, as it cannot be read: ",
         "config.json: is not used, as it is not what a run writes",

@@ -44,7 +44,7 @@ def test_the_command_tells_everything_and_fails_for_what_is_wrong(monkeypatch, c
         "!  ray            RAY_ADDRESS=nonsense\n                  -> set it to host:port of the cluster's head"
         in printed
     )
-    assert printed.endswith("1 found that would make a run fail\n")
+    assert printed.endswith("1 problem would make a run fail\n")
 
 
 def test_lines_are_wrapped_between_words_in_a_terminal(monkeypatch, capsys):
@@ -64,7 +64,11 @@ def test_lines_are_wrapped_between_words_in_a_terminal(monkeypatch, capsys):
 
 def test_small_shared_memory_is_a_warning():
     assert found(host.check_shared_memory(64 << 20)) == [
-        ("warning", "0.1 GiB in /dev/shm", "give the container more: docker run --shm-size=16g, or --ipc=host")
+        (
+            "warning",
+            "0.1 GiB in /dev/shm",
+            "give the container more shared memory: docker run --shm-size=16g, or --ipc=host",
+        )
     ]
     assert not found(host.check_shared_memory(16 << 30))
 

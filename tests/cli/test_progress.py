@@ -66,7 +66,7 @@ def test_a_pipe_gets_one_plain_line_per_batch_evaluation_and_checkpoint():
     lines = console.file.getvalue().splitlines()
     figures = "reward 0.250  loss -0.0123  kl 0.0021  length 17  stale 0.5  tok/s 912  s 6.5  eta 0:00"
     assert lines == [
-        "batch 0/10  held-out reward of held-out: 0.1",
+        "batch 0/10  evaluation held-out: reward 0.1",
         f"batch 1/10  {figures}",
         f"batch 2/10  {figures}",
         "batch 2/10  saved runs/sums/checkpoints/batch-000002",
@@ -86,7 +86,7 @@ def test_a_terminal_shows_the_figures_of_the_last_batches(monkeypatch):
         assert isinstance(progress, LiveProgress)
         tell(progress)
     shown = console.file.getvalue()
-    for part in ("sums", "2/10", "reward", "0.250", "-0.0123", "912", "held out held-out 0.1", "eta"):
+    for part in ("sums", "2/10", "reward", "0.250", "-0.0123", "912", "evaluation held-out 0.1", "eta"):
         assert part in shown
     assert "saved runs/sums/checkpoints/batch-000002" in shown
 

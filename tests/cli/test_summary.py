@@ -22,7 +22,7 @@ def cells(table):
 def test_the_summary_has_the_figures_of_the_run_the_curve_and_the_paths(run_dir, make_result):
     text = printed(lambda console: print_summary(make_result(run_dir), console))
     assert "finished sums-grpo-cpu after 60 batches in 6:52" in text
-    assert "\u25cf" in text and "\u2524" in text, "a curve with marked held-out points"
+    assert "\u25cf" in text and "\u2524" in text, "a curve with marked evaluations"
     for name in ("final", "reward.png", "metrics.jsonl", "evaluations.jsonl", "samples"):
         assert str(run_dir / name) in text
     assert (run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
@@ -54,8 +54,8 @@ def test_figures_are_those_of_the_files(tmp_path):
         "peak memory, all processes": "4.00 GiB",
     }
     rows = cells(key_figures(run))
-    assert "held-out reward, a 0.2500 0.8000 +0.5500" in rows, "a repeated evaluation counts once, the last one"
-    assert "held-out pass@4, a 1.0000 1.0000 +0.0000" in rows
+    assert "evaluation a: reward 0.2500 0.8000 +0.5500" in rows, "a repeated evaluation counts once, the last one"
+    assert "evaluation a: pass@4 1.0000 1.0000 +0.0000" in rows
     assert "train reward 0.1000 0.4000 +0.3000" in rows
 
 

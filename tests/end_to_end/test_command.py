@@ -48,7 +48,7 @@ def test_train_and_view_from_the_command_line(folder):
     assert process.returncode == 0, err
     run = folder / "runs" / "digits"
     assert "batch 4/4" in out
-    assert "held-out reward" in out
+    assert "evaluation held-out: reward" in out
     for path in (
         "final/model.safetensors",
         "reward.png",

@@ -58,7 +58,7 @@ def test_the_same_recipe_twice_gives_equal_metrics_and_samples(job):
     for name in ("first", "second"):
         job.run(SETTINGS | {"run": {"steps_per_batch": 2, "batches": 3, "dir": str(job.folder / name)}})
     found = compare_runs(*(load_run(job.folder / name) for name in ("first", "second")))
-    assert (found.num_equal, found.parting, found.settings, found.environment) == (3, "", [], [])
+    assert (found.num_equal, found.difference, found.settings, found.environment) == (3, "", [], [])
     assert found.weights_after == 3
     assert samples(job.folder / "first") == samples(job.folder / "second")
 

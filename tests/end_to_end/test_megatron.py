@@ -74,7 +74,7 @@ def test_the_same_recipe_twice_gives_equal_metrics_samples_and_weights(folder, t
         code, _, err = rl(folder, "train", "digits.toml", f"run.dir={name}", "run.batches=3", "checkpoint.every=1")
         assert code == 0, err
     found = compare_runs(load_run(folder / "first"), load_run(folder / "second"))
-    assert (found.num_equal, found.parting, found.settings, found.environment) == (3, "", [], [])
+    assert (found.num_equal, found.difference, found.settings, found.environment) == (3, "", [], [])
     assert found.weights_after == 3
     tensors = [(folder / name / "final/model.safetensors").read_bytes() for name in ("first", "second")]
     assert tensors[0] == tensors[1]

@@ -161,8 +161,8 @@ TOGETHER = [
     (["reference.update_every=2"], "reference: algorithm 'grpo' with these settings never reads it; remove the table"),
     (
         ["algorithm.kl_coef=0.1", "reference.update_every=2", "trainer.kind='fsdp'", "trainer.lora.rank=4"],
-        "reference.update_every: must be 0 for a trainer with an adapter, got 2: the reference is the base model, of "
-        "which there is no second copy; remove it",
+        "reference.update_every: must be 0 for a trainer with an adapter, got 2: the reference is the frozen "
+        "base model, which cannot be replaced; remove it",
     ),
     (["critic.path='model'"], "critic: algorithm 'grpo' with these settings never reads it; remove the table"),
     (["teacher={path='x'}"], "teacher: algorithm 'grpo' with these settings never reads it; remove the table"),

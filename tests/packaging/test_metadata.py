@@ -5,6 +5,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -33,16 +35,31 @@ def test_an_index_shows_what_it_is(folder):
     assert kinds >= {"Development Status", "Intended Audience", "Programming Language", "Topic", "Typing"}
 
 
+def published_readme(folder: Path, urls: dict[str, str] | None = None) -> str:
+    """The README as the metadata of a distribution has it."""
+    metadata = ProjectMetadata(str(folder), PluginManager())
+    if urls is not None:
+        metadata.config["project"]["urls"] = urls
+    return metadata.core.readme
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_readme_needs_no_file_beside_it(folder):
     """An index shows the page alone: relative links would lead nowhere."""
-    text = (folder / "README.md").read_text()
+    text = published_readme(folder)
     name = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]
-    assert text.startswith("# ")
-    if folder != ROOT:
-        assert name in text.splitlines()[0]
-        links = re.findall(r"\]\(([^)]+)\)", text)
-        assert all(link.startswith(("https://", "#")) for link in links)
+    assert text.startswith("# ") and name in text.splitlines()[0].lower()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert all(link.startswith(("https://", "#")) for link in links)
+
+
+def test_the_readme_on_an_index_shows_pictures_of_the_repository():
+    text = published_readme(ROOT, {"Repository": "https://example.org/plasmid"})
+    for kind, path in re.findall(r"https://example\.org/plasmid/(blob|raw)/main/([^)#]+)", text):
+        assert (ROOT / path).exists() and (kind == "raw") == path.endswith(".svg")
+    written = (ROOT / "README.md").read_text()
+    assert text.count("![") == written.count("![") == 3
+    assert text.count("](") == written.count("](")
 
 
 ALONE = {"plasmid-vllm"}

@@ -9,8 +9,8 @@ from plasmid.plugins.hookspecs import hookimpl
 from plasmid_runtime.observe.sample_store import read_samples
 
 RESTRICTED = (
-    "restricts sampling, and rollout engine 'fake' does not report the remaining tokens, so the algorithm's ratios to "
-    "its log-probabilities would be wrong; remove it, use another engine, or set "
+    "restricts sampling, and rollout engine 'fake' does not report the tokens that remain, so the algorithm's ratios "
+    "to its log-probabilities would be wrong; remove it, use another engine, or set "
     'algorithm.old_policy = "trainer" and algorithm.opsm = "off"'
 )
 
@@ -186,8 +186,8 @@ def test_settings_that_alter_probabilities_are_for_evaluation(runner, name, valu
     with pytest.raises(ConfigError) as error:
         runner.config({"sampling": {name: value}, "rollout": {"kind": "sglang"}})
     assert str(error.value) == (
-        f"sampling.{name}: {value!r} changes the probabilities that tokens are sampled with, and the trainer would "
-        "compute the loss with others; set it in the sampling table of an evaluation set"
+        f"sampling.{name}: {value!r} changes the probabilities that tokens are sampled with, which the trainer "
+        "cannot reproduce; set it only in the sampling table of an evaluation set"
     )
     sets = [{"name": "held", "data": {"path": "none.jsonl"}, "sampling": {name: value}}]
     config = runner.config({"eval": sets, "rollout": {"kind": "sglang"}})

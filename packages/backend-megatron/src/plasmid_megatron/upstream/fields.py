@@ -18,7 +18,7 @@ from typing import Any
 
 PACKAGE = "megatron-core"
 CLASSES = {"transformer": "TransformerConfig", "optimizer": "OptimizerConfig"}
-"""Class whose fields each table of ``[trainer]`` accepts."""
+"""Megatron's configuration class for each of these tables of ``[trainer]``; the table accepts its fields."""
 CHECKS = {
     "bool": lambda value: isinstance(value, bool),
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -30,9 +30,9 @@ CHECKS = {
 
 
 def check_fields(table: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every name is a field of the table's class and every value has its type.
+    """Raise ValueError unless every name is a field of the table's class and every value has the field's type.
 
-    Without the package installed, nothing is checked: the recipe can be read, but a run with it cannot start.
+    If the package is not installed, nothing is checked: the recipe can be loaded, but a run with it cannot start.
     """
     try:
         version(PACKAGE)
@@ -46,14 +46,17 @@ def check_fields(table: str, values: Mapping[str, Any]) -> None:
             raise ValueError(where + (f"; did you mean {close[0]!r}?" if close else ""))
         types = known[name]
         if not types:
-            raise ValueError(f"{name} is a function or an object, which a recipe cannot express")
+            raise ValueError(f"{name} takes a function or an object, which a recipe cannot contain")
         if not any(_has_type(kind, value) for kind in types):
             raise ValueError(f"{name} must be {' or '.join(_type_name(kind) for kind in types)}, got {value!r}")
 
 
 @lru_cache(maxsize=1)
 def fields() -> dict[str, dict[str, list[str]]]:
-    """Return the accepted types by table and field; none if TOML cannot express them. ``=x`` is the literal text x."""
+    """Return the accepted types by table and field: keys of `CHECKS`, or ``=x`` for the literal string x.
+
+    The list is empty if the field accepts no type that TOML has.
+    """
     file = _cache_folder() / f"{PACKAGE}-{version(PACKAGE)}.json"
     if file.is_file():
         known: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))

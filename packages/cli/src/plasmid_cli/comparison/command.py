@@ -22,11 +22,13 @@ def compare(left: Run, right: Run) -> None:
 
     found = compare_runs(load_run(left), load_run(right))
     weights = f", and the weights after batch {found.weights_after}" if found.weights_after else ""
-    print_line(f"{found.num_equal} batches are equal{weights}" + ("" if found.parting else "; the runs do not differ"))
-    if found.parting:
-        print_line(f"first difference in {found.parting}")
+    print_line(
+        f"{found.num_equal} batches are equal{weights}" + ("" if found.difference else "; the runs do not differ")
+    )
+    if found.difference:
+        print_line(f"first difference in {found.difference}")
     for what, lines in (("setting", found.settings), ("environment", found.environment)):
         for line in lines:
             print_line(f"{what} {line}")
-    if found.parting:
+    if found.difference:
         raise typer.Exit(1)

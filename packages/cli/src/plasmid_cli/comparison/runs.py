@@ -24,15 +24,15 @@ from ..reports.run_data import RunData
 log = logging.getLogger(__name__)
 TRAINER = "trainer/"
 INDEX = "trainer/.metadata"
-"""Torch's index of the tensors, which names the folder and has an id of its own in every save."""
+"""Torch's index of the tensors. It differs between runs, because it contains the folder and a random id."""
 FINAL = "final"
 
 
 def compare_checkpoints(left: Path, right: Path) -> dict[int, str]:
-    """Return the first unequal file of the trainer, or "", for each batch of which both runs have a checkpoint.
+    """Compare the trainer's files in checkpoints of the same batches, by the hashes in their manifests.
 
-    Compares the hashes in manifests. Leaves out checkpoints without one, and those that other numbers of ranks have
-    written into other files.
+    Returns the first file that differs, or "", by batch. Checkpoints without a manifest are skipped, as are pairs that
+    different numbers of ranks have written, because their files have different names.
     """
     saved = [{path.name: path for path in CheckpointFolder.complete(run / "checkpoints")} for run in (left, right)]
     unequal = {}
@@ -53,7 +53,7 @@ def find_exported_batch(run: Path) -> int | None:
 
 
 def unequal_exported_file(left: Path, right: Path) -> str:
-    """Return the first file of the exported models that differs, or is in one of them only; "" if none is.
+    """Return the first file of the exported models that differs or exists in only one of them; "" if there is none.
 
     Raises `CheckpointError` if a file cannot be read.
     """
@@ -85,8 +85,8 @@ def _trainer_entries(manifest: Path) -> dict[str, Entry]:
 
 
 UNREPEATABLE = re.compile(r"(perf|memory|gpu|engine)/.*|sync/.*_s")
-"""Metrics of time, memory and machine, which always differ between runs."""
-OWN = ("run.dir", "recipe", "checkpoint", "trackers")
+"""Metrics of time, memory and hardware, which always differ between runs."""
+UNRELATED_SETTINGS = ("run.dir", "recipe", "checkpoint", "trackers")
 """Settings that do not change what is trained."""
 ENVIRONMENT = ("python", "machine", "plugins", "libraries")
 
@@ -98,8 +98,8 @@ class Comparison:
     num_equal: int
     """Number of batches with equal samples, metrics and weights, from the first on."""
     weights_after: int
-    """Last batch of whose weights both runs have equal files; 0 if there is none."""
-    parting: str
+    """Last batch after which both runs have saved equal weights; 0 if there is none."""
+    difference: str
     """Location and type of the first difference; empty if all common batches are equal."""
     settings: Sequence[str]
     """One line per differing setting."""
@@ -115,13 +115,13 @@ class _Causes:
     environment: Sequence[str]
 
     def name(self, numerics: str) -> str:
-        """Name the cause of different results of equal input: ``numerics`` only if no difference is known."""
-        return "by a difference listed below" if self.settings or self.environment else f"by {numerics}"
+        """Name the cause of different results of equal inputs: ``numerics`` only if no difference is known."""
+        return "caused by a difference listed below" if self.settings or self.environment else f"caused by {numerics}"
 
     def name_of_draw(self) -> str:
-        """Name the cause of another token after equal log-probabilities."""
+        """Name the cause of different tokens after equal log-probabilities."""
         if any(line.startswith("run.seed: ") for line in self.settings):
-            return "by the seed"
+            return "caused by the seed"
         return self.name("the numerics of the next token")
 
 
@@ -139,21 +139,21 @@ def compare_runs(left: RunData, right: RunData) -> Comparison:
     files = left.numbered_files(), right.numbered_files()
     metrics = _metrics(left), _metrics(right)
     weights = compare_checkpoints(left.path, right.path)
-    num_equal, parting = 0, ""
+    num_equal, difference = 0, ""
     for batch in range(1, min(max(metrics[0]), max(metrics[1])) + 1):
         found = [one.get(batch) for one in files], [one.get(batch, {}) for one in metrics]
-        parting = next(_differences(batch, *found, weights.get(batch, ""), causes), "")
-        if parting:
+        difference = next(_differences(batch, *found, weights.get(batch, ""), causes), "")
+        if difference:
             break
         num_equal = batch
     weights_after = max((batch for batch in weights if batch <= num_equal), default=0)
-    if not parting:
-        parting, exported = _ends(left, right, causes)
+    if not difference:
+        difference, exported = _ends(left, right, causes)
         weights_after = max(weights_after, exported)
     return Comparison(
         num_equal=num_equal,
         weights_after=weights_after,
-        parting=parting or _evaluations(left, right, causes),
+        difference=difference or _evaluations(left, right, causes),
         settings=causes.settings,
         environment=causes.environment,
     )
@@ -164,7 +164,7 @@ def _find_causes(left: RunData, right: RunData) -> _Causes:
         settings=[
             f"{key}: {a!r} and {b!r}"
             for key, a, b in _unequal(left.config, right.config)
-            if not any(key == own or key.startswith(f"{own}.") for own in OWN)
+            if not any(key == own or key.startswith(f"{own}.") for own in UNRELATED_SETTINGS)
         ],
         environment=[
             f"{key}: {a} and {b}"
@@ -203,7 +203,10 @@ def _differences(
 
 
 def _ends(left: RunData, right: RunData, causes: _Causes) -> tuple[str, int]:
-    """Return the first difference in what ends of runs leave, and the batch of equal exported weights or 0."""
+    """Compare the results written at the end of the runs: dropped groups and exported models.
+
+    Returns the first difference or "", and the batch of the exported weights if they are equal, else 0.
+    """
     last = left.metrics[-1].step
     if right.metrics[-1].step != last:
         return "", 0
@@ -225,13 +228,13 @@ def _sample_differences(left: Path, right: Path, batch: int, causes: _Causes) ->
     for id_ in both:
         a, b = groups[0][id_], groups[1][id_]
         if a.prompt.id != b.prompt.id:
-            yield f"group {id_} has prompt {a.prompt.id} and prompt {b.prompt.id}: by the data or their order"
+            yield f"group {id_} has prompt {a.prompt.id} and prompt {b.prompt.id}: caused by the data or its order"
         elif not _same_prompt(a, b):
-            yield f"prompt {a.prompt.id} has other tokens or text: by the data, the tokenizer or the chat template"
+            yield f"prompt {a.prompt.id} has different tokens or text: caused by the data, tokenizer or chat template"
     for id_ in both:
         for one, other in zip_longest(groups[0][id_].samples, groups[1][id_].samples):
             if one is None or other is None:
-                yield f"group {id_}: another number of samples: {causes.name('the workflow')}"
+                yield f"group {id_}: different numbers of samples: {causes.name('the workflow')}"
             elif line := _sample_difference(one, other, batch, causes):
                 yield f"group {id_}: {line}"
         kinds = [found.get(id_, "") for found in dropped]
@@ -239,7 +242,7 @@ def _sample_differences(left: Path, right: Path, batch: int, causes: _Causes) ->
             shown = " and ".join(f"dropped by {kind}" if kind else "kept" for kind in kinds)
             yield f"group {id_}, whose samples are equal, is {shown}: {causes.name('the state of the filter')}"
     for id_ in sorted(groups[0].keys() ^ groups[1].keys()):
-        yield f"group {id_} is in one of the runs only: {causes.name('the times at which groups ended')}"
+        yield f"group {id_} is in only one of the runs: {causes.name('the times at which groups finished')}"
 
 
 def _same_prompt(a: PromptGroup, b: PromptGroup) -> bool:
@@ -256,21 +259,22 @@ def _sample_difference(one: Sample, other: Sample, batch: int, causes: _Causes) 
     before = one.rollout_logprobs[:at], other.rollout_logprobs[:at]
     gap = float(np.max(np.abs(before[0] - before[1]), initial=0.0))
     if one.sampling != other.sampling:
-        return f"sample {one.id} is drawn with other sampling settings: by the recipe"
+        return f"sample {one.id} has different sampling settings: caused by the recipe"
     if not np.array_equal(*before, equal_nan=True):
-        cause = causes.name("the numerics of the engine" + (", or other files of the model" if batch == 1 else ""))
+        cause = causes.name("the numerics of the engine" + (", or different model files" if batch == 1 else ""))
         return f"sample {one.id} has log-probabilities that differ by up to {gap:.3g}: {cause}"
     if at < max(len(one.token_ids), len(other.token_ids)):
         cause = causes.name_of_draw()
-        return f"sample {one.id} has other tokens from position {at} on, after equal log-probabilities: {cause}"
+        return f"sample {one.id} has different tokens from position {at} on, after equal log-probabilities: {cause}"
     if one.stop_reason is not other.stop_reason:
         reasons = f"the stop reasons {one.stop_reason.value} and {other.stop_reason.value}"
         return f"sample {one.id} has the same tokens and {reasons}: {causes.name('the engine or its deadlines')}"
     if not np.array_equal(one.loss_mask, other.loss_mask):
         at = int(np.flatnonzero(one.loss_mask != other.loss_mask)[0])
-        return f"sample {one.id} has another loss mask from position {at} on: {causes.name('the workflow')}"
+        return f"sample {one.id} has a different loss mask from position {at} on: {causes.name('the workflow')}"
     if _reward(one) != _reward(other):
-        return f"sample {one.id} has the same tokens and the rewards {_reward(one)} and {_reward(other)}: by the reward"
+        rewards = f"{_reward(one)} and {_reward(other)}"
+        return f"sample {one.id} has the same tokens and the rewards {rewards}: caused by the reward"
     return ""
 
 

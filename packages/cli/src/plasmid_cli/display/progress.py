@@ -137,7 +137,7 @@ def render(state: RunState, *, width: int) -> RenderableType:
     for name, reward in state.held_out.items():
         batch, first = state.held_out_at[name]
         change = f"  (batch {batch}: {first:.3g})" if state.batch > batch else ""
-        parts.append(Text.assemble(("held out ", "dim"), (f"{name} ", "yellow"), f"{reward:.3g}", (change, "dim")))
+        parts.append(Text.assemble(("evaluation ", "dim"), (f"{name} ", "yellow"), f"{reward:.3g}", (change, "dim")))
     return Group(*parts)
 
 

@@ -31,7 +31,7 @@ def doctor() -> None:
         for line in lines:
             console.print(_wrap(line, console.width) if console.is_terminal else line, soft_wrap=True)
     if errors:
-        console.print(f"{errors} found that would make a run fail")
+        console.print(f"{errors} problem{'s' if errors > 1 else ''} would make a run fail")
         raise typer.Exit(1)
 
 

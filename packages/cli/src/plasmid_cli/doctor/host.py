@@ -63,7 +63,11 @@ def check_python() -> Iterator[Finding]:
 def check_shared_memory(size: int) -> Iterator[Finding]:
     """Check ``/dev/shm``, which Ray and NCCL use to transfer data between processes. ``size`` is in bytes."""
     text = f"{size / (1 << 30):.1f} GiB in /dev/shm"
-    fix = "" if size >= LEAST_SHARED else "give the container more: docker run --shm-size=16g, or --ipc=host"
+    fix = (
+        ""
+        if size >= LEAST_SHARED
+        else "give the container more shared memory: docker run --shm-size=16g, or --ipc=host"
+    )
     yield Finding("warning" if fix else "ok", "shared memory", text, fix)
 
 

@@ -18,18 +18,18 @@ from .run_data import RunData, load_run
 if TYPE_CHECKING:
     from plasmid.types.runs import RunResult
 
-WRITTEN = (
+DESCRIPTIONS = (
     ("final", "final policy, a Hugging Face folder"),
     ("checkpoints", "checkpoints to resume from"),
     ("reward.png", "reward curve"),
     ("report.html", "report for the browser"),
     ("metrics.jsonl", "metrics of every batch"),
-    ("plan.json", "plan with the lengths of the first batch"),
-    ("evaluations.jsonl", "held-out evaluations"),
+    ("plan.json", "plan, updated with the lengths measured in the first batch"),
+    ("evaluations.jsonl", "metrics of every evaluation"),
     ("samples", "every sample, as Parquet"),
     ("tensorboard", "event files for TensorBoard"),
-    ("wandb", "files of Weights & Biases"),
-    ("mlflow.db", "database of MLflow"),
+    ("wandb", "Weights & Biases files"),
+    ("mlflow.db", "MLflow database"),
     ("logs", "logs of all processes"),
 )
 """Files and folders of a run with descriptions, in the order of the summary."""
@@ -61,15 +61,15 @@ def print_run(run: RunData, console: Console, *, title: str | None = None) -> No
 
 
 def reward_series(run: RunData) -> list[Series]:
-    """Return the training reward, then the held-out reward of each evaluation set."""
+    """Return the training reward, then the reward of each evaluation set."""
     train = Series(name="train", x=run.curve("reward/mean")[0], y=run.curve("reward/mean")[1])
     sets = [(name, run.evaluation_curve(name)) for name in run.evaluations]
-    held_out = [Series(name=f"held out: {name}", x=x, y=y, marked=True) for name, (x, y) in sets]
+    held_out = [Series(name=f"evaluation: {name}", x=x, y=y, marked=True) for name, (x, y) in sets]
     return [s for s in (train, *held_out) if s.points()]
 
 
 def key_figures(run: RunData) -> Table:
-    """Create a table of held-out and training reward at start and end, and costs."""
+    """Create a table of the evaluation and training rewards at start and end, and of costs."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("", overflow="fold")
     for name in ("start", "end", "change"):
@@ -77,7 +77,7 @@ def key_figures(run: RunData) -> Table:
     for name in run.evaluations:
         metrics = dict.fromkeys(key.removeprefix(f"eval/{name}/") for e in run.evaluations[name] for key in e.metrics)
         for metric in (m for m in metrics if m == "reward" or m.startswith("pass@")):
-            label = f"held-out {metric}, {name}"
+            label = f"evaluation {name}: {metric}"
             table.add_row(Text(label, style="yellow"), *_change(run.evaluation_curve(name, metric)[1]))
     rewards = run.curve("reward/mean")[1]
     if rewards:
@@ -116,7 +116,7 @@ def cost_rows(run: RunData) -> list[tuple[str, str]]:
 
 def path_lines(run_dir: Path) -> Text:
     """List the files and folders of a run with descriptions, one per line."""
-    found = [(run_dir / name, what) for name, what in WRITTEN if (run_dir / name).exists()]
+    found = [(run_dir / name, what) for name, what in DESCRIPTIONS if (run_dir / name).exists()]
     shown = [(str(path), what) for path, what in found if not _is_empty(path)]
     width = max((len(path) for path, _ in shown), default=0)
     return Text("\n").join(Text.assemble(f"{path:<{width}}  ", (what, "dim")) for path, what in shown)

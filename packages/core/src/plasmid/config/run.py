@@ -32,7 +32,7 @@ from .placement import PlacementConfig
 from .profiles import Profile, find_profile_errors, profile_of
 
 Positive = Annotated[int, Field(ge=1)]
-OF_ENGINE = {
+ENGINE_SETTINGS = {
     "run": (
         "samples_per_prompt",
         "sync_every",
@@ -46,7 +46,7 @@ OF_ENGINE = {
     ),
     "placement": ("engine_ranks", "colocated", "rollout_workers"),
 }
-"""Settings that only runs with a rollout engine use."""
+"""Settings that are used only in runs with a rollout engine."""
 
 
 class ModelConfig(Settings):
@@ -80,7 +80,7 @@ class ReferenceConfig(RoleConfig):
     """``[reference]``: the model that the KL penalty compares the policy with."""
 
     update_every: int = Field(0, ge=0)
-    """Number of batches after which the policy replaces the reference, again and again; 0 keeps the first one."""
+    """Interval, in batches, at which a copy of the policy replaces the reference; 0 never replaces it."""
 
 
 class RunConfig(Settings):
@@ -109,7 +109,7 @@ class RunConfig(Settings):
     buffer: SerializeAsAny[BufferPolicy]
     """Order in which finished groups are trained on."""
     reuse: ReuseConfig | None = None
-    """Training again on groups of earlier batches; by default each group is used once."""
+    """Reuse of groups from earlier batches; by default each group is trained on once."""
     trainer: SerializeAsAny[TrainerConfig]
     """Training backend."""
     rollout: SerializeAsAny[RolloutEngineConfig] | None = None
@@ -155,7 +155,7 @@ class RunConfig(Settings):
 
     @property
     def engine_ranks(self) -> int:
-        """Ranks of the rollout engines; 0 if the run starts no engine that computes on its own machines."""
+        """Number of ranks of the rollout engine; 0 without an engine, or if it is an external server."""
         return self.placement.engine_ranks if self.rollout is not None and self.rollout.takes_ranks() else 0
 
     def sampling_of(self, prompt: Prompt, own: SamplingParams | None = None) -> SamplingParams:
@@ -198,7 +198,7 @@ class RunConfig(Settings):
         if self.reference.update_every and self.trainer.adapter() is not None:
             yield (
                 f"reference.update_every: must be 0 for a trainer with an adapter, got {self.reference.update_every}: "
-                "the reference is the base model, of which there is no second copy; remove it"
+                "the reference is the frozen base model, which cannot be replaced; remove it"
             )
 
     def _find_component_errors(self) -> Iterator[str]:
@@ -224,7 +224,7 @@ class RunConfig(Settings):
                 yield f"{name}: algorithm {kind!r} never samples; remove the tables"
         if self.sampling != SamplingParams():
             yield f"sampling: algorithm {kind!r} never samples; remove the table"
-        for table, names in OF_ENGINE.items():
+        for table, names in ENGINE_SETTINGS.items():
             settings = getattr(self, table)
             for name in names:
                 value, default = getattr(settings, name), type(settings).model_fields[name].default
@@ -248,7 +248,7 @@ class RunConfig(Settings):
             return  # samples of an external server are never trained on
         kind = kind_of(self.rollout)
         refused = self.algorithm.reads_rollout_logprobs() and not self.replays_kept_sets
-        for place, own in self.given_samplings():
+        for place, own in self.sampling_tables():
             sampling = self.sampling.override(own)
             for name, value in sampling.restrictions.items():
                 if name not in own.model_fields_set:
@@ -258,7 +258,7 @@ class RunConfig(Settings):
                 elif refused and not place.startswith("eval."):
                     yield (
                         f"{place}.{name}: {value} restricts sampling, and rollout engine {kind!r} does not report the "
-                        "remaining tokens, so the algorithm's ratios to its log-probabilities would be wrong; "
+                        "tokens that remain, so the algorithm's ratios to its log-probabilities would be wrong; "
                         'remove it, use another engine, or set algorithm.old_policy = "trainer" and '
                         'algorithm.opsm = "off"'
                     )
@@ -268,14 +268,14 @@ class RunConfig(Settings):
         if self.rollout is None:
             return
         kind = kind_of(self.rollout)
-        for place, own in self.given_samplings():
+        for place, own in self.sampling_tables():
             for name, value in own.optional.items():
                 if name not in self.rollout.sampling_settings():
                     yield f"{place}.{name}: rollout engine {kind!r} does not support it; remove it or change engines"
                 elif name in own.ALTERING and self.rollout.owns_weights and not place.startswith("eval."):
                     yield (
-                        f"{place}.{name}: {value!r} changes the probabilities that tokens are sampled with, and the "
-                        "trainer would compute the loss with others; set it in the sampling table of an evaluation set"
+                        f"{place}.{name}: {value!r} changes the probabilities that tokens are sampled with, which the "
+                        "trainer cannot reproduce; set it only in the sampling table of an evaluation set"
                     )
             sampling = self.sampling.override(own)
             if sampling.min_new_tokens > sampling.max_new_tokens:
@@ -297,7 +297,7 @@ class RunConfig(Settings):
                 "it, or use another engine"
             )
 
-    def given_samplings(self) -> Iterator[tuple[str, SamplingParams]]:
+    def sampling_tables(self) -> Iterator[tuple[str, SamplingParams]]:
         """Yield every table of sampling settings with its recipe key, without inherited values."""
         yield "sampling", self.sampling
         for name, profile in self.profiles.items():

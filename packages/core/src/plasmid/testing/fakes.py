@@ -39,7 +39,7 @@ from plasmid.types import BucketSum, SyncReceipt
 
 
 class FakeTrainerConfig(TrainerConfig):
-    """A trainer whose only weight is the number of its steps."""
+    """A trainer whose only state is its number of optimizer steps."""
 
     kind: Literal["fake"] = "fake"
     seconds: float = Field(0.001, ge=0)
@@ -147,12 +147,12 @@ class FakeTrainer:
 
 
 class FakeWire:
-    """Implements `protocols.Wire` without a transfer: both fakes construct their receipts."""
+    """Implements `protocols.Wire` without a transfer: both fakes return receipts that they make up."""
 
     senders: Literal["first", "all"] = "first"
 
     def open(self, *, rank: int, version: int) -> Any:
-        raise ValueError("the fake engine receives nothing")
+        raise ValueError("the fake engine receives no weights")
 
 
 class _FakeRow:

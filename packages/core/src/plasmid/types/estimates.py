@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from ..config.run import RunConfig
 
 Phase = Literal["idle", "sample", "score", "train", "sync"]
-"""Phases of a batch. ``idle`` is the time in which the other part of a colocated pair computes."""
+"""Phases of a batch. In ``idle``, the other part of a colocated pair (trainer or engine) computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """Vendor's figures of one GPU."""
+    """A GPU model, with the vendor's specifications."""
 
     name: str
     memory: float
@@ -29,6 +29,7 @@ class Accelerator:
     link: float
     """Bandwidth to another GPU of the machine, in one direction, in bytes/s."""
     source: str
+    """Document with the vendor's specifications."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class BatchLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EstimateContext:
-    """Inputs of an estimate."""
+    """Inputs from which a trainer or an engine computes its estimates."""
 
     config: RunConfig
     models: Mapping[str, Mapping[str, Any]]
@@ -84,7 +85,7 @@ class PhaseEstimate:
     seconds: float | None = None
     """Time per batch, in seconds; None if not estimated."""
     basis: str = ""
-    """How the time is computed."""
+    """How the time is computed, in words."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Additional results, by name."""
     obstacle: str = ""

@@ -19,7 +19,7 @@ from .rows.file_slices import FileSlice
 from .rows.mapped_rows import MappedRows, RowMapping
 from .rows.prompt_rows import PromptRows, RowReader
 from .rows.row_files import RowFile, open_rows
-from .rows.row_formats import PROMPTS, FormatName, RowFormat, has_column, recognise
+from .rows.row_formats import PROMPTS, FormatName, RowFormat, find_format, has_column
 from .stream import IndexedPrompts, RowStream
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class RowSource(DataSource):
         }
         if None not in own.values():
             return None
-        found = recognise(first, formats, wanted=self.format, prompt=own[prompt_key], target=own[target_key])
+        found = find_format(first, formats, wanted=self.format, prompt=own[prompt_key], target=own[target_key])
         if found is not None:
             log.info("data: rows have the format of %s: prompt %r, target %r", found.name, found.prompt, found.target)
         return found

@@ -158,7 +158,7 @@ def _find_token_limit_errors(config: RunConfig, conversations: Sequence[tuple[st
         return
     limit = longest_sample(config.model)
     default = SamplingParams().max_new_tokens
-    for place, sampling in config.given_samplings():
+    for place, sampling in config.sampling_tables():
         count = sampling.explicit().get("max_new_tokens", default)
         if limit is not None and count != default and count > limit:
             yield (

@@ -227,7 +227,7 @@ class LineProgress(ProgressObserver):
     def evaluation_finished(self, batch: int, name: str, metrics: Mapping[str, float]) -> None:
         super().evaluation_finished(batch, name, metrics)
         if (reward := metrics.get(f"eval/{name}/reward")) is not None:
-            self._print_event(batch, f"held-out reward of {name}: {reward:.4g}")
+            self._print_event(batch, f"evaluation {name}: reward {reward:.4g}")
 
 
 class StreamProgress(LineProgress):

@@ -98,7 +98,7 @@ async def connect(settings: Server, config: RunConfig) -> ServerEngine:
 
 
 def _check_sampling(api: ServerApi, config: RunConfig) -> None:
-    for place, sampling in config.given_samplings():
+    for place, sampling in config.sampling_tables():
         if unsupported := [name for name in sampling.optional if name not in api.sampling_settings]:
             raise EngineError(
                 f"{place}.{unsupported[0]}: the server's API {kind_of(api)!r} does not support it; remove it or set "

@@ -1,6 +1,6 @@
-"""Protocols that a trainer's package implements per rank: process groups, models, optimizers, and state on disk.
+"""Protocols that a trainer's package implements for each rank: process groups, models, optimizers, and checkpoints.
 
-The rest of this folder is shared by all trainers. All ranks call every method together.
+All trainers share the rest of this folder. Every method is collective: all ranks call it together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankOptimizer(Protocol):
 
 
 class Adapter(Protocol):
-    """A low-rank adapter that is trained instead of the weights of a policy, its base."""
+    """A low-rank adapter of a policy. Only the adapter is trained; the policy's own weights, its base, are frozen."""
 
     def disable(self) -> AbstractContextManager[None]:
         """Context in which outputs and `RankModel.weights` are those of the base. All ranks enter it together."""
@@ -55,15 +55,15 @@ class Adapter(Protocol):
 
 
 class RankModel(Protocol):
-    """This rank's part of one model. A policy outputs `TokenScores`, a critic the values [P] of the P scored tokens."""
+    """This rank's part of one model. A policy outputs `TokenScores`; a critic outputs values [P] of P scored tokens."""
 
     @property
     def adapter(self) -> Adapter | None:
-        """Adapter that is trained instead of the weights; None if the weights are trained."""
+        """The adapter; None if the model has none."""
 
     @property
     def learning(self) -> LearningSettings:
-        """Learning settings, for trained models."""
+        """Learning settings of a trained model."""
 
     def make_optimizer(self) -> RankOptimizer:
         """Create the optimizer. Called once, after models that share the weights are loaded."""

@@ -1,4 +1,4 @@
-"""Row formats of other frameworks: their columns of prompt and ground truth."""
+"""Row formats of other frameworks: the names of the columns for prompt and ground truth."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEMONSTRATIONS = (
 """Formats of demonstrations besides ``messages``, which OpenAI, TRL, verl and slime share."""
 
 
-def recognise(
+def find_format(
     row: Mapping[str, Any],
     formats: tuple[RowFormat, ...],
     *,
@@ -46,7 +46,10 @@ def recognise(
     prompt: str | None,
     target: str | None,
 ) -> RowFormat | None:
-    """Return the first format whose columns the row has. ``prompt`` and ``target`` are columns set in the recipe."""
+    """Return the first format whose columns are all in the row; None if there is none.
+
+    ``wanted`` is the format set in the recipe, ``prompt`` and ``target`` are the columns set there.
+    """
     for one in formats:
         fits = wanted in ("auto", one.name) and prompt in (None, one.prompt) and target in (None, one.target)
         if fits and has_column(row, one.prompt) and (one.target == "none" or has_column(row, one.target)):

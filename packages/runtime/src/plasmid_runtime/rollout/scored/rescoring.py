@@ -22,9 +22,9 @@ class RescoredGroup:
 
     group: PromptGroup
     samples: Sequence[Sample]
-    """Samples with scores, or without if a reward raised."""
+    """Samples with their scores; without scores if a reward raised an exception."""
     error: str
-    """Error of the reward; empty if none raised."""
+    """Message of that exception; empty if there was none."""
     seconds: float
     """Time to score the group, in seconds."""
 
@@ -32,7 +32,7 @@ class RescoredGroup:
 async def rescore(config: RunConfig, groups: Sequence[PromptGroup], *, eval_set: str = "") -> list[RescoredGroup]:
     """Score every group in order, with the rewards of training or of an evaluation set.
 
-    A reward that raises does not end the loop, so that it can be debugged; only its group stays without scores.
+    If a reward raises `RewardError`, its group has no scores, and the other groups are still scored.
     """
     where, rewards = "rewards", config.rewards
     for index, set_ in enumerate(config.eval):
@@ -42,12 +42,12 @@ async def rescore(config: RunConfig, groups: Sequence[PromptGroup], *, eval_set:
     with tempfile.TemporaryDirectory() as folder:
         await scorer.open(RunContext(seed=config.run.seed, run_dir=Path(folder)))
         try:
-            return [await _one(scorer, group) for group in groups]
+            return [await _rescore_group(scorer, group) for group in groups]
         finally:
             await scorer.close()
 
 
-async def _one(scorer: Scorer, group: PromptGroup) -> RescoredGroup:
+async def _rescore_group(scorer: Scorer, group: PromptGroup) -> RescoredGroup:
     started, error = time.monotonic(), ""
     samples: Sequence[Sample] = group.samples
     try:
