@@ -131,16 +131,6 @@ def test_make_does_what_the_tests_take_it_for():
     assert f"RECIPE ?= {MAKE['make train'].split()[-1]}\n" in text
 
 
-def test_the_page_about_configuration_is_what_the_code_says(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    import generate
-
-    assert generate.PAGE.read_text() == generate.page(), "run python docs/generate.py"
-    assert all(
-        f"\n## {table}\n" in generate.page() for table in RunConfig.model_fields if table not in ("plugins", "recipe")
-    )
-
-
 def test_every_column_of_the_sample_store_is_explained_and_no_other():
     text = (ROOT / "docs/observability.md").read_text().partition("\n## Samples\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.+?) \|", text, re.MULTILINE)

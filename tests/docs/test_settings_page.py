@@ -1,0 +1,17 @@
+"""The generated page of settings is up to date and has a section for every table of a recipe."""
+
+from pathlib import Path
+
+from plasmid.config.run import RunConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_about_configuration_is_what_the_code_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import generate
+
+    assert generate.PAGE.read_text() == generate.page(), "run python docs/generate.py"
+    assert all(
+        f"\n## {table}\n" in generate.page() for table in RunConfig.model_fields if table not in ("plugins", "recipe")
+    )
