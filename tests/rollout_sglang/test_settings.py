@@ -1,6 +1,7 @@
 """What a recipe may say of SGLang, found out without starting or importing it."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from plasmid.config.load import resolve
 from plasmid.errors import ConfigError
 from plasmid_serving.planner import transport_of
 from plasmid_sglang.dialect import server_arguments
+from plasmid_sglang.launch import skip_other_models
 from plasmid_sglang.schema import NEWEST, SHIPPED, argument_errors, extract, installed_version, schema_of
 from plasmid_sglang.settings import FIXED, OWN
 from sgl_cases import make_context
@@ -228,3 +230,19 @@ def test_arguments_that_would_silently_go_wrong_are_refused(tmp_path, arguments,
 def test_their_off_values_are_allowed(tmp_path):
     off = {"disaggregation_mode": "null", "enable_return_routed_experts": False, "enable_lora": False}
     context(tmp_path, server_args=off | {"speculative_algorithm": "NGRAM", "tokenizer_worker_num": 1})
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"speculative_algorithm": "EAGLE"}, {"model_impl": "transformers"}, {"quantization": "fp8"}], ids=str
+)
+def test_a_server_imports_only_the_module_of_its_model(arguments, tiny_model, monkeypatch):
+    def skipped(**chosen):
+        monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
+        skip_other_models({"model_path": str(tiny_model), **chosen})
+        return os.environ.get("SGLANG_DISABLED_MODEL_ARCHS", "").split(",")
+
+    names = skipped()
+    assert "mixtral" in names and len(names) > 100
+    assert json.loads((tiny_model / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert "llama" not in names
+    assert skipped(**arguments) == [""]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 from plasmid.components import BuildContext, kind_of
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError, EngineError
@@ -26,7 +25,7 @@ from plasmid_serving.dialect import HttpRequest, Load, Program, ServerInfo, Star
 
 from . import completions
 from .exactness import attached_errors, exact_arguments
-from .loader import LOADER, MESSAGE
+from .launch import LOADER, MESSAGE
 from .schema import installed_version
 from .settings import SGLang
 
@@ -156,6 +155,8 @@ class SGLangDialect:
         self, api: HttpApi, info: ServerInfo, message: bytes, *, version: int | None, flush_cache: bool
     ) -> None:
         """Send the message as a tensor to the custom weight loader."""
+        import torch  # only here: processes that start servers would wait for it
+
         tensors = [(MESSAGE, torch.frombuffer(bytearray(message), dtype=torch.uint8))]
         payload = base64.b64encode(pickle.dumps(tensors)).decode()
         body: dict[str, Any] = {"serialized_named_tensors": [payload] * info.ranks, "load_format": LOADER}

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+LOADER = "plasmid_sglang.loader.load"
+"""Import path of the custom weight loader, which SGLang imports."""
+MESSAGE = "plasmid.command"
+"""Name of the tensor that carries the engine's message to the loader."""
 RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 def serve(arguments: dict[str, Any]) -> None:
     """Run a server until it exits."""
     bind_threads(arguments)
+    skip_other_models(arguments)
     store = open_rendezvous(arguments)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
@@ -29,6 +37,27 @@ def bind_threads(arguments: Mapping[str, Any]) -> None:
         return
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * (ranks // arguments.get("nnodes", 1))))
+
+
+def skip_other_models(arguments: Mapping[str, Any]) -> None:
+    """Have SGLang's schedulers import only the modules that define the model, instead of over 200.
+
+    SGLang imports every module of `sglang.srt.models` before it looks up a class. Nothing is skipped if no module
+    defines the class (SGLang then uses transformers), or if another class than that of the folder may be needed: with
+    speculative decoding, a chosen implementation, or quantized weights.
+    """
+    path = Path(arguments["model_path"]) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    chosen = ("speculative_algorithm", "model_impl", "quantization")
+    spec = find_spec("sglang")
+    if spec is None or "quantization_config" in config or any(arguments.get(name) for name in chosen):
+        return
+    classes = "|".join(map(re.escape, config.get("architectures") or ["no class"]))
+    folder = Path(str(spec.origin)).parent / "srt" / "models"
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("[!_]*.py")}
+    needed = {name for name, text in texts.items() if re.search(rf"^class ({classes})\b", text, re.MULTILINE)}
+    if needed:
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(texts.keys() - needed)))
 
 
 def open_rendezvous(arguments: Mapping[str, Any]) -> Any:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from plasmid_serving.weights.loading import Fusions, execute
 from torch import Tensor, nn
 
-LOADER = "plasmid_sglang.loader.load"
-"""Import path that SGLang loads."""
-MESSAGE = "plasmid.command"
-"""Name of the tensor that carries the message for `execute`."""
+from .launch import MESSAGE
+
 FUSIONS = Fusions("SGLang", {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")})
 """Applies to 0.5.17 and 0.5.23: attention of DeepSeek-V2, V3 and similar models."""
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from plasmid.errors import EngineError, SyncError
 
 from .api import HttpApi, ServerAddress
@@ -18,7 +17,6 @@ from .dialect import Dialect, Load, ServerInfo
 from .weights.command import UpdateCommand
 from .weights.control import ControlAddress
 from .weights.errors import decode_error
-from .weights.receiver import Receiver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +102,10 @@ class ServerConnection:
 
     async def _update_from_files(self, command: UpdateCommand, version: int) -> dict[str, Any]:
         """Verify the files for the server, which then loads all of them at once."""
+        import torch  # only here: processes that start servers would wait for it
+
+        from .weights.receiver import Receiver
+
         receiver = Receiver(
             address=self.control,
             command=command,

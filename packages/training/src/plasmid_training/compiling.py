@@ -18,6 +18,8 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     Compiles the method, not the module: hooks stay outside of the graph, which all layers share.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    # their traced forward and backward are part of the key; without it, graphs with such functions are never cached
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
