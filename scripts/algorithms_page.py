@@ -11,7 +11,7 @@ from typing import Any
 from plasmid.components import Algorithm
 from plasmid.utils.field_docs import field_docs
 from plasmid_training.algorithms.parts.policy_gradient import PolicyGradient
-from plasmid_training.plugin import register_components
+from plasmid_training.plugin import ALGORITHMS
 
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
 SECTIONS = ("Formula", "Paper", "Use")
@@ -101,6 +101,49 @@ which are taken before the restriction, would be wrong; `trainer` accepts it, wi
 kept token costs 4 bytes in memory and, before compression, in the sample store: 200 MB for a million sampled tokens
 with sets of 50. The design and its reasons: [kept sets](design/kept-sets.md).
 
+## On-policy distillation
+
+```toml
+algorithm.kind = "opd"
+
+[teacher]
+path = "Qwen/Qwen3-8B"
+```
+
+samples from the policy and trains on the teacher's log-probabilities of the sampled tokens (Agarwal et al. 2023, arXiv
+2306.13649); it needs no rewards. The trainer loads the teacher, keeps it in host memory and moves it to the GPU to
+score a batch. A teacher that is too large for that can be a server, which the run does not start:
+
+```toml
+algorithm.kind = "opd"
+
+[teacher]
+kind = "server"
+url = "http://teacher-host:30000"
+api_key_env = "TEACHER_KEY"
+```
+
+```text
+python -m sglang.launch_server --model-path Qwen/Qwen3-235B-A22B --tp 8 --port 30000
+vllm serve Qwen/Qwen3-235B-A22B --tensor-parallel-size 8 --port 30000
+```
+
+- SGLang is asked by `/generate` with `logprob_start_len`, vLLM by `/v1/completions` with `prompt_logprobs` and token
+  ids; servers of other makes have neither. `teacher.api` selects one, `auto` detects it.
+- Rollout workers send each finished sample once, while others are still sampled. `teacher_logprobs` travels with the
+  sample to the trainer, and is stored in the sample files and in checkpoints: a resumed run asks again only for samples
+  of unfinished groups, and `--replay` asks no server. `rl plan` counts no memory for the teacher.
+- At the start, the run compares the server's encoding of a text and of all special tokens (`/tokenize`) with its own,
+  and refuses another tokenizer. Every response must be about the tokens that were sent.
+- Requests are retried as `attempts` and `backoff_s` say, within `run.rollout_timeout_s`. If there is no valid response,
+  the rollout fails; too many failed rollouts (`run.max_failed`) end the run with the server's error.
+- Servers compute log-probabilities of given tokens at temperature 1 over the whole vocabulary. `sampling.temperature`
+  must be 1 (or 0), and restricted sampling with kept sets is refused; a teacher in the trainer supports both.
+- The teacher's numerics are the server's: in bf16, its log-probabilities depend slightly on how requests were batched.
+  Runs are only repeatable bit by bit with a server that is deterministic (SGLang: `--enable-deterministic-inference`).
+
+Only the sampled token's log-probability is used; a loss over the teacher's top-k tokens is not available.
+
 ## Supervised fine-tuning
 
 ```toml
@@ -117,7 +160,7 @@ If the template renders earlier turns differently once later ones follow, an err
 
 def page() -> str:
     """Return the text of the page."""
-    kinds = sorted(register_components(), key=_kind)
+    kinds = sorted(ALGORITHMS, key=_kind)
     lines = [f"| {' | '.join(map(_cell, _row(cls)))} |\n" for cls in kinds]
     names = [name for name in PolicyGradient.model_fields if name not in Algorithm.model_fields]
     docs = field_docs(PolicyGradient)

@@ -154,7 +154,7 @@ def test_every_metric_of_a_run_is_explained(checkout):
 def test_the_page_about_checkpoints_lists_what_may_change():
     text = (ROOT / "docs/checkpoints.md").read_text().partition("<!-- changeable -->")[2].partition("Any other")[0]
     found = find_components(load_plugins())
-    kinds = [(slot, cls) for slot in ("trainer", "rollout") for cls in found[slot].values()]
+    kinds = [(slot, cls) for slot in ("trainer", "rollout", "teacher") for cls in found[slot].values()]
     keys = {
         *changeable_settings(RunConfig),
         *(key for slot, cls in kinds for key in changeable_settings(cls, f"{slot}.")),

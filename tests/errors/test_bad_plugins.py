@@ -67,8 +67,8 @@ BAD = [
     (
         hook(value="['number']"),
         "plugin 'p.py': register_components must return subclasses of Algorithm, BufferPolicy, Converter, DataSource, "
-        "Environment, Filter, Reward, RolloutEngineConfig, ServerApi, Tool, Tracker, TrainerConfig, "
-        "Workflow; got 'number'",
+        "Environment, Filter, Reward, RolloutEngineConfig, ServerApi, TeacherConfig, Tool, "
+        "Tracker, TrainerConfig, Workflow; got 'number'",
     ),
     (
         reward(kind="size: int = 1"),

@@ -494,6 +494,34 @@ def engine_server(module: str, api: str) -> Callable:
     return server_of(make)
 
 
+def teacher_server(module: str, api: str) -> Callable:
+    def make(url: str):
+        import numpy as np
+        from plasmid.config.load import validate
+        from plasmid.config.run import ModelConfig
+        from plasmid.errors import EngineError
+        from plasmid_serving.remote.settings import ServerTeacher
+        from plasmid_serving.remote.teacher import TeacherServer
+
+        settings = validate(ServerTeacher, {"kind": "server", "url": url, "attempts": 1})
+        model = ModelConfig(path="model")
+        client = TeacherServer(settings, model, served="m", api=getattr(importlib.import_module(module), api)())
+
+        async def ask() -> None:
+            try:
+                values = await client.score(np.array([7, 8, 9], np.int32), first=1, deadline_s=5.0)
+            except EngineError as error:
+                if len(str(error)) > 2000 or "\n" in str(error):
+                    raise Finding(f"an error of {len(str(error))} characters: {str(error)[:200]!r}") from None
+            else:
+                if values.shape != (2,) or not ((values <= 0) & (values >= -1e4)).all():
+                    raise Finding(f"log-probabilities {values}")
+
+        return ask, client.disconnect
+
+    return server_of(make)
+
+
 def http(*values, head: str = "HTTP/1.1 200 OK\r\nContent-Type: application/json") -> list[bytes]:
     """HTTP messages with these values as JSON."""
     bodies = [json.dumps(value).encode() for value in values]
@@ -513,6 +541,16 @@ def sglang_answers() -> list[bytes]:
     reasons = ({"type": "stop", "matched": 2}, {"type": "length", "length": 2}, {"type": "abort", "message": "gone"})
     drawn = [[-0.5, 8, None], [-1.5, 9, "x"]]
     return http(*({"text": "12", "meta_info": {"finish_reason": r, "output_token_logprobs": drawn}} for r in reasons))
+
+
+def completion_scores() -> list[bytes]:
+    rows = [None, {"8": {"logprob": -0.5, "rank": 1, "decoded_token": "1"}}, {"9": {"logprob": -1.5}, "7": None}]
+    return http({"choices": [{"text": "x", "prompt_logprobs": rows}]}, {"choices": [{}], "prompt_logprobs": rows})
+
+
+def sglang_scores() -> list[bytes]:
+    rows = [[None, 7, None], [-0.5, 8, None], [-1.5, 9, "x"]]
+    return http({"text": "", "meta_info": {"input_token_logprobs": rows, "prompt_tokens": 3}})
 
 
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -732,6 +770,20 @@ PARSER_TARGETS: dict[str, Target] = {
         mutate=mutations.http_of,
         opened=engine_server("plasmid_sglang.generate_api", "GenerateApi"),
         modules=(*WEB, "tokenizers", "plasmid_sglang.generate_api", "plasmid_serving.remote.client"),
+    ),
+    "teacher-completions": Target(
+        share=1500,
+        examples=completion_scores,
+        mutate=mutations.http_of,
+        opened=teacher_server("plasmid_serving.remote.apis", "CompletionsApi"),
+        modules=(*WEB, "tokenizers", "plasmid_serving.remote.teacher"),
+    ),
+    "teacher-sglang": Target(
+        share=1500,
+        examples=sglang_scores,
+        mutate=mutations.http_of,
+        opened=teacher_server("plasmid_sglang.generate_api", "GenerateApi"),
+        modules=(*WEB, "tokenizers", "plasmid_sglang.generate_api", "plasmid_serving.remote.teacher"),
     ),
     "agent": Target(
         share=3000,

@@ -96,6 +96,15 @@ def test_a_critic_is_a_second_trained_model(plan):
     assert both.trainer["train"].seconds > 1.1 * alone.trainer["train"].seconds
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+def test_a_teacher_that_is_a_server_costs_the_trainer_nothing(plan, kind):
+    opd = (f"trainer.kind={kind}", "algorithm.kind=opd", "rewards=[]")
+    inside = plan(*opd, "teacher.path=auto").trainer["score"]
+    served = plan(*opd, "teacher.kind=server", "teacher.url=http://host:1").trainer["score"]
+    assert (inside.basis, served.basis) == ("forward passes of policy, teacher", "forward passes of policy")
+    assert served.seconds == pytest.approx(inside.seconds / 2)
+
+
 def test_parts_that_share_a_gpu_add_up_unless_they_leave(plan):
     names = ("placement.offload_trainer=false", "placement.offload_engine=false")
     stay = {usage.phase: usage for usage in plan(*names).usages}

@@ -5,6 +5,7 @@ import json
 import threading
 
 import numpy as np
+import torch
 from aiohttp import web
 from plasmid.components import BuildContext
 from plasmid.config.load import resolve
@@ -12,6 +13,7 @@ from plasmid.protocols import Bundle
 from plasmid.types import GenerateRequest, SamplingParams
 from plasmid_models.tokenization.tokenizer import Tokenizer
 from plasmid_runtime.cluster.local import LocalCluster
+from transformers import AutoModelForCausalLM
 
 
 class ModelServer:
@@ -20,6 +22,8 @@ class ModelServer:
     def __init__(self, model, plain, *, sglang=False, logprobs=True):
         self.faults, self.bodies, self.headers = [], [], []
         self.refuse = ""
+        self.change = lambda answer: answer  # what it answers with instead of log-probabilities of given tokens
+        self._scorer = None
         self.delay_s = 0.0
         self._model, self._plain = model, plain
         self._sglang, self._logprobs = sglang, logprobs
@@ -36,9 +40,11 @@ class ModelServer:
             BuildContext(cluster=self._cluster, config=config, run_dir=self._model, bundles=(Bundle(),))
         )
         self._tokenizer = Tokenizer(self._model)
+        self.encode = lambda text: self._tokenizer.encode(text).tolist()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/tokenize", self._tokenize)
         if self._sglang:
             app.router.add_get("/get_model_info", self._models)
             app.router.add_post("/generate", self._generate)
@@ -82,8 +88,23 @@ class ModelServer:
         await self._engine.client.end_sessions([name])
         return completion
 
+    async def _tokenize(self, request):
+        body = await request.json()
+        return web.json_response({"tokens": self.encode(body["prompt"])} if self.encode else {})
+
+    def score(self, ids):
+        """Log-probabilities of all tokens but the first, at temperature 1."""
+        self._scorer = self._scorer or AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits = self._scorer(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logits.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
     async def _completions(self, request):
         body = await self._body(request)
+        if "prompt_logprobs" in body:
+            scored = zip(body["prompt"][1:], self.score(body["prompt"]), strict=True)
+            rows = [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in scored)]
+            return web.json_response(self.change({"choices": [{"text": "x", "prompt_logprobs": rows}]}))
         prompt = body["prompt"]
         ids = self._tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
         drawn = await self._draw(
@@ -97,6 +118,11 @@ class ModelServer:
     async def _generate(self, request):
         body = await self._body(request)
         settings = body["sampling_params"]
+        if settings["max_new_tokens"] == 0:
+            ids, first = body["input_ids"], body["logprob_start_len"]
+            rows = [[value, token, None] for token, value in zip(ids, [None, *self.score(ids)], strict=True)][first:]
+            rows[0][0] = None
+            return web.json_response(self.change({"text": "", "meta_info": {"input_token_logprobs": rows}}))
         drawn = await self._draw(
             body["input_ids"], temperature=settings["temperature"], max_new_tokens=settings["max_new_tokens"]
         )

@@ -19,6 +19,7 @@ from plasmid_training.estimates.speed import (
     link_rate,
     optimizer_seconds,
 )
+from plasmid_training.teacher_settings import computed_roles
 
 from .optimizer_settings import OptimizerSettings
 from .settings import FSDP
@@ -244,7 +245,7 @@ class FSDPEstimate:
     def scoring(self) -> tuple[float | None, str]:
         """Return the seconds of the forward passes before training and a description; None if nothing is scored."""
         load, device = self.context.load, self.context.device
-        roles = self.context.config.algorithm.roles(steps=load.steps)
+        roles = computed_roles(self.context.config, steps=load.steps)
         if not roles or device is None:
             return None, ""
         seconds = 0.0

@@ -80,11 +80,20 @@ def source(config: RunConfig, where: str) -> Source:
     paths = {
         "model": config.model.path,
         "reference": config.reference.path,
-        "teacher": "auto" if config.teacher is None else config.teacher.path,
+        "teacher": _teacher_path(config) or "auto",
         "critic": config.critic.path,
     }
     path = config.model.path if paths[where] == "auto" else paths[where]
     return Source(where=where, path=Path(path), trust_remote_code=config.model.trust_remote_code)
+
+
+def has_teacher(config: RunConfig) -> bool:
+    """Return True if the trainer loads the teacher's model."""
+    return _teacher_path(config) is not None
+
+
+def _teacher_path(config: RunConfig) -> str | None:
+    return None if config.teacher is None else config.teacher.model_path()
 
 
 def needed_models(config: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -96,13 +105,13 @@ def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the same as `needed_models`, as written in the recipe: as a path, ``./a/b`` would become a Hub name."""
     needs = config.algorithm.needs()
     yield "model", config.model.path
-    for where, needed, role in (
-        ("reference", needs.reference, config.reference),
-        ("teacher", needs.teacher, config.teacher),
-        ("critic", needs.critic, config.critic),
+    for where, needed, path in (
+        ("reference", needs.reference, config.reference.path),
+        ("teacher", needs.teacher, _teacher_path(config)),
+        ("critic", needs.critic, config.critic.path),
     ):
-        if needed and role is not None and role.path != "auto":
-            yield where, role.path
+        if needed and path not in (None, "auto"):
+            yield where, str(path)
 
 
 def pin_revisions(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from plasmid.types import Completion, GenerateRequest, SamplingParams
-from plasmid_serving.remote.apis import ServedModel, ServerApi, make_completion, remaining_tokens
+from plasmid.types import Completion, GenerateRequest, Ints, SamplingParams
+from plasmid_serving.remote.apis import ServedModel, ServerApi, check_count, make_completion, remaining_tokens
 
 from .completions import optional_fields
 
@@ -18,6 +18,7 @@ class GenerateApi(ServerApi):
     path: ClassVar[str] = "/generate"
     probe: ClassVar[str] = "/get_model_info"
     sampling_settings: ClassVar[frozenset[str]] = frozenset(SamplingParams.OPTIONAL)
+    can_score: ClassVar[bool] = True
 
     def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
         sampling = request.sampling
@@ -45,3 +46,19 @@ class GenerateApi(ServerApi):
         return make_completion(
             request, ids, logprobs, reason["type"], str(reason.get("message", "aborted by the server"))
         )
+
+    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel) -> dict[str, Any]:
+        return {
+            "input_ids": token_ids.tolist(),
+            "return_logprob": True,
+            "logprob_start_len": first - 1,  # the first value is always null
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+        }
+
+    def token_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[Any]:
+        found = answer["meta_info"]["input_token_logprobs"]
+        check_count(len(found) - 1, len(token_ids) - first)
+        for sent, (_, token, *_) in zip(token_ids[first - 1 :].tolist(), found, strict=True):
+            if token != sent:
+                raise ValueError(f"got the log-probability of token {token!r:.40} instead of {sent}, which was sent")
+        return [value for value, *_ in found[1:]]

@@ -1,4 +1,4 @@
-"""Registers the engine for external servers, and OpenAI's API."""
+"""Registers the engine and the teacher for external servers, and OpenAI's API."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from plasmid.components import Component
 from plasmid.plugins.hookspecs import hookimpl
 
 from .remote.apis import CompletionsApi
-from .remote.settings import Server
+from .remote.settings import Server, ServerTeacher
 
 
 @hookimpl
 def register_components() -> list[type[Component]]:
-    return [Server, CompletionsApi]
+    return [Server, ServerTeacher, CompletionsApi]

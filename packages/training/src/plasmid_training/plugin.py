@@ -1,8 +1,8 @@
-"""Registers the algorithms. Imports neither torch nor ray."""
+"""Registers the algorithms, and the teacher in the trainer. Imports neither torch nor ray."""
 
 from __future__ import annotations
 
-from plasmid.components import Component
+from plasmid.components import Algorithm, Component
 from plasmid.plugins.hookspecs import hookimpl
 
 from .algorithms.cispo import CISPO
@@ -15,13 +15,19 @@ from .algorithms.ppo import PPO
 from .algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from .algorithms.rloo import RLOO, ReMax
 from .algorithms.sft import SFT
+from .teacher_settings import ModelTeacher
+
+ALGORITHMS: tuple[type[Algorithm], ...] = (
+    *(CISPO, DAPO, DrGRPO, GRPO, GSPO, OPD, PPO),
+    *(ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, RLOO, SFT),
+)
 
 
 @hookimpl
 def register_components() -> list[type[Component]]:
-    return [CISPO, DAPO, DrGRPO, GRPO, GSPO, OPD, PPO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, RLOO, SFT]
+    return [*ALGORITHMS, ModelTeacher]
 
 
 def is_custom(algorithm: Component) -> bool:
     """Return True if the algorithm is not part of Plasmid, so that its exceptions are the author's bugs."""
-    return type(algorithm) not in register_components()
+    return type(algorithm) not in ALGORITHMS

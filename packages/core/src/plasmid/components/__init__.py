@@ -5,7 +5,16 @@ setting. Light components (rewards, filters, algorithms, ...) implement their be
 engines) only hold settings; their ``build()`` imports and starts the backend, so listing plugins never imports torch.
 """
 
-from .backends import AdapterSpec, BuildContext, CanaryPlan, PlanRow, RolloutEngineConfig, Tracker, TrainerConfig
+from .backends import (
+    AdapterSpec,
+    BuildContext,
+    CanaryPlan,
+    PlanRow,
+    RolloutEngineConfig,
+    TeacherConfig,
+    Tracker,
+    TrainerConfig,
+)
 from .base import SLOTS, Component, RecipeView, Settings, Slot, components_in, kind_of
 from .buffer_policy import BufferPolicy
 from .conversion import Converter, OpenCheckpoint, PartWriter, TensorInfo
@@ -46,6 +55,7 @@ __all__ = [
     "Settings",
     "Slot",
     "Step",
+    "TeacherConfig",
     "TensorInfo",
     "Tool",
     "ToolError",

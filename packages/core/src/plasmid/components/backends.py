@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..protocols import Bundle, Cluster, RolloutEngine, Trainer
+from ..protocols import Bundle, Cluster, RolloutEngine, TeacherClient, Trainer
 from ..types.estimates import EstimateContext, PhaseEstimate
 from .base import Component
 
@@ -128,6 +128,24 @@ class CanaryPlan:
     """Interval between comparisons, in policy versions, starting with the first."""
     alone: bool = False
     """Complete the comparison before admitting other requests, so that it cannot change how they are batched."""
+
+
+class TeacherConfig(Component, slot="teacher", default_kind="model"):
+    """Selects the teacher, whose log-probabilities distillation learns from."""
+
+    def model_path(self) -> str | None:
+        """Return the setting ``path`` of a model that the trainer loads; None if the teacher runs elsewhere."""
+        return None
+
+    def check(self, config: RunConfig) -> None:
+        """Raise `ConfigError` for recipes that this teacher does not support. Called before any process starts."""
+
+    async def connect(self, config: RunConfig) -> TeacherClient | None:
+        """Connect to a teacher that runs elsewhere, and check it. Called once, in the driver; None for a model.
+
+        Raises `EngineError` or `ConfigError`. Import the client in here, not at the top of the plugin's module.
+        """
+        return None
 
 
 class RolloutEngineConfig(Component, slot="rollout"):

@@ -30,7 +30,7 @@ class Needs:
     reference: bool = False
     """The frozen model of `[reference]`, which scores `Role.REFERENCE`."""
     teacher: bool = False
-    """The frozen model of `[teacher]`, which scores `Role.TEACHER`."""
+    """The teacher of `[teacher]`, a frozen model or a server, which scores `Role.TEACHER`."""
     critic: bool = False
     """A value model that is trained beside the policy; for subclasses of `ActorCritic`."""
     groups: bool = False

@@ -16,6 +16,7 @@ from ..components import (
     Reward,
     RolloutEngineConfig,
     Settings,
+    TeacherConfig,
     Tracker,
     TrainerConfig,
     Workflow,
@@ -70,7 +71,7 @@ class ModelConfig(Settings):
 
 
 class RoleConfig(Settings):
-    """``[teacher]``, ``[critic]``: a model other than the policy."""
+    """``[critic]``: a model other than the policy."""
 
     path: Annotated[str, INERT_MODEL] = "auto"
     """Hugging Face folder, or name on the Hub; ``auto`` is the policy's initial model."""
@@ -90,7 +91,7 @@ class RunConfig(Settings):
     """The policy."""
     reference: ReferenceConfig = ReferenceConfig()
     """Reference model of the KL penalty, for algorithms that have one."""
-    teacher: RoleConfig | None = None
+    teacher: SerializeAsAny[TeacherConfig] | None = None
     """Teacher model, for distillation algorithms."""
     critic: RoleConfig = RoleConfig()
     """Initial model of the critic, for actor-critic algorithms."""
@@ -176,7 +177,7 @@ class RunConfig(Settings):
         elif needs.rewards and not any(reward.weight for reward in self.rewards):
             yield "rewards: at least one must have a weight other than 0; set weight"
         if needs.teacher and self.teacher is None:
-            yield f"teacher: algorithm {kind!r} needs a teacher; add a [teacher] table with its path"
+            yield f"teacher: algorithm {kind!r} needs a teacher; add a [teacher] table with its path, or a server's url"
         if needs.groups and self.run.samples_per_prompt == 1:
             yield (
                 f"run.samples_per_prompt: must be at least 2 for algorithm {kind!r}, got 1: a single rollout has no "

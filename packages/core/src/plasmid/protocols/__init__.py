@@ -2,7 +2,7 @@
 
 from .cluster import Actor, Bundle, Cluster, Node, ProcessState, Ref, Resources, Share, Store, call
 from .context import RunContext
-from .engine import EngineClient, PauseMode, RolloutEngine
+from .engine import EngineClient, PauseMode, RolloutEngine, TeacherClient
 from .trainer import Bucket, Finish, ScoresRef, Sender, SyncPlan, Trainer, TrainReport, Wire
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Share",
     "Store",
     "SyncPlan",
+    "TeacherClient",
     "TrainReport",
     "Trainer",
     "Wire",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from ..types import Completion, GenerateRequest, SyncReceipt
+from ..types import Completion, Floats, GenerateRequest, Ints, SyncReceipt
 from .trainer import SyncPlan
 
 
@@ -27,6 +27,19 @@ class EngineClient(Protocol):
 
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         """Declare that these sessions send no more requests (see `RolloutEngine.expect`)."""
+
+    async def disconnect(self) -> None:
+        """Close the connections of the running event loop. A later request opens new ones."""
+
+
+class TeacherClient(Protocol):
+    """A teacher outside of the trainer. Picklable; every rollout worker has one."""
+
+    async def score(self, token_ids: Ints, *, first: int, deadline_s: float) -> Floats:
+        """Compute log-probabilities, at temperature 1, of the tokens [L] from position ``first`` (at least 1) on.
+
+        Returns [L - first]: each token given all tokens before it. Raises `EngineError`.
+        """
 
     async def disconnect(self) -> None:
         """Close the connections of the running event loop. A later request opens new ones."""

@@ -45,6 +45,8 @@ class Rows:
     token_rewards: Floats | None = None
     """[T] reward earned at a loss token before the end of its sample (`Score.token_rewards`); NaN at tokens without
     one. None if no sample has any."""
+    teacher_logprobs: Floats | None = None
+    """[T] `Sample.teacher_logprobs`; NaN in samples without them. None if no sample has any."""
 
     @property
     def num_samples(self) -> int:
@@ -75,6 +77,7 @@ class Rows:
             kept=None if self.kept is None else self.kept.select(tokens),
             experts=None if self.experts is None else self.experts[tokens],
             token_rewards=None if self.token_rewards is None else self.token_rewards[tokens],
+            teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[tokens],
         )
 
     @staticmethod
@@ -104,7 +107,8 @@ class Rows:
             temperatures=np.concatenate([part.temperatures for part in parts]),
             kept=join_kept([(part.kept, len(part.token_ids)) for part in parts]),
             experts=join_experts([(part.experts, len(part.token_ids)) for part in parts]),
-            token_rewards=_join_token_rewards(parts),
+            token_rewards=_join_optional([(part.token_rewards, len(part.token_ids)) for part in parts]),
+            teacher_logprobs=_join_optional([(part.teacher_logprobs, len(part.token_ids)) for part in parts]),
         )
 
     @staticmethod
@@ -128,6 +132,7 @@ def _row(sample: Sample) -> Rows:
         kept=sample.kept,
         experts=sample.experts,
         token_rewards=_token_rewards(sample),
+        teacher_logprobs=None if sample.teacher_logprobs is None else np.asarray(sample.teacher_logprobs, np.float32),
     )
 
 
@@ -139,13 +144,11 @@ def _token_rewards(sample: Sample) -> Floats | None:
     return values
 
 
-def _join_token_rewards(parts: Sequence[Rows]) -> Floats | None:
-    if all(part.token_rewards is None for part in parts):
+def _join_optional(parts: Sequence[tuple[Floats | None, int]]) -> Floats | None:
+    """Concatenate values of so many tokens each, NaN for parts without any; None if no part has any."""
+    if all(values is None for values, _ in parts):
         return None
-    empty = (
-        np.full(len(p.token_ids), np.nan, np.float32) if p.token_rewards is None else p.token_rewards for p in parts
-    )
-    return np.concatenate(list(empty))
+    return np.concatenate([np.full(n, np.nan, np.float32) if values is None else values for values, n in parts])
 
 
 def turn_rewards(sample: Sample) -> dict[int, float]:

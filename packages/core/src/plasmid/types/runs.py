@@ -24,7 +24,7 @@ class Mode:
     def unused_tables(self) -> tuple[str, ...]:
         """Return the recipe tables whose components this mode never calls."""
         if self.replay is not None:
-            return ("rollout", "rewards", "workflow", "filters", "profiles", "buffer", "eval")
+            return ("rollout", "teacher", "rewards", "workflow", "filters", "profiles", "buffer", "eval")
         return ("trainer",) if self.rollouts_only else ()
 
 

@@ -283,6 +283,8 @@ class Sample:
     """L positions: the candidates of each token. None if sampling was unrestricted, or the engine reports none."""
     experts: Experts | None = None
     """[L, layers, choices] the experts that the engine chose for each token; None if they were not requested."""
+    teacher_logprobs: Floats | None = None
+    """[L] log-probabilities by a teacher outside of the trainer; 0 outside of the loss mask. None without one."""
     score: Score | None = None
     """None until scored."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -302,6 +304,11 @@ class Sample:
         if self.experts is not None and len(self.experts) != lengths[0]:
             raise ValueError(
                 f"sample {self.id}: experts must have a row for each of {lengths[0]} tokens, got {len(self.experts)}"
+            )
+        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != lengths[0]:
+            raise ValueError(
+                f"sample {self.id}: teacher_logprobs must have a value for each of {lengths[0]} tokens, "
+                f"got {len(self.teacher_logprobs)}"
             )
 
     @property

@@ -37,6 +37,11 @@ class SpecialTokens:
         patterns = [_pattern(control[content][1]) for content in longest_first]
         self._split = re.compile("|".join(patterns) or "(?!)")
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts of the control tokens, in the order of their ids."""
+        return tuple(sorted(self._ids, key=self._ids.__getitem__))
+
     def escape(self, value: Any) -> Any:
         """Return a copy of a message or another JSON value with all spelled-out control tokens escaped."""
         if isinstance(value, str):

@@ -50,6 +50,11 @@ class Tokenizer:
         return None if self._hf.eos_token_id is None else int(self._hf.eos_token_id)
 
     @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts of all control tokens, in the order of their ids."""
+        return self._special.texts
+
+    @property
     def pad_token_id(self) -> int:
         """Padding token: the tokenizer's own, else the end-of-text token, else 0."""
         pad = self._hf.pad_token_id

@@ -25,8 +25,9 @@ def missing_files(config: RunConfig, *, weights: bool = True) -> list[str]:
         problems += _model("reference.path", config.reference.path, weights=weights)
     if config.algorithm.needs().critic and config.critic.path != "auto":
         problems += _model("critic.path", config.critic.path, weights=weights)
-    if config.teacher is not None and config.teacher.path != "auto":
-        problems += _model("teacher.path", config.teacher.path, weights=weights)
+    teacher = None if config.teacher is None else config.teacher.model_path()
+    if teacher is not None and teacher != "auto":
+        problems += _model("teacher.path", teacher, weights=weights)
     if config.model.chat_template != "auto" and not Path(config.model.chat_template).is_file():
         problems.append(f"model.chat_template: no such file: {config.model.chat_template}")
     start = config.checkpoint.start_from

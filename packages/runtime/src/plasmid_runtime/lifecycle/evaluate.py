@@ -37,7 +37,7 @@ def evaluate(
     """
     check_observers(observers)
     config, _ = with_local_models(config)
-    unused = ("trackers", "data", "filters", "buffer", *(() if checkpoint is not None else ("trainer",)))
+    unused = ("trackers", "teacher", "data", "filters", "buffer", *(() if checkpoint is not None else ("trainer",)))
     check(config, training=checkpoint is not None, unused=unused)
     sets = open_sets(config, prompt_encoder(config.model))
     state = None

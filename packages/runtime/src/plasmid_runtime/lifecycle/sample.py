@@ -63,7 +63,7 @@ def sample(
     The run folder is temporary. After an error it is kept, with its logs and the ``transcript``. Raises `PlasmidError`.
     """
     config, _ = with_local_models(config)
-    check(config, training=False, unused=("trackers", "trainer", "buffer", "data" if eval_set else "eval"))
+    check(config, training=False, unused=("trackers", "trainer", "teacher", "buffer", "data" if eval_set else "eval"))
     folder = RunFolder(_folder(config))
 
     async def main() -> list[SampledGroup]:

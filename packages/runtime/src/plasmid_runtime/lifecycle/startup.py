@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from plasmid.components import BuildContext
 from plasmid.config.run import RunConfig
-from plasmid.protocols import Bundle, Cluster, Resources, RolloutEngine, Trainer
+from plasmid.protocols import Bundle, Cluster, Resources, RolloutEngine, TeacherClient, Trainer
 from plasmid.utils.waiting import run_together
 
 from ..checkpoint.run_folder import RunFolder
@@ -44,6 +44,8 @@ class RunHandles:
     """Separate engine for evaluation sets (`placement.eval_ranks`)."""
     eval_workers: WorkerPool | None = None
     """Workers of the evaluation engine."""
+    teacher: TeacherClient | None = None
+    """Client of a teacher outside of the trainer."""
 
     async def close(self) -> None:
         """Stop everything, the cluster last."""
@@ -74,6 +76,7 @@ async def start_processes(
     """
     config, _ = with_offload(config)  # in runs without a trainer; in others it has been chosen
     handles = RunHandles(cluster=cluster)
+    with_teacher = with_engine and not evaluating
     with_eval = with_trainer and with_engine and not evaluating and config.placement.eval_ranks > 0
     try:
         layout = Layout.of(
@@ -95,6 +98,10 @@ async def start_processes(
             engine = await config.rollout.build(options.of_evaluation())
             handles.eval_engine = DeadlineEngine(engine, config.run, limits)
 
+        async def connect_teacher() -> None:
+            if config.teacher is not None and config.algorithm.needs().teacher:
+                handles.teacher = await config.teacher.connect(config)
+
         async def start_workers() -> None:
             in_order = config.run.max_staleness == 0
             handles.workers = await _start_workers(options, layout.workers, name="rollout-worker", in_order=in_order)
@@ -103,12 +110,12 @@ async def start_processes(
             handles.eval_workers = await _start_workers(options, layout.workers[:1], name="eval-worker", in_order=False)
 
         wanted = [(with_trainer, start_trainer), (with_engine, start_engine), (with_eval, start_eval_engine)]
-        wanted += [(with_engine, start_workers), (with_eval, start_eval_workers)]
+        wanted += [(with_engine, start_workers), (with_eval, start_eval_workers), (with_teacher, connect_teacher)]
         await run_together(start() for needed, start in wanted if needed)
         limit = config.placement.start_timeout_s
         for workers, engine in ((handles.workers, handles.engine), (handles.eval_workers, handles.eval_engine)):
             if workers is not None and engine is not None:
-                await workers.open(engine.client, limit_s=limit)
+                await workers.open(engine.client, handles.teacher, limit_s=limit)
     except BaseException:
         await handles.close()
         raise
@@ -172,9 +179,10 @@ async def _start_workers(
         for index, bundle in enumerate(bundles)
     ]
     rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
+    asks_teacher = config.teacher is not None and config.teacher.model_path() is None
     return WorkerPool(
         actors=tuple(await run_together(starts)),
-        rollout_s=config.run.rollout_timeout_s,
+        rollout_s=config.run.rollout_timeout_s * (2 if asks_teacher else 1),
         reward_s=max(sum(reward.timeout_s for reward in used) for used in rewards),
         write_s=config.run.write_timeout_s,
         in_order=in_order,

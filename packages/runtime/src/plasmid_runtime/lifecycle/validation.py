@@ -43,6 +43,8 @@ def check(config: RunConfig, *, training: bool = True, unused: Sequence[str] = (
     problems += find_component_errors(config, unused=unused)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+    if config.teacher is not None and "teacher" not in unused:
+        config.teacher.check(config)
     if weights and config.rollout is not None and "rollout" not in unused:
         config.rollout.check(config)
     if training:

@@ -59,6 +59,7 @@ SCHEMA = pa.schema(
         ("versions", pa.list_(_SPAN)),
         ("kept", _KEPT),
         ("experts", _EXPERTS),
+        ("teacher_logprobs", pa.list_(pa.float32())),
         ("sampling", _SAMPLING),
         ("sampling_options", pa.string()),
         ("token_rewards", pa.map_(pa.int32(), pa.float64())),
@@ -66,7 +67,7 @@ SCHEMA = pa.schema(
     ]
 )
 """One row per sample; ``messages``, ``target``, ``sampling_options`` and the two ``metadata`` columns are JSON."""
-ADDED = ("sampling_options", "token_rewards", "experts")
+ADDED = ("sampling_options", "token_rewards", "experts", "teacher_logprobs")
 """Columns that files of earlier versions lack; they are read as null."""
 
 

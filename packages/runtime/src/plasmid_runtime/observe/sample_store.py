@@ -11,10 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from plasmid.errors import CheckpointError
-from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
+from plasmid.types import Floats, Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 from plasmid.types.kept_sets import KeptSet
 from plasmid.utils.json_text import from_json, to_json
 from plasmid.utils.safe_files import check_readable, replace_file
@@ -183,6 +184,7 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
         "token_rewards": [list(s.token_rewards.items()) if s and s.token_rewards else None for s in scores],
         "kept": kept_column([s.kept for s in samples]),
         "experts": expert_rows([s.experts for s in samples]),
+        "teacher_logprobs": [s.teacher_logprobs for s in samples],
         "metadata": [to_json(s.metadata) for s in samples],
         "timings": [list(s.timings.items()) for s in samples],
     }
@@ -226,10 +228,15 @@ def _samples(table: pa.Table, kept: Sequence[KeptSet | None]) -> Iterator[Sample
             error=row["error"],
             kept=kept[i],
             experts=read_experts(row["experts"], len(arrays["token_ids"][i])),
+            teacher_logprobs=_floats(row["teacher_logprobs"]),
             score=_score(row),
             metadata=from_json(row["metadata"]),
             timings=dict(row["timings"]),
         )
+
+
+def _floats(values: Sequence[float] | None) -> Floats | None:
+    return None if values is None else np.array(values, np.float32)
 
 
 def _rows(table: pa.Table, names: Iterable[str]) -> list[dict[str, Any]]:

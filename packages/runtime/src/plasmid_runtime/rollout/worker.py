@@ -14,7 +14,7 @@ from plasmid.config.load import resolve_with
 from plasmid.config.run import RunConfig
 from plasmid.errors import RewardError, one_line
 from plasmid.plugins.registry import load_plugins
-from plasmid.protocols import EngineClient, Ref, RunContext, Store
+from plasmid.protocols import EngineClient, Ref, RunContext, Store, TeacherClient
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, StopReason
 from plasmid.types.batch import GroupRef
 from plasmid.types.routing import Routing
@@ -29,6 +29,7 @@ from ..observe.sample_store import write_samples
 from .component_states import ComponentStates
 from .in_flight import JobProgress, record_turns, write_turns
 from .scored.scoring import SampleHooks, Scorer
+from .scored.teacher_scores import with_teacher_logprobs
 
 
 class FilterChain:
@@ -83,6 +84,8 @@ class OrderedLock:
                 self._ended.add(name)
 
 
+GREEDY = "greedy"
+"""Name of the greedy rollout of a group."""
 MAX_FINISHED = 4096
 """Number of finished jobs whose names a worker stores: more than can be in transit to the driver at once."""
 
@@ -117,7 +120,7 @@ class Job:
     def sessions(self) -> tuple[str, ...]:
         """Return the session ids of the rollouts."""
         names = [str(i) for i in range(self.num_samples)]
-        return tuple(f"{self.name}/{name}" for name in [*names, *(["greedy"] if self.greedy else [])])
+        return tuple(f"{self.name}/{name}" for name in [*names, *([GREEDY] if self.greedy else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,10 +189,12 @@ class RolloutWorker:
         """Held while a job ends, and during a snapshot."""
         self._states = ComponentStates(self._config, lambda name, call: self._components[name].scorer.on_thread(call))
 
-    async def open(self, client: EngineClient) -> None:
-        """Open the recipe's components, once there is an engine."""
-        self._client = client
+    async def open(self, client: EngineClient, teacher: TeacherClient | None = None) -> None:
+        """Open the recipe's components, once there is an engine. ``teacher`` is one outside of the trainer."""
+        self._client, self._teacher = client, teacher
         self._connections.push_async_callback(client.disconnect)
+        if teacher is not None:
+            self._connections.push_async_callback(teacher.disconnect)
         model_type = str(read_config("model", Path(self._config.model.path)).get("model_type", ""))
         context = RunContext(
             seed=self._config.run.seed, run_dir=self._run_dir, engine=self._client, model_type=model_type
@@ -283,7 +288,7 @@ class RolloutWorker:
         if not job.greedy:
             return []
         sampling = job.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": "all", "min_p": 0.0})
-        return await self._run(job, "greedy", seed_of(job.seed, job.num_samples), sampling)
+        return await self._run(job, GREEDY, seed_of(job.seed, job.num_samples), sampling)
 
     async def _score(self, job: Job, samples: list[Sample], greedy: list[Sample]) -> tuple[list[Sample], list[Sample]]:
         """Score the rollouts as a group, and the greedy one separately."""
@@ -311,7 +316,10 @@ class RolloutWorker:
             execution.resumed = progress.resumed.pop(execution.id, {})
             progress.rollouts.append(execution)
         made = await execute(self._components[job.eval_set].workflow_of(job.prompt), execution, job.prompt, timeout_s)
-        return [s if s.stop_reason is StopReason.ERROR else self._hooks.apply(s, job.prompt) for s in made]
+        made = [s if s.stop_reason is StopReason.ERROR else self._hooks.apply(s, job.prompt) for s in made]
+        if self._teacher is None or job.eval_set or name == GREEDY:
+            return made
+        return await with_teacher_logprobs(self._teacher, made, deadline_s=timeout_s)
 
     def share(self, group: PromptGroup, dropped_by: str = "") -> GroupRef:
         """Put a scored group into the store, whole and as flat arrays, and describe it for the driver."""

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from plasmid.protocols import Actor, EngineClient, Ref, call
+from plasmid.protocols import Actor, EngineClient, Ref, TeacherClient, call
 from plasmid.types.batch import GroupRef
 from plasmid.utils.waiting import run_together
 from plasmid_workflows.turns import Turn
@@ -24,7 +24,7 @@ class WorkerPool:
 
     actors: tuple[Actor, ...]
     rollout_s: float
-    """Maximum duration of a group's rollouts, which run concurrently, in seconds."""
+    """Maximum duration of a group's rollouts, which run concurrently, in seconds, including a teacher's answers."""
     reward_s: float
     """Maximum duration of all rewards of one sample, in seconds."""
     write_s: float
@@ -38,9 +38,9 @@ class WorkerPool:
     drawn: dict[str, Ref[tuple[Turn, ...]]] = field(default_factory=dict)
     """Turns of unfinished jobs at the last `snapshot`."""
 
-    async def open(self, client: EngineClient, *, limit_s: float) -> None:
-        """Open the components of every process, which may ask the engine from now on."""
-        await run_together(call(actor, limit_s, RolloutWorker.open, client) for actor in self.actors)
+    async def open(self, client: EngineClient, teacher: TeacherClient | None = None, *, limit_s: float) -> None:
+        """Open the components of every process, which may ask the engine and the teacher from now on."""
+        await run_together(call(actor, limit_s, RolloutWorker.open, client, teacher) for actor in self.actors)
 
     async def roll_out(self, job: Job) -> GroupRef:
         """Generate one prompt group. Raises errors of its rewards, `ActorDiedError` and `DeadlineError`."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from plasmid.components import Component
+from plasmid.components import Component, kind_of
 from plasmid.config.run import ModelConfig
 from plasmid.types import Completion, Floats, GenerateRequest, Ints, SamplingParams, StopReason, VersionSpan
 from plasmid_models.tokenization.tokenizer import Tokenizer
@@ -18,6 +18,8 @@ STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReas
 MOST_TOKENS, FEW_TOKENS = 2, 16
 """A text is tokenized again and may then have more tokens than were generated: at most this factor, and this many
 more."""
+LEAST_LOGPROB, ROUNDING = -1e4, 1e-3
+"""Range of log-probabilities: some servers return -9999 for a probability of 0; rounding can yield more than 0."""
 MAX_REASON = 1000
 """Maximum length of a server's error message, in characters."""
 
@@ -51,6 +53,8 @@ class ServerApi(Component, slot="server_apis"):
     """Whether requests contain the model name."""
     sampling_settings: ClassVar[frozenset[str]] = frozenset()
     """Settings of `SamplingParams.OPTIONAL` that requests contain."""
+    can_score: ClassVar[bool] = False
+    """Whether servers return log-probabilities of given tokens: `scoring_payload` and `token_logprobs` are defined."""
 
     @abstractmethod
     def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
@@ -63,14 +67,29 @@ class ServerApi(Component, slot="server_apis"):
         Raises `KeyError`, `TypeError`, `ValueError` or `IndexError` for an invalid response.
         """
 
+    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel) -> dict[str, Any]:
+        """Return the body of a request for log-probabilities of these tokens from position ``first`` (1 or more) on."""
+        raise NotImplementedError(f"{kind_of(self)}: can_score, but has no scoring_payload")
+
+    def token_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[Any]:
+        """Return the log-probabilities [L - first], unchecked, of a response to `scoring_payload`, which is untrusted.
+
+        Raises the errors of `completion`, also if the response is about other tokens.
+        """
+        raise NotImplementedError(f"{kind_of(self)}: can_score, but has no token_logprobs")
+
 
 class CompletionsApi(ServerApi):
-    """``/v1/completions`` of OpenAI. The text of a response is tokenized, unless the server returns tokens."""
+    """``/v1/completions`` of OpenAI. The text of a response is tokenized, unless the server returns tokens.
+
+    Scores given tokens by ``prompt_logprobs``, which is not part of OpenAI's API but of some servers.
+    """
 
     kind: Literal["openai"] = "openai"
     path: ClassVar[str] = "/v1/completions"
     names_model: ClassVar[bool] = True
     sampling_settings: ClassVar[frozenset[str]] = frozenset({"frequency_penalty", "presence_penalty", "logit_bias"})
+    can_score: ClassVar[bool] = True
 
     def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
         sampling = request.sampling
@@ -93,6 +112,36 @@ class CompletionsApi(ServerApi):
         known = len(values) == len(ids)
         logprobs = [np.nan if value is None else value for value in values] if known else [np.nan] * len(ids)
         return make_completion(request, ids, np.array(logprobs, np.float32), choice["finish_reason"])
+
+    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel) -> dict[str, Any]:
+        prompt = token_ids.tolist()
+        return {"model": model.name, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+
+    def token_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[Any]:
+        choice = answer["choices"][0]
+        found = choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
+        if found is None:
+            raise ValueError("the server returned no prompt_logprobs; use a server that does, or set teacher.api")
+        check_count(len(found), len(token_ids))
+        tokens = [(str(token), found[place]) for place, token in enumerate(token_ids.tolist()) if place >= first]
+        if missing := [token for token, entry in tokens if token not in entry]:
+            raise ValueError(f"got no log-probability of token {missing[0]}, which was sent")
+        return [entry[token]["logprob"] for token, entry in tokens]
+
+
+def check_count(found: int, expected: int) -> None:
+    """Raise ValueError unless a response has a log-probability for each token."""
+    if found != expected:
+        raise ValueError(f"got {found} log-probabilities for {expected} tokens")
+
+
+def check_logprobs(values: list[Any], count: int) -> Floats:
+    """Return a server's log-probabilities as [count] float32. Raises ValueError for anything that cannot be one."""
+    check_count(len(values), count)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST_LOGPROB <= value <= ROUNDING:
+            raise ValueError(f"got the log-probability {value!r:.100}; it must be a number from {LEAST_LOGPROB:g} to 0")
+    return np.minimum(np.array(values, np.float32), np.float32(0))
 
 
 def remaining_tokens(request: GenerateRequest) -> int:

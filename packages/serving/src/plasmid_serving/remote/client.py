@@ -17,9 +17,11 @@ from plasmid.utils import json_client
 from plasmid.utils.json_client import JsonClient, RequestOptions, ServerFailure
 
 from .apis import ServedModel, ServerApi, failed_completion
-from .settings import Server
+from .settings import Server, ServerAccess
 
 LONGEST_PAUSE_S = 20.0
+INVALID = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+"""Errors raised when reading an invalid response."""
 LEAST_BYTES = 1 << 20
 """Minimum limit on the response size, in bytes, for short completions."""
 BYTES_PER_TOKEN = 1024
@@ -33,7 +35,7 @@ class ServerClient:
         """``served`` is the model's name in requests."""
         self._settings, self._model, self._api = settings, model, api
         self._served = ServedModel(served, model, prompt=settings.prompt)
-        self.json = EngineServer(settings)
+        self.json = ServerConnection(settings)
         self._running: dict[str, asyncio.Task[Completion]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,15 +81,15 @@ class ServerClient:
             return self._api.completion(request, answer, self._served)
         except ServerFailure as error:
             return failed_completion(request, str(error))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        except INVALID as error:
             reason = f"not a valid answer: {one_line(error)}"
             return failed_completion(request, self.json.describe_error(self._api.path, reason))
 
 
-class EngineServer(JsonClient):
+class ServerConnection(JsonClient):
     """JSON client of the server."""
 
-    def __init__(self, settings: Server) -> None:
+    def __init__(self, settings: ServerAccess) -> None:
         asking = RequestOptions(
             attempts=settings.attempts,
             backoff_s=settings.backoff_s,
@@ -98,7 +100,7 @@ class EngineServer(JsonClient):
         super().__init__(
             settings.url,
             asking,
-            headers=lambda: authorization(settings.api_key_env),
+            headers=lambda: authorization(settings),
             library=partial(import_module, "httpx"),
         )
 
@@ -106,10 +108,10 @@ class EngineServer(JsonClient):
         return f"{self.shown}{path}: {reason.removeprefix('answered ')}"
 
 
-def authorization(variable: str) -> dict[str, str]:
+def authorization(settings: ServerAccess) -> dict[str, str]:
     """Return the header with the key. Raises `ConfigError` if the variable is not set."""
-    if not variable:
+    if not (variable := settings.api_key_env):
         return {}
     if not os.environ.get(variable):
-        raise ConfigError(f"rollout.api_key_env: {variable} is not set in the environment")
+        raise ConfigError(f"{settings.table}.api_key_env: {variable} is not set in the environment")
     return json_client.authorization(os.environ[variable])

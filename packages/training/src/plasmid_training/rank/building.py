@@ -8,7 +8,7 @@ from plasmid.components import ActorCritic
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 from plasmid.types import Role
-from plasmid_models.source import source
+from plasmid_models.source import has_teacher, source
 
 from .backend import RankBackend
 from .frozen import FrozenModel, HostWeights, load_frozen
@@ -23,7 +23,7 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
     policy = backend.build_policy(source(config, "model"))
     frozen = {
         role: load_frozen(backend, source(config, role.value), policy, policy_path=Path(config.model.path))
-        for role, needed in ((Role.REFERENCE, needs.reference), (Role.TEACHER, needs.teacher))
+        for role, needed in ((Role.REFERENCE, needs.reference), (Role.TEACHER, needs.teacher and has_teacher(config)))
         if needed
     }
     steps = max(0, run.batches - warmup) * run.steps_per_batch

@@ -169,7 +169,7 @@ class Learner:
     critic_warmup: int
     """Number of batches at the start of the run in which only the critic is trained."""
     frozen: Mapping[Role, FrozenModel]
-    """Reference and teacher, if the algorithm needs them."""
+    """Reference and teacher, if the algorithm needs them and the teacher is in the trainer."""
     reference: HostWeights | None
     """The reference, if the policy replaces it after every `reference_every` batches."""
     reference_every: int
@@ -184,6 +184,8 @@ class Learner:
             return token_outputs(self.policy.model, batch, rows, device=self.peers.device)
         if role is Role.CRITIC and self.critic is not None:
             return self.critic.values(batch, rows)
+        if role is Role.TEACHER and role not in self.frozen:
+            return _given_teacher_scores(rows).to(self.peers.device)
         if role not in self.frozen:
             raise ValueError(f"this trainer has no {role.value}")
         with self.frozen[role].activate() as model:
@@ -264,6 +266,16 @@ class Learner:
         placeholder = torch.zeros_like(microbatch.rollout_logprobs)
         inputs = loss_inputs(batch, microbatch, placeholder, None, scores=scores, advantages=advantages)
         return fused_loss(self.algorithm, inputs, weights)
+
+
+def _given_teacher_scores(rows: Rows) -> Tensor:
+    """Return the log-probabilities [T] that a teacher outside of the trainer computed. Raises ValueError."""
+    values = rows.teacher_logprobs
+    if values is None or np.isnan(values[rows.loss_mask]).any():
+        if rows.loss_mask.any():
+            raise ValueError("this trainer has no teacher, and samples of the batch have no teacher_logprobs")
+        return torch.zeros(len(rows.token_ids))
+    return torch.from_numpy(np.where(rows.loss_mask, values, np.float32(0)))
 
 
 @torch.no_grad()

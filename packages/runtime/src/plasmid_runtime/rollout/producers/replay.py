@@ -11,6 +11,7 @@ from typing import Any
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
 from plasmid.protocols import Store
+from plasmid.types import StopReason
 from plasmid.types.batch import GroupRef
 from plasmid.types.shared_groups import share
 
@@ -40,6 +41,8 @@ def check_replay(config: RunConfig, run_dir: Path) -> None:
     first = stored_batches(run_dir)[0]
     if config.trainer.replays_routing():
         _check_experts(first)
+    if config.algorithm.needs().teacher and config.teacher is not None and config.teacher.model_path() is None:
+        _check_teacher(first)
     if not config.algorithm.reads_rollout_logprobs():
         return
     for sample in (sample for group in read_samples(first) for sample in group.samples):
@@ -58,6 +61,16 @@ def _check_experts(path: Path) -> None:
             raise CheckpointError(
                 f"--replay: {path}: sample {sample.id} has no experts, which trainer.routing_replay needs; set it to "
                 "false, or replay another run"
+            )
+
+
+def _check_teacher(path: Path) -> None:
+    for sample in (sample for group in read_samples(path) for sample in group.samples):
+        is_trained = not sample.is_baseline and sample.stop_reason is not StopReason.ERROR
+        if is_trained and sample.num_generated and sample.teacher_logprobs is None:
+            raise CheckpointError(
+                f"--replay: {path}: sample {sample.id} has no teacher_logprobs, and a replay asks no server; set "
+                "teacher.path, or replay a run with this teacher"
             )
 
 

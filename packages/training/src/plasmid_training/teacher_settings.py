@@ -1,0 +1,28 @@
+"""``[teacher]`` with a path: a teacher that the trainer loads, and what it computes with it. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from plasmid.components import TeacherConfig
+from plasmid.config.run import RunConfig
+from plasmid.settings.trust import INERT_MODEL
+from plasmid.types import Role
+from plasmid_models.source import has_teacher
+
+
+class ModelTeacher(TeacherConfig):
+    """A frozen model that the trainer loads and scores samples with."""
+
+    kind: Literal["model"] = "model"
+    path: Annotated[str, INERT_MODEL] = "auto"
+    """Hugging Face folder, or name on the Hub; ``auto`` is the policy's initial model."""
+
+    def model_path(self) -> str:
+        return self.path
+
+
+def computed_roles(config: RunConfig, *, steps: int) -> tuple[Role, ...]:
+    """Return the roles that the trainer scores by forward passes: a teacher that runs elsewhere is not among them."""
+    roles = config.algorithm.roles(steps=steps)
+    return roles if has_teacher(config) else tuple(role for role in roles if role is not Role.TEACHER)

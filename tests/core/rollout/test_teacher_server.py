@@ -1,0 +1,264 @@
+"""A teacher that is a real HTTP server: its log-probabilities are those of its model, and anything else is refused."""
+
+import asyncio
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from plasmid.config.load import merge, resolve
+from plasmid.errors import ConfigError, EngineError
+from plasmid.testing.rewards import make_sample
+from plasmid_models.source import has_teacher, needed_models
+from plasmid_models.testing import make_tiny_model
+from plasmid_runtime.lifecycle.validation import check
+from plasmid_runtime.planning.plan import read_configs
+from plasmid_runtime.rollout.scored.teacher_scores import with_teacher_logprobs
+from transformers import AutoModelForCausalLM
+
+from tests.core.rollout.model_server import ModelServer
+
+TOKENS = np.array([7, 9, 12, 8, 30, 11, 10], np.int32)
+APIS = ["openai", "sglang"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("teacher"), num_layers=1, seed=11, initializer_range=0.2)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tiny_model):
+    data = tmp_path_factory.mktemp("taught") / "prompts.jsonl"
+    data.write_text('{"prompt": "say 1: ", "target": 1}\n' * 4)
+    return {
+        "model": {"path": str(tiny_model)},
+        "sampling": {"max_new_tokens": 6},
+        "data": {"path": str(data)},
+        "trainer": {"kind": "fsdp"},
+        "rollout": {"kind": "hf"},
+        "algorithm": {"kind": "opd"},
+        "run": {"rollout_timeout_s": 30.0},
+    }
+
+
+@pytest.fixture(scope="module")
+def servers(plain, teacher):
+    plain = {**plain, "algorithm": {"kind": "grpo"}, "rewards": [{"kind": "number"}], "data": {"path": "none"}}
+    made = {api: ModelServer(teacher, plain, sglang=api == "sglang") for api in APIS}
+    yield made
+    for server in made.values():
+        server.close()
+
+
+@pytest.fixture
+def reset(servers):
+    """Make the servers answer as they should, also after a test that changed them."""
+    saved = {api: server.encode for api, server in servers.items()}
+
+    def restore():
+        for api, server in servers.items():
+            server.faults, server.bodies, server.headers, server.refuse, server.delay_s = [], [], [], "", 0.0
+            server.change, server.encode = (lambda answer: answer), saved[api]
+
+    restore()
+    yield
+    restore()
+
+
+@pytest.fixture(params=APIS)
+def server(request, servers, reset):
+    return servers[request.param]
+
+
+def taught(plain, server, **settings):
+    return resolve(merge(plain, {"teacher": {"kind": "server", "url": server.url, "backoff_s": 0.01, **settings}}))
+
+
+def asked(config, token_ids=TOKENS, *, first=3, change=None, deadline_s=30.0):
+    """What the server answers once it is connected; ``change`` is called in between."""
+
+    async def ask():
+        client = pickle.loads(pickle.dumps(await config.teacher.connect(config)))  # as workers get it
+        if change is not None:
+            change()
+        try:
+            return await client.score(token_ids, first=first, deadline_s=deadline_s)
+        finally:
+            await client.disconnect()
+
+    return asyncio.run(ask())
+
+
+def test_the_values_are_those_of_the_servers_model(plain, teacher, server):
+    found = asked(taught(plain, server))
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64).eval()
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    wanted = [float(expected[place - 1, TOKENS[place]]) for place in range(3, len(TOKENS))]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert found.dtype == np.float32
+    body = server.bodies[-1]
+    assert body.get("prompt", body.get("input_ids")) == TOKENS.tolist()
+    assert body.get("logprob_start_len", 2) == 2  # the prompt's own values are not computed
+
+
+def test_a_sample_gets_values_on_its_loss_tokens_only(plain, server):
+    mask = np.array([0, 0, 1, 1, 0, 1, 0], bool)
+    sample = make_sample("x", token_ids=TOKENS, loss_mask=mask, rollout_logprobs=np.zeros(7, np.float32))
+    config = taught(plain, server)
+    whole = asked(config, first=1)
+
+    async def score(samples):
+        client = await config.teacher.connect(config)
+        try:
+            return await with_teacher_logprobs(client, samples, deadline_s=30.0)
+        finally:
+            await client.disconnect()
+
+    (scored,) = asyncio.run(score([sample]))
+    np.testing.assert_allclose(scored.teacher_logprobs, np.where(mask, np.append(0, whole), 0), atol=1e-6)
+    assert scored.stop_reason == sample.stop_reason and scored.timings["teacher_s"] > 0
+    assert server.bodies[-1].get("prompt", server.bodies[-1].get("input_ids")) == TOKENS[:6].tolist()
+    server.refuse = "8, 30, 11]"
+    (failed,) = asyncio.run(score([sample]))
+    assert failed.stop_reason == "error" and ": 400: " in failed.error and failed.error.startswith("teacher: http://")
+
+
+def test_a_busy_server_is_asked_again_and_a_slow_one_until_the_deadline(plain, server):
+    def make_busy():
+        server.faults = [503, 429]
+
+    config = taught(plain, server)
+    np.testing.assert_array_equal(asked(config, change=make_busy), asked(config))
+
+    def make_slow():
+        server.delay_s = 30.0
+
+    with pytest.raises(EngineError, match=r"^teacher: no answer from http://127.0.0.1:\d+ within 0.5 s$"):
+        asked(config, change=make_slow, deadline_s=0.5)
+
+
+def values_of(answer):
+    """The places of log-probabilities in an answer of either API: (container, key), in order."""
+    if "meta_info" in answer:
+        return [(row, 0) for row in answer["meta_info"]["input_token_logprobs"]][1:]
+    rows = answer["choices"][0]["prompt_logprobs"][1:]
+    return [(entry, "logprob") for row in rows for entry in row.values()]
+
+
+def replaced(value):
+    def change(answer):
+        container, key = values_of(answer)[-1]
+        container[key] = value
+        return answer
+
+    return change
+
+
+def cut(answer):
+    rows = answer["meta_info"]["input_token_logprobs"] if "meta_info" in answer else None
+    (answer["choices"][0]["prompt_logprobs"] if rows is None else rows).pop()
+    return answer
+
+
+def of_another_token(answer):
+    if "meta_info" in answer:
+        answer["meta_info"]["input_token_logprobs"][-1][1] = 5
+    else:
+        answer["choices"][0]["prompt_logprobs"][-1] = {"5": {"logprob": -1.0}}
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (cut, r"got \d log-probabilities for \d tokens"),
+        (of_another_token, "got (no|the) log-probability of token (10|5)"),
+        (replaced(math.nan), "got the log-probability nan; it must be a number from -10000 to 0"),
+        (replaced(-math.inf), "got the log-probability -inf"),
+        (replaced(0.5), "got the log-probability 0.5"),
+        (replaced(True), "got the log-probability True"),
+        (replaced("-1.0"), "got the log-probability '-1.0'"),
+        (replaced(None), "got the log-probability None"),
+        (replaced(10**400), "got the log-probability 1000"),
+        (lambda answer: {}, "'(choices|meta_info)'"),
+        (lambda answer: [], "list indices|no attribute"),
+        (lambda answer: {"choices": [{}], "meta_info": {}}, "returned no prompt_logprobs|'input_token_logprobs'"),
+    ],
+)
+def test_an_answer_without_a_log_probability_for_each_token_is_refused_in_one_line(plain, server, change, line):
+    def corrupt():
+        server.change = change
+
+    with pytest.raises(EngineError, match=rf"^teacher: http://\S+: not a valid answer: [^\n]*({line})[^\n]*$") as error:
+        asked(taught(plain, server), change=corrupt)
+    assert len(str(error.value)) < 400
+
+
+def test_an_endless_answer_is_cut_off(plain, server):
+    def flood():
+        server.change = lambda answer: {**answer, "more": "x" * (2 << 20)}
+
+    with pytest.raises(EngineError, match=r"the response has more than \d+ bytes"):
+        asked(taught(plain, server), change=flood)
+
+
+def test_another_tokenizer_is_refused_before_anything_is_sampled(plain, server):
+    encode = server.encode
+    server.encode = lambda text: [id_ + (i == 3) for i, id_ in enumerate(encode(text))]
+    wanted = r"^teacher.url: the server at \S+ has another tokenizer than the policy: where the policy encodes '.*' as "
+    with pytest.raises(EngineError, match=rf"{wanted}token \d+, it has token \d+; use a teacher with the policy's"):
+        asked(taught(plain, server))
+    server.encode = lambda text: [*encode(text), 4]
+    with pytest.raises(EngineError, match=r"it encodes a text as \d+ tokens, the policy as \d+"):
+        asked(taught(plain, server))
+    assert server.bodies == []
+
+
+def test_a_server_without_a_tokenizer_is_used_with_a_warning(plain, server, caplog):
+    server.encode = None
+    assert len(asked(taught(plain, server))) == 4
+    assert "has no /tokenize, so its tokenizer cannot be compared" in caplog.text
+
+
+def test_a_server_that_is_not_there_is_named_with_its_table(plain, server, monkeypatch):
+    with pytest.raises(EngineError, match=r"^teacher.url: cannot reach http://127.0.0.1:9: ConnectError"):
+        asked(resolve(merge(plain, {"teacher": {"kind": "server", "url": "http://127.0.0.1:9"}})))
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    config = taught(plain, server, api_key_env="SOME_KEY")
+    with pytest.raises(ConfigError, match=r"^teacher.api_key_env: SOME_KEY is not set in the environment$"):
+        check(config)
+    monkeypatch.setenv("SOME_KEY", "secret")
+    asked(config)
+    assert {headers.get("Authorization") for headers in server.headers} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"sampling": {"temperature": 0.7}}, r"sampling.temperature: must be 1 or 0 with teacher.kind = 'server', got"),
+        ({"teacher": {"path": "x"}}, r"teacher.path: "),
+        ({"teacher": {"kind": "serve"}}, r"teacher.kind: 'serve' is not installed; did you mean 'server'\?"),
+        ({"algorithm": {"kind": "grpo"}, "rewards": [{"kind": "number"}]}, r"teacher: algorithm 'grpo' .*never reads"),
+    ],
+)
+def test_recipes_that_a_server_cannot_teach_are_refused(plain, changes, line):
+    settings = {"teacher": {"kind": "server", "url": "http://host:1"}}
+    with pytest.raises(ConfigError, match=line):
+        resolve(merge(merge(plain, settings), changes))
+
+
+def test_the_trainer_loads_no_model_for_a_server_and_no_plan_counts_one(plain, teacher):
+    served = resolve(merge(plain, {"teacher": {"kind": "server", "url": "http://host:1/v1"}}))
+    assert [table for table, _ in needed_models(served)] == ["model"] and not has_teacher(served)
+    inside = resolve(merge(plain, {"teacher": {"path": str(teacher)}}))
+    assert list(needed_models(inside))[1:] == [("teacher", teacher)] and has_teacher(inside)
+    assert read_configs(served).keys() == {"model"} and read_configs(inside).keys() == {"model", "teacher"}
+
+
+def test_restricted_sampling_is_refused_before_anything_starts(plain):
+    changes = {"teacher": {"kind": "server", "url": "http://host:1"}, "sampling": {"top_p": 0.9}}
+    with pytest.raises(ConfigError, match=r"^teacher.kind: 'server' computes log-probabilities over all tokens, but"):
+        check(resolve(merge(plain, changes)))
