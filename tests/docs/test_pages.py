@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 from plasmid import load_config
+from plasmid.components import SLOTS
 from plasmid.config.load import validate
 from plasmid.config.run import RunConfig
 from plasmid.plugins.registry import find_components, load_plugins
@@ -84,7 +85,9 @@ def test_every_part_of_a_recipe_names_settings_that_there_are(name):
         if block.language == FRAGMENT and not block.name:
             for table, settings in tomllib.loads(block.text).items():
                 for item in settings if isinstance(settings, list) else [settings]:
-                    cls = slots[table][item["kind"]] if table in slots else RunConfig.model_fields[table].annotation
+                    cls = RunConfig.model_fields[table].annotation
+                    if table in slots:
+                        cls = slots[table][item.get("kind", SLOTS[table].default_kind)]
                     validate(cls, item, table)
 
 
