@@ -101,6 +101,19 @@ which are taken before the restriction, would be wrong; `trainer` accepts it, wi
 kept token costs 4 bytes in memory and, before compression, in the sample store: 200 MB for a million sampled tokens
 with sets of 50. The design and its reasons: [kept sets](design/kept-sets.md).
 
+## Reference
+
+```toml
+algorithm = { kind = "grpo", kl_coef = 0.01 }
+reference.update_every = 50
+```
+
+The KL in the loss or in the reward is measured to the reference: the policy's initial model, or `reference.path`.
+With `update_every`, the policy replaces it after every so many batches, so that the KL bounds the change since then and
+not since the start. The reference must have the policy's architecture; an adapter (LoRA) is refused, because its
+reference is the base model. Checkpoints contain the reference once it was replaced (`trainer-reference/`, in fp32), and
+a resumed run continues bit for bit.
+
 ## On-policy distillation
 
 ```toml

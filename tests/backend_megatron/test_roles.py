@@ -1,10 +1,13 @@
 """Reference, teacher and critic, and frozen weights, give what they give with FSDP."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from megatron_cases import ADAM, FSDP_ADAM, assert_alike, largest_difference, make_batch, outcome
+from megatron_cases import ADAM, FSDP_ADAM, assert_alike, fit, largest_difference, make_batch, outcome, weights_of
 from plasmid.errors import ModelError
+from plasmid.types.shared_groups import LocalStore
 from plasmid_models.testing import make_tiny_model
 from safetensors.torch import load_file
 
@@ -46,6 +49,53 @@ def test_a_reference_of_another_size_has_a_module_of_its_own(ranks, other_size, 
     both(ranks, tmp_path, {"pipeline_parallel": 2}, algorithm={"kl_coef": 0.5}, reference=other_size)
 
 
+def scored_by_a_server(batch):
+    """The batch with random log-probabilities of a teacher."""
+    random, groups = np.random.default_rng(3), []
+    for group in batch.groups:
+        rows = group.rows.get()
+        values = np.where(rows.loss_mask, -random.random(len(rows.token_ids)), 0).astype(np.float32)
+        groups.append(replace(group, rows=LocalStore().put(replace(rows, teacher_logprobs=values))))
+    return replace(batch, groups=tuple(groups))
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
+def test_a_teacher_that_is_a_server_teaches_what_it_teaches_with_fsdp(layout, ranks, tmp_path):
+    served = {"algorithm": {"kind": "opd"}, "teacher": {"kind": "server", "url": "http://host:1"}, "rewards": []}
+    ours, theirs = both(ranks, tmp_path, layout, batch=scored_by_a_server(make_batch()), **served)
+    for name in ("train/advantage_mean", "train/advantage_abs"):
+        assert ours.reports[0][name] == pytest.approx(theirs.reports[0][name], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"dtype": "bfloat16", "tensor_parallel": 2}]
+)
+def test_the_policy_replaces_the_reference(trainer, ranks, tmp_path):
+    """Every two batches, also after a resume from between: the KL of the next ones is the same bit for bit."""
+    options = {"algorithm": {"monitor_kl": True, "kl_estimator": "k1"}, "reference": {"update_every": 2}}
+    options |= {"num_ranks": 2, "trainer": ADAM | trainer}
+    batches = [make_batch(index=index) for index in range(5)]
+
+    async def run():
+        started, config = await ranks.start(**options)
+        reports = await fit(started, config, *batches[:3])
+        await started.save(tmp_path / "saved")
+        reports += await fit(started, config, *batches[3:])
+        return reports, await weights_of(started, tmp_path / "whole")
+
+    async def resume():
+        started, config = await ranks.start(**options)
+        await started.load(tmp_path / "saved")
+        return await fit(started, config, *batches[3:]), await weights_of(started, tmp_path / "resumed")
+
+    reports, whole = asyncio.run(run())
+    kls = [report["train/kl"] for report in reports]
+    assert kls[0] == kls[2] == kls[4] == 0 and abs(kls[1]) > 1e-4 and abs(kls[3]) > 1e-4
+    again, resumed = asyncio.run(resume())
+    assert [report["train/kl"] for report in again] == kls[3:]
+    assert largest_difference(whole, resumed) == 0
+
+
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
 def test_a_critic_learns_what_it_learns_with_fsdp(layout, ranks, other_weights, tmp_path):
     fsdp = {"critic": CRITIC["critic"] | {"eps": 1e-3}}
@@ -79,8 +129,6 @@ def test_a_part_of_a_fused_weight_cannot_be_frozen(ranks):
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(ranks, tiny_qwen, tmp_path):
-    import numpy as np
-
     batch = make_batch(num_groups=1)
     batch.groups[0].rewards[0] = np.nan
 
