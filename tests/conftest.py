@@ -25,8 +25,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "tests/rollout_sglang/" not in item.nodeid)
 
 
+def pytest_collection():
+    """Collect no garbage while tests are imported: it is one tenth of the time of the collection of tests."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """Exclude modules and tests from garbage collection: visiting them takes half a second each time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

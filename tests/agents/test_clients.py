@@ -3,10 +3,13 @@
 import asyncio
 import json
 
-import anthropic
-import openai
 import pytest
 from agent_cases import CALL, WEATHER, make_settings, served, shown
+
+from tests.lazy_module import LazyModule
+
+anthropic = LazyModule("anthropic")
+openai = LazyModule("openai")
 
 TOOL = {"type": "function", "function": WEATHER}
 ASKED = [{"role": "user", "content": "weather?"}]

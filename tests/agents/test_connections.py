@@ -3,14 +3,17 @@
 import asyncio
 import json
 
-import anthropic
 import httpx
-import openai
 import pytest
 from agent_cases import ScriptedEngine, make_rollout, make_settings, served, shown
 from plasmid.testing.rewards import make_prompt
 from plasmid_agents.server import AgentServer
 from plasmid_agents.session import Session
+
+from tests.lazy_module import LazyModule
+
+anthropic = LazyModule("anthropic")
+openai = LazyModule("openai")
 
 ASKED = [{"role": "user", "content": "hi"}]
 BODY = {"model": "m", "messages": ASKED, "max_tokens": 9}

@@ -4,11 +4,14 @@ import asyncio
 import json
 
 import numpy as np
-import openai
 import pytest
 from agent_cases import CALL, FORGETS, WEATHER, ScriptedEngine, make_chat_tokenizer, make_settings, served, shown
 from plasmid.types import StopReason
 from plasmid_models.tokenization.tokenizer import Tokenizer
+
+from tests.lazy_module import LazyModule
+
+openai = LazyModule("openai")
 
 TOOL = {"type": "function", "function": WEATHER}
 

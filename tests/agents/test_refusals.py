@@ -2,11 +2,14 @@
 
 import asyncio
 
-import anthropic
 import httpx
-import openai
 import pytest
 from agent_cases import WEATHER, ScriptedEngine, make_settings, served
+
+from tests.lazy_module import LazyModule
+
+anthropic = LazyModule("anthropic")
+openai = LazyModule("openai")
 
 ASKED = [{"role": "user", "content": "hi"}]
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import openai
 import torch
 from agent_cases import make_settings
 from plasmid.components import BuildContext
@@ -19,6 +18,10 @@ from plasmid_models.tokenization.tokenizer import Tokenizer
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_workflows.execution import Execution
 from transformers import AutoModelForCausalLM
+
+from tests.lazy_module import LazyModule
+
+openai = LazyModule("openai")
 
 LENGTH = 400
 ASKED = [{"role": "user", "content": "go on and on"}]

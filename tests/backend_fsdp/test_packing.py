@@ -11,7 +11,6 @@ from plasmid_models.testing import make_tiny_model
 from plasmid_training.batches import packed_attention, prefix_attention
 from plasmid_training.batches.collate import SharedPrefixes, collate
 from plasmid_training.batches.prefix_attention import DenseLayout, VarlenLayout
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -94,6 +93,8 @@ def test_layers_that_share_prefixes_compile_into_few_graphs(layout, graphs, tmp_
     model, plain = load("qwen3", tmp_path)
     monkeypatch.setattr(prefix_attention, "DenseLayout", layout)
     monkeypatch.setattr(packed_attention, "varlen_attn", bottom_right_attention)
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes most of a second
+
     counter = CompileCounterWithBackend("eager")
     for layer in model.model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=counter)

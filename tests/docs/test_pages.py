@@ -1,15 +1,19 @@
 """Every block of every page works, in the order of the page, and transcripts show what is really printed."""
 
 import re
+import shlex
 import tomllib
 
 import pytest
+import typer.main
 from plasmid import load_config
 from plasmid.components import SLOTS
 from plasmid.config.load import validate
 from plasmid.config.run import RunConfig
 from plasmid.plugins.registry import find_components, load_plugins
 from plasmid.settings.resume import changeable_settings
+from plasmid_cli.commands.arguments import load
+from plasmid_cli.main import cli
 from plasmid_runtime.observe.journal import read_journal
 from plasmid_runtime.observe.sample_columns import SCHEMA
 
@@ -40,8 +44,15 @@ READ = [
     "docs/workflows/environments.md",
     "docs/workflows/functions.md",
 ]
-LONG = {"docs/converting.md", "docs/filters.md", "docs/observability.md", "docs/tasks.md", "docs/workflows/agents.md"}
-"""Several runs each, of parts that have quick tests of their own."""
+LONG = set(READ) - {
+    "docs/quickstart.md",
+    "docs/debugging-rewards.md",
+    "docs/python.md",
+    "docs/sglang.md",
+    "docs/workflows/single-turn.md",
+    "docs/workflows/functions.md",
+}
+"""Several runs each, of parts that have quick tests of their own. Their commands are checked by a quick test."""
 FRAGMENT = "toml"
 """Without a name: part of a recipe, whose settings are checked."""
 ELSEWHERE = ("algorithms", "families", "hooks", "rewards")
@@ -55,6 +66,31 @@ def test_a_page_works_from_top_to_bottom(name, checkout):
     reader = Reader(checkout, in_one_process=True)
     reader.read(ROOT / name)
     assert reader.printed
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_command_of_a_page_has_options_and_settings_that_there_are(name, checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    parsers = typer.main.get_command(cli).commands
+    for block in blocks(ROOT / name):
+        if block.name and block.language != "text":
+            path = checkout / block.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+        elif block.language in ("bash", "console"):
+            for line, shown in block.commands():
+                command, *arguments = shlex.split(MAKE.get(line, line).partition(" #")[0])
+                arguments = ["--resume-auto" if a == "--resume=auto" else a for a in arguments]  # as `app` does
+                if command == "pip":
+                    return  # the plugins that it installs are unknown here
+                if command != "rl" or arguments[0].startswith("-") or any(s.startswith("error: ") for s in shown):
+                    continue
+                if {"-h", "--help"} & set(arguments):
+                    continue
+                given = parsers[arguments[0]].make_context(arguments[0], arguments[1:]).params
+                recipes = [item for item in given.get("items") or () if item.endswith(".toml")]
+                if recipes and all((checkout / recipe).exists() for recipe in recipes):
+                    load(given["items"], given["plugin"])
 
 
 @pytest.mark.long

@@ -48,43 +48,38 @@ def test_ifeval_counts_all_instructions_or_their_fraction_and_refuses_rows_that_
     assert (empty.value, empty.error) == (0.0, "the text is empty")
 
 
-def test_a_text_on_which_a_checker_raises_gets_the_failure_value():
-    """`format:quote_unquote` takes the last letter of a text, and this one has none."""
-    row = {"instruction_id_list": ["format:quote_unquote"], "kwargs": [{}]}
-
-    async def work():
-        reward = IFBench(workers=1)
-        try:
-            return [await reward(make_prompt(metadata=row), make_sample(text)) for text in ("(123)", "plain", '"no"')]
-        finally:
-            await reward.close()
-
-    scores = asyncio.run(work())
-    assert [score.value for score in scores] == [0.0, 1.0, 0.0]
-    assert scores[0].error == "the checker format:quote_unquote raised IndexError: string index out of range"
-    assert not scores[1].error and not scores[2].error
+RAISING = {"instruction_id_list": ["format:quote_unquote"], "kwargs": [{}]}
+RAISED = ("(123)", "plain", '"no"')
+"""The checker takes the last letter of a text, and the first has none."""
 
 
-def test_arguments_that_a_checker_cannot_use_are_an_error_of_the_row():
+def test_arguments_that_a_checker_cannot_use_are_an_error_of_the_row_and_texts_get_the_failure_value():
     rows = {
         "ratio:overlap": {},  # raises on every text
         "count:numbers": {"unknown": 1},  # raises before any text
     }
 
-    async def work(name, arguments):
-        reward = IFBench(workers=1)
-        try:
-            row = {"instruction_id_list": [name], "kwargs": [arguments]}
-            with pytest.raises(RewardError) as error:
-                await reward(make_prompt(metadata=row), make_sample("x"))
-            return str(error.value)
-        finally:
-            await reward.close()
-
-    for name, arguments in rows.items():
-        message = asyncio.run(work(name, arguments))
+    async def refuse(reward, name, arguments):
+        row = {"instruction_id_list": [name], "kwargs": [arguments]}
+        with pytest.raises(RewardError) as error:
+            await reward(make_prompt(metadata=row), make_sample("x"))
+        message = str(error.value)
         assert message.startswith(f"ifbench: prompt test:1: the checker of {name!r} cannot use its table in 'kwargs': ")
         assert message.endswith("; fix or remove the row") and "TypeError" in message
+
+    async def work():
+        reward = IFBench(workers=1)
+        try:
+            for name, arguments in rows.items():
+                await refuse(reward, name, arguments)
+            scores = [await reward(make_prompt(metadata=RAISING), make_sample(text)) for text in RAISED]
+        finally:
+            await reward.close()
+        assert [score.value for score in scores] == [0.0, 1.0, 0.0]
+        assert scores[0].error == "the checker format:quote_unquote raised IndexError: string index out of range"
+        assert not scores[1].error and not scores[2].error
+
+    asyncio.run(work())
 
 
 def test_ifbench_runs_its_checkers_and_names_data_that_are_missing(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from plasmid.errors import CheckpointError, DataError, RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import ReasoningGym, ReasoningGymSource
 from plasmid_rewards.gym import entries
+from plasmid_rewards.gym import source as gym_source
 from plasmid_rewards.gym.entries import OURS
 from plasmid_rewards.gym.generator import Generator
 from plasmid_runtime.data.curriculum import Curriculum
@@ -23,6 +25,20 @@ UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "w
 def encode(prompt, template):
     text = prompt if isinstance(prompt, str) else "|".join(m["content"] for m in prompt)
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32), text
+
+
+@pytest.fixture(scope="module")
+def generator():
+    """One process that creates entries, for sources of which none closes it."""
+    made = Generator()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def one_generator(generator, monkeypatch):
+    shared = SimpleNamespace(families=generator.families, make=generator.make, close=lambda: None)
+    monkeypatch.setattr(gym_source, "Generator", lambda: shared)
 
 
 def draw(stream, count):
@@ -51,11 +67,6 @@ def test_prompts_are_resumed_exactly_and_verified_in_another_process():
     assert [(p.id, p.text, p.target, p.metadata) for p in again] == [(p.id, p.text, p.target, p.metadata) for p in then]
     assert len({p.id for p in first + then}) == 24
     assert {p.metadata["reasoning_gym"]["family"] for p in first + then} == {"chain_sum", *UNSTEADY}
-    with pytest.raises(
-        CheckpointError,
-        match=r"data.instruction: is 'x', but the checkpoint was saved with 'Give .*; restore",
-    ):
-        source.model_copy(update={"instruction": "x"}).stream(encode, seed=5).restore(state)
     pairs = [(prompt, f"So.</think> <answer> {prompt.target} </answer>") for prompt in first + then]
     wrong = [(first[0], "<answer>no</answer>"), (first[0], f"{first[0].target}"), (first[0], "<answer>")]
     scores = ask(ReasoningGym(workers=1), *pairs, *wrong)
@@ -63,6 +74,18 @@ def test_prompts_are_resumed_exactly_and_verified_in_another_process():
     assert scores[-1].error == "no answer found (answer_in = 'tags')"
 
 
+@pytest.mark.usefixtures("one_generator")
+def test_a_state_of_other_settings_is_refused():
+    source = ReasoningGymSource(families=("chain_sum",))
+    state = source.stream(encode, seed=5).state()
+    with pytest.raises(
+        CheckpointError,
+        match=r"data.instruction: is 'x', but the checkpoint was saved with 'Give .*; restore",
+    ):
+        source.model_copy(update={"instruction": "x"}).stream(encode, seed=5).restore(state)
+
+
+@pytest.mark.usefixtures("one_generator")
 def test_a_curriculum_passes_over_families_that_are_solved():
     source = Curriculum(by="family", floor=0.01, source=ReasoningGymSource(families=("chain_sum", "gcd")))
     stream = source.stream(encode, seed=3)
@@ -72,7 +95,7 @@ def test_a_curriculum_passes_over_families_that_are_solved():
     stream.close()
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("one_generator")
 def test_evaluation_sets_end_and_draw_other_tasks_than_training():
     source = ReasoningGymSource(families=("chain_sum",), size=5, system="Be brief.", max_prompt_tokens=200)
     prompts = list(source.prompts(encode))
@@ -91,7 +114,7 @@ def test_evaluation_sets_end_and_draw_other_tasks_than_training():
         source.model_copy(update={"max_prompt_tokens": 9}).stream(encode, seed=0).draw()
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("one_generator")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -228,6 +251,7 @@ SMALL = {"chain_sum": {"max_terms": 2, "max_digits": 1, "min_digits": 1}, "gcd":
 """Families with a few hundred different tasks: two streams of seeds meet again and again."""
 
 
+@pytest.mark.usefixtures("one_generator")
 def test_no_task_of_an_evaluation_set_is_drawn_in_training(caplog):
     source = ReasoningGymSource(families=tuple(SMALL), options=SMALL)
     stream = source.stream(encode, seed=0)
@@ -250,6 +274,7 @@ def test_no_task_of_an_evaluation_set_is_drawn_in_training(caplog):
     resumed.close()
 
 
+@pytest.mark.usefixtures("one_generator")
 def test_families_with_too_few_tasks_to_hold_some_out_are_named():
     source = ReasoningGymSource(families=("count_bits",), options={"count_bits": {"min_n": 3, "max_n": 3}}, size=1)
     failures = []

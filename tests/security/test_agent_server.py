@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.security.agent_runs import END, WITHOUT_RAY, Waiting, make_policy
+from tests.security.rl_command import RL
 
 TURN = b'{"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}'
 PATHS = ("chat/completions", "completions", "messages", "messages/count_tokens")
@@ -19,15 +20,15 @@ CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "argum
 TOOL = {"name": "weather", "description": FORGED, "parameters": {"type": "object", "properties": {}}}
 
 
-@pytest.fixture(scope="module")
-def waiting(tmp_path_factory):
-    """A run of two agents that wait until the tests are over."""
+@pytest.fixture(scope="module", params=[WITHOUT_RAY, pytest.param(RL, marks=pytest.mark.long)], ids=["thread", "ray"])
+def waiting(request, tmp_path_factory):
+    """A run of three agents: one ends during the tests, the others wait until they are over."""
     folder = tmp_path_factory.mktemp("run")
     with make_policy(folder) as policy:
-        run = Waiting(folder, policy, ["first", "second"])
+        run = Waiting(folder, policy, ["first", "second", "ended"], rl=request.param)
         yield run
         samples, said = run.end()
-    assert [row["error"] for row in samples.values()] == [None, None]
+    assert [row["error"] for row in samples.values()] == [None] * 3
     assert "Traceback" not in said, "requests that are no HTTP leave no traceback in the log"
 
 
@@ -90,7 +91,7 @@ def test_a_stranger_without_a_key_gets_no_turn(waiting):
 
 def test_an_agent_cannot_take_turns_of_another_session(waiting):
     """A key opens its own session, and under another URL none."""
-    before, (mine, other) = turns(waiting), waiting.keys
+    before, (mine, other, _) = turns(waiting), waiting.keys
     assert len(mine) == 32 and mine != other
     assert post(waiting, f"/{mine}/v1/chat/completions") == 200
     assert post(waiting, f"/{'0' * 32}/v1/chat/completions", **{"x-api-key": mine}) == 401
@@ -219,13 +220,10 @@ def test_a_body_that_does_not_arrive_is_refused(waiting):
     assert post(waiting, path) == 200
 
 
-def test_a_key_ends_with_its_session(tmp_path):
-    with make_policy(tmp_path) as policy:
-        run = Waiting(tmp_path, policy, ["first", "second"], rl=WITHOUT_RAY)
-        (tmp_path / "end.first").touch()
-        path, until = f"/{run.keys[0]}/v1/chat/completions", time.monotonic() + 60
-        while (status := post(run, path)) == 200 and time.monotonic() < until:
-            time.sleep(0.2)
-        assert status == 401
-        assert post(run, f"/{run.keys[1]}/v1/chat/completions") == 200
-        run.end()
+def test_a_key_ends_with_its_session(waiting):
+    (waiting.folder / "end.ended").touch()
+    path, until = f"/{waiting.keys[2]}/v1/chat/completions", time.monotonic() + 60
+    while (status := post(waiting, path)) == 200 and time.monotonic() < until:
+        time.sleep(0.2)
+    assert status == 401
+    assert post(waiting, f"/{waiting.keys[1]}/v1/chat/completions") == 200

@@ -124,7 +124,8 @@ if __name__ == "__main__":
 '''
 ATTACKS = ["variables", "others_secrets", "kill_others", "daemon", "look_for_daemon", "fill_disk", "fill_disk_by_shell"]
 KINDS = {
-    "function": ('function = "attacker.py:run"', [*ATTACKS, "forge"], RL),
+    "function": ('function = "attacker.py:run"', [*ATTACKS, "forge"], WITHOUT_RAY),
+    "function-ray": ('function = "attacker.py:run"', [*ATTACKS, "forge"], RL),
     "program": (
         'command = ["python", "attacker.py"]',
         [*ATTACKS, "flood_output", "pipe_output", "device_output"],
@@ -133,7 +134,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(scope="module", params=["function", "program", pytest.param("function-ray", marks=pytest.mark.long)])
 def attacked(request, tmp_path_factory):
     """Folder and samples of a run in which each agent tries one attack, at the same time."""
     how, attacks, rl = KINDS[request.param]
@@ -174,7 +175,7 @@ def test_nothing_that_an_agent_has_started_outlives_its_rollout(attacked):
 
 def test_no_file_of_an_agent_grows_beyond_its_limit(attacked):
     folder, samples = attacked
-    kind = folder.name.rstrip("0123456789")
+    kind = "program" if folder.name.startswith("program") else "function"
     error = samples["fill_disk"]["error"]
     assert "File too large" in error or f"workflow.max_file_bytes = {MAX_BYTES}" in error
     assert (folder / f"large.{kind}").stat().st_size == MAX_BYTES

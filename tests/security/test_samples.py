@@ -91,6 +91,7 @@ def test_a_reward_that_is_broken_is_told_at_once(score):
         assert expected in sample["error"] and sample["error"].startswith("rewards.0 (trusting): ")
 
 
+@pytest.mark.long
 def test_a_text_on_which_a_checker_raises_gets_the_failure_value(score):
     row = {"instruction_id_list": ["format:quote_unquote"], "kwargs": [{}]}
     code, samples = score('{kind="ifbench", workers=1}', "(123)", "well", columns=row)

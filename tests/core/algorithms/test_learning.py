@@ -33,6 +33,7 @@ from plasmid_training.objective.objective import compute_advantages, loss_inputs
 PROMPTS, LENGTH, VOCAB = 4, 3, 5
 RIGHT = torch.tensor([[(p + t) % VOCAB for t in range(LENGTH)] for p in range(PROMPTS)])
 BATCHES = 25
+SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 REWARDED = {
     "grpo": GRPO(),
     "grpo with a kl": GRPO(kl_coef=0.01, monitor_kl=True, entropy_coef=0.001),
@@ -152,7 +153,7 @@ class Run:
 
 
 @pytest.mark.parametrize("name", REWARDED)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@SEEDS
 def test_the_reward_rises_within_25_batches_of_16_rollouts(name, seed):
     run = Run(REWARDED[name], seed)
     assert run.expected_reward() < 0.25
@@ -169,7 +170,7 @@ RESTRICTED = {
 
 
 @pytest.mark.parametrize("name", RESTRICTED)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@SEEDS
 def test_the_reward_rises_under_top_p_with_the_kept_sets_replayed(name, seed):
     run = Run(RESTRICTED[name], seed, top_p=0.9)
     assert run.expected_reward() < 0.25
@@ -178,7 +179,7 @@ def test_the_reward_rises_under_top_p_with_the_kept_sets_replayed(name, seed):
     assert run.expected_reward() > 0.75  # once the right token alone is left to draw from, there is nothing to learn
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@SEEDS
 def test_distillation_moves_the_policy_to_the_teacher(seed):
     run = Run(OPD(), seed)
     before = run.kl_to_teacher()
@@ -188,7 +189,7 @@ def test_distillation_moves_the_policy_to_the_teacher(seed):
     assert run.kl_to_teacher() < 0.05 * before
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@SEEDS
 def test_demonstrations_are_learned(seed):
     run = Run(SFT(), seed)
     for _ in range(BATCHES):
@@ -196,7 +197,7 @@ def test_demonstrations_are_learned(seed):
     assert -torch.log_softmax(run.policy, -1).gather(-1, RIGHT[..., None]).mean().item() < 0.05
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@SEEDS
 def test_the_critic_learns_what_rewards_to_expect(seed):
     run = Run(PPO(lam=1.0, whiten=False, value_clip="off"), seed)
     run.optimizer = torch.optim.Adam([run.critic], lr=0.02)

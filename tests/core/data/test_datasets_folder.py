@@ -4,12 +4,15 @@ import json
 import shutil
 import sys
 
-import datasets
 import numpy as np
 import pytest
 from plasmid.errors import CheckpointError, DataError
 from plasmid_runtime.data.files import Datasets
 from pyarrow import parquet
+
+from tests.lazy_module import LazyModule
+
+datasets = LazyModule("datasets")
 
 ROWS = [{"prompt": f"{i}+1=", "target": i + 1, "a": i} for i in range(10)]
 

@@ -8,6 +8,7 @@ import pytest
 from plasmid import load_config
 from plasmid.types.estimates import BatchLoad, EstimateContext
 from plasmid_models.estimates.accelerators import ACCELERATORS, find_accelerator, match_accelerator
+from plasmid_runtime.planning import changes as planning_changes
 from plasmid_runtime.planning.changes import find_change
 from plasmid_runtime.planning.load import Lengths, batch_load, read_lengths
 from plasmid_runtime.planning.plan import CONTEXT, choose_device, gpu_names, make_plan
@@ -211,7 +212,8 @@ def test_the_smallest_change_that_fits_is_found(plan, changes, device, settings)
     assert plan(*changes, *change.settings, device=device, load=load).fits, "it is what the user would type"
 
 
-def test_where_nothing_helps_there_is_no_change(plan):
+def test_where_nothing_helps_there_is_no_change(plan, monkeypatch):
+    monkeypatch.setattr(planning_changes, "MOST_SETTINGS", 2)  # the number of combinations grows with its power
     models = {"model": MODELS["DeepSeek-R1-BF16"]}
     made = plan(device="l4", models=models)
     assert find_change(made, lambda config: make_plan(config, models, ACCELERATORS["l4"], LOAD)) is None

@@ -138,7 +138,7 @@ def test_prompts_are_sampled_again_in_place_of_being_dropped(plain, kind):
     assert "stale" not in simulate(plain, chances, run, -1, 0, (kind, "resample"), [])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(**EVERYTHING)
 def test_nothing_is_lost_or_done_twice(plain, chances, run, rows, every, buffer, breaks):
     simulate(plain, chances, run, rows, every, buffer, breaks)

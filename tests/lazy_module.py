@@ -1,0 +1,11 @@
+"""Modules that are imported at their first use: each test process collects all tests and runs a part of them."""
+
+from importlib import import_module
+
+
+class LazyModule:
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        return getattr(import_module(self._name), name)
