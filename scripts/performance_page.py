@@ -167,7 +167,7 @@ def lines_of(table: Table) -> Iterator[str]:
 
 
 def page(text: str) -> str:
-    """Return the page with its tables written anew. Raises `KeyError` for an unknown table."""
+    """Return the page with regenerated tables. Raises `KeyError` for an unknown table."""
 
     def write(found: re.Match[str]) -> str:
         return found[1] + "".join(f"{line}\n" for line in lines_of(TABLES[found[2]]())) + "\n"

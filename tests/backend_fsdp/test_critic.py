@@ -214,7 +214,7 @@ def test_critic_folders_that_cannot_be_used(one_rank, tiny_model, tmp_path):
     model = AutoModelForTokenClassification.from_pretrained(tiny_model, num_labels=3)
     model.save_pretrained(path)
     assert start_error(one_rank, critic={"path": str(path)}) == (
-        f"critic.path: the weights in {path} do not fit its model: it has other shapes: "
+        f"critic.path: the weights in {path} do not fit its model: it has different shapes: "
         "score.weight is [3, 64] instead of [1, 64], score.bias is [3] instead of [1]"
     )
     assert start_error(one_rank, trainer={"critic": {"freeze": ["layer.9"]}}).startswith(

@@ -102,7 +102,7 @@ def test_the_policy_replaces_the_reference(kind, request, tiny_model, tmp_path):
 
 def test_a_reference_that_the_policy_cannot_replace_is_refused(one_rank, tmp_path):
     other = make_tiny_model(tmp_path / "other", hidden_size=32)
-    with pytest.raises(ModelError, match=r"reference\.update_every: .*/other has another architecture"):
+    with pytest.raises(ModelError, match=r"reference\.update_every: .*/other has a different architecture"):
         asyncio.run(one_rank.start(algorithm={"monitor_kl": True}, reference={"path": str(other), "update_every": 1}))
 
 
@@ -139,7 +139,7 @@ def test_teachers_that_cannot_be_used(one_rank, tmp_path):
     vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
     (other / "tokenizer.json").write_text(json.dumps(content))
     assert start_error(one_rank, other) == (
-        f"teacher.path: {other} has another vocabulary than the policy: '0' has id 7 in the policy, but id 8 there"
+        f"teacher.path: {other} has a different vocabulary than the policy: '0' has id 7 in the policy, but id 8 there"
     )
     del vocabulary["0"]
     (other / "tokenizer.json").write_text(json.dumps(content))

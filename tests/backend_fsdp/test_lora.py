@@ -388,7 +388,7 @@ BAD_FOLDERS = [
     (
         {},
         SHAPES | {"model.layers.0.self_attn.q_proj.lora_A.weight": (3, 32)},
-        "it has other shapes: model.layers.0.self_attn.q_proj.lora_A.weight is [3, 32] instead of [3, 64]",
+        "it has different shapes: model.layers.0.self_attn.q_proj.lora_A.weight is [3, 32] instead of [3, 64]",
     ),
 ]
 

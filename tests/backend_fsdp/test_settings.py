@@ -148,7 +148,7 @@ def test_model_folders_that_cannot_be_used(tmp_path):
     save_file(weights | {"model.extra": torch.zeros(1)}, path / "model.safetensors")
     assert build_error(make_config(path)) == misfit + "has unknown model.extra"
     save_file(weights | {"model.norm.weight": torch.zeros(3)}, path / "model.safetensors")
-    assert build_error(make_config(path)) == misfit + "has other shapes: model.norm.weight is [3] instead of [64]"
+    assert build_error(make_config(path)) == misfit + "has different shapes: model.norm.weight is [3] instead of [64]"
     (path / "config.json").write_text("{")
     assert build_error(make_config(path)).startswith(f"model.path: {path}/config.json cannot be read: ")
     (path / "config.json").write_text(json.dumps({"model_type": "vit"}))

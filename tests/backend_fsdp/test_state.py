@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_named(one_rank, tmp_path):
     wide = make_tiny_model(tmp_path / "wide", hidden_size=32)
     deep = make_tiny_model(tmp_path / "deep", num_layers=4)
     shallow = make_tiny_model(tmp_path / "shallow", num_layers=1)
-    other = f"{saved}: the checkpoint is of another model: "
+    other = f"{saved}: the checkpoint belongs to a different model: "
     assert load_error(one_rank, saved, model=wide) == (
         other + "weights.model.embed_tokens.weight is [57, 64] instead of [57, 32]"
     )
@@ -202,7 +202,7 @@ def test_a_checkpoint_without_the_critic_that_is_needed_says_so(one_rank, tmp_pa
 
     asyncio.run(save("grpo"))
     asyncio.run(save("ppo", algorithm=PPO))
-    another = "the checkpoint is of another algorithm: it has"
+    another = "the checkpoint belongs to a different algorithm: it has"
     message = load_error(one_rank, tmp_path / "grpo", algorithm=PPO)
     assert message == f"{tmp_path / 'grpo'}: {another} no critic"
     assert load_error(one_rank, tmp_path / "ppo") == f"{tmp_path / 'ppo'}: {another} a critic"

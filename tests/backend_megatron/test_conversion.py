@@ -264,10 +264,10 @@ def change_config(folder, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"intermediate_size": 96}, r"it has other shapes: \S*mlp.linear_fc1.weight \[4, 256, 64\] instead of \["),
+        ({"intermediate_size": 96}, r"it has different shapes: \S*mlp.linear_fc1.weight \[4, 256, 64\] instead of \["),
         (
             {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
-            r"it has other shapes: \S+ \[4, .*\] instead of \[3, ",
+            r"it has different shapes: \S+ \[4, .*\] instead of \[3, ",
         ),
         ({"num_hidden_layers": 3}, r"transformers cannot read its config: .*`num_hidden_layers` \(3\) must be equal"),
         ({"tie_word_embeddings": True}, r"it has unknown output_layer\.weight$"),

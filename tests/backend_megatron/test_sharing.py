@@ -59,7 +59,10 @@ def test_shared_rows_are_captured_whole(ranks, tmp_path):
     ("settings", "why"),
     [
         ({"context_parallel": 2}, "needs context_parallel = 1, got 2"),
-        ({"transformer": {"moe_aux_loss_coeff": 0.1}}, "needs no transformer.moe_aux_loss_coeff, which counts tokens"),
+        (
+            {"transformer": {"moe_aux_loss_coeff": 0.1}},
+            "cannot be used with transformer.moe_aux_loss_coeff, which counts tokens",
+        ),
     ],
     ids=str,
 )

@@ -141,7 +141,7 @@ def test_a_checkpoint_that_does_not_fit_says_so(ranks, tmp_path):
             await trainer.load(tmp_path / "none")
         await trainer.save(tmp_path / "saved")
         trainer, _ = await ranks.start(algorithm=PPO)
-        with pytest.raises(CheckpointError, match="the checkpoint is of another algorithm: it has no critic"):
+        with pytest.raises(CheckpointError, match="the checkpoint belongs to a different algorithm: it has no critic"):
             await trainer.load(tmp_path / "saved")
 
     asyncio.run(run())

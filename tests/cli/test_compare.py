@@ -241,7 +241,7 @@ def test_files_that_cannot_be_read_are_named(folder, caplog):
     assert (found.num_equal, found.weights_after, found.difference) == (4, 0, "")
     for line in (
         "run.json: is not used, as it cannot be read: ",
-        "config.json: is not used, as it is not what a run writes",
+        "config.json: is not used, as it was not written by a run",
         "manifest.json: cannot be read ",
     ):
         assert line in caplog.text

@@ -141,7 +141,7 @@ def test_stored_samples_are_scored_again_and_compared(rl, tmp_path):
         summary, rows = found(rl("--data", data, "--json")[1])
         assert summary["changed"] == 1
         assert (rows["0/0"]["before"], rows["0/0"]["reward"]) == (0.0, 1.0)
-    assert "1 have another reward than the stored one" in rl("--data", "run")[1]
+    assert "1 scored differently from the stored reward" in rl("--data", "run")[1]
 
 
 def test_an_evaluation_sets_own_rewards_can_be_asked(rl):

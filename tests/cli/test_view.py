@@ -174,5 +174,7 @@ def test_files_that_were_swapped_under_each_others_name_are_refused(make_run):
     aside.rename(second)
     steps = [int(file.stem.rpartition("-")[2]) for file in (first, second)]
     for step, other in (steps, reversed(steps)):
-        with pytest.raises(ConfigError, match=f"must hold samples of step {step}, but holds samples of step {other}:"):
+        with pytest.raises(
+            ConfigError, match=f"must contain samples of step {step}, but contains samples of step {other}:"
+        ):
             printed(load_run(run), step=step)

@@ -184,7 +184,7 @@ def test_resuming_what_cannot_be_resumed_says_why(rl, folder):
         (checkpoint / "state.json").write_text(content)
         lines = rl("train", "recipe.toml", "--resume")
         assert len(lines) == 1
-        found = "run/checkpoints: all checkpoints are damaged: batch-000002 (state.json is not what a run writes ("
+        found = "run/checkpoints: all checkpoints are damaged: batch-000002 (state.json was not written by a run ("
         assert lines[0].startswith(found + "run/checkpoints/batch-000002/state.json: ")
         assert lines[0].endswith("; restore one from a backup")
 

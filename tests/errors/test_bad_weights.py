@@ -86,7 +86,7 @@ def test_a_checkpoint_of_another_model_is_named(rl, real, capsys):
         printed=STARTING.format("run2") + "\n",
     )
     assert len(said) == 1
-    assert "the checkpoint is of another model: " in said[0]
+    assert "the checkpoint belongs to a different model: " in said[0]
     assert (real / "run" / "checkpoints" / "batch-000001" / "state.json").is_file()
     assert rl(
         "train", "recipe.toml", *SMALL, "run.batches=2", "model.path='other'", "--resume", "checkpoint.export=false"

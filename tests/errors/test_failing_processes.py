@@ -231,7 +231,7 @@ def test_a_disk_that_is_full_ends_the_run_with_one_line_and_it_goes_on_when_ther
         found = re.fullmatch(
             r"error: disk/run/checkpoints: cannot save batch (\d+): "
             r"(no space left on device|it needs about .* are free); "
-            r"disk/run/checkpoints/(batch-\d{6}) is intact; make room and continue with --resume",
+            r"disk/run/checkpoints/(batch-\d{6}) is intact; free some space and continue with --resume",
             said,
         )
         assert found is not None, said

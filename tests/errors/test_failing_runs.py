@@ -143,7 +143,7 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before_and_the_run_goes_o
     checkpoints = folder / "run" / "checkpoints"
     assert failure() == (
         "run/checkpoints: cannot save batch 3: file too large; run/checkpoints/batch-000002 is intact; "
-        "make room and continue with --resume"
+        "free some space and continue with --resume"
     )
     assert sorted(path.name for path in checkpoints.iterdir()) == ["batch-000001", "batch-000002"]
     assert [entry.step for entry in read_journal(folder / "run" / "metrics.jsonl")] == [1, 2, 3]

@@ -279,7 +279,9 @@ def megatron_state() -> Iterator[Check]:
         try:
             load_state(Path("trainer"), {})
         except CheckpointError as error:
-            if "the checkpoint is of another algorithm" not in str(error):  # read, and not of a trainer without models
+            if "the checkpoint belongs to a different algorithm" not in str(
+                error
+            ):  # read, and not of a trainer without models
                 raise
 
     yield check

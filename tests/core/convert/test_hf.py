@@ -205,7 +205,7 @@ def test_the_digest_of_a_file_is_checked(tmp_path):
     file.write_bytes(b"abc")
     verify_sha256(file, "BA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD")
     with pytest.raises(
-        ModelError, match=r"abc: has sha256 ba7816\w+, expected 00; the file is corrupt or another one$"
+        ModelError, match=r"abc: has sha256 ba7816\w+, expected 00; the file is corrupt or a different one$"
     ):
         verify_sha256(file, "00")
     with pytest.raises(ModelError, match=r"nowhere: cannot read: no such file or directory$"):

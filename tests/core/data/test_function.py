@@ -89,7 +89,7 @@ def test_a_function_that_makes_other_rows_is_refused_on_resume(code, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         opened(other).restore(stream.state())
     assert str(caught.value) == (
-        f"data.function: {other}:row returns another row at index 2 than when the checkpoint was saved; restore "
+        f"data.function: {other}:row returns a different row at index 2 than when the checkpoint was saved; restore "
         "the function, or start a new run"
     )
 

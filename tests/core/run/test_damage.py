@@ -159,10 +159,13 @@ FROM_OUTSIDE = {
         lambda c: shutil.copy(c.with_name("batch-000004") / "manifest.json", c),
         "more files are damaged",
     ),
-    "a pipe as manifest": (lambda c: pipe(c / "manifest.json"), "manifest.json cannot be read (is no regular file)"),
+    "a pipe as manifest": (lambda c: pipe(c / "manifest.json"), "manifest.json cannot be read (is not a regular file)"),
     "a folder as manifest": (lambda c: folder_instead(c / "manifest.json"), "manifest.json cannot be read"),
-    "a pipe as weights": (lambda c: pipe(c / "trainer/fake.json"), "trainer/fake.json is no regular file"),
-    "a folder as weights": (lambda c: folder_instead(c / "trainer/fake.json"), "trainer/fake.json is no regular file"),
+    "a pipe as weights": (lambda c: pipe(c / "trainer/fake.json"), "trainer/fake.json is not a regular file"),
+    "a folder as weights": (
+        lambda c: folder_instead(c / "trainer/fake.json"),
+        "trainer/fake.json is not a regular file",
+    ),
     "a link as weights": (lambda c: link_to_before(c / "trainer/fake.json"), "trainer/fake.json does not match"),
     "a pipe as state": (lambda c: pipe(c / "state.json"), "it has no readable state.json"),
     "a folder as state": (lambda c: folder_instead(c / "state.json"), "it has no readable state.json"),
@@ -173,7 +176,7 @@ FROM_OUTSIDE = {
     "one more file": (lambda c: (c / "workers/1.json").write_text("{}"), "workers/1.json is not in manifest.json"),
     "another name": (rename_to_later, "state.json is of batch 6: the folder was renamed"),
     "the state of another": (replace_by_state_of_before, "state.json is of batch 4: the folder was renamed"),
-    "a state of something": (write_other_state, "state.json is not what a run writes"),
+    "a state of something": (write_other_state, "state.json was not written by a run"),
     "a file as checkpoint": (lambda c: (shutil.rmtree(c), c.write_text("")), "it has no readable state.json"),
 }
 
@@ -213,7 +216,7 @@ def test_a_folder_that_may_not_be_read_is_named(finished, copy, caplog, monkeypa
 def test_a_file_in_place_of_the_checkpoints_is_named(finished, copy):
     shutil.rmtree(copy.checkpoints)
     copy.checkpoints.write_text("")
-    with pytest.raises(CheckpointError, match="checkpoints: is no folder of checkpoints; restore it from a backup"):
+    with pytest.raises(CheckpointError, match="checkpoints: is not a folder of checkpoints; restore it from a backup"):
         open_resume_point(copy, config_of(finished))
 
 
@@ -230,7 +233,7 @@ def test_lines_that_stand_twice_in_a_journal_are_dropped(finished, copy, caplog)
 def test_a_journal_or_sample_file_that_is_no_file_is_refused(finished, copy, damage):
     damage(copy.metrics)
     with pytest.raises(
-        CheckpointError, match=r"metrics.jsonl: cannot be repaired from .*: is no regular file; remove it"
+        CheckpointError, match=r"metrics.jsonl: cannot be repaired from .*: is not a regular file; remove it"
     ):
         open_resume_point(copy, config_of(finished))
 

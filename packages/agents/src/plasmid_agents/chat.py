@@ -72,7 +72,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the policy wrote in one turn, as the agent sees it."""
+    """One turn of the policy, in the form that the agent receives."""
 
     id: str
     text: str

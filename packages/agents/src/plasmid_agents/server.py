@@ -24,8 +24,8 @@ MAX_BODY = 16 << 20
 BODY_S = 60.0
 """Time limit for receiving the body of a request, in seconds."""
 KEEP_ALIVE_S = 5.0
-"""Interval of keep-alive events in a stream, in seconds: proxies close silent connections, and lost clients are
-noticed."""
+"""Interval of keep-alive events in a stream, in seconds. Without them, proxies would close idle connections, and
+disconnected clients would go unnoticed."""
 ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/messages and /v1/messages/count_tokens"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger(__name__)
@@ -44,17 +44,22 @@ http_log.addFilter(_HttpErrorFilter())
 
 
 class Wire(Protocol):
-    """One API's format, implemented by the modules in `wire`."""
+    """Request and response format of one API. Implemented by the modules in `wire`."""
 
-    def parse(self, data: object, sampling: SamplingParams) -> ChatRequest: ...
+    def parse(self, data: object, sampling: SamplingParams) -> ChatRequest:
+        """Parse the body of a request. Raises `RequestError`."""
 
-    def answer(self, request: ChatRequest, reply: Reply) -> dict[str, Any]: ...
+    def answer(self, request: ChatRequest, reply: Reply) -> dict[str, Any]:
+        """Return the body of a complete response."""
 
-    def events(self, request: ChatRequest, reply: Reply) -> Iterator[bytes]: ...
+    def events(self, request: ChatRequest, reply: Reply) -> Iterator[bytes]:
+        """Yield the server-sent events of a streaming response."""
 
-    def refusal(self, error: RequestError) -> tuple[int, dict[str, Any]]: ...
+    def refusal(self, error: RequestError) -> tuple[int, dict[str, Any]]:
+        """Return status and body of an error response."""
 
-    def refusal_event(self, error: RequestError) -> bytes: ...
+    def refusal_event(self, error: RequestError) -> bytes:
+        """Return the event that ends a stream with an error."""
 
 
 class AgentServer:

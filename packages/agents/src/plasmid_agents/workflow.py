@@ -48,13 +48,14 @@ class AgentWorkflow(Workflow):
     """Format in which the policy writes tool calls; ``auto`` is that of the model's family."""
     reasoning: Reasoning = "text"
     """How to return the policy's reasoning: as part of the text (``text``), or separately, as ``reasoning_content`` to
-    OpenAI's clients and as thinking to Anthropic's. It is what comes before ``</think>`` (``think``), or the analysis
-    channel of gpt-oss (``harmony``). ``auto`` is what plugins register for the model's family, else ``text``."""
+    OpenAI's clients and as thinking to Anthropic's. The reasoning is the text before ``</think>`` (``think``), or the
+    analysis channel of gpt-oss (``harmony``). ``auto`` is the format that plugins register for the model's family, else
+    ``text``."""
     keep_past: bool = False
     """Continue the sampled tokens even if the chat template would now drop earlier text of the policy, such as
     reasoning. If false, the conversation as the template renders it starts another sample."""
     unfollowed: Literal["refuse", "ignore"] = "refuse"
-    """What to do with requests for something that the run does not follow (another temperature, a forced tool, a
+    """How to handle request options that the run does not support (a different temperature, a forced tool, a
     response format, a seed): refuse them with an error that names it, or ignore the option."""
     environment: tuple[str, ...] = ()
     """Names of additional environment variables to pass to agents, such as keys for their tools. Agents always get

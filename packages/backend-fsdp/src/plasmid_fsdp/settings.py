@@ -17,7 +17,7 @@ from pydantic import Field
 
 from .optimizer_settings import CriticSettings, OptimizerSettings
 
-ON_CPU = "trainer.cpu_offload: requires GPUs, but the trainer is placed on the CPU; remove the setting"
+CPU_OFFLOAD_ERROR = "trainer.cpu_offload: requires GPUs, but the trainer is placed on the CPU; remove the setting"
 
 
 class FSDP(OptimizerSettings, LoRATrainerConfig):
@@ -35,9 +35,9 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; each layer is copied to the GPU to compute."""
     shard_ranks: Annotated[int, Field(ge=1)] | None = None
-    """Number of ranks that share one copy of the model, a divisor of `placement.trainer_ranks`; the ranks of further
-    copies only exchange gradients (hybrid sharding, HSDP). By default all ranks share one copy. A machine's number of
-    GPUs keeps the gathering of weights within machines."""
+    """Number of ranks over which each copy of the model is sharded (hybrid sharding, HSDP); must divide
+    `placement.trainer_ranks`. Copies exchange only gradients, so the number of GPUs per machine keeps weight gathering
+    within each machine. By default there is one copy, sharded over all ranks."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation; ``auto`` packs samples without padding, ``sdpa`` and ``eager`` pad them."""
     share_prefixes: Literal["auto"] | bool = "auto"
@@ -66,7 +66,7 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
     def check(self, config: RunConfig) -> None:
         """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
         if self.cpu_offload and config.placement.device == "cpu":
-            raise ConfigError(ON_CPU)
+            raise ConfigError(CPU_OFFLOAD_ERROR)
         ranks = config.placement.trainer_ranks
         if self.shard_ranks is not None and ranks % self.shard_ranks:
             raise ConfigError(

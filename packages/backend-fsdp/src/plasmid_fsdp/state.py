@@ -45,7 +45,7 @@ def save_state(path: Path, models: Mapping[str, ShardedModel], steps: Mapping[st
 def load_state(path: Path, models: Mapping[str, ShardedModel]) -> dict[str, int]:
     """Load weights and optimizer states in place; return the optimizer steps of each model.
 
-    From a checkpoint without optimizer states, the optimizers start anew and the steps are 0. Random generators are
+    From a checkpoint without optimizer states, the optimizers are reset and the steps are 0. Random generators are
     restored on ranks that existed when the checkpoint was saved. Raises `CheckpointError` if the checkpoint cannot be
     read, or is from another model or optimizer.
     """
@@ -95,10 +95,10 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
     saved = metadata.state_dict_metadata
     if _has_critic(saved) != _has_critic(expected):
         has = "a critic" if _has_critic(saved) else "no critic"
-        raise CheckpointError(f"{path}: the checkpoint is of another algorithm: it has {has}")
+        raise CheckpointError(f"{path}: the checkpoint belongs to a different algorithm: it has {has}")
     check_has_adapter(path, saved=_has_adapter(saved), expected=_has_adapter(expected))
     for part, hint in (
-        ("weights.", "the checkpoint is of another model"),
+        ("weights.", "the checkpoint belongs to a different model"),
         ("optimizer.", "the optimizer state does not match [trainer]"),
     ):
         ours = {name for name in expected if name.startswith(part)}
@@ -111,7 +111,7 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
         if not isinstance(entry, TensorStorageMetadata) or list(entry.size) != list(tensor.shape):
             size = list(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
             raise CheckpointError(
-                f"{path}: the checkpoint is of another model: {name} is {size} instead of {list(tensor.shape)}"
+                f"{path}: the checkpoint belongs to a different model: {name} is {size} instead of {list(tensor.shape)}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks before any process is started, and the start of all ranks."""
+"""Check the recipe before any process is started, and start all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plasmid_models.source import check_models
 from plasmid_training.batches.schedule import min_saving
 from plasmid_training.ranked_trainer import RankedTrainer, start_ranks
 
-from .settings import FSDP, ON_CPU
+from .settings import CPU_OFFLOAD_ERROR, FSDP
 
 if TYPE_CHECKING:
     from .backend import FSDPBackend
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
     """Start all ranks and load the models. Raises `ConfigError` or `ModelError` and leaves no process running."""
     if settings.cpu_offload and not context.on_gpu:
-        raise ConfigError(ON_CPU)
+        raise ConfigError(CPU_OFFLOAD_ERROR)
     check_models(context.config)
     packs = settings.attention == "auto"
     microbatching = settings.microbatching(

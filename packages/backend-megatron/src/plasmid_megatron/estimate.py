@@ -137,7 +137,7 @@ class MegatronEstimate:
         }
 
     def adapter_states(self, stage: int, base: float) -> dict[str, float]:
-        """Return the same for an adapter in fp32 and its frozen ``base``, of which the rank has so many weights."""
+        """Return the same for an adapter in fp32 and its frozen base model, of which the rank has ``base`` weights."""
         settings = self.settings
         share = self.stages[stage] / self.shape.layers / settings.tensor_parallel
         adapter = (self.adapter_parameters or 0) * share  # the matrix that is whole on every rank is the smaller part

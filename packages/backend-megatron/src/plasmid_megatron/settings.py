@@ -174,7 +174,10 @@ class Megatron(LoRATrainerConfig):
             return "needs a model without latent attention"
         for name in COUNT_TOKENS:
             if self.transformer.get(name):
-                return f"needs no transformer.{name}, which counts tokens: shared ones would be counted once"
+                return (
+                    f"cannot be used with transformer.{name}, which counts tokens: shared tokens would be counted only "
+                    "once"
+                )
         return None
 
     def num_parts(self, ranks: int) -> int:

@@ -25,7 +25,7 @@ Model = Mapping[str, Any]
 
 
 def layouts() -> dict[str, Callable[[], Any]]:
-    """Return what plugins register for this trainer, by model type."""
+    """Return the families that plugins register for this trainer, by model type."""
     found = loaded_families().items()
     return {name: family.layouts["megatron"] for name, family in found if "megatron" in family.layouts}
 

@@ -1,4 +1,4 @@
-"""Checks before any process is started, and the start of all ranks."""
+"""Check the recipe before any process is started, and start all ranks."""
 
 from __future__ import annotations
 

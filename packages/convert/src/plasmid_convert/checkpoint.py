@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stage_folder(target: Path, job: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yield a new folder beside ``target`` that is renamed to it at the end, or removed after an error.
+    """Yield a new folder next to ``target`` that is renamed to it at the end, or removed after an error.
 
     With ``job``, a conversion in parts, the folder is kept if the conversion is interrupted, and if there is one of the
     same job, that one is yielded again. Raises `ModelError` if ``target`` is not empty, if another process writes it,
@@ -228,7 +228,7 @@ def verify_sha256(path: Path, expected: str) -> None:
     except OSError as error:
         raise ModelError(f"{path}: cannot read: {(error.strerror or str(error)).lower()}") from None
     if found != expected.strip().lower():
-        raise ModelError(f"{path}: has sha256 {found}, expected {expected}; the file is corrupt or another one")
+        raise ModelError(f"{path}: has sha256 {found}, expected {expected}; the file is corrupt or a different one")
 
 
 def _report_progress(tensors: Iterable[tuple[str, Tensor]], progress: Progress | None) -> Iterator[tuple[str, Tensor]]:

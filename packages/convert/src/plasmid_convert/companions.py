@@ -50,7 +50,7 @@ class SourceModel:
 
 
 def find_source_model(path: Path, model: str, weights: Path) -> SourceModel:
-    """Find a checkpoint's model: the folder ``model``, or for ``auto`` files beside the weights or the run's recipe.
+    """Find a checkpoint's model: the folder ``model``, or for ``auto`` files next to the weights or the run's recipe.
 
     ``path`` is the path that the user gave, ``weights`` the folder in it with the weights. Raises `ModelError`.
     """

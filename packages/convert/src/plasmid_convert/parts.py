@@ -1,4 +1,4 @@
-"""Conversions in parts, which several processes write and which an interrupted conversion keeps.
+"""Conversions in parts. Several processes can write them, and finished parts are kept if a conversion is interrupted.
 
 The unfinished folder contains the folder `RECORDS`: ``job.json`` describes the conversion, and each finished part has
 a file with the names, sizes and hashes of its files, which is written after them.
@@ -29,7 +29,7 @@ class Progress(Protocol):
     """Observer of a conversion."""
 
     def start(self, num_bytes: int | None, kept: int) -> None:
-        """Begin: the tensors have ``num_bytes``, None if unknown, of which an earlier attempt wrote ``kept``."""
+        """Begin. ``num_bytes`` is the size of all tensors, None if unknown; an earlier attempt wrote ``kept`` of it."""
         ...
 
     def advance(self, name: str, num_bytes: int) -> None:
@@ -52,7 +52,7 @@ def pack(groups: Iterable[Sequence[TensorInfo]], max_bytes: int) -> list[list[Te
 
 
 def describe_job(source: Path, reader: Converter, writer: Converter, opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return what a conversion depends on, as JSON types: parts of another one must not be kept."""
+    """Return everything that a conversion depends on, as JSON types; parts of a different conversion are not kept."""
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     facts = [(path, path.stat()) for path in files]
     described = {
@@ -81,7 +81,7 @@ def begin(stage: Path, job: Mapping[str, Any]) -> None:
 
 
 def has_finished_parts(stage: Path) -> bool:
-    """Return True if the next attempt can keep something."""
+    """Return True if there are finished parts, which the next attempt keeps."""
     return any((stage / RECORDS).glob("part-*.json"))
 
 

@@ -37,7 +37,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What each process of a conversion needs to know."""
+    """Start-up arguments of each process of a conversion."""
 
     source: Path
     stage: Path
@@ -122,7 +122,7 @@ def _lost(process: BaseProcess) -> ClusterError:
 
 
 def _work(conversion: Conversion, connection: Connection) -> None:
-    """Write the parts whose numbers arrive, in a process of its own, until the main process ends."""
+    """Write the parts whose numbers arrive, in a separate process, until the main process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main process ends this one
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     import torch

@@ -69,7 +69,7 @@ class PlasmidError(Exception):
     """Base class for every error with a message meant for the user."""
 
     exit_code = EXIT_MISTAKE
-    """What `rl` ends with."""
+    """Exit code of `rl` after this error."""
 
 
 class ConfigError(PlasmidError, ValueError):

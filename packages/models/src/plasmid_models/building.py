@@ -1,4 +1,4 @@
-"""What all builders of transformers models share."""
+"""Code shared by all builders of transformers models."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def find_misfit(
     ]
     missing = [name for name in shapes if name not in found]
     surplus = [name for name in found if name not in shapes and name not in ignored]
-    for what, names in (("lacks", missing), ("has unknown", surplus), ("has other shapes:", others)):
+    for what, names in (("lacks", missing), ("has unknown", surplus), ("has different shapes:", others)):
         if names:
             return f"{what} {some_of(names)}"
     return ""

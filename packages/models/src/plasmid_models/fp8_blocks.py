@@ -89,7 +89,7 @@ class BlockSlice:
         return list(self._weight.get_shape())
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype of what is read."""
+        """Return safetensors' name of the dtype in which the matrix is read."""
         return "F32"
 
     def __getitem__(self, rows: slice | EllipsisType) -> Tensor:

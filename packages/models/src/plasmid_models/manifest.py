@@ -145,7 +145,7 @@ def _size(file: Path) -> int | None:
 
 def _size_damage(file: Path, name: str, size: int | None, expected: int) -> str:
     if size is None:
-        return f"{name} is {'no regular file' if os.path.lexists(file) else 'missing'}"
+        return f"{name} is {'not a regular file' if os.path.lexists(file) else 'missing'}"
     return "" if size == expected else f"{name} has {size} bytes instead of {expected}"
 
 

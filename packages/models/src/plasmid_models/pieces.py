@@ -63,7 +63,7 @@ Pieces = Mapping[str, tuple[Piece, ...]]
 
 
 def pieces_of(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
-    """Return what transformers splits and renames when it saves the model, which may be on the meta device.
+    """Return the pieces into which transformers splits tensors when it saves the model, which may be on meta device.
 
     Covers stacked and concatenated tensors; tensors with other conversions are left out.
     """

@@ -32,8 +32,8 @@ def check_vocabulary(where: str, path: Path, *, policy: Path, tokenizer: Path) -
         if known.get(token) != id_:
             other = f"id {known[token]}" if token in known else "is missing"
             raise ModelError(
-                f"{where}.path: {path} has another vocabulary than the policy: {token!r} has id {id_} in the policy, "
-                f"but {other} there"
+                f"{where}.path: {path} has a different vocabulary than the policy: {token!r} has id {id_} in the "
+                f"policy, but {other} there"
             )
 
 

@@ -53,7 +53,7 @@ class InWorkers(Reward):
 
     @abstractmethod
     def work(self) -> Work:
-        """Return what the workers run. It receives a prompt and samples, and answers with `pack_scores`."""
+        """Return the work of the workers. It receives a prompt and samples, and answers with `pack_scores`."""
 
     def failure(self) -> float:
         """Return the value of a sample that could not be judged."""

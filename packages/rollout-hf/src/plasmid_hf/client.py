@@ -52,7 +52,7 @@ class RequestBatcher:
         await asyncio.gather(*(call(actor, ANSWER_S, EngineWorker.abort, request_ids) for actor in self._actors))
 
     async def fetch_partial(self, request_ids: Sequence[str]) -> list[Completion]:
-        """What requests have drawn so far: see `EngineClient.fetch_partial`."""
+        """Return the tokens generated so far by running requests: see `EngineClient.fetch_partial`."""
         asked = [[id_ for id_ in request_ids if id_ in opened] for opened in self._open]
         unsent = set(request_ids).difference(*asked)
         found = await asyncio.gather(
@@ -180,7 +180,7 @@ class HFClient:
         await self._loop_batcher().abort(request_ids if request_ids == "all" else tuple(request_ids))
 
     async def fetch_partial(self, request_ids: Sequence[str]) -> Sequence[Completion]:
-        """What requests have drawn so far, while they go on."""
+        """Return the tokens generated so far by running requests: see `EngineClient.fetch_partial`."""
         return await self._loop_batcher().fetch_partial(tuple(request_ids))
 
     async def end_sessions(self, session_ids: Sequence[str]) -> None:

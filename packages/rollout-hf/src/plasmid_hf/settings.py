@@ -37,13 +37,13 @@ class HF(RolloutEngineConfig):
     kv_memory_fraction: float = Field(0.5, gt=0.0, le=0.95)
     """Fraction of the GPU memory left after loading the model that the KV cache may use."""
     pause_mode: PauseMode = "in_place"
-    """What happens to running requests at a weight sync: they finish first (``wait``), are cut off (``abort``), or
+    """Treatment of running requests at a weight sync: they finish first (``wait``), are cut off (``abort``), or
     are paused and continue under the new policy (``in_place``)."""
     recompute_kv: bool = True
     """Recompute the KV cache of paused requests after a weight sync, so that a token's log-probability is that of
     the policy version that sampled it. If false, earlier tokens keep the keys and values of the older policy."""
     bucket_bytes: int = Field(32 << 20, ge=1 << 10)
-    """Maximum size of a weight-sync bucket, in bytes; a larger tensor gets a bucket of its own."""
+    """Maximum size of a weight-sync bucket, in bytes; a larger tensor gets its own bucket."""
     canary_every: int = Field(10, ge=0)
     """Interval, in policy versions, at which the log-probabilities of engine and trainer are compared on a fixed
     prompt. The first version is always checked; 0 disables the check."""

@@ -51,7 +51,7 @@ END_S = 20.0
 
 
 class Work(Protocol):
-    """What a worker runs. It is pickled to get there."""
+    """The work of a worker, which is pickled and sent to it."""
 
     def warm(self) -> None:
         """Import and open what calls need."""
@@ -150,7 +150,7 @@ def _answers(work: Work, calls: list[Any], setup: dict[str, Any]) -> Iterator[by
             answer, more = _receive(reading, child, setup)
             if answer == OUT_OF_MEMORY:
                 if index > 0:
-                    return  # earlier calls used some of the memory, so it gets a fork of its own
+                    return  # earlier calls used some of the memory, so this one gets a new fork
                 failed = f"exceeded memory_mb = {setup['memory_bytes'] >> 20}"
                 answer, more = _encode({"failed": failed}), False
             yield answer

@@ -30,7 +30,7 @@ POLL_S = 0.05
 RETRIED = (502, 503)
 """Status codes of a server that is starting, or of a router that lost its server. A retry may succeed."""
 SERVER_LOST = b"error sending request"
-"""What a router says, with status 500, of a server that has just ended."""
+"""Text of a router's response, with status 500, if a server has just ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +222,7 @@ class _LoopClient:
                         raise _UnavailableError(f"{url} answered {reply.status}")
                     data = await read_answer(reply, _max_bytes(request, allowed))
                     if reply.status == HTTPStatus.INTERNAL_SERVER_ERROR and SERVER_LOST in data:
-                        raise _UnavailableError(f"{url}: its server is gone")
+                        raise _UnavailableError(f"{url}: its server has ended")
                     answer = orjson.loads(data)
                     return self._dialect.completion(request, reply.status, answer)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:

@@ -212,7 +212,9 @@ class ServersEngine:
         first = next(iter(receipts.values()))
         for server, receipt in receipts.items():
             if (receipt.num_tensors, receipt.buckets) != (first.num_tensors, first.buckets):
-                raise SyncError(f"weight sync of version {version}: {server.name} received other bytes than the others")
+                raise SyncError(
+                    f"weight sync of version {version}: {server.name} received different bytes than the others"
+                )
         for server in receipts:
             if server.condition is Condition.WAITING:
                 server.condition = Condition.SERVING

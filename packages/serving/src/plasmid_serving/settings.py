@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ServerGroup(Settings):
-    """Servers with arguments of their own."""
+    """A group of servers with additional arguments."""
 
     engines: int = Field(ge=1)
     """Number of servers."""
@@ -48,7 +48,7 @@ class ServersConfig(RolloutEngineConfig):
     max_requests: int = Field(256, ge=1)
     """Maximum number of open requests per rollout worker; further requests wait in the worker."""
     pause_mode: PauseMode = "abort"
-    """What happens to running requests at a weight sync: they finish first (``wait``), are aborted and sent again
+    """Treatment of running requests at a weight sync: they finish first (``wait``), are aborted and sent again
     with their tokens so far (``abort``), or are paused and continue under the new policy (``in_place``)."""
     recompute_kv: bool = True
     """With pause_mode = "in_place": recompute the KV cache of paused requests after a weight sync."""
@@ -57,7 +57,7 @@ class ServersConfig(RolloutEngineConfig):
     gloo (``broadcast``), files in the run folder (``disk``), or downloads from the trainer (``http``). ``auto`` is
     ipc or broadcast on GPUs, disk on the CPU."""
     bucket_bytes: int = Field(256 << 20, ge=1 << 10)
-    """Maximum size of a weight-sync bucket, in bytes; a larger tensor gets a bucket of its own."""
+    """Maximum size of a weight-sync bucket, in bytes; a larger tensor gets its own bucket."""
     read_back_every: int = Field(10, ge=0)
     """Interval, in weight syncs, at which the engine's own parameters are compared with what was sent. The first
     sync is always checked; 0 disables the check."""

@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovedStorage:
-    """A GPU storage that was moved out; `content` is its copy on the host, None if it was discarded."""
+    """A GPU storage whose memory was freed. `content` is its copy on the host; None if the content was discarded."""
 
     storage: UntypedStorage
     size: int
@@ -25,7 +25,7 @@ class OffloadedMemory:
     """
 
     def __init__(self) -> None:
-        self._away: list[MovedStorage] = []
+        self._offloaded: list[MovedStorage] = []
         self._pinned: dict[int, Tensor] = {}
         """Pinned buffers by GPU storage."""
 
@@ -39,29 +39,29 @@ class OffloadedMemory:
         moved = [MovedStorage(s, s.nbytes(), self._copy(s) if keep else None) for s in found.values()]
         if found:
             torch.cuda.synchronize()  # finish the copies before freeing their source
-        for one in moved:
-            one.storage.resize_(0)
-        self._away += moved
+        for item in moved:
+            item.storage.resize_(0)
+        self._offloaded += moved
 
     def restore(self) -> None:
         """Undo every `move_out` since the last `restore`."""
-        for one in self._away:
-            one.storage.resize_(one.size)
-            if one.content is None:
-                _bytes(one.storage).zero_()
+        for item in self._offloaded:
+            item.storage.resize_(item.size)
+            if item.content is None:
+                _bytes(item.storage).zero_()
             else:
-                _bytes(one.storage).copy_(one.content, non_blocking=True)
-        if self._away:
+                _bytes(item.storage).copy_(item.content, non_blocking=True)
+        if self._offloaded:
             torch.cuda.synchronize()
-        there = {one.storage._cdata for one in self._away}
-        self._pinned = {key: kept for key, kept in self._pinned.items() if key in there}
-        self._away.clear()
+        restored = {item.storage._cdata for item in self._offloaded}
+        self._pinned = {key: buffer for key, buffer in self._pinned.items() if key in restored}
+        self._offloaded.clear()
 
     def _copy(self, storage: UntypedStorage) -> Tensor:
-        kept = self._pinned.get(storage._cdata)
-        if kept is None or kept.numel() != storage.nbytes():
-            kept = self._pinned[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-        return kept.copy_(_bytes(storage), non_blocking=True)
+        buffer = self._pinned.get(storage._cdata)
+        if buffer is None or buffer.numel() != storage.nbytes():
+            buffer = self._pinned[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        return buffer.copy_(_bytes(storage), non_blocking=True)
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

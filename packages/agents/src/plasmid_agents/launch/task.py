@@ -11,12 +11,12 @@ from plasmid.types import Prompt
 
 
 class AgentFailed(Exception):
-    """An agent raised, exited with an error, or died. The message tells which."""
+    """An agent raised, exited with an error, or died. The message says which of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What an agent returned."""
+    """The result of an agent."""
 
     answer: str | None = None
     """Text that rewards see instead of the policy's last turn; None if the agent returned no answer."""

@@ -21,7 +21,7 @@ MAX_FILE = 1 << 30
 
 
 class ServerLostError(Exception):
-    """The connection ended, or received something other than MCP. The message tells which."""
+    """The connection ended, or received something other than MCP. The message says which of these."""
 
 
 class Transport(Protocol):

@@ -54,7 +54,7 @@ def load_state(path: Path, models: Trained) -> Mapping[str, int]:
     steps = _steps(path, common)
     if set(steps) != set(models):
         has = "a critic" if "critic" in steps else "no critic"
-        raise CheckpointError(f"{path}: the checkpoint is of another algorithm: it has {has}")
+        raise CheckpointError(f"{path}: the checkpoint belongs to a different algorithm: it has {has}")
     adapter = models["policy"].adapter
     check_has_adapter(path, saved="adapter" in common, expected=adapter is not None)
     if adapter is not None:

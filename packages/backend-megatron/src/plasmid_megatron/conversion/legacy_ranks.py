@@ -98,7 +98,7 @@ class RankFiles:
             whole = join(entry.name, parts, entry.weight) if split else parts[0]
         if whole.shape != wanted:
             shapes = f"{list(whole.shape)} instead of {list(wanted)}"
-            raise ModelError(f"{self._error_prefix} has other shapes: {entry.weight.own_name} {shapes}")
+            raise ModelError(f"{self._error_prefix} has different shapes: {entry.weight.own_name} {shapes}")
         return whole
 
     def _parts_of(self, entry: Entry) -> list[Tensor]:

@@ -32,7 +32,7 @@ class OpenMegatron:
     """Implements `plasmid.components.OpenCheckpoint`."""
 
     def __init__(self, outline: Outline, weights: Weights, *, dtype: str | None, of_run: bool) -> None:
-        """Floating-point weights are cast to ``dtype``; those ``of_run`` are completed by what it does not train."""
+        """Cast floating-point weights to ``dtype``. With ``of_run``, add the weights that runs do not train."""
         self._outline, self._weights, self._dtype, self._of_run = outline, weights, dtype, of_run
         self.tensors: list[TensorInfo] = [info for entry in outline.entries for info in self._describe(entry)]
         if of_run:
@@ -58,7 +58,7 @@ class OpenMegatron:
 
 
 class TorchDistParts:
-    """Writes the distributed format, files of its own for each part. Implements `plasmid.components.PartWriter`."""
+    """Writes the distributed format, with separate files for each part. Implements `plasmid.components.PartWriter`."""
 
     def __init__(self, folder: Path, outline: Outline, *, leave_out: tuple[str, ...], max_bytes: int) -> None:
         """``leave_out``: prefixes of the names of tensors that are not written."""

@@ -106,9 +106,9 @@ class Outline:
         try:
             whole: Tensor = self.architecture.bridge._weight_to_mcore_format(entry.name, parts)
         except (AssertionError, RuntimeError, IndexError):
-            raise ModelError(f"the weights do not fit the model: the source has other shapes: {shapes}") from None
+            raise ModelError(f"the weights do not fit the model: the source has different shapes: {shapes}") from None
         if whole.shape != entry.weight.tensor.shape:
-            raise ModelError(f"the weights do not fit the model: the source has other shapes: {shapes}")
+            raise ModelError(f"the weights do not fit the model: the source has different shapes: {shapes}")
         return whole
 
 
@@ -155,7 +155,7 @@ def _entries(module: nn.Module, architecture: Architecture) -> Iterator[Entry]:
 def _make_single_rank_groups() -> Iterator[None]:
     """Create process groups of one rank, which Megatron needs to build modules."""
     if dist.is_initialized():
-        raise RuntimeError("checkpoints are converted in a process of their own, not in that of a rank")
+        raise RuntimeError("checkpoints must be converted in a separate process, not in that of a rank")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         define_router_gemm()

@@ -57,7 +57,7 @@ class LowRank(nn.Module):
             split.tensor_model_parallel = True  # type: ignore[attr-defined]
             split.partition_dim = int(self._splits_input)  # type: ignore[attr-defined]
             split.partition_stride = 1  # type: ignore[attr-defined]
-        # each rank then has other tokens: Megatron sums the gradients
+        # each rank then has different tokens: Megatron sums the gradients
         whole.sequence_parallel = self._splits_sequence  # type: ignore[attr-defined]
         for parameter in (self.lora_A, self.lora_B):
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

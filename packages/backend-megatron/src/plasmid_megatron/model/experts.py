@@ -1,6 +1,6 @@
 """Experts of a layer: matrix products that are computed together, and replay of the experts that the engine chose.
 
-Megatron-Core has grouped matrix products for TransformerEngine and for a library of its own only; without either, it
+Megatron-Core has grouped matrix products only for TransformerEngine and for its own library; without either, it
 computes one expert after another.
 """
 
@@ -55,7 +55,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 class _GroupedLinear(torch.autograd.Function):
     """Product of tokens [t, in], sorted by expert, with each expert's weight [out, in].
 
-    The weights are parameters of their own, so they are stacked for each product, and again in the backward pass: kept
+    The weights are separate parameters, so they are stacked for each product, and again in the backward pass: kept
     for it, the copies of all layers would double the memory of the weights.
     """
 

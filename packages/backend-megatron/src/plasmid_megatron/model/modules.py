@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from .norm import RMSNorm
 
 LATENT_EPS = 1e-6
-"""Of the norms of compressed queries, keys and values in transformers, whatever ``rms_norm_eps`` is."""
+"""Epsilon of the norms of compressed queries, keys and values in transformers, regardless of ``rms_norm_eps``."""
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]

@@ -19,7 +19,7 @@ IMPL = "transformer_engine"
 def engine_block_spec(config: TransformerConfig, *, chunk: int | None) -> Any:
     """Return the spec of this pipeline rank's layers.
 
-    Raises `ModelError` if TransformerEngine is not installed or would compute another function than the model.
+    Raises `ModelError` if TransformerEngine is not installed or would compute a different function than the model.
     """
     if not te.HAVE_TE:
         raise ModelError(

@@ -64,7 +64,7 @@ class Family:
     """How Megatron computes the models of one ``model_type``. Plugins subclass it and return an instance."""
 
     bridge: type[Bridge]
-    """mbridge's class with the configuration and the names of weights; norms are modules of their own in our layers."""
+    """mbridge's class with the configuration and the names of weights; norms are separate modules in our layers."""
 
     def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
         """Yield the settings of the model that Megatron would compute differently, as ``setting = value``."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", "score.")
 """Prefixes of the names of a language model's weights; those of optimizers and critics differ."""
 ADAPTER_PREFIX = "adapter."
-"""Prefix of the names of an adapter's matrices, of which a checkpoint has nothing else."""
+"""Prefix of the names of an adapter's matrices. The checkpoint of an adapter contains no other weights."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Weights with a row per token. Their rows are padded, so that they can be split over tensor-parallel ranks."""
 
@@ -110,7 +110,7 @@ class TorchDist:
         if rows is None and size == wanted:
             return self._files.read(place.key, place.start, place.shape).reshape(place.data.shape)
         if rows is None or size[1:] != wanted[1:]:
-            raise ModelError(f"{self._error_prefix} has other shapes: {place.key} {size} instead of {wanted}")
+            raise ModelError(f"{self._error_prefix} has different shapes: {place.key} {size} instead of {wanted}")
         if size[0] < rows:
             raise ModelError(
                 f"{self._error_prefix} has {size[0]} vocabulary rows in {place.key}, at least {rows} are required"

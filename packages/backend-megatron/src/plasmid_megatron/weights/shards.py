@@ -114,7 +114,7 @@ def load_weights(
             own = split(name, whole, weight)
             if own.shape != weight.tensor.shape:
                 shapes = ", ".join(f"{n} {list(part.shape)}" for n, part in zip(names, parts, strict=True))
-                raise ModelError(_misfit(path, where, f"has other shapes: {shapes}"))
+                raise ModelError(_misfit(path, where, f"has different shapes: {shapes}"))
             weight.tensor.copy_(own)
         further = prediction_layers(architecture.hf)
         _check_surplus({name for name in found if not name.startswith(further)}, used, path, where, ignored)
@@ -152,7 +152,7 @@ def _to_megatron(architecture: Architecture, name: str, parts: list[Tensor], pat
         whole: Tensor = architecture.bridge._weight_to_mcore_format(name, parts)
     except (AssertionError, RuntimeError, IndexError):
         shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in zip(hf_names(architecture, name), parts, strict=True))
-        raise ModelError(_misfit(path, where, f"has other shapes: {shapes}")) from None
+        raise ModelError(_misfit(path, where, f"has different shapes: {shapes}")) from None
     return whole
 
 

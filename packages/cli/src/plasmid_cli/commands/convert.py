@@ -88,7 +88,7 @@ def convert(
 
 @contextmanager
 def _continuable(target: Path) -> Iterator[None]:
-    """After Ctrl-C, say what remains and how to continue."""
+    """After Ctrl-C, print which files are kept and how to continue."""
     from ..output import error_console
 
     try:

@@ -12,7 +12,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 LEAST_GPUS = {"0.6b": 1, "4b": 4, "8b": 4, "30b-a3b": 8}
 """Minimum number of GPUs to train each size."""
 OF_ENGINES = ("engine_ranks", "colocated", "offload_trainer", "offload_engine", "rollout_workers")
-"""Placement settings that only runs with an engine use."""
+"""Placement settings that are used only in runs with an engine."""
 
 Task = Annotated[str | None, typer.Argument(metavar="TASK", help="Data set to train on; lists all if omitted.")]
 Size = Annotated[str, typer.Option("--size", metavar="SIZE", help="Size of the model: 0.6b, 4b, 8b, 30b-a3b.")]

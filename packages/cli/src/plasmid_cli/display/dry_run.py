@@ -22,7 +22,7 @@ MARK = "settings-with-defaults-follow"
 def print_plan(config: RunConfig, planned: RunConfig, data: DataFacts, models: Sequence[PlanRow]) -> None:
     """Print the configuration as TOML, with colors on a terminal, then models, prompts and the batch algebra.
 
-    In ``planned``, `run.batches` is limited to what the data provides.
+    In ``planned``, `run.batches` is limited to the number of batches that the data provides.
     """
     from rich.syntax import Syntax
 

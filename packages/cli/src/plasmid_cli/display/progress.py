@@ -134,8 +134,8 @@ def render(state: RunState, *, width: int) -> RenderableType:
         parts.append(
             Text.assemble(("reward ", "dim"), (line, "cyan"), f"  {state.rewards[0]:.3g} -> {state.rewards[-1]:.3g}")
         )
-    for name, reward in state.held_out.items():
-        batch, first = state.held_out_at[name]
+    for name, reward in state.eval_rewards.items():
+        batch, first = state.first_evals[name]
         change = f"  (batch {batch}: {first:.3g})" if state.batch > batch else ""
         parts.append(Text.assemble(("evaluation ", "dim"), (f"{name} ", "yellow"), f"{reward:.3g}", (change, "dim")))
     return Group(*parts)

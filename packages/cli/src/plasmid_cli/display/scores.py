@@ -87,7 +87,7 @@ def render(rows: Sequence[Row], *, count: int) -> RenderableType:
     raised = f", {found['raised']} of them because a reward raised" if found["raised"] else ""
     parts.append(Text(f"{len(rows)} samples{more}, {found['errors']} with an error{raised}", style="bold"))
     if found["changed"] is not None:
-        parts.append(Text(f"{found['changed']} have another reward than the stored one"))
+        parts.append(Text(f"{found['changed']} scored differently from the stored reward"))
     return Group(*parts, _summary(found), Text(), _histogram(found["histogram"]))
 
 

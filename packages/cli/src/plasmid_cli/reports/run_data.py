@@ -97,6 +97,6 @@ def _json(path: Path) -> Mapping[str, Any]:
         log.warning("%s: is not used, as it cannot be read: %s", path, one_line(error))
         return {}
     if not isinstance(found, dict):
-        log.warning("%s: is not used, as it is not what a run writes", path)
+        log.warning("%s: is not used, as it was not written by a run", path)
         return {}
     return found

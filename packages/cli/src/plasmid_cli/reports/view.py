@@ -146,13 +146,13 @@ def sample_file(run: RunData, *, step: int | None, evaluation: str | None) -> st
 
 
 def read_samples_of(run: RunData, file: str) -> list[ShownSample]:
-    """Read all samples of one file. Raises `ConfigError` if they are of another step than its name says."""
+    """Read all samples of one file. Raises `ConfigError` if they belong to a different step than its name says."""
     path = run.sample_files()[file]
     for step in read_table(path, columns=("step",)).column("step").unique().to_pylist():
         if step != (named := int(file.rpartition("-")[2])):
             raise ConfigError(
-                f"{path}: must hold samples of step {named}, but holds samples of step {step}: the file was renamed "
-                "or swapped with another; give it its name back"
+                f"{path}: must contain samples of step {named}, but contains samples of step {step}: the file was "
+                "renamed or swapped with another one; restore its name"
             )
     dropped = read_dropped(path)
     return [

@@ -37,7 +37,7 @@ MAX_DIMENSIONS = 4
 def check_header(path: Path) -> None:
     """Raise `ValueError` if the header claims more than the file holds, `OSError` if the file cannot be read.
 
-    The `gguf` package allocates memory by what a header claims. Source: the GGUF specification (ggml/docs/gguf.md).
+    The `gguf` package allocates as much memory as a header claims. Source: the GGUF specification (ggml/docs/gguf.md).
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         _Header(data).check()

@@ -41,7 +41,7 @@ class OpenCheckpoint(Protocol):
 
 
 class PartWriter(Protocol):
-    """Writes a checkpoint in parts, each of which has files of its own. Parts may be written by several processes."""
+    """Writes a checkpoint in parts, each with its own files. Several processes may write parts."""
 
     def plan(self, tensors: Sequence[TensorInfo]) -> Sequence[Sequence[TensorInfo]]:
         """Split the tensors of the source into parts, always in the same way. Raises `ModelError`."""
@@ -52,7 +52,7 @@ class PartWriter(Protocol):
     ) -> Mapping[str, Any]:
         """Write part ``number`` of ``count``, from 0, and sync its files to disk. Raises `ModelError` or `OSError`.
 
-        Returns what `join` needs, as JSON types; ``files`` are the names of the part's files.
+        Returns the arguments for `join`, as JSON types; ``files`` are the names of the part's files.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What plugins know about families of models."""
+"""Properties of model families, which plugins register."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelFamily:
     """Format of the models' reasoning, a value of ``workflow.reasoning``."""
 
     def merge(self, other: ModelFamily) -> ModelFamily:
-        """Return what both know. Raises ValueError if they disagree."""
+        """Combine the properties of both. Raises ValueError if they disagree."""
         for kind in self.layouts:
             if kind in other.layouts:
                 raise ValueError(f"layouts of trainer {kind!r}")

@@ -1,4 +1,4 @@
-"""Base classes of algorithms: advantage, loss, and what they require of a run."""
+"""Base classes of algorithms: advantage, loss, and requirements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What an algorithm requires besides a policy. Checked against the recipe before anything starts."""
+    """Requirements of an algorithm besides a policy. Checked against the recipe before any process starts."""
 
     rewards: bool = True
     """Rewards, which score the samples."""
@@ -32,7 +32,7 @@ class Needs:
     teacher: bool = False
     """The teacher of `[teacher]`, a frozen model or a server, which scores `Role.TEACHER`."""
     critic: bool = False
-    """A value model that is trained beside the policy; for subclasses of `ActorCritic`."""
+    """A value model that is trained together with the policy; for subclasses of `ActorCritic`."""
     groups: bool = False
     """Several rollouts per prompt, which are compared with each other."""
     greedy_baseline: bool = False
@@ -78,7 +78,7 @@ class Algorithm(Component, slot="algorithm"):
 
     @abstractmethod
     def needs(self) -> Needs:
-        """Return what a run with these settings requires."""
+        """Return the requirements of a run with these settings."""
 
     @abstractmethod
     def roles(self, *, steps: int) -> tuple[Role, ...]:

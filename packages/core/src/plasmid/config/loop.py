@@ -87,7 +87,7 @@ class LoopConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """``[checkpoint]``: what a run saves, and the checkpoint it starts from."""
+    """``[checkpoint]``: saving of checkpoints and exports, and the checkpoint to start from."""
 
     every: int = Field(0, ge=0)
     """Checkpoint interval, in batches; 0 saves only at the end and on Ctrl-C."""
@@ -102,7 +102,7 @@ class CheckpointConfig(Settings):
     evaluated and named by `start_from`, but cannot be resumed."""
     start_from: Annotated[str, INERT] = "none"
     """Checkpoint of another run to initialize policy and optimizer from; ``none`` starts from the model folder. From
-    a checkpoint without the optimizer's state, the optimizer and its schedule start anew."""
+    a checkpoint without the optimizer's state, the optimizer and its schedule start from the beginning."""
     export: bool = True
     """Export the final policy as a Hugging Face folder."""
     export_every: int = Field(0, ge=0)

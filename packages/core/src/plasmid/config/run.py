@@ -100,7 +100,7 @@ class RunConfig(Settings):
     run: LoopConfig = LoopConfig()
     """Batch sizes, staleness and deadlines."""
     checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = CheckpointConfig()
-    """What a run saves, and the checkpoint it starts from."""
+    """Saving of checkpoints and exports, and the checkpoint to start from."""
     sampling: SamplingParams = SamplingParams()
     """Sampling settings of rollouts."""
     data: SerializeAsAny[DataSource]

@@ -35,7 +35,7 @@ def register_components() -> list[type[Component]]:
 
 @hookspec
 def register_families() -> list[ModelFamily]:
-    """Return what the plugin knows about families of models: names of weights, layers, formats of calls and reasoning.
+    """Return properties of model families: names of weights, layers, formats of tool calls and reasoning.
 
     Several plugins may each know a part of a family. Called in every process that needs a family.
     """

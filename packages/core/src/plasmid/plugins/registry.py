@@ -101,7 +101,7 @@ def find_components(manager: pluggy.PluginManager) -> dict[str, Classes]:
 
 
 def find_families(manager: pluggy.PluginManager) -> dict[str, ModelFamily]:
-    """Return what all plugins know about families, by model type. Raises `PluginError` if two disagree."""
+    """Return the model families of all plugins, by model type. Raises `PluginError` if two disagree."""
     found: dict[str, ModelFamily] = {}
     owners: dict[str, list[str]] = {}
     for implementation in manager.hook.register_families.get_hookimpls():

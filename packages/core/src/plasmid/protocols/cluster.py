@@ -104,7 +104,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """What one process of a run is doing."""
+    """Current activity of one process of a run."""
 
     name: str
     pid: int | None = None

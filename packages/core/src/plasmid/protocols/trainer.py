@@ -62,8 +62,8 @@ class SyncPlan:
     bucket_bytes: int = 256 << 20
     """Maximum size of a bucket, in bytes; a larger tensor is sent alone."""
     adapter: Literal["merged", "with_base", "alone"] = "merged"
-    """What to send of a policy with an adapter: merged weights, base and adapter, or only the adapter if the engine has
-    received the base before."""
+    """Weights to send of a policy with an adapter: merged weights, base and adapter, or only the adapter if the engine
+    has received the base before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +113,9 @@ class Trainer(Protocol):
     async def save(self, path: Path) -> Finish | None:
         """Write sharded weights, optimizer, schedule and random generators into the folder.
 
-        Returns None if everything is written. A trainer that continues to write from a copy, while training goes on,
-        returns a function that waits for the end. It is called before the next `save`, concurrently with other methods.
+        Returns None if everything is written. A trainer that writes a copy in the background while training continues
+        returns a function that waits until the checkpoint is complete. This function is called before the next `save`,
+        concurrently with other methods.
         """
 
     async def load(self, path: Path) -> None:

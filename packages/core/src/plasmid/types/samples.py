@@ -154,7 +154,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One dataset row: the policy's input, and what rewards need to score it. P is the length of the prompt."""
+    """One dataset row: the policy's input, and the data for rewards. P is the length of the prompt."""
 
     id: str
     """Row id, unique in the run: ``file.jsonl:17``."""

@@ -16,7 +16,7 @@ from .safe_files import append_to
 STACKS_SIGNAL = signal.SIGUSR2
 """Signal after which a process with a log writes the stacks of all threads to it, even if it is stuck in C code."""
 STACKS_MEMORY = "plasmid-stacks-"
-"""Name, up to the process id, of the file in memory to which a process without a log of its own writes its stacks."""
+"""Prefix of the name of the in-memory file to which a process that shares a log writes its stacks; its id follows."""
 READ_BYTES = 64 << 10
 """Number of bytes read from the end of a log."""
 PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?(it|B|kB|MB|s)/(s|it)\b")

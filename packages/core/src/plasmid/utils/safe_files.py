@@ -53,9 +53,9 @@ def check_replaceable(path: Path) -> None:
 
 
 def check_readable(path: Path) -> None:
-    """Raise `OSError` if the path is there and is no regular file: reading a pipe would wait for a writer."""
+    """Raise `OSError` if the path is there and is not a regular file: reading a pipe would wait for a writer."""
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def check_entries(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Seeds that depend on what is sampled, not on when."""
+"""Seeds that depend on the object that is sampled, not on the order of sampling."""
 
 from __future__ import annotations
 

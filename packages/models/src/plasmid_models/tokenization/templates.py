@@ -124,5 +124,5 @@ def render_templates_in_subprocess() -> None:
     """Make transformers render chat templates in the subprocess instead of in this process."""
     from transformers.utils import chat_template_utils
 
-    assert hasattr(chat_template_utils, "_compile_jinja_template"), "upstream has another place for it now"
+    assert hasattr(chat_template_utils, "_compile_jinja_template"), "transformers has moved this function"
     vars(chat_template_utils)["_compile_jinja_template"] = RemoteTemplate

@@ -26,7 +26,7 @@ HEDGED = re.compile(  # "A, B or C", "A/B": several letters are not a choice
     rf"{END}(?:\s*+,\s*+\(?[A-Z]\)?(?![A-Za-z]))*+\s*+(?:,?\s*+\b(?:or|and)\b|/)\s*+(?:option\s++)?+{LETTER}"
 )
 JOINED = re.compile(r"(?<![A-Za-z'])[A-Z][)\]}*]*\s*(?:,|/|,?\s*\b(?:and|or)\b)\s*(?:option\s+)?[(\[{*]*$")
-"""What stands before the last letter of "both A and B"."""
+"""Matches the text before the last letter of "both A and B"."""
 ARTICLE = re.compile(  # "A matter of taste", not "A because"
     r"\s++(?!(?:after|and|as|because|but|by|due|for|from|given|here|if|in|is|not|on|or|rather|since|when|where|which|while"
     r"|with)(?![a-z]))[a-z]"

@@ -24,7 +24,7 @@ class ExactMatch(Reward):
     kind: Literal["exact-match"] = "exact-match"
     reads_target: ClassVar[bool] = True
     where: Literal["whole", "start", "end", "anywhere"] = "whole"
-    """Where the target must occur in the text; ``whole`` allows no other text."""
+    """Where the target must occur in the text. With ``whole``, the text must consist of the target only."""
     strip: bool = True
     """Ignore white space around text and target."""
     ignore_case: bool = False
@@ -48,7 +48,7 @@ class ExactMatch(Reward):
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-CLOSED = {"yes", "no", "noanswer"}
+EXACT_ANSWERS = {"yes", "no", "noanswer"}
 
 
 class F1(Reward):
@@ -86,7 +86,7 @@ def _f1(text: str, target: str) -> tuple[float, float, float]:
         return 1.0, 1.0, 1.0
     words, wanted = text.split(), target.split()
     shared = (Counter(words) & Counter(wanted)).total()
-    if shared == 0 or text in CLOSED or target in CLOSED:
+    if shared == 0 or text in EXACT_ANSWERS or target in EXACT_ANSWERS:
         return 0.0, 0.0, 0.0
     precision, recall = shared / len(words), shared / len(wanted)
     return 2 * precision * recall / (precision + recall), precision, recall
@@ -99,7 +99,7 @@ class Regex(Reward):
     pattern: Annotated[str, INERT]
     """Regular expression in the syntax of the ``regex`` package; a dot matches newlines, too."""
     where: Literal["whole", "anywhere"] = "anywhere"
-    """What must match: the whole text, or any part of it."""
+    """Whether the whole text must match, or any part of it."""
     match_timeout_s: float = Field(1.0, gt=0, le=60)
     """Time limit for matching one text, in seconds. Some patterns take exponential time on texts that a policy can
     find."""

@@ -112,7 +112,7 @@ class WebReward(Reward):
     server: ServerSettings = ServerSettings()
     """Settings of the HTTP client."""
     on_failure: Literal["value", "error"] = "error"
-    """What to do if the server gives no usable answer: end the run (``error``), or use `failure_value` (``value``)."""
+    """Behavior if the server gives no usable answer: end the run (``error``), or use `failure_value` (``value``)."""
     failure_value: float = Field(0.0, allow_inf_nan=False)
     """Value of a sample that the server could not judge, with ``on_failure = "value"``."""
     _client: Client | None = PrivateAttr(None)

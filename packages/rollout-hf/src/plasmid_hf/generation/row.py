@@ -117,12 +117,12 @@ class Row:
         self.done(self.completion(reason, error))
 
     def copy(self) -> Row:
-        """The row as it is now."""
+        """Return a copy of the row that later steps do not change."""
         lists: dict[str, Any] = {name: list(getattr(self, name)) for name in COPIED}
         return replace(self, **lists)
 
     def completion(self, reason: StopReason, error: str | None = None) -> Completion:
-        """What has been generated so far."""
+        """Return the completion with the tokens generated so far."""
         return Completion(
             request_id=self.request.id,
             token_ids=np.array(self.tokens, np.int32),

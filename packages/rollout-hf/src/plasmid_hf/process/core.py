@@ -147,7 +147,7 @@ class EngineCore:
         self.broken = reason
 
     def checksums(self) -> Mapping[str, int]:
-        """Compute the checksum of every tensor with memory of its own."""
+        """Compute the checksum of every tensor, of tied ones once."""
         tensors = self.generator.model.tensors()
         return {name: checksum(tensors[name]) for name in distinct_names(tensors)}
 

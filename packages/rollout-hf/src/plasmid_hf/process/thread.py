@@ -1,4 +1,4 @@
-"""The thread that owns a model: runs steps, and functions of other threads between steps."""
+"""The thread that owns a model. It runs engine steps and, between them, functions submitted by other threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EngineThread:
         self._wakened = threading.Condition()
         self._closed = False
         self.failure = ""
-        """Why the thread ended; empty while it runs."""
+        """Reason why the thread ended; empty while it runs."""
         self.started: Future[None] = Future()
         """Done when ``make()`` has returned; holds its exception if it raised one."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -84,7 +84,7 @@ class EngineThread:
                 continue
             try:
                 _set_result(answer, work())
-            except Exception as error:  # noqa: BLE001  boundary: the caller gets the error, the thread goes on
+            except Exception as error:  # noqa: BLE001  boundary: the caller gets the error, and the thread continues
                 answer.set_exception(error)
 
     def _fail(self, failure: str) -> None:

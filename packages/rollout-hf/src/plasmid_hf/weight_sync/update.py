@@ -77,7 +77,9 @@ class WeightUpdate:
             raise SyncError(f"{self._where}: tensor {name!r} has {sent}, expected {expected}")
         twin = next((other for other in self._tied.get(name, ()) if other in self._written), None)
         if twin is not None and not torch.equal(own.cpu(), tensor.cpu()):
-            raise SyncError(f"{self._where}: tensors {twin!r} and {name!r} are tied, but were sent with other values")
+            raise SyncError(
+                f"{self._where}: tensors {twin!r} and {name!r} are tied, but were sent with different values"
+            )
 
     def finish(self) -> SyncReceipt:
         """Complete the update. Raises `SyncError` if a tensor is missing."""
@@ -115,7 +117,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
 
 
 def distinct_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the first name of every tensor with memory of its own."""
+    """Return the first name of every tensor that does not share the memory of an earlier one."""
     return [names[0] for names in _by_memory(tensors)]
 
 

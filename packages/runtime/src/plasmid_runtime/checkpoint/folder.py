@@ -118,7 +118,9 @@ class CheckpointFolder:
     def newest(self) -> Path:
         """Return the newest intact checkpoint, as by `newest_intact`. Raises `CheckpointError` if there is none."""
         if self.path.exists() and not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: is no folder of checkpoints; restore it from a backup, or remove it")
+            raise CheckpointError(
+                f"{self.path}: is not a folder of checkpoints; restore it from a backup, or remove it"
+            )
         found = newest_intact(self.path)
         if found is None:
             raise CheckpointError(
@@ -242,7 +244,7 @@ def _damage(checkpoint: Path) -> str | None:
         try:
             batch = read_state(checkpoint).batch
         except CheckpointError as error:
-            return f"{STATE} is not what a run writes ({error})"
+            return f"{STATE} was not written by a run ({error})"
         if batch != number:
             return f"{STATE} is of batch {batch}: the folder was renamed, or copied from another one"
     return damage

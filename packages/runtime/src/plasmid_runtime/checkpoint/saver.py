@@ -172,7 +172,11 @@ class CheckpointSaver:
             self._checkpoints.discard()
             reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
             kept = self._checkpoints.all()
-            rest = f"{kept[-1]} is intact; make room and continue with --resume" if kept else "nothing was saved before"
+            rest = (
+                f"{kept[-1]} is intact; free some space and continue with --resume"
+                if kept
+                else "nothing was saved before"
+            )
             raise CheckpointError(f"{self.folder.checkpoints}: cannot save batch {batch}: {reason}; {rest}") from error
 
     def _least_bytes(self) -> int:

@@ -24,10 +24,11 @@ CONNECT_TIMEOUT_S = 10.0
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """A request without side effects that every version of Ray supports."""
 START_AT_ONCE = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": 16}
-"""Ray's settings: no process in advance, which would lack the environment of the run's, and no waiting in turn."""
+"""Settings of Ray: start no workers in advance, because they would lack the run's environment variables, and start
+workers concurrently."""
 START_ATTEMPTS = 2
 TOO_SLOW = "node timed out during startup"
-"""What Ray's error says if its daemons have not registered within the 30 s that it waits, as on a busy machine."""
+"""Part of Ray's error if its daemons have not registered within 30 s, as on a busy machine."""
 log = logging.getLogger(__name__)
 
 

@@ -123,8 +123,8 @@ class FunctionStream(PromptStream):
         last = max(0, int(state["next"]) - 1)
         if self._digest(last) != state["row"]:
             raise CheckpointError(
-                f"data.function: {self._source.function} returns another row at index {last} than when the checkpoint "
-                "was saved; restore the function, or start a new run"
+                f"data.function: {self._source.function} returns a different row at index {last} than when the "
+                "checkpoint was saved; restore the function, or start a new run"
             )
         self._next, self._drawn = int(state["next"]), int(state["drawn"])
 

@@ -1,4 +1,4 @@
-"""Reports of missed deadlines: which process waits for which, and what every process of the run is doing."""
+"""Reports of missed deadlines: which process waits for which, and the current activity of every process."""
 
 from __future__ import annotations
 

@@ -78,10 +78,10 @@ class Transcript(io.TextIOBase):
 
 
 class DriverLog:
-    """A context that keeps the driver's log of a run in a program: its progress, logged messages, and its error.
+    """A context that writes the driver's log of a run started by a program: progress, log messages, and the error.
 
-    The ``observers`` receive the run's events. If one of them is a `Transcript`, as that of the `rl` command, it is
-    the log, and nothing is added.
+    ``observers`` receive the run's events. If one of them is a `Transcript`, as for the `rl` command, it already writes
+    the log, and this context adds nothing.
     """
 
     def __init__(self, config: RunConfig, observers: Sequence[object]) -> None:
@@ -95,7 +95,7 @@ class DriverLog:
         if self._log is not None:
             handler = logging.StreamHandler(self._log)
             handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-            # a program that sets up no logging sees warnings by this handler, which ours would replace
+            # in a program without logging handlers, `lastResort` prints warnings; adding ours alone would disable it
             self._handlers = [handler] if root.handlers or logging.lastResort is None else [handler, logging.lastResort]
         for one in self._handlers:
             root.addHandler(one)
@@ -110,7 +110,7 @@ class DriverLog:
             self._log.close()
 
     def write_error(self, error: BaseException) -> None:
-        """Write the error that ends the run: one line, or a traceback if it is not made for the user."""
+        """Write the error that ends the run: one line, or a traceback if it is not a `PlasmidError`."""
         if self._log is not None:
             known = isinstance(error, PlasmidError)
             self._log.write(f"error: {error}\n" if known else "".join(traceback.format_exception(error)))

@@ -19,54 +19,57 @@ from plasmid.plugins.hookspecs import hookimpl
 from plasmid.types.batch import GroupRef
 from plasmid.utils.printable import escape_unprintable
 
-BEFORE, SYNC, SAMPLES = "checks", "weights to the engine", "first samples"
-"""Parts of a start in which no process is waited for: before any is started, and after all are up."""
+CHECKS, SYNC, SAMPLES = "checks", "weights to the engine", "first samples"
+"""Parts of the start-up in which the driver waits for no process: before it starts any, and after all have started."""
 PARTS = {"ray": "Ray", "rollout-worker": "rollout workers"}
+"""Names shown for parts of a run; other parts are shown by their own names."""
 
 
 @dataclass(slots=True)
 class StartProgress:
-    """The start of one run, from its command to the first sample."""
+    """Progress of the start-up of a run, from the command to the first sample."""
 
     began: float
-    """`time.monotonic` at the command."""
+    """Time of the command (`time.monotonic`)."""
     waits: Mapping[str, str] = field(default_factory=dict)
+    """Stage of each process that is not ready."""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time that the start-up has waited for each part."""
     marks: dict[str, float] = field(default_factory=dict)
-    """When the phases began, by name, and the first process."""
+    """Start time of each phase, and under `CHECKS` the time when the first process was started."""
     is_over: bool = False
 
     def advance(self, waits: Mapping[str, str], seconds: Mapping[str, float]) -> str:
-        """Note what is waited for now, and return it as a line; empty if nothing is."""
-        self.marks.setdefault(BEFORE, time.monotonic())
+        """Store the current waits, and return them as a line of text; empty if there are none."""
+        self.marks.setdefault(CHECKS, time.monotonic())
         self.waits, self.seconds = waits, seconds
         return f"{time.monotonic() - self.began:.0f} s: waiting for {self.describe()}" if waits else ""
 
     def begin_phase(self, phase: str) -> None:
-        """Record the time of the first phase with this name."""
+        """Record the start time of a phase, unless a phase of this name has been recorded before."""
         if phase != "start":
             self.marks.setdefault(phase, time.monotonic())
 
     def describe(self) -> str:
-        """The processes that are waited for, those in the same stage together."""
+        """Return the processes that are not ready, grouped by stage."""
         stages: dict[str, list[str]] = {}
         for process, stage in self.waits.items():
             stages.setdefault(stage, []).append(PARTS.get(process, process))
         return "; ".join(f"{', '.join(names)} ({stage})" for stage, names in stages.items())
 
     def finish(self) -> str:
-        """The first sample is there: where the time went, in one line."""
+        """Mark the start-up as complete when the first sample arrives, and return its breakdown as a line of text."""
         self.is_over = True
         now = time.monotonic()
-        alone = [(BEFORE, self.marks.get(BEFORE, now) - self.began)]
+        first = [(CHECKS, self.marks.get(CHECKS, now) - self.began)]
         parts = [(PARTS.get(name, name), seconds) for name, seconds in self.seconds.items()]
-        alone += [part for part in parts if part[0] == PARTS["ray"]]
-        together = [part for part in parts if part[0] != PARTS["ray"]]
+        first += [part for part in parts if part[0] == PARTS["ray"]]
+        parallel = [part for part in parts if part[0] != PARTS["ray"]]
         sync = self.marks.get("sync", now)
-        up = min((at for name, at in self.marks.items() if name not in (BEFORE, "sync")), default=now)
-        last = [(SYNC, max(0.0, up - sync)), (SAMPLES, now - up)]
-        text = [*map(_show, alone)]
-        text += [" | ".join(map(_show, together)) + " (in parallel)"] if together else []
+        ready = min((at for name, at in self.marks.items() if name not in (CHECKS, "sync")), default=now)
+        last = [(SYNC, max(0.0, ready - sync)), (SAMPLES, now - ready)]
+        text = [*map(_show, first)]
+        text += [" | ".join(map(_show, parallel)) + " (in parallel)"] if parallel else []
         return f"started in {now - self.began:.0f} s: {', '.join([*text, *map(_show, last)])}"
 
 
@@ -97,9 +100,10 @@ class RunState:
     rewards: list[float] = field(default_factory=list)
     recent: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=ROWS))
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=ROWS))
-    held_out: dict[str, float] = field(default_factory=dict)
-    held_out_at: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Results of the first evaluation of each set."""
+    eval_rewards: dict[str, float] = field(default_factory=dict)
+    """Reward of the last evaluation of each set."""
+    first_evals: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Batch and reward of the first evaluation of each set."""
     last_end: float = field(default_factory=time.monotonic)
     saved_asynchronously: set[int] = field(default_factory=set)
     """Batches whose checkpoints are or were written in the background."""
@@ -131,8 +135,8 @@ class RunState:
         with self.lock:
             reward = metrics.get(f"eval/{name}/reward")
             if reward is not None:
-                self.held_out[name] = reward
-                self.held_out_at.setdefault(name, (batch, reward))
+                self.eval_rewards[name] = reward
+                self.first_evals.setdefault(name, (batch, reward))
 
     def eta_s(self) -> float | None:
         """Return the estimated time to the end, in seconds, from recent batches; None before the first."""
@@ -167,7 +171,7 @@ class ProgressObserver(AbstractContextManager["ProgressObserver"]):
         self.print_waits(line)
 
     def print_waits(self, line: str) -> None:
-        """Show what the start waits for, unless the display shows it by itself."""
+        """Print the waits of the start-up. Overridden by displays that show them in a different way."""
         if line:
             self.print_line(line)
 

@@ -1,4 +1,4 @@
-"""Tells observers what a starting run waits for: the waits in the ledger of the driver, by part of the run."""
+"""Reports to observers which processes a starting run waits for, from the ledger of waits in the driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAGES = {
     "launch": "server importing, loading weights and warming up",
     "open": "opening workflows and rewards",
 }
-"""What a process does in each call of its start."""
+"""Stage of a process during each call of its start-up, by the name of the method."""
 
 
 def ignore_events(hook: str, /, **arguments: object) -> None:
@@ -31,13 +31,13 @@ def ignore_events(hook: str, /, **arguments: object) -> None:
 
 
 class StartWatch:
-    """Emits ``start_advanced`` whenever the parts change that the start of the run waits for."""
+    """Emits ``start_advanced`` whenever the set of processes that are not ready, or one of their stages, changes."""
 
     def __init__(self, emit: Callable[..., None]) -> None:
         """``emit`` is `ObserverQueues.emit`."""
         self._emit = emit
         self._spans: dict[str, tuple[float, float]] = {}
-        """First wait for each part, and the last time at which it was waited for."""
+        """Start of the first wait for each part, and the last time at which the part was not ready."""
         self._shown: dict[str, str] | None = None
 
     @contextmanager
@@ -46,12 +46,12 @@ class StartWatch:
         with LEDGER.enter("ray.start", inf):
             self.look()
             yield
-            self.look()  # nothing changed, but Ray took until now
+            self.look()  # updates the duration of Ray's start
         self.look()
 
     @asynccontextmanager
     async def polling(self) -> AsyncIterator[None]:
-        """Look every `POLL_S` seconds for as long as the context lasts."""
+        """Call `look` every `POLL_S` seconds while the context is active."""
 
         async def poll() -> None:
             while True:
@@ -68,7 +68,7 @@ class StartWatch:
             self.look()
 
     def look(self) -> None:
-        """Compare the ledger with what was emitted last."""
+        """Read the ledger, and emit an event if the waits have changed."""
         now, waits = time.monotonic(), dict[str, str]()
         for wait in LEDGER.waits():
             found = CALL.fullmatch(wait.what)

@@ -1,4 +1,4 @@
-"""Choose what is moved out of the memory of GPUs that trainer and engine share."""
+"""Choose whether trainer and engine, if they share GPUs, are offloaded from GPU memory while they are idle."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .load import Lengths, batch_load
 from .plan import GIB, Plan, gpu_names, make_plan, read_configs
 
 MARGIN = 0.08
-"""Fraction of a GPU's memory that must be free by the plan. Measured peaks of trainers were up to 11% above theirs, of
-which `RESERVE` covers a part."""
+"""Fraction of a GPU's memory that the plan must leave free. Measured peaks of trainers were up to 11% above the
+estimates; `RESERVE` covers a part of this difference."""
 
 
 def with_offload(config: RunConfig) -> tuple[RunConfig, str]:
-    """Replace ``auto`` in the offload settings by what this machine's GPUs need, and return the reason for it.
+    """Replace ``auto`` in the offload settings by the values that this machine's GPUs require; also return the reason.
 
-    Without GPUs nothing is moved; with GPUs or models that cannot be planned, everything. The reason is empty if there
-    was nothing to choose.
+    Without GPUs, nothing is offloaded. With GPUs or models that have no plan, both are. The reason is empty if no
+    setting had to be chosen.
     """
     place = config.placement
     if "auto" not in (place.offload_trainer, place.offload_engine):
@@ -42,7 +42,7 @@ def with_offload(config: RunConfig) -> tuple[RunConfig, str]:
 
 
 def choose_offload(config: RunConfig, make: Callable[[RunConfig], Plan]) -> tuple[RunConfig, str]:
-    """Replace ``auto`` by the first of nothing, the engine, and both with which the plan leaves memory free."""
+    """Offload nothing if the plan then leaves enough memory free, else the engine if that is enough, else both."""
     for trainer, engine in ((False, False), (False, True)):
         changed = _replace(config, trainer=trainer, engine=engine)
         plan = make(changed)
@@ -50,8 +50,8 @@ def choose_offload(config: RunConfig, make: Callable[[RunConfig], Plan]) -> tupl
             return changed, ""
         peak = max((usage.total for usage in plan.usages), default=math.inf)
         if peak <= (1 - MARGIN) * plan.limit and plan.trainer and plan.engine:
-            return changed, f"{peak / GIB:.0f} of {plan.limit / GIB:.0f} GiB in use by the plan"
-    return _replace(config, trainer=True, engine=True), "less would leave too little memory by the plan"
+            return changed, f"{peak / GIB:.0f} of {plan.limit / GIB:.0f} GiB in use according to the plan"
+    return _replace(config, trainer=True, engine=True), "moving less would leave too little free memory"
 
 
 def _is_shared(config: RunConfig) -> bool:

@@ -19,11 +19,11 @@ MOVE_MOUNT_F_EMPTY_PATH = 4
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
-"""What programs need to start; symbolic links among them are copied as such."""
+"""Paths that programs need to start; symbolic links among them are copied as such."""
 WORK = "/work"
 """The folder that a program may write to."""
 BASE = "/tmp"
-"""Where the new root is assembled, in the new mount namespace only."""
+"""Folder in which the new root is assembled, in the new mount namespace only."""
 
 
 def enter(readable: Sequence[str], *, disk_bytes: int, num_files: int, uid: int) -> None:

@@ -88,16 +88,16 @@ class Router:
     async def _reconcile(self, api: HttpApi) -> bool:
         """Add and remove servers. Returns True once the router has exactly the wanted ones."""
         if not self.address and not listens_as_this_user(self._host, self._port):
-            return False  # it is starting, or another user took its port and would be sent the servers' keys
+            return False  # the router is starting, or another user took its port and would receive the servers' keys
         try:
             answer = await api.get("/workers")
         except EngineError:
             if self.address:
                 raise
-            return False  # it is starting
+            return False  # the router is starting
         known = {worker["url"].rstrip("/"): worker for worker in answer["workers"]}
         for url in self._wanted.keys() - known.keys():
-            with contextlib.suppress(EngineError):  # 202: this takes time and is checked again later
+            with contextlib.suppress(EngineError):  # status 202: the router adds it later, which the next call checks
                 await api.post("/workers", {"url": url, "api_key": self._wanted[url]})
         for url in known.keys() - self._wanted.keys():
             with contextlib.suppress(EngineError):

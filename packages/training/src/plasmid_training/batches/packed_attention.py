@@ -164,5 +164,5 @@ def varlen_attention(
         else:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     out = varlen_attn(query.contiguous(), key.contiguous(), value.contiguous(), *cu_seqlens, *longest, **options)
-    assert isinstance(out, Tensor), "a second result must be asked for"
+    assert isinstance(out, Tensor), "a second result must be requested"
     return out if widest == size else out[..., :size]

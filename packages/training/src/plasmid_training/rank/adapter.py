@@ -1,4 +1,4 @@
-"""What all trainers do with an adapter: tensors of a weight sync, and the identity of its base in checkpoints."""
+"""Adapter code shared by all trainers: tensors of a weight sync, and the identity of the base in checkpoints."""
 
 from __future__ import annotations
 

@@ -47,12 +47,12 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
 
 
 def _moving_reference(config: RunConfig, reference: FrozenModel | None) -> HostWeights | None:
-    """Return the reference if the policy is to replace it. Raises `ModelError` if it cannot."""
+    """Return the reference if `reference.update_every` is set. Raises `ModelError` if the policy cannot replace it."""
     if not config.reference.update_every:
         return None
     if not isinstance(reference, HostWeights):
         raise ModelError(
-            f"reference.update_every: {config.reference.path} has another architecture than the policy, which cannot "
-            "replace it; remove update_every, or reference.path"
+            f"reference.update_every: {config.reference.path} has a different architecture than the policy, which "
+            "cannot replace it; remove update_every, or reference.path"
         )
     return reference

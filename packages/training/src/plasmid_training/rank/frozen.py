@@ -17,7 +17,7 @@ from .backend import Adapter, RankBackend, RankModel
 
 
 class FrozenModel(Protocol):
-    """A model that uses no GPU memory of its own except while it is active."""
+    """A model that uses additional GPU memory only while it is active."""
 
     def activate(self) -> AbstractContextManager[RankModel]:
         """Yield the model to score with; the policy must not be used within the context."""

@@ -52,7 +52,7 @@ def find_parser(key: str, format: str, model_type: str) -> Parser:
 
 
 def family_of(model_type: str) -> ModelFamily:
-    """Return what plugins know about a model type; nothing for an unknown one. Raises `PluginError`."""
+    """Return the family that plugins register for a model type, an empty one by default. Raises `PluginError`."""
     return loaded_families().get(model_type, ModelFamily(model_type=model_type))
 
 

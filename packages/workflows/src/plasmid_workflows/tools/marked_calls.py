@@ -81,7 +81,7 @@ def _section(text: str, begin: str, end: str, call: str, call_end: str) -> tuple
 def _bodies(section: str, begin: str, end: str) -> Iterator[str]:
     before, *pieces = section.split(begin)
     if not pieces:
-        yield before  # no call at all: an error of its own
+        yield before  # a section without calls is a separate error
     for piece in pieces:
         yield piece.partition(end)[0]
 

@@ -32,7 +32,7 @@ class Parsed:
     """The turn without its calls."""
     calls: tuple[ToolCall, ...] = ()
     answer: str | None = None
-    """What the user sees, if the format marks it with special tokens; None if it is the whole turn."""
+    """The text for the user, if the format marks it with special tokens; None if it is the whole turn."""
     reasoning: str = ""
     """The reasoning, if the format marks it."""
 

@@ -13,17 +13,17 @@ from plasmid.utils.waits.loop_watch import end_process
 
 POLL_S = 0.5
 BLOCKED_S = 5.0
-"""How long the event loop may be blocked after the loss, in seconds. If it runs, the run ends by itself."""
-
+"""Maximum time for which the event loop may be blocked after the loss, in seconds. A loop that is not blocked ends the
+run itself."""
 STOP_S = 10.0
 """Maximum time to stop the processes of the run, in seconds."""
 
 
 class ControlWatch:
-    """A thread that ends this process. It polls, and does not count time: a driver that is stopped does not poll."""
+    """A thread that ends this process. It counts polls, not seconds, because a stopped driver does not poll."""
 
     def __init__(self, describe_loss: Callable[[], str], stop_processes: Callable[[], None]) -> None:
-        """``describe_loss`` returns an empty text while the control process runs. Needs a running event loop."""
+        """``describe_loss`` returns an empty string while the control process runs. Needs a running event loop."""
         self._describe_loss, self._stop_processes = describe_loss, stop_processes
         self._loop = asyncio.get_running_loop()
         self._ran, self._closed = threading.Event(), threading.Event()

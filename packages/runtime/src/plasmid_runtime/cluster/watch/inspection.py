@@ -30,13 +30,13 @@ class Sight:
     position: str = ""
     text: str = ""
     servers: tuple[ProcessState, ...] = ()
-    """Those of its child processes that write their stacks on request: the processes of a server."""
+    """Its child processes that can write their stacks on request, which are the processes of a server."""
 
 
 def look(pid: int, log_file: Path, *, with_stacks: bool) -> Sight:
     """Return the state of a process on this machine. With ``with_stacks``, makes it write its stacks to its log.
 
-    That continues a stopped process, which could not write otherwise. Processes of servers always write theirs.
+    A stopped process is continued, because it could not write otherwise. Server processes always write their stacks.
     """
     try:
         process = psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""The machines of a joined cluster that a run uses, and its control process: whether they are still there."""
+"""Detect the loss of a machine that a run uses in a joined cluster, or of the cluster's control process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 POLL_S = 0.5
 CONNECT_S = 5.0
 MAX_MISSES = 3
-"""Number of attempts to connect to a machine that does not answer at all. One that refuses has lost the process."""
+"""Maximum number of consecutive connection attempts without a response. If the machine refuses a connection, the
+process has ended, and there is no further attempt."""
 HINT = "it was switched off, cut off from the network, or Ray ended there; continue with --resume"
 
 
@@ -32,7 +33,7 @@ class Endpoint:
             await writer.wait_closed()
 
     async def failure(self) -> str:
-        """Wait until nothing listens there, and say so."""
+        """Wait until nothing listens on the port, and return a description of the loss."""
         misses = 0
         while misses < MAX_MISSES:
             await asyncio.sleep(POLL_S)
@@ -47,12 +48,12 @@ class Endpoint:
 
     @property
     def loss(self) -> str:
-        """Describe that nothing listens there any more."""
+        """Description of the loss, for the error that ends the run."""
         return f"the run has ended because {self.what} was lost; {HINT}"
 
 
 class Machines:
-    """Those of one run. Ray itself takes half a minute to notice that one is gone."""
+    """Monitors the machines of one run. Ray itself takes half a minute to detect the loss of a machine."""
 
     def __init__(self, control: str) -> None:
         """Watch the control process at an address."""
@@ -75,7 +76,7 @@ class Machines:
         return ""
 
     async def failure(self) -> str:
-        """Wait until one of them is lost, and say so."""
+        """Wait until the control process or a machine is lost, and return a description of the loss."""
         return await _first(self._control.failure(), self._failure_of_machine())
 
     async def _failure_of_machine(self) -> str:

@@ -1,4 +1,4 @@
-"""Stacks of processes that are asked from outside, and what the kernel tells about those that do not write any."""
+"""Request the stacks of other processes; for processes that do not write them, read their state from the kernel."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MAX_THREADS = 100
 
 
 def condition_of(process: psutil.Process) -> str:
-    """Return the problem of a process that its state shows; empty if there is none."""
+    """Return the problem that the state of a process indicates; empty if there is none."""
     return CONDITIONS.get(process.status(), "")
 
 
 def inspect_children(children: Iterable[psutil.Process]) -> tuple[tuple[ProcessState, ...], list[str]]:
-    """Return the states of processes of servers, which write their stacks, and a line for each of the others."""
+    """Return the states of server processes, which can write their stacks, and a line for each other process."""
     servers: list[tuple[psutil.Process, str, str, Path]] = []
     others = []
     for child in children:
@@ -60,7 +60,7 @@ def inspect_children(children: Iterable[psutil.Process]) -> tuple[tuple[ProcessS
 
 
 def _main_position(dump: str) -> str:
-    """Return where the main thread is, which comes last, or another busy one."""
+    """Return the position of the main thread, whose stack is the last, or of another busy thread."""
     return locate_in_dump("\n\n".join(reversed(dump.split("\n\n"))))
 
 
@@ -94,7 +94,7 @@ def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
 
 
 def describe_kernel_state(pid: int) -> str:
-    """Return what the kernel tells about a process: its state, and where each thread waits, as lines."""
+    """Return the kernel's information on a process as lines: its state, and the position of each waiting thread."""
     lines = [line for line in _read(Path(f"/proc/{pid}/status")).splitlines() if line.startswith(STATUS_LINES)]
     with suppress(OSError):
         for thread in sorted(Path(f"/proc/{pid}/task").iterdir())[:MAX_THREADS]:

@@ -22,7 +22,7 @@ Encode = Callable[[str], Ints]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Columns of the rows; ``a.b`` addresses a field of an object."""
+    """Names of the columns; ``a.b`` addresses a field of an object."""
 
     prompt: str = "prompt"
     response: str = "response"
@@ -32,7 +32,7 @@ class Keys:
 def read_given(path: str, keys: Keys, encode: Encode) -> list[PromptGroup]:
     """Read one group per row. A response is a string, or a list of strings for several samples of the prompt.
 
-    A row without a prompt gets an empty one, and a row without a target gets None. Raises `DataError`.
+    The prompt of a row without one is empty, and its target None. Raises `DataError`.
     """
     part = FileSlice.parse(path)
     rows = open_rows(part)

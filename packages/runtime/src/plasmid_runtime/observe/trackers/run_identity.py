@@ -1,4 +1,4 @@
-"""What trackers share: their packages, and the identity of a run folder, by which they continue its run on resume."""
+"""Shared code of trackers: import of their packages, and the id of a run folder, with which they continue its run."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class GroupNormalization(Settings):
     std_eps: float = Field(1e-6, gt=0.0, allow_inf_nan=False)
     """Added to the standard deviation."""
     baseline: Literal["sample", "turn"] = "sample"
-    """What is compared within a prompt group. sample: rewards of whole samples. turn: the return of each turn, that is
-    the sum of the rewards from this turn on (Williams 1992), with those of the same turn in the other rollouts.
-    Without rewards by turn both are equal."""
+    """Quantity that is compared within a prompt group. sample: rewards of whole samples. turn: the return of each turn,
+    that is the sum of the rewards from this turn on (Williams 1992), with the returns of the same turn in the other
+    rollouts. Without rewards by turn both are equal."""
 
     def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
         yield from super().find_errors(recipe)
