@@ -3,13 +3,17 @@
 import json
 
 import pytest
+import torch
 from fsdp_cases import make_config
 from plasmid.components import AdapterSpec
 from plasmid.errors import CheckpointError, ConfigError, ModelError
+from plasmid_fsdp.model.adapter import ShardedAdapter
 from plasmid_models.lora.layers import insert_adapter
 from plasmid_models.lora.peft_folder import CONFIG, WEIGHTS, check_adapter
+from plasmid_models.source import Source
 from plasmid_runtime.checkpoint.folder import check_same_config
 from plasmid_runtime.lifecycle.validation import check
+from plasmid_training.lora_settings import LoRASettings
 from torch import float32
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -77,3 +81,13 @@ def test_a_model_whose_decoder_is_not_known_needs_targets(tiny_model):
     with pytest.raises(ModelError, match=r"^trainer\.lora\.targets: .* set patterns, for example model\.layers\.0\."):
         insert_adapter(lm, SPEC, dtype=float32)
     assert len(insert_adapter(lm, AdapterSpec(rank=3, alpha=6.0, targets=("q_proj",)), dtype=float32)) == 2
+
+
+def test_the_first_layers_input_requires_a_gradient_like_that_of_the_others(tiny_model):
+    """Else `torch.compile` would need more graphs. Captured graphs are counted in a long test."""
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model)
+    ShardedAdapter(lm, LoRASettings(rank=3, alpha=6.0), Source(where="model", path=tiny_model, trust_remote_code=False))
+    embedding, ids = lm.get_input_embeddings(), torch.arange(7, 12)[None]
+    assert embedding(ids).requires_grad
+    with torch.no_grad():
+        assert not embedding(ids).requires_grad

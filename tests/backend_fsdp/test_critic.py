@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 BATCHES = [(0, 1), (1, 2)]
 """Seed and optimizer steps of each."""
 UNSPLIT = {"microbatch_tokens": 100_000}
+UNTIED = (("llama", False), ("qwen3", False))
 
 
 def batches(**options):
     return [make_batch(seed=seed, steps=steps, index=i, **options) for i, (seed, steps) in enumerate(BATCHES)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_ppo_equals_a_plain_loop_in_transformers(one_rank, tmp_path, family):
     model = make_tiny_model(tmp_path / "model", family=family)
     critic = make_critic(tmp_path / "critic", model)
@@ -41,12 +42,18 @@ def test_ppo_equals_a_plain_loop_in_transformers(one_rank, tmp_path, family):
     assert largest_difference(values, expected_critic) < 5e-6
 
 
-@pytest.mark.parametrize("split", [{"microbatch_samples": 1}, {"microbatch_tokens": 40}], ids=str)
+@pytest.mark.parametrize(
+    "split", [{"microbatch_samples": 1}, pytest.param({"microbatch_tokens": 40}, marks=pytest.mark.long)], ids=str
+)
 def test_the_critics_step_does_not_depend_on_the_microbatches(one_rank, tiny_model, tmp_path, split):
     check_split(one_rank, one_rank, tiny_model, tmp_path, split)
 
 
-@pytest.mark.parametrize("split", [UNSPLIT, {"microbatch_tokens": 40, "activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param(UNSPLIT, marks=pytest.mark.long), {"microbatch_tokens": 40, "activation_checkpointing": True}],
+    ids=str,
+)
 def test_the_critics_step_does_not_depend_on_the_number_of_ranks(one_rank, two_ranks, tiny_model, tmp_path, split):
     check_split(one_rank, two_ranks, tiny_model, tmp_path, split)
 
@@ -75,14 +82,14 @@ def test_a_rank_without_samples_takes_part(one_rank, two_ranks, tiny_model, tmp_
     assert largest_difference(policy, same_policy) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 def test_the_critic_learns_a_fixed_batch(kind, request):
     async def run():
-        trainer = {"lr": 0.0, "critic": {"lr": 3e-3}}
+        trainer = {"lr": 0.0, "critic": {"lr": 6e-3}}
         handle, config = await request.getfixturevalue(kind).start(
             trainer=trainer, algorithm={"kind": "ppo", "lam": 1.0, "value_clip": "off"}
         )
-        return await fit(handle, config, *(make_batch(index=i, num_groups=2) for i in range(40)))
+        return await fit(handle, config, *(make_batch(index=i, num_groups=2) for i in range(20)))
 
     reports = asyncio.run(run())
     first, last = reports[0], reports[-1]
@@ -92,7 +99,7 @@ def test_the_critic_learns_a_fixed_batch(kind, request):
     assert last["train/explained_variance"] > 0.9
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 def test_only_the_critic_moves_while_it_warms_up(kind, request, tiny_model, tmp_path):
     start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
 
@@ -116,8 +123,14 @@ def test_only_the_critic_moves_while_it_warms_up(kind, request, tiny_model, tmp_
     assert largest_difference(moved, dict(start)) > 0
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize(
+    ("kind", "family", "tied"),
+    [
+        ("two_ranks", "qwen2", True),
+        *(pytest.param("two_ranks", *model, marks=pytest.mark.long) for model in UNTIED),
+        *(pytest.param("one_rank", *model, marks=pytest.mark.long) for model in (*UNTIED, ("qwen2", True))),
+    ],
+)
 def test_an_exported_critic_is_a_token_classifier_of_transformers(kind, family, tied, request, tmp_path):
     model = make_tiny_model(tmp_path / "model", family=family, tied=tied)
     batch = make_batch(seed=4, index=2)

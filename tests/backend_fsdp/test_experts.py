@@ -18,7 +18,7 @@ from tests.fp8_folders import make_fp8_folder, make_plain_folder
 
 UNEVEN = {"num_experts": 5}
 FAMILIES = {"Qwen3-MoE": UNEVEN, "GLM-4.5": {}, "DeepSeek-V3": {}}
-RANKS = ["one_rank", "two_ranks"]
+RANKS = ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,7 @@ def test_experts_are_multiplied_together_unless_their_sizes_are_refused(width, i
     assert_alike(asyncio.run(run()), plain_outcome(model, tmp_path / "plain"), 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [("one_rank", "one_rank"), ("two_ranks", "two_ranks")])
 def test_a_resumed_mixture_continues_bit_by_bit(before, after, models, request, tmp_path):
     expected, found = asyncio.run(continued(request, before, after, models("Qwen3-MoE"), tmp_path))
@@ -101,7 +102,9 @@ def test_a_resumed_mixture_continues_bit_by_bit(before, after, models, request, 
     assert largest_difference(found[1], expected[1]) == 0
 
 
-@pytest.mark.parametrize(("before", "after"), [("one_rank", "two_ranks"), ("two_ranks", "one_rank")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("two_ranks", "one_rank"), pytest.param("one_rank", "two_ranks", marks=pytest.mark.long)]
+)
 def test_a_mixture_continues_on_another_number_of_ranks(before, after, models, request, tmp_path):
     expected, found = asyncio.run(continued(request, before, after, models("Qwen3-MoE"), tmp_path))
     assert found[0][0]["train/grad_norm"] == pytest.approx(expected[0][0]["train/grad_norm"], rel=1e-5)

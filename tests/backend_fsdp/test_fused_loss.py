@@ -32,7 +32,11 @@ def train(ranks, path, *, trainer=None, algorithm=None):
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("trainer", [{}, {"microbatch_tokens": 40, "activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "trainer",
+    [{"microbatch_tokens": 40, "activation_checkpointing": True}, pytest.param({}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_steps_are_those_of_the_plain_loss(one_rank, tmp_path, fused, monkeypatch, trainer):
     algorithm = {"kl_coef": 0.1, "entropy_coef": 0.01}
     reports, weights = train(one_rank, tmp_path / "fused", trainer=trainer, algorithm=algorithm)

@@ -19,7 +19,7 @@ async def started(ranks, critic):
     return trainer
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_scores_of_a_batch_that_was_dealt_out_otherwise_are_the_same(kind, request, tiny_model, tmp_path):
     """The batch is scored as one step and trained in four, for which samples change ranks and order."""
     ranks, critic = request.getfixturevalue(kind), make_critic(tmp_path / "critic", tiny_model)
@@ -61,7 +61,7 @@ def test_roles_may_be_scored_one_after_another(two_ranks, tiny_model, tmp_path):
     assert largest_difference(together[1], one_by_one[1]) == 0
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 def test_scores_of_other_samples_are_refused(kind, request, tiny_model, tmp_path):
     ranks, critic = request.getfixturevalue(kind), make_critic(tmp_path / "critic", tiny_model)
     scored, other = make_batch(), make_batch(index=1)

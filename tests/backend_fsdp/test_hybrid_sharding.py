@@ -46,7 +46,11 @@ async def trained(ranks, settings, folder, *, load=None, save=None, **options):
     return reports, await weights_of(trainer, folder)
 
 
-@pytest.mark.parametrize("options", [{}, {"algorithm": {"kind": "ppo", "whiten": False}}], ids=["policy", "critic"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"algorithm": {"kind": "ppo", "whiten": False}}, marks=pytest.mark.long)],
+    ids=["policy", "critic"],
+)
 def test_copies_train_as_one_model_and_their_checkpoints_fit_any_sharding(four_ranks, one_rank, tmp_path, options):
     settings = SETTINGS | (CRITIC if options else {})
     hybrid = settings | {"shard_ranks": 2}

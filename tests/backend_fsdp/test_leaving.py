@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -51,8 +52,15 @@ def receive(folder, version, rank):
     return tensors, SyncReceipt(version=version, num_tensors=len(tensors), buckets=sums)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [
+        ("two_ranks", True),
+        ("one_rank", False),
+        pytest.param("one_rank", True, marks=pytest.mark.long),
+        pytest.param("two_ranks", False, marks=pytest.mark.long),
+    ],
+)
 def test_an_export_loads_in_transformers_and_scores_alike(kind, tied, request, tmp_path):
     path = make_tiny_model(tmp_path / "model", tied=tied)
 
@@ -101,7 +109,7 @@ def test_a_large_model_is_exported_to_several_files(tmp_path, tiny_model):
     ]
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_an_export_that_cannot_be_written_leaves_the_trainer_alive(kind, request, tmp_path):
     (tmp_path / "file").write_text("")
 
@@ -116,9 +124,14 @@ def test_an_export_that_cannot_be_written_leaves_the_trainer_alive(kind, request
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("senders", ["first", "all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+FAST = [("two_ranks", "bfloat16", "all"), ("two_ranks", "float32", "first"), ("one_rank", "auto", "first")]
+SENT = list(product(("one_rank", "two_ranks"), ("float32", "bfloat16", "auto"), ("first", "all")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "senders"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.long) for case in SENT if case not in FAST)],
+)
 def test_what_is_sent_is_the_policy_bit_by_bit(kind, dtype, senders, request, tmp_path):
     ranks = request.getfixturevalue(kind)
     plan = SyncPlan(wire=FolderWire(str(tmp_path), senders), dtype=dtype, bucket_bytes=20_000)
@@ -140,7 +153,7 @@ def test_what_is_sent_is_the_policy_bit_by_bit(kind, dtype, senders, request, tm
         assert all(t.dtype == expected and torch.equal(t, weights[n].to(expected)) for n, t in tensors.items())
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_a_wire_that_breaks_leaves_the_trainer_alive(kind, request, tmp_path):
     wire = FolderWire(str(tmp_path), fails=True)
 

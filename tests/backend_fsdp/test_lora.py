@@ -135,11 +135,12 @@ def test_a_step_equals_that_of_a_plain_loop(one_rank, tiny_model, tmp_path):
             assert torch.allclose(ours, theirs.detach(), atol=1e-6), name
 
 
+RECOMPUTED = {"microbatch_tokens": 40, "activation_checkpointing": True}
 SPLITS = [
-    ("one_rank", {"microbatch_tokens": 40, "activation_checkpointing": True}),
-    ("one_rank", {"attention": "eager", "microbatch_samples": 5}),
-    ("two_ranks", {}),
-    ("two_ranks", {"microbatch_tokens": 40, "activation_checkpointing": True}),
+    ("two_ranks", RECOMPUTED),
+    pytest.param("one_rank", RECOMPUTED, marks=pytest.mark.long),
+    pytest.param("one_rank", {"attention": "eager", "microbatch_samples": 5}, marks=pytest.mark.long),
+    pytest.param("two_ranks", {}, marks=pytest.mark.long),
 ]
 
 
@@ -157,6 +158,7 @@ def test_steps_do_not_depend_on_the_split(kind, split, one_rank, request, tmp_pa
     assert largest_difference(split_adapter, adapter) < 1e-6
 
 
+@pytest.mark.long
 def test_compiled_layers_have_one_graph_more_with_the_adapter_off(one_rank, tmp_path, monkeypatch):
     """Graphs as TorchDynamo captures them; what a compiler makes of them is not the adapter's matter."""
     algorithm = {"kl_coef": 0.1}
@@ -171,7 +173,7 @@ def test_compiled_layers_have_one_graph_more_with_the_adapter_off(one_rank, tmp_
     assert reports[-1]["train/graphs"] <= 5  # of equal rows, packed rows, both without a gradient, and without adapter
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
 def test_the_reference_is_the_base_without_a_copy(kind, request, tiny_model, tmp_path, monkeypatch):
     from plasmid_training.rank import frozen
 
@@ -209,11 +211,23 @@ def test_another_reference_is_a_model_of_its_own(one_rank, tmp_path):
     assert asyncio.run(run())[0]["train/kl"] > 0.01
 
 
+ADAMW = {"lr": 1e-2, "schedule": "cosine", "weight_decay": 0.01}
+CONTINUED = [
+    ("two_ranks", "two_ranks", SGD),
+    ("one_rank", "one_rank", ADAMW),
+    ("two_ranks", "two_ranks", ADAMW),
+    ("two_ranks", "one_rank", SGD),
+]
+
+
 @pytest.mark.parametrize(
-    "optimizer", [{"lr": 1e-2, "schedule": "cosine", "weight_decay": 0.01}, SGD], ids=["adamw", "sgd"]
-)
-@pytest.mark.parametrize(
-    ("before", "after"), [("one_rank", "one_rank"), ("two_ranks", "two_ranks"), ("two_ranks", "one_rank")]
+    ("before", "after", "optimizer"),
+    [
+        ("two_ranks", "one_rank", ADAMW),
+        ("one_rank", "one_rank", SGD),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in CONTINUED),
+    ],
+    ids=["2-1-adamw", "1-1-sgd", "2-2-sgd", "1-1-adamw", "2-2-adamw", "2-1-sgd"],
 )
 def test_a_checkpoint_of_the_adapter_alone_continues(before, after, optimizer, request, tiny_model, tmp_path):
     settings = optimizer | {"lora": LORA, "eps": 1e-3} if "schedule" in optimizer else optimizer | {"lora": LORA}
@@ -278,7 +292,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(one_rank, tiny_model, tmp_path)
     assert load_error(one_rank, lora, trainer={"lora": LORA}).startswith(f"{lora}/base.json: cannot be read: ")
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_an_exported_adapter_can_be_started_from(kind, one_rank, request, tmp_path):
     _, weights, adapter = train(one_rank, tmp_path / "first", SGD)
     lora = LORA | {"start_from": str(tmp_path / "first-adapter")}

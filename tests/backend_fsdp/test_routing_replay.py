@@ -22,6 +22,9 @@ LAYOUTS = {
 }
 
 
+LONG = ("packed", "padded", "small microbatches")
+
+
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
     return make_tiny_moe(tmp_path_factory.mktemp("models") / "moe")
@@ -42,7 +45,10 @@ async def trained(ranks, model, folder, batch, **trainer):
     return await outcome_of(*await ranks.start(model=model, trainer=REPLAY | trainer), folder, batch=batch)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["shared prefixes", "recomputed", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
+)
 def test_given_experts_are_replayed(layout, one_rank, moe, batch, expected, tmp_path):
     found = asyncio.run(trained(one_rank, moe, tmp_path / "out", batch, **LAYOUTS[layout]))
     assert_alike(found, expected, 1e-5)

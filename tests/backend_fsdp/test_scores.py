@@ -37,7 +37,7 @@ def test_logprobs_equal_transformers(one_rank, tmp_path, family, options, temper
         assert np.abs(a - b.numpy()).max() < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_logprobs_do_not_depend_on_neighbours(kind, request):
     ranks, batch = request.getfixturevalue(kind), make_batch(longest=60)
 
@@ -99,7 +99,7 @@ def test_the_canary_compiles_nothing(one_rank, monkeypatch):
     assert asyncio.run(run()) == 0 and captured
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_logprobs_of_restricted_samples_are_those_within_their_sets(kind, request, tiny_model):
     ranks, batch = request.getfixturevalue(kind), make_batch(restricted=True, temperature=0.8)
     model, rows = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64), whole_rows(batch)
@@ -125,7 +125,7 @@ def test_logprobs_of_restricted_samples_are_those_within_their_sets(kind, reques
     assert report["train/kl"] == pytest.approx(0, abs=1e-6), "the reference is scored within the sets, too"
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_the_reference_is_the_policy_at_the_start_and_stays_when_it_moves(kind, request, tmp_path):
     ranks, batch = request.getfixturevalue(kind), make_batch()
 
@@ -158,7 +158,7 @@ def test_scores_of_the_policy_are_its_own_before_the_first_step(one_rank):
     assert only["train/ratio_mean"] == 1
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_another_reference_is_loaded_from_its_folder(kind, request, tiny_model, tmp_path):
     other = make_tiny_model(tmp_path / "other", seed=7)
     batch = make_batch()

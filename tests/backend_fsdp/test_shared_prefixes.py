@@ -60,14 +60,24 @@ def check_same(ranks, tmp_path, computed=None, **options):
         assert 0 < shared < 0.85 * (sum(computed) - shared)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["mistral", "qwen3_moe", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "qwen3", "glm4"))]
+)
 def test_a_trainer_computes_the_same_from_fewer_tokens(family, one_rank, tmp_path, computed):
     model = make_tiny_model(tmp_path / "model", family=family, **FAMILIES[family])
     check_same(one_rank, tmp_path, computed, model=model, algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
-@pytest.mark.parametrize("split", [{"microbatch_tokens": 30}, {"microbatch_samples": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        ("two_ranks", {"microbatch_samples": 3}),
+        pytest.param("two_ranks", {"microbatch_tokens": 30}, marks=pytest.mark.long),
+        pytest.param("one_rank", {"microbatch_samples": 3}, marks=pytest.mark.long),
+        pytest.param("one_rank", {"microbatch_tokens": 30}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_groups_that_are_split_compute_their_prefix_again(kind, split, request, tmp_path):
     check_same(request.getfixturevalue(kind), tmp_path, algorithm={"kl_coef": 0.1}, trainer=split)
 
@@ -82,6 +92,7 @@ def test_recomputed_layers_share_prefixes(one_rank, tmp_path):
     check_same(one_rank, tmp_path, trainer={"activation_checkpointing": True})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
 def test_a_resumed_trainer_continues_bit_by_bit(kind, request, tmp_path):
     ranks, batches = request.getfixturevalue(kind), [make_batch(seed=i, index=i, shared=4) for i in range(3)]

@@ -41,8 +41,16 @@ async def resumed(ranks, settings, tmp_path, *, steps=2, **options):
     return reports, await weights_of(trainer, tmp_path / "b")
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd"])
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("two_ranks", SETTINGS[0]),
+        ("one_rank", SETTINGS[1]),
+        pytest.param("two_ranks", SETTINGS[1], marks=pytest.mark.long),
+        pytest.param("one_rank", SETTINGS[0], marks=pytest.mark.long),
+    ],
+    ids=["2-adamw", "1-sgd", "2-sgd", "1-adamw"],
+)
 def test_a_resumed_trainer_continues_bit_by_bit(kind, settings, request, tmp_path):
     ranks = request.getfixturevalue(kind)
     reports, weights = asyncio.run(uninterrupted(ranks, settings, tmp_path))
@@ -55,7 +63,7 @@ def critics(tmp_path):
     return [load_file(tmp_path / f"{name}-critic" / "model.safetensors") for name in "ab"]
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_a_resumed_critic_continues_bit_by_bit(kind, request, tmp_path):
     ranks, settings = request.getfixturevalue(kind), SETTINGS[0] | CRITIC
     reports, weights = asyncio.run(uninterrupted(ranks, settings, tmp_path, algorithm=PPO))
@@ -66,6 +74,7 @@ def test_a_resumed_critic_continues_bit_by_bit(kind, request, tmp_path):
     assert largest_difference(*critics(tmp_path)) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [("two_ranks", "one_rank"), ("one_rank", "two_ranks")])
 def test_a_critic_continues_on_another_number_of_ranks(before, after, request, tmp_path):
     settings = SETTINGS[1] | {"critic": CRITIC["critic"] | {"eps": 1e-3}}
@@ -80,8 +89,16 @@ def test_a_critic_continues_on_another_number_of_ranks(before, after, request, t
     assert largest_difference(*critics(tmp_path)) < 2e-6
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["adamw", "sgd"])
-@pytest.mark.parametrize(("before", "after"), [("two_ranks", "one_rank"), ("one_rank", "two_ranks")])
+@pytest.mark.parametrize(
+    ("before", "after", "settings"),
+    [
+        ("two_ranks", "one_rank", SETTINGS[0]),
+        ("one_rank", "two_ranks", SETTINGS[1]),
+        pytest.param("two_ranks", "one_rank", SETTINGS[1], marks=pytest.mark.long),
+        pytest.param("one_rank", "two_ranks", SETTINGS[0], marks=pytest.mark.long),
+    ],
+    ids=["2-1-adamw", "1-2-sgd", "2-1-sgd", "1-2-adamw"],
+)
 def test_a_checkpoint_continues_on_another_number_of_ranks(before, after, settings, request, tmp_path):
     if "optimizer" not in settings:
         settings = settings | {"eps": 1e-3}  # keeps rounding of near-zero gradients from being scaled up to whole steps
@@ -121,7 +138,7 @@ def test_random_generators_come_back(one_rank, tmp_path):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_a_checkpoint_without_the_optimizer_is_like_a_model_folder(kind, request, tmp_path):
     """A trainer that loads it trains bit by bit like one that begins with these weights."""
     ranks, settings = request.getfixturevalue(kind), SETTINGS[0]
@@ -226,7 +243,7 @@ def test_a_damaged_state_is_named(one_rank, tmp_path):
     assert load_error(one_rank, tmp_path / "saved").startswith(f"{tmp_path}/saved: cannot read the trainer state: ")
 
 
-@pytest.mark.parametrize("kind", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_a_state_that_cannot_be_written_is_an_error_of_its_own(kind, request, tmp_path):
     (tmp_path / "file").write_text("")
 

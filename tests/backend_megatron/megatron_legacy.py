@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import torch
-from megatron.core.transformer.enums import AttnBackend
 from plasmid_convert import HF
 
 ENGINE = {
@@ -18,6 +17,8 @@ ENGINE = {
 
 def write_legacy(model, folder, *, tensor=1, pipeline=1, expert=1, chunks=1, padded=57, engine=False):
     """``chunks`` groups of layers on each pipeline rank; the vocabulary is filled up to ``padded`` rows with noise."""
+    from megatron.core.transformer.enums import AttnBackend  # takes seconds, which collecting tests need not
+
     iteration = folder / "iter_0000007"
     iteration.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("7")

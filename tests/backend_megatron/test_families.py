@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from tests.fp8_folders import decoded, make_fp8_folder
 
 TP2 = {"tensor_parallel": 2}
-SPLIT = [name if name in ("GLM-4", "DeepSeek-V3") else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 SAVED = ["GLM-4", *(pytest.param(name, marks=pytest.mark.long) for name in ("GLM-4.5", "DeepSeek-V3"))]
 LAYOUTS = {
     "pp2": (2, {"pipeline_parallel": 2}),
@@ -52,12 +51,15 @@ def test_a_family_comes_out_as_it_went_in_and_its_logits_are_those_of_transforme
     assert_same_network(ranks, models(family), tmp_path)
 
 
-@pytest.mark.parametrize("family", SPLIT)
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
 def test_so_do_two_ranks_with_a_part_of_every_matrix_each(family, ranks, models, tmp_path):
     assert_same_network(ranks, models(family), tmp_path, num_ranks=2, trainer=TP2)
 
 
-@pytest.mark.parametrize("layout", [(1, {}), (2, {"pipeline_parallel": 2})], ids=["one", "pp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param((1, {}), marks=pytest.mark.long), (2, {"pipeline_parallel": 2})], ids=["one", "pp2"]
+)
 def test_corrections_stay_in_float32_and_draft_layers_go_along(layout, ranks, tmp_path):
     model = in_bfloat16_with_a_draft_layer(make_family(tmp_path / "model", "DeepSeek-V3"))
     num_ranks, trainer = layout
@@ -71,7 +73,7 @@ def test_corrections_stay_in_float32_and_draft_layers_go_along(layout, ranks, tm
     assert_identical(ours, theirs)
 
 
-@pytest.mark.parametrize("layout", [(1, {}), (2, TP2)], ids=["one", "tp2"])
+@pytest.mark.parametrize("layout", [pytest.param((1, {}), marks=pytest.mark.long), (2, TP2)], ids=["one", "tp2"])
 def test_a_folder_in_fp8_blocks_is_exported_in_bfloat16_draft_layers_included(layout, ranks, tmp_path):
     plain = in_bfloat16_with_a_draft_layer(make_family(tmp_path / "model", "DeepSeek-V3"))
     model = make_fp8_folder(plain, tmp_path / "fp8", shards=2)
@@ -120,7 +122,9 @@ def test_stages_of_unlike_numbers_of_layers_learn_the_same(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("family", SAVED)
-@pytest.mark.parametrize("after", [TP2, {"pipeline_parallel": 2}], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "after", [pytest.param(TP2, marks=pytest.mark.long), {"pipeline_parallel": 2}], ids=["tp2", "pp2"]
+)
 def test_a_checkpoint_of_a_family_continues_in_another_layout(family, after, ranks, models, tmp_path):
     batches = [make_batch(seed=seed, index=seed) for seed in range(2)]
 

@@ -66,13 +66,15 @@ def check(ranks, folder, layout, expected, *, targets=(), trainer=None, **option
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS if n != "tp2")])
 def test_an_adapter_learns_what_it_learns_with_fsdp(layout, ranks, by_fsdp, tiny_qwen, tmp_path):
     check(ranks, tmp_path, LAYOUTS[layout], by_fsdp(tiny_qwen))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", MORE_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["recomputed", *(pytest.param(name, marks=pytest.mark.long) for name in MORE_LAYOUTS if name != "recomputed")],
+)
 def test_an_adapter_learns_what_it_learns_with_fsdp_in_other_layouts(layout, ranks, by_fsdp, tiny_qwen, tmp_path):
     check(ranks, tmp_path, MORE_LAYOUTS[layout], by_fsdp(tiny_qwen))
 
@@ -82,7 +84,11 @@ def test_a_head_that_is_the_embedding_stays(layout, ranks, by_fsdp, tiny_tied, t
     check(ranks, tmp_path, LAYOUTS[layout], by_fsdp(tiny_tied), model=tiny_tied)
 
 
-@pytest.mark.parametrize("layout", [TP2, MORE_LAYOUTS["tp2 with whole sequences"]], ids=["tp2", "whole sequences"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(TP2, marks=pytest.mark.long), MORE_LAYOUTS["tp2 with whole sequences"]],
+    ids=["tp2", "whole sequences"],
+)
 def test_the_norms_of_glm_4_follow_the_adapter(layout, ranks, by_fsdp, tiny_glm, tmp_path):
     check(ranks, tmp_path, layout, by_fsdp(tiny_glm), model=tiny_glm)
 
@@ -94,8 +100,8 @@ LAST_LAYER = (r"layers\.3\..*o_proj",)
 
 @pytest.mark.parametrize(
     ("layout", "targets"),
-    [("tp2", PARTS), ("pp2", PARTS), ("tp2", LAST_LAYER)],
-    ids=["tp2 parts", "pp2 parts", "tp2 last layer"],
+    [("pp2", PARTS), *(pytest.param("tp2", targets, marks=pytest.mark.long) for targets in (PARTS, LAST_LAYER))],
+    ids=["pp2 parts", "tp2 parts", "tp2 last layer"],
 )
 def test_targets_choose_layers_as_with_fsdp(layout, targets, ranks, by_fsdp, tiny_qwen, tmp_path):
     check(ranks, tmp_path, LAYOUTS[layout], by_fsdp(tiny_qwen, targets), targets=targets)
@@ -108,6 +114,7 @@ def test_every_pipeline_rank_needs_an_adapter(ranks):
         asyncio.run(ranks.start(num_ranks=2, trainer={"pipeline_parallel": 2, "lora": LORA | {"targets": LAST_LAYER}}))
 
 
+@pytest.mark.long
 def test_captured_layers_have_one_graph_more_with_the_adapter_off(ranks, by_fsdp, tiny_qwen, tmp_path):
     async def on_rank(function, *args):
         await ranks.processes.run(0, function, *args)
@@ -134,7 +141,11 @@ def test_only_the_adapter_has_gradients_and_optimizer_state(ranks, tiny_qwen, tm
     assert found["reference"] == "AdapterBase"
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["one"], TP2, MORE_LAYOUTS["tp2 pp2"]], ids=["one", "tp2", "tp2 pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, *(pytest.param(one, marks=pytest.mark.long) for one in (LAYOUTS["one"], MORE_LAYOUTS["tp2 pp2"]))],
+    ids=["tp2", "one", "tp2 pp2"],
+)
 def test_an_adapter_of_others_can_be_started_from(layout, ranks, by_fsdp, tiny_qwen, tmp_path):
     """FSDP trained it, so the matrices A of fused tensors differ."""
     trained, folder = by_fsdp(tiny_qwen, PARTS)

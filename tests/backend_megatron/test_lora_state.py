@@ -48,11 +48,8 @@ def continues(ranks, before, after, folder, *, trainer, lora=LORA, **options):
     assert largest_difference(again, weights) < 2e-6
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [ONE, TP2, *(pytest.param(layout, marks=pytest.mark.long) for layout in (DP2, PP2))],
-    ids=["one", "tp2", "dp2", "pp2"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [TP2, ONE, DP2, PP2], ids=["tp2", "one", "dp2", "pp2"])
 def test_a_resumed_adapter_continues_bit_by_bit(layout, ranks, tiny_qwen, tmp_path):
     continues(ranks, layout, layout, tmp_path, trainer=ADAM)
     saved = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
@@ -69,8 +66,8 @@ def test_one_without_megatrons_distributed_optimizer_continues_bit_by_bit(ranks,
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(ONE, TP2), (TP2, PP2), *(pytest.param(*p, marks=pytest.mark.long) for p in ((PP2, ONE), (DP2, TP2)))],
-    ids=["one-tp2", "tp2-pp2", "pp2-one", "dp2-tp2"],
+    [(TP2, PP2), *(pytest.param(*p, marks=pytest.mark.long) for p in ((ONE, TP2), (PP2, ONE), (DP2, TP2)))],
+    ids=["tp2-pp2", "one-tp2", "pp2-one", "dp2-tp2"],
 )
 def test_an_adapter_continues_in_another_layout(before, after, ranks, tmp_path):
     continues(ranks, before, after, tmp_path, trainer=ADAM)
@@ -87,7 +84,8 @@ def test_targets_need_not_be_in_every_layer(targets, ranks, tmp_path):
 EP2 = MOE_LAYOUTS["ep2"]
 
 
-@pytest.mark.parametrize("before", [EP2, pytest.param(ONE, marks=pytest.mark.long)], ids=["ep2", "one"])
+@pytest.mark.long
+@pytest.mark.parametrize("before", [EP2, ONE], ids=["ep2", "one"])
 def test_an_adapter_beside_experts_continues(before, ranks, tiny_moe, tmp_path):
     continues(ranks, before, EP2, tmp_path, trainer=ADAM, model=tiny_moe)
 

@@ -51,16 +51,17 @@ def test_one_batch_gives_what_fsdp_gives_in_other_layouts(layout, ranks, by_fsdp
     asyncio.run(check(ranks, tmp_path, MORE_LAYOUTS[layout], by_fsdp(tiny_qwen)))
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["pp2", *(pytest.param(name, marks=pytest.mark.long) for name in ("one", "tp2"))])
 def test_a_head_that_is_the_embedding_learns_as_with_fsdp(layout, ranks, by_fsdp, tiny_tied, tmp_path):
     asyncio.run(check(ranks, tmp_path, LAYOUTS[layout], by_fsdp(tiny_tied), model=tiny_tied))
 
 
-@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+@pytest.mark.parametrize("layout", ["ep2", pytest.param("one", marks=pytest.mark.long)])
 def test_experts_learn_as_with_transformers(layout, ranks, by_transformers, tiny_moe, tmp_path):
     asyncio.run(check(ranks, tmp_path, MOE_LAYOUTS[layout], by_transformers, model=tiny_moe))
 
 
+@pytest.mark.long
 def test_experts_learn_as_with_fsdp(ranks, by_fsdp, tiny_moe, tmp_path):
     asyncio.run(check(ranks, tmp_path, MOE_LAYOUTS["ep2"], by_fsdp(tiny_moe), model=tiny_moe))
 
@@ -72,7 +73,7 @@ def test_experts_learn_as_with_transformers_in_other_layouts(layout, ranks, by_t
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2", "cp2", *(pytest.param(n, marks=pytest.mark.long) for n in ("one", "pp2", "dp2"))]
+    "layout", ["tp2", *(pytest.param(n, marks=pytest.mark.long) for n in ("one", "pp2", "dp2", "cp2"))]
 )
 def test_padding_that_was_drawn_is_embedded_as_with_fsdp_and_not_trained(layout, ranks, tiny_tied, tmp_path):
     """A new model embeds it as zeros, which a norm would make gradients in the thousands of."""

@@ -96,7 +96,13 @@ def test_the_policy_replaces_the_reference(trainer, ranks, tmp_path):
     assert largest_difference(whole, resumed) == 0
 
 
-@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel": 2},
+        *(pytest.param({name: 2}, marks=pytest.mark.long) for name in ("pipeline_parallel", "context_parallel")),
+    ],
+)
 def test_a_critic_learns_what_it_learns_with_fsdp(layout, ranks, other_weights, tmp_path):
     fsdp = {"critic": CRITIC["critic"] | {"eps": 1e-3}}
     options = {"algorithm": PPO, "critic": {"path": str(other_weights)}}

@@ -40,7 +40,9 @@ def check(ranks, folder, layout, expected, batch, model):
     assert_alike(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["shared prefixes", "ep2", *(pytest.param(name, marks=pytest.mark.long) for name in ("one", "pp2"))]
+)
 def test_given_experts_are_replayed(layout, ranks, tiny_moe, batch, expected, tmp_path):
     check(ranks, tmp_path / "out", LAYOUTS[layout], expected, batch, tiny_moe)
 

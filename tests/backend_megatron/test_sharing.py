@@ -16,6 +16,9 @@ LAYOUTS = {
 }
 
 
+LONG = ("one", "pp2", "recomputed", "small microbatches")
+
+
 async def shared_and_plain(ranks, folder, *, num_ranks=1, trainer=None, **options):
     """What a batch gives with and without sharing, and the tokens that the first rank computed for it."""
     found, tokens = [], []
@@ -28,7 +31,7 @@ async def shared_and_plain(ranks, folder, *, num_ranks=1, trainer=None, **option
     return found, tokens
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_a_batch_gives_the_same_from_fewer_tokens(layout, ranks, tmp_path):
     num_ranks, trainer = LAYOUTS[layout]
     run = shared_and_plain(ranks, tmp_path, num_ranks=num_ranks, trainer=trainer)
@@ -42,6 +45,7 @@ def test_experts_give_the_same(ranks, tiny_moe, tmp_path):
     assert_alike(shared, plain, 1e-5)
 
 
+@pytest.mark.long
 def test_shared_rows_are_captured_whole(ranks, tmp_path):
     async def run():
         await ranks.processes.run(0, capture_graphs, True)

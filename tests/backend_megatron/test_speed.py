@@ -7,6 +7,7 @@ from megatron_cases import ADAM, assert_alike, fit, make_batch, outcome
 from megatron_patches import (
     capture_graphs,
     compile_graphs,
+    compile_nothing,
     count_fused,
     fuse_losses,
     optimizer_settings,
@@ -26,8 +27,10 @@ RECOMPUTED = {
         "transformer": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     },
 }
+LONG = ("kept", "attention", "layers")
 SCORED = {"kl_coef": 0.1}
 """An algorithm that has its batches scored, by the reference."""
+ONE_OF_EACH = ((1, {}), (2, {"context_parallel": 2}), (2, {"pipeline_parallel": 2}))
 SPLIT = {
     "tp2": ({"tensor_parallel": 2}, False),
     "tp2 with whole sequences": ({"tensor_parallel": 2, "sequence_parallel": False}, False),
@@ -64,7 +67,7 @@ async def plain_and_compiled(ranks, folder, *, whole=True, num_ranks=1, trainer=
     return found
 
 
-@pytest.mark.parametrize("recomputed", RECOMPUTED)
+@pytest.mark.parametrize("recomputed", ["modules", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_layers_are_captured_whole_and_compute_the_same(recomputed, ranks, tmp_path):
     trainer = RECOMPUTED[recomputed]
     plain, compiled = asyncio.run(plain_and_compiled(ranks, tmp_path, trainer=trainer))
@@ -72,6 +75,7 @@ def test_layers_are_captured_whole_and_compute_the_same(recomputed, ranks, tmp_p
     assert compiled.reports[-1]["train/graphs"] == (3 if recomputed == "layers" else 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["tiny_glm", "tiny_tied"])
 def test_layers_of_other_families_are_captured_whole(model, ranks, tmp_path, request):
     model = request.getfixturevalue(model)
@@ -79,12 +83,32 @@ def test_layers_of_other_families_are_captured_whole(model, ranks, tmp_path, req
     assert_alike(compiled, plain, 1e-6)
 
 
+@pytest.mark.long
 def test_samples_of_one_length_are_a_dense_block_with_a_graph_of_its_own(ranks, tmp_path):
     plain, compiled = asyncio.run(plain_and_compiled(ranks, tmp_path, batch=make_batch(longest=6)))
     assert_alike(compiled, plain, 1e-6)
     assert compiled.reports[-1]["train/graphs"] == 2
 
 
+def test_what_is_replaced_to_compile_layers_that_communicate_computes_the_same(ranks, tmp_path):
+    """Not even captured: on two ranks, TorchDynamo needs minutes of processor time."""
+
+    async def run():
+        await on_all(ranks, 2, compile_nothing)
+        try:
+            layout = {"tensor_parallel": 2, "transformer": {"recompute_granularity": "selective"}}
+            return [
+                await outcome(ranks, tmp_path / str(on), num_ranks=2, trainer=ADAM | {"compile": on} | layout)
+                for on in (False, True)
+            ]
+        finally:
+            await on_all(ranks, 2, compile_graphs)
+
+    plain, replaced = asyncio.run(run())
+    assert_alike(replaced, plain, 1e-6)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("split", SPLIT)
 def test_layers_that_communicate_compute_the_same(split, ranks, tmp_path):
     trainer, whole = SPLIT[split]
@@ -114,8 +138,11 @@ def test_compiled_layers_compute_the_same_in_any_number_of_batches(ranks):
 
 @pytest.mark.parametrize(
     ("num_ranks", "trainer"),
-    [(1, {}), (2, {"tensor_parallel": 2}), (2, {"context_parallel": 2}), (2, {"pipeline_parallel": 2})],
-    ids=["one", "tp2", "cp2", "pp2"],
+    [
+        (2, {"tensor_parallel": 2}),
+        *(pytest.param(*layout, marks=pytest.mark.long) for layout in ONE_OF_EACH),
+    ],
+    ids=["tp2", "one", "cp2", "pp2"],
 )
 def test_the_loss_is_computed_with_the_logits_and_steps_are_those_of_the_plain_loss(
     num_ranks, trainer, ranks, tmp_path

@@ -60,7 +60,7 @@ def assert_continues(ranks, before, after, folder, **options):
     assert largest_difference(weights, same) < 2e-6
 
 
-@pytest.mark.parametrize(("before", "after"), [(ONE, TP2), (TP2, PP2)], ids=["one-tp2", "tp2-pp2"])
+@pytest.mark.parametrize(("before", "after"), [(TP2, PP2), pytest.param(ONE, TP2, marks=pytest.mark.long)], ids=str)
 def test_a_checkpoint_continues_in_another_layout(before, after, ranks, tmp_path):
     assert_continues(ranks, before, after, tmp_path)
 

@@ -65,7 +65,9 @@ def options(plugin):
     return {"plugins": [str(FSDP_TESTS / "fsdp_plugin.py"), str(plugin)]}
 
 
-@pytest.mark.parametrize("layout", [(1, {}), (2, {"tensor_parallel": 2})], ids=["one", "tp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param((1, {}), marks=pytest.mark.long), (2, {"tensor_parallel": 2})], ids=["one", "tp2"]
+)
 def test_logits_and_an_optimizer_step_are_those_of_transformers(layout, ranks, plugin, model, tmp_path):
     num_ranks, trainer = layout
     rows, common = whole_rows(make_batch()), {"num_ranks": num_ranks, **options(plugin)}
@@ -92,6 +94,7 @@ def test_the_type_is_known_once_the_file_is_loaded(plugin):
         check_split(Megatron(), {"model_type": "gpt2"})
 
 
+@pytest.mark.long
 def test_rl_train_trains_it(plugin, model, tmp_path):
     from tests.forked_rl import run_rl
 

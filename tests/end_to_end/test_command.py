@@ -42,19 +42,20 @@ def rl(folder, *arguments):
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_train_and_view_from_the_command_line(folder):
-    process = rl(folder, "train", "digits.toml", "placement.trainer_ranks=2")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_train_and_view_from_the_command_line(folder, ranks):
+    process = rl(folder, "train", "digits.toml", "run.batches=2", f"placement.trainer_ranks={ranks}")
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     run = folder / "runs" / "digits"
-    assert "batch 4/4" in out
+    assert "batch 2/2" in out
     assert "evaluation held-out: reward" in out
     for path in (
         "final/model.safetensors",
         "reward.png",
         "metrics.jsonl",
-        "logs/trainer-1.log",
-        "checkpoints/batch-000004",
+        f"logs/trainer-{ranks - 1}.log",
+        "checkpoints/batch-000002",
     ):
         assert (run / path).exists(), path
     viewed = run_rl("view", "runs/digits", cwd=folder)

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 LORA = {"lr": 2e-2, "lora": {"rank": 8, "alpha": 16.0}}
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_an_adapter_raises_the_held_out_reward(job, seed):
     """The head is not adapted, and no hidden state of this base's norm gives digits more than 0.81."""
     loop = {"seed": seed, "batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}

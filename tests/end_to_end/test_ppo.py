@@ -47,6 +47,7 @@ def test_ppo_learns_off_policy_with_several_steps_a_batch_after_a_warm_up(job, s
     assert [m["version"] for m in metrics] == list(range(1, 35))  # the same weights are published while it warms up
 
 
+@pytest.mark.long
 def test_a_resumed_ppo_run_is_bit_identical_to_one_that_was_never_stopped(job):
     settings = {
         "checkpoint": {"every": 2, "keep_last": 10, "export": False},

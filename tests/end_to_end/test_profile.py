@@ -17,9 +17,8 @@ def train(job, *overrides):
     cli(["train", str(recipe), f'run.dir="{job.folder / "run"}"', *overrides], standalone_mode=False)
 
 
-def test_the_batches_named_and_no_others_are_profiled(job, monkeypatch):
-    monkeypatch.chdir(job.folder)
-    train(job, "run.profile=[2]")
+def test_the_batches_named_and_no_others_are_profiled(job):
+    job.run({"run": {"batches": 2, "profile": [2]}, "eval": []})
     folder = job.folder / "run" / "profiles"
     assert sorted(path.name for path in folder.iterdir()) == [
         "batch-000002-trainer-0.json.gz",

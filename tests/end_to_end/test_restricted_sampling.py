@@ -70,7 +70,8 @@ def test_groups_that_wait_in_a_checkpoint_keep_their_sets(job):
     assert all(metrics["train/mismatch_kl"] < 1e-5 for metrics in job.metrics())
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_held_out_reward_rises_under_top_p_with_importance_correction(job, seed):
     loop = {"seed": seed, "batches": 25, "prompts_per_batch": 4, "samples_per_prompt": 8, "max_staleness": 1}
     sampling = {"max_new_tokens": 4, "top_p": 0.9}

@@ -109,6 +109,7 @@ def test_experts_of_samples_ahead_of_the_policy_survive_a_resume(job, moe):
     assert len(job.metrics()) == 4
 
 
+@pytest.mark.long
 def test_megatron_agrees_better_too(job, moe):
     check(job, moe, kind="megatron")
 

@@ -12,6 +12,8 @@ from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.evaluate import evaluate
 from plasmid_runtime.lifecycle.export import export_checkpoint
 
+from tests.forked_rl import run_rl
+
 OPTIONS = ("checkpoint.every=2", "checkpoint.optimizer=false", "checkpoint.at_end=true", "checkpoint.export=true")
 
 
@@ -21,8 +23,7 @@ def rl(job):
     job.write_recipe(batches=2)
 
     def run(*arguments, code=0):
-        command = [sys.executable, "-m", "plasmid_cli", *arguments]
-        done = subprocess.run(command, cwd=job.folder, capture_output=True, text=True, timeout=500)
+        done = run_rl(*arguments, cwd=job.folder, timeout=500)
         assert done.returncode == code, done.stderr
         return done.stderr if code else done.stdout
 

@@ -35,6 +35,8 @@ QUICK = [
     ),
     (["--plugin", "no.py"], "plugins: no such file: no.py"),
 ]
+FAST = (QUICK[1], QUICK[2], QUICK[4])
+"""Those that are found last of settings, data and the folder of the run."""
 
 
 def cpu_seconds() -> float:
@@ -48,7 +50,10 @@ def rl(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-@pytest.mark.parametrize(("changes", "message"), QUICK)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [*FAST, *(pytest.param(*mistake, marks=pytest.mark.long) for mistake in QUICK if mistake not in FAST)],
+)
 def test_a_mistake_is_found_within_two_seconds(folder, changes, message):
     (folder / "bad.jsonl").write_text('{"prompt": "a", "target": 1}\nbad\n')
     seconds = []

@@ -27,7 +27,8 @@ def with_example(installed_example):
 
     def call(*command: str | Path) -> str:
         paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
-        env = {**os.environ, "PYTHONPATH": str(installed_example), "PATH": os.pathsep.join(paths), "COLUMNS": "200"}
+        modules = [str(installed_example), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(modules), "PATH": os.pathsep.join(paths), "COLUMNS": "200"}
         done = subprocess.run([str(c) for c in command], env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -82,6 +82,7 @@ def small_run(tiny_model, tmp_path) -> tuple[str, ...]:
     return (*RECIPES, f"model.path={tiny_model}", f"run.dir={tmp_path / 'run'}", *SMALL, *LESS)
 
 
+@pytest.mark.long
 def test_a_training_run_uses_it(with_example, small_run, tmp_path):
     assert with_example(sys.executable, "-c", RUN, *small_run).splitlines()[-1] == "2"
     check_rewards_of(tmp_path / "run")
