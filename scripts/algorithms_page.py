@@ -147,7 +147,7 @@ vllm serve Qwen/Qwen3-235B-A22B --tensor-parallel-size 8 --port 30000
   sample to the trainer, and is stored in the sample files and in checkpoints: a resumed run asks again only for samples
   of unfinished groups, and `--replay` asks no server. `rl plan` counts no memory for the teacher.
 - At the start, the run compares the server's encoding of a text and of all special tokens (`/tokenize`) with its own,
-  and refuses another tokenizer. Every response must be about the tokens that were sent.
+  and refuses a different tokenizer. Every response must be about the tokens that were sent.
 - Requests are retried as `attempts` and `backoff_s` say, within `run.rollout_timeout_s`. If there is no valid response,
   the rollout fails; too many failed rollouts (`run.max_failed`) end the run with the server's error.
 - Servers compute log-probabilities of given tokens at temperature 1 over the whole vocabulary. `sampling.temperature`
