@@ -376,9 +376,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_written
 
     monkeypatch.setattr(shutil, "disk_usage", short)
     settings = {"checkpoint": {"every": 4, "keep_last": 10}}
-    match = (
-        r"cannot save batch 8: it needs about 0.00 GB, but only 0.00 GB are free; .*batch-000004 is intact; make room"
-    )
+    match = r"cannot save batch 8: it needs about 0.00 GB, but only 0.00 GB are free; .*batch-000004 is intact; free "
     with pytest.raises(CheckpointError, match=match):
         runner.run(settings)
     assert [path.name for path in (runner.folder / "run/checkpoints").iterdir()] == ["batch-000004"]
