@@ -1,10 +1,10 @@
 """Runs the blocks of a documentation page in a folder, from top to bottom.
 
-What stands behind the three backquotes says what becomes of a block:
+The info string after the three backquotes determines what happens to a block:
 
 - a language and a file name: the file is written;
 - ``bash``: every line is run and must succeed;
-- ``console``: a transcript. Lines after ``$`` are run; what follows is compared with what they print, without regard to
+- ``console``: a transcript. Lines after ``$`` are run; the following lines are compared with the output, ignoring
   numbers and spacing; ``...`` stands for any lines. A transcript that shows an ``error:`` must exit with code 2, one of
   ``rl compare`` that shows where runs part with code 1;
 - ``python`` without a name: the code is run;
@@ -56,7 +56,7 @@ SMALL = (
 )
 """Settings behind the recipes and before the settings of the page."""
 MAKE = {"make train": "rl train recipes/smollm2-sums-cpu.toml"}
-"""What the Makefile does once everything is installed."""
+"""Commands that targets of the Makefile run once everything is installed."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def blocks(page: Path) -> list[Block]:
 
 @dataclass
 class Reader:
-    """Somebody who does what a page says."""
+    """Executes the blocks of pages in a folder."""
 
     folder: Path
     in_one_process: bool
@@ -93,7 +93,7 @@ class Reader:
     printed: dict[str, str] = field(default_factory=dict)
 
     def read(self, page: Path, *, until: str = "") -> None:
-        """Do everything up to the heading ``until``."""
+        """Execute everything up to the heading ``until``."""
         text = page.read_text().partition(f"\n{until}\n")[0] if until else page.read_text()
         for block in [Block(*found) for found in BLOCK.findall(text)]:
             if block.name and block.language != "text":
