@@ -1,5 +1,6 @@
 """Fixtures that several test folders share."""
 
+import atexit
 import gc
 import os
 import resource
@@ -33,7 +34,6 @@ def pytest_collection():
 def pytest_collection_finish():
     """Exclude modules and tests from garbage collection: visiting them takes half a second each time."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 
@@ -44,9 +44,9 @@ def pytest_runtest_teardown(item, nextitem):
         gc.freeze()
 
 
-def pytest_unconfigure():
-    """Let the interpreter free everything at its end: extension modules report what it leaves."""
-    gc.unfreeze()
+# Let the interpreter free everything at its end: extension modules report what it leaves. No earlier, because pytest
+# collects garbage several times when it ends.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

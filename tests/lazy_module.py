@@ -8,4 +8,6 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, name):
+        if name.startswith(("_", "pytest")):
+            raise AttributeError(name)  # pytest asks every object of a test module for such names
         return getattr(import_module(self._name), name)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from megatron_cases import fit, make_batch
 from megatron_families import FAMILIES, in_bfloat16_with_a_draft_layer, make_family
-from megatron_legacy import write_legacy
 from plasmid.errors import ModelError
 from plasmid_convert import DCP, HF, compare, convert
 from plasmid_megatron.conversion import MegatronTorch, TorchDistFolder
+
+from tests.lazy_module import LazyModule
+
+megatron_legacy = LazyModule("megatron_legacy")
 
 
 def assert_same(left, right, reader=None, other=None):
@@ -91,7 +94,7 @@ def test_types_stay_what_they_are(model, tmp_path):
 @pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_every_writer_takes_what_every_reader_gives(tiny_qwen, tmp_path, every_pair):
     """Not every pair: what is written was read into the same names and shapes."""
-    write_legacy(tiny_qwen, tmp_path / "megatron-torch")
+    megatron_legacy.write_legacy(tiny_qwen, tmp_path / "megatron-torch")
     for kind, writer in (("hf", HF()), ("dcp", DCP()), ("torch_dist", TorchDistFolder())):
         convert(tiny_qwen, tmp_path / kind, reader=HF(), writer=writer)
     readers = {"hf": HF(), "dcp": DCP(), "torch_dist": TorchDistFolder(), "megatron-torch": MegatronTorch()}
@@ -246,7 +249,7 @@ OLD = {
 def test_the_older_format_is_read_in_every_layout(case, request, tmp_path):
     name, layout = OLD[case]
     model = request.getfixturevalue(name)
-    write_legacy(model, tmp_path / "old", **layout)
+    megatron_legacy.write_legacy(model, tmp_path / "old", **layout)
     convert(tmp_path / "old", tmp_path / "out", reader=MegatronTorch(), writer=HF())
     assert_same(model, tmp_path / "out")
 
@@ -384,7 +387,7 @@ def spoil_age(folder):
     ],
 )
 def test_a_damaged_checkpoint_of_the_older_format_says_so(tiny_qwen, tmp_path, capsys, spoil, message):
-    write_legacy(tiny_qwen, tmp_path / "old", tensor=2, padded=64)
+    megatron_legacy.write_legacy(tiny_qwen, tmp_path / "old", tensor=2, padded=64)
     spoil(tmp_path / "old")
     with pytest.raises(ModelError) as error:
         convert(tmp_path / "old", tmp_path / "out", reader=MegatronTorch(), writer=HF())
