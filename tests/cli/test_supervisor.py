@@ -2,16 +2,21 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 from plasmid_cli.main import app
 
-STUB = str(Path(__file__).with_name("supervised_stub.py"))
+sys.path.insert(0, str(Path(__file__).parent))
+import supervised_stub as stub
+
+STUB = stub.__file__
 RUNS = {"batch": 3, "phase": "train"}
 KILLED, RETRY = -signal.SIGKILL, 75
 
@@ -19,10 +24,32 @@ KILLED, RETRY = -signal.SIGKILL, 75
 def supervise(folder, *attempts, max_restarts=5):
     """Exit code, lines of the terminal, and the folders that were resumed."""
     (folder / "run/logs").mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, STUB, str(folder), str(max_restarts), *map(json.dumps, attempts)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=folder)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stderr.splitlines(), (folder / "dirs.txt").read_text().split("\n")[:-1]
+    with (folder / "stderr.txt").open("w") as stderr:
+        if (child := os.fork()) == 0:  # a new interpreter would take half a second to import the supervisor
+            _supervise(folder, max_restarts, list(map(json.dumps, attempts)), stderr)
+        descriptor = os.pidfd_open(child)
+        if not select.select([descriptor], [], [], 60)[0]:
+            os.kill(child, signal.SIGKILL)
+        os.close(descriptor)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = (folder / "stderr.txt").read_text()
+    assert "Traceback" not in said, said
+    return code, said.splitlines(), (folder / "dirs.txt").read_text().split("\n")[:-1]
+
+
+def _supervise(folder, max_restarts, attempts, stderr):
+    """Become the supervisor; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        os.chdir(folder)
+        sys.stderr = stderr
+        code = stub.main(folder, max_restarts, attempts)
+    except BaseException:  # noqa: BLE001  its caller reads the traceback
+        traceback.print_exc()
+    finally:
+        stderr.flush()
+        os._exit(code)
 
 
 @pytest.mark.parametrize("code", [0, 2, 130])

@@ -49,7 +49,9 @@ def test_plugins(narrow, capsys):
     check(capsys.readouterr().out, *(kind for classes in SLOTS.values() for kind in classes))
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    "address", [pytest.param(one, marks=pytest.mark.long) if i % 4 else one for i, one in enumerate(ADDRESSES)]
+)
 def test_options(narrow, capsys, address):
     cli(["options", address], standalone_mode=False)
     _, _, name = address.partition("/")

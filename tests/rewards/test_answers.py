@@ -209,7 +209,7 @@ HUGE += [" " * 10**6, "{" * 10**6, "\\" * 10**6, "\n" * 10**6, r"\text{" * 100_0
 
 @pytest.mark.parametrize("reward", REWARDS, ids=lambda reward: reward.kind)
 def test_no_text_makes_a_reward_raise(score, reward):
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(st.one_of(st.text(), st.lists(PIECES, max_size=30).map("".join)))
     def check(text):
         last_boxed(text)
@@ -218,12 +218,16 @@ def test_no_text_makes_a_reward_raise(score, reward):
     check()
 
 
+@pytest.mark.parametrize("part", [8, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("text", HUGE, ids=lambda text: ascii(text[:9]))
-def test_a_megabyte_is_scored_within_two_seconds(score, text):
+def test_a_megabyte_is_scored_within_two_seconds(score, text, part):
+    """Or an eighth of it within a quarter of a second: quadratic time would take minutes for either."""
+    middle = len(text) // 2  # beginning and end stay
+    text = text[: middle // part] + text[len(text) - middle // part :]
     for reward in REWARDS:
         started = time.process_time()
         assert math.isfinite(score(reward, text, target="A").value)
-        assert time.process_time() - started < 2, reward.kind
+        assert time.process_time() - started < 2 / part, reward.kind
     started = time.process_time()
     last_boxed(text)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 2 / part

@@ -41,9 +41,9 @@ def ask(tmp_path, *texts, **settings):
 
 
 REASONS = {
-    "hang": "no answer within call_timeout_s = 5",
-    "sleep": "no answer within call_timeout_s = 5",
-    "block-signals": "no answer within call_timeout_s = 5",
+    "hang": "no answer within call_timeout_s = 2",
+    "sleep": "no answer within call_timeout_s = 2",
+    "block-signals": "no answer within call_timeout_s = 2",
     "crash": "the process was killed by SIGSEGV",
     "exit": "the process ended without an answer",
     "abort": "the process was killed by SIGABRT",
@@ -58,7 +58,7 @@ REASONS = {
 
 def test_every_way_to_misbehave_gets_the_failure_value_and_its_reason(tmp_path):
     texts = [text for misbehaviour in REASONS for text in (misbehaviour, "well")]
-    scores = ask(tmp_path, *texts)
+    scores = ask(tmp_path, *texts, call_timeout_s=2.0)
     assert {text: score.error for text, score in zip(texts, scores, strict=True) if text != "well"} == REASONS
     assert [s.value for s in scores] == [-2.0, 1.0] * len(REASONS), "calls after a bad one are not touched by it"
 
@@ -71,11 +71,6 @@ def test_a_call_can_neither_kill_its_worker_nor_leave_threads_behind(tmp_path):
     assert refused.value == -2.0 and refused.error.startswith("raised PermissionError")
 
 
-def test_a_reward_that_raises_for_some_texts_costs_them_their_scores(tmp_path):
-    scores = ask(tmp_path, "raise nope", "well")
-    assert [(score.value, score.error) for score in scores] == [(-2.0, "raised KeyError: 'nope'"), (1.0, None)]
-
-
 def test_a_reward_that_raises_whatever_the_text_ends_the_run_with_what_it_said(tmp_path):
     async def work():
         async with opened(Isolated(reward=plugin.Broken(), workers=1), tmp_path) as reward:
@@ -85,8 +80,14 @@ def test_a_reward_that_raises_whatever_the_text_ends_the_run_with_what_it_said(t
         asyncio.run(work())
 
 
-def test_the_first_text_that_makes_a_reward_raise_is_logged_in_one_line(tmp_path, caplog):
-    ask(tmp_path, "raise a\nb", "raise again", "well")
+def test_texts_that_make_a_reward_raise_cost_their_own_scores_and_calls_remember_nothing(tmp_path, caplog):
+    """The first such text is logged in one line."""
+    scores = ask(tmp_path, "raise a\nb", "raise nope", "remember a", "remember b", "well")
+    assert [(score.value, score.error) for score in scores] == [
+        (-2.0, r"raised KeyError: 'a\nb'"),
+        (-2.0, "raised KeyError: 'nope'"),
+        *[(1.0, None)] * 3,
+    ]
     warnings = [record.getMessage() for record in caplog.records if record.name == "plasmid_rewards.pooled"]
     assert warnings == [r"reward isolated: raised KeyError: 'a\nb'; such samples get -2 (logged once)"]
 
@@ -120,10 +121,6 @@ def test_work_that_cannot_be_loaded_is_not_taken_for_work_that_a_text_made_raise
         asyncio.run(pool.start())
     pool.close()
     assert not isinstance(error.value, RaisedError)
-
-
-def test_calls_remember_nothing_of_each_other(tmp_path):
-    assert [s.value for s in ask(tmp_path, "remember a", "remember b", "remember c")] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.long

@@ -207,10 +207,11 @@ def test_a_variable_that_is_named_and_not_set_is_an_error(tmp_path):
     assert "error: workflow.environment: MY_UNSET_KEY is not set in the environment of the run\n" in said
 
 
-def test_a_run_that_is_killed_leaves_no_agent(tmp_path):
+@pytest.mark.parametrize("rl", [WITHOUT_RAY, pytest.param(RL, marks=pytest.mark.long)], ids=["thread", "ray"])
+def test_a_run_that_is_killed_leaves_no_agent(tmp_path, rl):
     (tmp_path / "waiting.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
     with make_policy(tmp_path) as policy:
-        process = start(tmp_path, policy, 'command = ["python", "waiting.py"]', ["wait"])
+        process = start(tmp_path, policy, 'command = ["python", "waiting.py"]', ["wait"], rl=rl)
         until = time.monotonic() + 120
         while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
             assert process.poll() is None and time.monotonic() < until

@@ -372,12 +372,13 @@ def test_a_replay_of_a_run_without_one_of_its_batches_is_refused(finished, copy,
         finished.run({"run": {"dir": str(tmp_path / "new")}}, replay=copy.path)
 
 
-def test_every_bit_of_a_sample_file_counts_or_is_refused(finished, tmp_path):
+@pytest.mark.parametrize("step", [149, pytest.param(37, marks=pytest.mark.long)])
+def test_every_bit_of_a_sample_file_counts_or_is_refused(finished, tmp_path, step):
     """A flipped bit is noticed when the file is read, or changes nothing that is read."""
     file = finished.folder / "run/samples/batch-000003.parquet"
     content, whole = file.read_bytes(), read_samples(file)
     damaged = tmp_path / "damaged.parquet"
-    for at in range(0, len(content), 37):
+    for at in range(0, len(content), step):
         damaged.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
         try:
             assert repr(read_samples(damaged)) == repr(whole), at
