@@ -3,7 +3,6 @@
 For tests of what the command prints and refuses. Tests of its start, of signals and of processes of a run start `rl`.
 """
 
-import atexit
 import functools
 import gc
 import json
@@ -11,10 +10,12 @@ import os
 import resource
 import select
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -31,6 +32,8 @@ MODULES = (
 )
 MOST_BYTES = 1 << 18
 """Of a request: arguments and environment."""
+READY = b"ready"
+_started: list[subprocess.Popen] = []
 
 
 class Forked:
@@ -51,17 +54,21 @@ class Forked:
 
 @functools.cache
 def _server():
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        command = [sys.executable, "-m", "tests.forked_rl", str(theirs.fileno())]
-        process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
-
-    def end():
-        ours.close()
-        process.wait()
-
-    atexit.register(end)
-    return ours
+    """A connection to the server of all processes of this test run. The first that needs it starts it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with suppress(ConnectionError):
+            connection.connect(f"\0plasmid-tests-{run}")
+            if connection.recv(MOST_BYTES) == READY:
+                return connection
+        connection.close()  # nobody has started it, or all that used it have just ended
+        # binding fails if another process was quicker
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, suppress(OSError):
+            listening.bind(f"\0plasmid-tests-{run}")
+            listening.listen()
+            command = [sys.executable, "-m", "tests.forked_rl", str(listening.fileno())]
+            _started.append(subprocess.Popen(command, cwd=ROOT, pass_fds=[listening.fileno()]))
 
 
 def start_rl(*arguments, stdin=None, stdout, stderr, cwd=None, env=None, address_space=resource.RLIM_INFINITY):
@@ -88,8 +95,8 @@ def run_rl(*arguments, timeout=120, **options):
         return subprocess.CompletedProcess(arguments, process.returncode, out.read(), err.read())
 
 
-def serve(requests):
-    """Fork for each request; returns in the forks, and at the end of the tests."""
+def serve(listening):
+    """Fork for each process of the tests, until all of them have ended. Returns True in forks for a request."""
     from plasmid.plugins.registry import load_plugins
 
     for name in MODULES:
@@ -98,6 +105,30 @@ def serve(requests):
     gc.collect()
     gc.freeze()  # collections in forks would visit, and copy, all of it
     assert threading.active_count() == 1, "a fork has only the thread that forks"
+    forks = {}  # descriptor to process
+    while True:
+        for ready in select.select([listening, *forks], [], [], None if forks else 60)[0]:
+            if ready is not listening:
+                os.waitpid(forks.pop(ready), 0)
+                os.close(ready)
+                continue
+            requests = listening.accept()[0]
+            _, user, _ = struct.unpack("3i", requests.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user == os.getuid():
+                if (child := os.fork()) == 0:
+                    listening.close()
+                    for descriptor in forks:
+                        os.close(descriptor)
+                    return answer(requests)
+                forks[os.pidfd_open(child)] = child
+            requests.close()
+        if not forks:
+            return False
+
+
+def answer(requests):
+    """Fork for each request of a process; returns in the forks, and when that process has ended."""
+    requests.send(READY)
     while True:
         data, files, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
         if not data:

@@ -11,6 +11,7 @@ import pytest
 from plasmid_models.testing import make_tiny_model
 from pyarrow import parquet
 
+from tests.forked_rl import run_rl
 from tests.hub.hub_server import SHA, hub_server
 
 ROWS = [{"question": f"{i}+1=", "answer": f"so #### {i + 1}"} for i in range(6)]
@@ -89,13 +90,20 @@ def test_a_run_downloads_what_it_reads_and_goes_on_offline(rl, hub, tmp_path):
     rl("train", "recipe.toml", "--dry-run", endpoint="http://127.0.0.1:9")  # nobody listens there
 
 
-def test_without_the_hub_the_command_that_downloads_is_told(rl):
-    told = rl("train", "recipe.toml", "--dry-run", offline=True, code=2)
+def refused(*arguments):
+    """Last line of a command that asks no hub."""
+    done = run_rl(*arguments)
+    assert done.returncode == 2, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_without_the_hub_the_command_that_downloads_is_told(hub):
+    told = refused("train", "recipe.toml", "--dry-run")
     assert told == (
         "error: model.path: no such folder: tiny/model, and the Hugging Face cache has no such model; download it: "
         "hf download tiny/model"
     )
-    told = rl("train", "recipe.toml", "model.path=tiny/model@v1", "--dry-run", offline=True, code=2)
+    told = refused("train", "recipe.toml", "model.path=tiny/model@v1", "--dry-run")
     assert told.endswith("download it: hf download tiny/model --revision v1")
 
 
@@ -135,12 +143,12 @@ def test_folders_of_data_sets_are_read_by_split(rl, hub):
     assert [file for file in hub.files if "sums" in file] == ["tiny/sums/main/test-00000-of-00001.parquet"]
 
 
-def test_a_folder_with_the_name_of_an_organisation_is_one_here(rl, tmp_path):
+def test_a_folder_with_the_name_of_an_organisation_is_one_here(hub, tmp_path):
     (tmp_path / "tiny").mkdir()
-    told = rl("train", "recipe.toml", "--dry-run", code=2)
+    told = refused("train", "recipe.toml", "--dry-run")
     assert told.startswith("error: model.path: no such folder: tiny/model (searched from")
 
 
-def test_a_path_that_begins_with_a_dot_is_a_folder_here(rl):
-    told = rl("train", "recipe.toml", "model.path=./tiny/model", "--dry-run", offline=True, code=2)
+def test_a_path_that_begins_with_a_dot_is_a_folder_here(hub):
+    told = refused("train", "recipe.toml", "model.path=./tiny/model", "--dry-run")
     assert told.startswith("error: model.path: no such folder: ./tiny/model (searched from")

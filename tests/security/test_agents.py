@@ -218,7 +218,7 @@ def test_a_run_that_is_killed_leaves_no_agent(tmp_path, rl):
             time.sleep(0.1)
         process.kill()
         process.communicate()
-    pid = (tmp_path / "pid").read_text()
+    pid, until = (tmp_path / "pid").read_text(), time.monotonic() + 30
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
         time.sleep(0.1)
     assert not os.path.exists(f"/proc/{pid}")
