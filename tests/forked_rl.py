@@ -71,10 +71,15 @@ def _server():
             _started.append(subprocess.Popen(command, cwd=ROOT, pass_fds=[listening.fileno()]))
 
 
-def start_rl(*arguments, stdin=None, stdout, stderr, cwd=None, env=None, address_space=resource.RLIM_INFINITY):
-    """Start `rl` with these open files and at most so many bytes of address space; one at a time."""
+def start_rl(
+    *arguments, stdin=None, stdout, stderr, cwd=None, env=None, address_space=resource.RLIM_INFINITY, told_pid=None
+):
+    """Start `rl` with these open files and at most so many bytes of address space; one at a time.
+
+    In the file ``told_pid`` the text PID_OF_RL is replaced with its process id before it begins.
+    """
     request = {"arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd()), "env": dict(env or os.environ)}
-    request["address_space"] = address_space
+    request |= {"address_space": address_space, "told_pid": str(told_pid or "")}
     server = _server()
     with open(os.devnull) as nothing:
         files = [file.fileno() for file in (stdin or nothing, stdout, stderr)]
@@ -148,6 +153,9 @@ def become(request, files):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if request["told_pid"]:
+        file = Path(request["told_pid"])
+        file.write_text(file.read_text().replace("PID_OF_RL", str(os.getpid())))
     resource.setrlimit(resource.RLIMIT_AS, (request["address_space"],) * 2)
     for number, file in enumerate(files):
         os.dup2(file, number)

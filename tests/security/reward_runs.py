@@ -1,4 +1,7 @@
-"""Runs `rl reward` as another process, as this user or as another one, with or without Landlock."""
+"""Runs `rl reward` as another process, as this user or as another one, with or without Landlock.
+
+A fork stands for the first, except where its own environment matters.
+"""
 
 import contextlib
 import ctypes
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_rl import run_rl
 from tests.security.model_files import make_tokenizer
 from tests.security.rl_command import RECIPE
 
@@ -43,10 +47,15 @@ def _score(folder, rewards, attacks, host, plugin, timeout_s, watch, environment
     rows = [text if isinstance(text, tuple) else (text, "well") for text in attacks.values()]
     lines = [json.dumps({"prompt": "p", "response": text, "target": target}) for text, target in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "plasmid_cli", "reward", "recipe.toml", "--data", "rows.jsonl", "--json", rewards]
+    arguments = ["reward", "recipe.toml", "--data", "rows.jsonl", "--json", rewards]
     if plugin is not None:
         (folder / "plugin.py").write_text(plugin)
-        command += ["--plugin", "plugin.py"]
+        arguments += ["--plugin", "plugin.py"]
+    if host == HOSTS[0] and watch is None and not environment:
+        env = {**os.environ, "HOME": str(folder)}
+        done = run_rl(*arguments, timeout=timeout_s, cwd=folder, env=env, told_pid=folder / "rows.jsonl")
+        return _read(done.stdout, done.stderr, attacks)
+    command = [sys.executable, "-m", "plasmid_cli", *arguments]
     if "without Landlock" in host:
         environment["TEST_WITHOUT_LANDLOCK"] = "1"
     start = START.replace("REFUSE", inspect.getsource(refuse_landlock))
@@ -68,6 +77,10 @@ def _score(folder, rewards, attacks, host, plugin, timeout_s, watch, environment
             out, err = process.communicate(timeout=timeout_s)
         finally:
             process.kill()
+    return _read(out, err, attacks)
+
+
+def _read(out, err, attacks):
     assert out, err
     samples = json.loads(out)["samples"]
     assert len(samples) == len(attacks), (out, err)
