@@ -4,6 +4,7 @@ Names begin with the number of GPUs that a layout needs: `pytest -m gpu tests/gp
 """
 
 import asyncio
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ BF16 = {"dtype": "bfloat16", "lr": 1e-4}
 def processes():
     from fsdp_processes import Processes
 
-    processes = Processes(4)
+    processes = Processes(4, multiprocessing.get_context("spawn"))  # importing Megatron initializes CUDA
     yield processes
     processes.shutdown()
 
