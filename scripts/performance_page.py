@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -62,13 +63,29 @@ def listed(name: str) -> Table:
     return head, ([row["name"], *row["values"].values()] for row in found["rows"])
 
 
+READ_BACK_S = 0.5
+"""Transfers that take longer include reading all weights back."""
+
+
 def step() -> Table:
-    """Batches of the run without offloading, except the first."""
-    batches = list(enumerate(read("step-h100")[1]["batches"], 1))[1:]
-    parts = (("whole", "perf/batch_s"), ("sampling", "perf/sample_s"), ("training", "perf/train_s"))
-    rows = [[f"{name}, s", *(number(b[key], 2) for _, b in batches)] for name, key in parts]
-    rows.append(["weight transfer, s", *(number(b["sync/transfer_s"], 2) for _, b in batches)])
-    return ["batch", *(str(index) for index, _ in batches)], rows
+    """Medians of runs without offloading, over all batches except the first and those that read weights back."""
+
+    def cells(row: Row) -> Sequence[str]:
+        batches = [b for b in row["batches"][1:] if b["sync/transfer_s"] < READ_BACK_S]
+        parts = ("perf/batch_s", "perf/sample_s", "perf/train_s", "sync/transfer_s")
+        medians = [median(b[part] for b in batches) for part in parts]
+        first = row["batches"][0]["perf/train_s"]
+        return [
+            device_of(row),
+            row["case"],
+            *(number(value, 2) for value in medians[:3]),
+            number(medians[3] * 1e3, 0),
+            number(first),
+            row["started"].partition(" ")[0].removesuffix(":"),
+        ]
+
+    head = ["GPU", "run", "batch, s", "sampling, s", "training, s", "weight transfer, ms", "first training, s"]
+    return [*head, "start, s"], (cells(row) for row in [*read("step-h100")[1:2], *read("step-h200")])
 
 
 def ceiling_of(row: Row, rows: Sequence[Row]) -> Row | None:

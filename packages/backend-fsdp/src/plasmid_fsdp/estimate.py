@@ -10,7 +10,7 @@ from functools import cached_property
 from plasmid.types import Role
 from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, PhaseEstimate
 from plasmid_models.estimates.shape import ModelShape
-from plasmid_training.estimates.activations import Activations, Attention, head_memory
+from plasmid_training.estimates.activations import Activations, Attention, has_dense_blocks, head_memory
 from plasmid_training.estimates.speed import (
     MICROBATCH_S,
     SCORING,
@@ -26,8 +26,6 @@ from .settings import FSDP
 
 MASTER = 4
 """Bytes per weight of the fp32 weight, of its gradient, and of each of AdamW's averages."""
-DENSE_FROM, MAX_PADDING = 2048, 0.1
-"""Minimum mean length and maximum padding fraction of samples in a dense block (`model/decoder_input.py`)."""
 HOST_BANDWIDTH = 100e9
 """Host memory bandwidth for the optimizer of one rank, in bytes per second; not measured."""
 OFFLOAD_RATE, ONLOAD_RATE = 15e9, 33e9
@@ -93,9 +91,7 @@ class FSDPEstimate:
         """Return the activation memory of a model's layers."""
         compile_, packs = self.settings.compile, self.settings.attention == "auto"
         automatic = self.context.on_gpu and packs and not shape.experts
-        load = self.context.load
-        even = load.longest <= (1 + MAX_PADDING) * load.sample_tokens
-        dense = not packs or not self.context.on_gpu or (load.sample_tokens >= DENSE_FROM and even)
+        dense = not packs or not self.context.on_gpu or has_dense_blocks(self.context.load)
         attention: Attention = "dense" if dense else "packed"
         compiled = automatic if compile_ == "auto" else compile_
         return Activations(shape=shape, dtype_bytes=self.dtype_bytes, compiled=compiled, attention=attention)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.estimates.shape import ModelShape
-from plasmid_training.estimates.activations import Activations, head_memory
+from plasmid_training.estimates.activations import Activations, Attention, has_dense_blocks, head_memory
 from plasmid_training.estimates.speed import (
     MICROBATCH_S,
     SCORING,
@@ -92,13 +92,16 @@ class MegatronEstimate:
 
     @property
     def activations(self) -> Activations:
-        """Activation memory of the layers, which are packed."""
+        """Activation memory of the layers."""
         settings = self.settings
         splits = settings.tensor_parallel > 1 or settings.context_parallel > 1 or settings.transformer_engine
         automatic = self.context.on_gpu and not splits and not self.shape.experts
         compiled = automatic if settings.compile == "auto" else settings.compile
         extra = 0.0 if compiled else RESIDUALS
-        return Activations(shape=self.shape, dtype_bytes=self.dtype_bytes, compiled=compiled, extra=extra)
+        packed = settings.context_parallel > 1 or settings.transformer_engine or bool(self.shape.experts)
+        attention: Attention = "packed" if packed or not has_dense_blocks(self.context.load) else "dense"
+        shape, dtype_bytes = self.shape, self.dtype_bytes
+        return Activations(shape=shape, dtype_bytes=dtype_bytes, compiled=compiled, attention=attention, extra=extra)
 
     def rank_parameters(self, stage: int) -> tuple[float, float]:
         """Return the numbers of non-expert and expert weights on a rank of a pipeline stage."""

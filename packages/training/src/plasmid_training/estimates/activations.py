@@ -10,11 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from plasmid.types.estimates import BatchLoad
 from plasmid_models.estimates.shape import ModelShape
 
 GPU_BYTES = 1280 * 2**20
 CPU_BYTES = 128 * 2**20
 """Maximum bytes of a chunk's logits with ``auto``, without the fp32 gradient of the weight; more is not faster."""
+DENSE_FROM, MAX_PADDING = 2048, 0.1
+"""Minimum mean length and maximum padding fraction of samples in a dense block (`batches/packed_attention.py`)."""
 TILE = 128
 """Chunk sizes of ``auto`` are multiples of this, for efficient matrix products."""
 
@@ -28,6 +31,11 @@ def auto_chunk(length: int, row_bytes: int, *, on_gpu: bool) -> int:
 
 
 Attention = Literal["packed", "dense"]
+
+
+def has_dense_blocks(load: BatchLoad) -> bool:
+    """Return True if a GPU computes attention over dense blocks: samples are long and of similar length."""
+    return load.sample_tokens >= DENSE_FROM and load.longest <= (1 + MAX_PADDING) * load.sample_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
