@@ -68,7 +68,11 @@ def test_a_teacher_that_is_a_server_teaches_what_it_teaches_with_fsdp(layout, ra
 
 
 @pytest.mark.parametrize(
-    "trainer", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"dtype": "bfloat16", "tensor_parallel": 2}]
+    "trainer",
+    [
+        {"dtype": "bfloat16", "tensor_parallel": 2},
+        *(pytest.param({name: 2}, marks=pytest.mark.long) for name in ("tensor_parallel", "pipeline_parallel")),
+    ],
 )
 def test_the_policy_replaces_the_reference(trainer, ranks, tmp_path):
     """Every two batches, also after a resume from between: the KL of the next ones is the same bit for bit."""

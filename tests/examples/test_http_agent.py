@@ -1,14 +1,14 @@
 """examples/http-agent: its recipe resolves and trains a model behind the agent, and the commands of its README work."""
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet
 from plasmid import load_config
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
+
+from tests.forked_rl import run_rl
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "http-agent"
@@ -40,7 +40,5 @@ def test_the_commands_of_its_readme_work(tiny_model):
         command = shlex.split(line)
         assert command[0] == "rl"
         model = [f"model.path={tiny_model}"] if command[1] == "train" else []
-        done = subprocess.run(
-            [Path(sys.executable).parent / "rl", *command[1:], *model], cwd=ROOT, capture_output=True, text=True
-        )
+        done = run_rl(*command[1:], *model, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -26,7 +26,7 @@ def policy(tiny_model):
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "in_place"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_the_embedded_engine_keeps_its_promises(tiny_model, policy, ranks, mode):
     async def check():
         async with started(tiny_model, ranks=ranks, pause_mode=mode) as engine:

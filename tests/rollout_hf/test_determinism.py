@@ -41,7 +41,7 @@ async def whole_run(path, seed, ranks):
         return rounds
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_results_are_bit_identical_whenever_requests_arrive(tiny_model, ranks):
     runs = [run(whole_run(tiny_model, seed, ranks)) for seed in range(3)]
     assert runs[0] == runs[1] == runs[2]
