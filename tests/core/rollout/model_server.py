@@ -11,6 +11,7 @@ from plasmid.components import BuildContext
 from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
 from plasmid.types import GenerateRequest, SamplingParams
+from plasmid_models.building import BUILD_LOCK
 from plasmid_models.tokenization.tokenizer import Tokenizer
 from plasmid_runtime.cluster.local import LocalCluster
 from transformers import AutoModelForCausalLM
@@ -94,7 +95,8 @@ class ModelServer:
 
     def score(self, ids):
         """Log-probabilities of all tokens but the first, at temperature 1."""
-        self._scorer = self._scorer or AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32).eval()
+        with BUILD_LOCK:  # a run in this process may load models meanwhile
+            self._scorer = self._scorer or AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32).eval()
         with torch.no_grad():
             logits = self._scorer(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         return logits.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
