@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fsdp_cases import fit, largest_difference, make_batch, plain_logprobs, weights_of, whole_rows
+from plasmid.errors import ConfigError
 from plasmid.types import Role
 from plasmid_models.testing import make_tiny_model
 from transformers import AutoModelForCausalLM
@@ -78,6 +79,28 @@ def test_compiled_layers_compute_the_same_with_at_most_three_graphs_in_a_run(one
     norms = [[report["train/grad_norm"] for report in found] for found in (reports, expected)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert 1 <= reports[-1]["train/graphs"] <= 3
+
+
+def test_layers_are_compiled_with_the_memory_budget(one_rank, monkeypatch):
+    budgets = set()
+
+    def record(graph, _):
+        budgets.add(torch._functorch.config.activation_memory_budget)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
+
+    async def run():
+        handle, config = await one_rank.start(trainer={"compile": True, "activation_memory_budget": 0.25})
+        await fit(handle, config, make_batch())
+
+    asyncio.run(run())
+    assert budgets == {0.25}
+
+
+def test_a_memory_budget_needs_compiled_layers(one_rank):
+    with pytest.raises(ConfigError, match="activation_memory_budget: needs compiled layers, but"):
+        asyncio.run(one_rank.start(trainer={"activation_memory_budget": 0.5}))
 
 
 def test_the_canary_compiles_nothing(one_rank, monkeypatch):

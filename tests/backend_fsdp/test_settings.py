@@ -88,6 +88,14 @@ def test_a_run_no_longer_than_its_warmup_is_fine():
             {"microbatch_samples": 2, "microbatch_tokens": 99},
             "microbatch_tokens has no effect if microbatch_samples is set; remove one of them",
         ),
+        (
+            {"activation_memory_budget": 0.5, "activation_checkpointing": True},
+            "activation_memory_budget has no effect with activation_checkpointing = true; remove one of them",
+        ),
+        (
+            {"activation_memory_budget": 0.5, "compile": False},
+            "activation_memory_budget needs compiled layers; remove it, or compile = false",
+        ),
         ({"betas": [0.9, 1.0]}, "both must be at least 0 and below 1, got [0.9, 1.0]"),
         ({"freeze": ["("]}, "'(' is not a valid regular expression: missing ), unterminated subpattern at position 0"),
     ],

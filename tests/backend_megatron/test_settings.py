@@ -62,6 +62,11 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
             {"transformer": {"moe_shared_expert_overlap": True}, "lora": {}},
             "lora needs transformer.moe_shared_expert_overlap = false",
         ),
+        (
+            {"activation_memory_budget": 0.5, "transformer": {"recompute_granularity": "selective"}},
+            "activation_memory_budget has no effect with transformer.recompute_granularity; remove one of them",
+        ),
+        ({"activation_memory_budget": 0.5, "compile": False}, "activation_memory_budget needs compiled layers"),
         ({"lora": {}, "freeze": ["mlp"]}, "freeze has no effect with lora, which trains only the adapter; remove it"),
         ({"transformer": {"moe_grouped_gemm": True}}, "transformer.moe_grouped_gemm = true needs transformer_engine"),
         ({"transformer": {"transformer_impl": "local"}}, "transformer_impl follows from trainer.transformer_engine"),

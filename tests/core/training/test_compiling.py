@@ -1,10 +1,14 @@
-"""Compiled layers are found in the cache of an earlier process, custom autograd functions included."""
+"""Compiled layers: the cache of an earlier process, custom autograd functions included, and the memory budget."""
 
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import torch
+from plasmid_training.compiling import compile_layers
+from torch import nn
 
 PROGRAM = """
 import numpy as np
@@ -19,7 +23,7 @@ class Layer(torch.nn.Module):
 
 
 layer = Layer()
-compile_layers([layer])
+compile_layers([layer], memory_budget=1.0)
 x = torch.ones(3, 1, 4, requires_grad=True)
 index = np.array([0, 1, 0, 2])
 layer.forward(x, Spread.of(index, np.ones(4, np.bool_), 3, "cpu")).sum().backward()
@@ -42,3 +46,44 @@ def test_a_second_process_finds_compiled_layers_in_the_cache(tmp_path):
     first, second = compile_in_process(), compile_in_process()
     assert first[:2] == (0, 1) and second[:2] == (1, 0)
     assert first[2] == second[2]
+
+
+class Block(nn.Module):
+    """A gated MLP behind a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = (
+            nn.RMSNorm(16),
+            nn.Linear(16, 64),
+            nn.Linear(16, 64),
+            nn.Linear(64, 16),
+        )
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def test_a_smaller_budget_keeps_less_for_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+
+    def train(budget, tokens=32):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block, kept = Block(), {}
+        compile_layers([block], memory_budget=budget)
+
+        def pack(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = block.forward(torch.ones(tokens, 16).cumsum(0)).square().sum()
+        loss.backward()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        return block.gate.weight.grad, sum(size for at, size in kept.items() if at not in weights)
+
+    gradients, bytes_kept = zip(*map(train, (1.0, 0.5, 0.0)), strict=True)
+    assert all(torch.allclose(gradient, gradients[0], rtol=1e-6) for gradient in gradients)
+    assert bytes_kept[0] > 1.5 * bytes_kept[1] > 1.5 * bytes_kept[2]

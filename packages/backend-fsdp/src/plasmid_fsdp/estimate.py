@@ -94,7 +94,10 @@ class FSDPEstimate:
         dense = not packs or not self.context.on_gpu or has_dense_blocks(self.context.load)
         attention: Attention = "dense" if dense else "packed"
         compiled = automatic if compile_ == "auto" else compile_
-        return Activations(shape=shape, dtype_bytes=self.dtype_bytes, compiled=compiled, attention=attention)
+        budget = self.settings.activation_memory_budget
+        return Activations(
+            shape=shape, dtype_bytes=self.dtype_bytes, compiled=compiled, attention=attention, budget=budget
+        )
 
     def phases(self) -> Iterator[PhaseEstimate]:
         """Yield the phases idle, score, train and sync."""
@@ -209,7 +212,8 @@ class FSDPEstimate:
         assert device is not None
         shape, settings = ModelShape.of(self.context.models[table]), self.settings
         adapter = settings.lora is not None and table == "model"
-        passes = Passes.training(recomputed=settings.activation_checkpointing, adapter=adapter)
+        recomputed = 1.0 if settings.activation_checkpointing else 1 - settings.activation_memory_budget
+        passes = Passes.training(recomputed=recomputed, adapter=adapter)
         computed = compute_seconds(
             self.activations(shape),
             device,

@@ -46,6 +46,9 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
     compile: Literal["auto"] | bool = "auto"
     """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with attention = "auto", for models
     without experts."""
+    activation_memory_budget: float = Field(1.0, ge=0, le=1)
+    """Fraction of the activations of compiled layers that is kept for the backward pass; the others are recomputed, the
+    cheapest first (selective activation checkpointing). 0 keeps only the inputs of layers."""
     critic: CriticSettings = CriticSettings()
     """Optimizer and initial weights of the critic, for algorithms that have one."""
 
@@ -53,6 +56,10 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
         yield from super().find_errors(recipe)
         if self.routing_replay and self.compile is True:
             yield "compile must be 'auto' or false with routing_replay, which changes the routers' choices"
+        if self.activation_memory_budget < 1 and self.activation_checkpointing:
+            yield "activation_memory_budget has no effect with activation_checkpointing = true; remove one of them"
+        if self.activation_memory_budget < 1 and self.compile is False:
+            yield "activation_memory_budget needs compiled layers; remove it, or compile = false"
         if self.share_prefixes is True and self.attention != "auto":
             yield f"share_prefixes needs attention = 'auto', got {self.attention!r}: padded samples share no tokens"
 

@@ -100,8 +100,14 @@ class MegatronEstimate:
         extra = 0.0 if compiled else RESIDUALS
         packed = settings.context_parallel > 1 or settings.transformer_engine or bool(self.shape.experts)
         attention: Attention = "packed" if packed or not has_dense_blocks(self.context.load) else "dense"
-        shape, dtype_bytes = self.shape, self.dtype_bytes
-        return Activations(shape=shape, dtype_bytes=dtype_bytes, compiled=compiled, attention=attention, extra=extra)
+        return Activations(
+            shape=self.shape,
+            dtype_bytes=self.dtype_bytes,
+            compiled=compiled,
+            attention=attention,
+            extra=extra,
+            budget=settings.activation_memory_budget,
+        )
 
     def rank_parameters(self, stage: int) -> tuple[float, float]:
         """Return the numbers of non-expert and expert weights on a rank of a pipeline stage."""
@@ -211,7 +217,8 @@ class MegatronEstimate:
             yield PhaseEstimate(
                 phase="score", memory=self.peak_memory(train=False), seconds=seconds, basis=f"forward passes of {names}"
             )
-        passes = Passes.training(recomputed=self.recomputed, adapter=self.settings.lora is not None)
+        recomputed = 1.0 if self.recomputed else 1 - self.settings.activation_memory_budget
+        passes = Passes.training(recomputed=recomputed, adapter=self.settings.lora is not None)
         seconds = None if device is None else self.seconds(passes, steps=load.steps)
         basis = f"{load.steps} x {self.microbatches} microbatches of {int(self.microbatch):,} tokens at most"
         yield PhaseEstimate(phase="train", memory=self.peak_memory(train=True), seconds=seconds, basis=basis)

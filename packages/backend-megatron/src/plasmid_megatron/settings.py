@@ -94,6 +94,9 @@ class Megatron(LoRATrainerConfig):
     compile: Literal["auto"] | bool = "auto"
     """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with tensor_parallel = 1 and
     context_parallel = 1, for models without experts, and not with transformer_engine."""
+    activation_memory_budget: float = Field(1.0, ge=0, le=1)
+    """Fraction of the activations of compiled layers that is kept for the backward pass; the others are recomputed, the
+    cheapest first (selective activation checkpointing). 0 keeps only the inputs of layers."""
     async_save: Annotated[bool, MAY_CHANGE] = False
     """Write checkpoints in the background, from a copy in host memory, while training continues."""
     transformer: Fields = Field(default_factory=dict)
@@ -147,6 +150,10 @@ class Megatron(LoRATrainerConfig):
             yield f"transformer_engine = true needs dtype = 'bfloat16' for packed attention, got {self.dtype!r}"
         if self.transformer_engine and self.compile is True:
             yield "compile = true needs transformer_engine = false"
+        if self.activation_memory_budget < 1 and self.transformer.get("recompute_granularity"):
+            yield "activation_memory_budget has no effect with transformer.recompute_granularity; remove one of them"
+        if self.activation_memory_budget < 1 and self.compile is False:
+            yield "activation_memory_budget needs compiled layers; remove it, or compile = false"
         if self.transformer_engine and self.lora is not None:
             yield "lora needs transformer_engine = false: layers of TransformerEngine cannot have an adapter"
         if self.lora is not None and self.transformer.get("moe_shared_expert_overlap"):

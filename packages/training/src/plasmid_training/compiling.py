@@ -12,14 +12,23 @@ MAX_GRAPHS = 24
 one and of several samples, each for training, scoring and recomputation, by models that differ in what is frozen."""
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
+NOT_COMPILED_ERROR = (
+    "trainer.activation_memory_budget: needs compiled layers, but trainer.compile = 'auto' compiles none here; remove "
+    "the setting, or set compile = true"
+)
+
+
+def compile_layers(layers: Iterable[nn.Module], *, memory_budget: float) -> None:
     """Compile the forward pass of each layer for any sequence length.
 
-    Compiles the method, not the module: hooks stay outside of the graph, which all layers share.
+    Compiles the method, not the module: hooks stay outside of the graph, which all layers share. ``memory_budget`` is
+    the fraction of the layers' activations that is kept for the backward pass, from 0 (their inputs) to 1; the compiler
+    chooses which others to recompute, the cheapest first. It applies to all compiled layers of the process.
     """
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     # their traced forward and backward are part of the key; without it, graphs with such functions are never cached
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    torch._functorch.config.activation_memory_budget = memory_budget
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from plasmid.errors import ModelError, some_of
+from plasmid.errors import ConfigError, ModelError, some_of
 from plasmid_models.building import BUILD_LOCK, choose_expert_products
 from plasmid_models.fp8_blocks import forget_blocks
 from plasmid_models.source import Source
-from plasmid_training.compiling import compile_layers
+from plasmid_training.compiling import NOT_COMPILED_ERROR, compile_layers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -114,7 +114,9 @@ def shard_module(
         options["reshard_after_forward"] = False
     low, high = _precision(getattr(torch, settings.dtype)), _precision(torch.float32)
     if _compiles(model, settings, device):
-        compile_layers(decoder_layers(model))
+        compile_layers(decoder_layers(model), memory_budget=settings.activation_memory_budget)
+    elif settings.activation_memory_budget < 1:
+        raise ConfigError(NOT_COMPILED_ERROR)
     for layer in decoder_layers(model):
         fully_shard(layer, mp_policy=low, **options)
     for module in exact:

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from plasmid_training.compiling import compile_layers
+from plasmid.errors import ConfigError
+from plasmid_training.compiling import NOT_COMPILED_ERROR, compile_layers
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -19,13 +20,15 @@ def compile_chunk(chunk: nn.Module, settings: Megatron, config: TransformerConfi
     """Compile the layers of a model chunk, which is on its device, if the settings ask for it."""
     is_on_gpu = next(chunk.parameters()).is_cuda
     if not (compiles_by_default(settings, config) and is_on_gpu if settings.compile == "auto" else settings.compile):
+        if settings.activation_memory_budget < 1:
+            raise ConfigError(NOT_COMPILED_ERROR)
         return
     layers = chunk.decoder.layers  # type: ignore[union-attr]
     for layer in layers:  # type: ignore[union-attr]
         _prepare(layer, splits_weights=settings.tensor_parallel > 1)
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(_set_strides)  # type: ignore[union-attr]
-    compile_layers(layers)  # type: ignore[arg-type]
+    compile_layers(layers, memory_budget=settings.activation_memory_budget)  # type: ignore[arg-type]
 
 
 def compiles_by_default(settings: Megatron, config: TransformerConfig) -> bool:

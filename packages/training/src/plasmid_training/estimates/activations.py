@@ -50,6 +50,8 @@ class Activations:
     """The packed kernels of torch 2.11 keep keys and values repeated for every query head; dense ones share them."""
     extra: float = 0.0
     """Additional elements kept per token and layer, in multiples of the hidden size."""
+    budget: float = 1.0
+    """Fraction of the activations other than a layer's input that is kept."""
 
     @property
     def numbers(self) -> float:
@@ -63,7 +65,7 @@ class Activations:
         if not self.compiled:
             copies = 2 if self.dtype_bytes == 2 else 1  # norms compute in fp32
             kept += shape.inner + copies * (2 * shape.hidden + normed)
-        return kept + self.extra * shape.hidden
+        return shape.hidden + self.budget * (kept + (self.extra - 1) * shape.hidden)
 
     def layer(self, tokens: float) -> float:
         """Return the bytes that one layer keeps."""

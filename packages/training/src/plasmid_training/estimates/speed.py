@@ -42,8 +42,11 @@ class Passes:
     attention: float
 
     @classmethod
-    def training(cls, *, recomputed: bool, adapter: bool) -> Passes:
-        """Return the passes of a training step; the base of an adapter needs no weight gradients."""
+    def training(cls, *, recomputed: float, adapter: bool) -> Passes:
+        """Return the passes of a training step; the base of an adapter needs no weight gradients.
+
+        ``recomputed`` is the fraction of a forward pass that the backward pass repeats.
+        """
         whole = 2.0 if adapter else 3.0
         return cls(layers=whole + recomputed, head=whole, attention=1 + BACKWARD + recomputed)
 
