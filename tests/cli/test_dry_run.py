@@ -4,8 +4,9 @@ import tomllib
 
 import pytest
 from plasmid import load_config
+from plasmid.components import DataFacts
 from plasmid.config.load import resolve
-from plasmid_cli.display.dry_run import to_toml
+from plasmid_cli.display.dry_run import prompt_rows, to_toml
 
 RECIPE = """
 model.path = "model"
@@ -42,6 +43,18 @@ def test_what_was_set_stands_before_what_has_its_default(config):
     assert lines_of(text, "placement")[0] == []
     assert text.index("\n[sampling]\n") < text.index("\n[placement]\n"), "tables without a setting come last"
     assert text.index("\n[trainer]\n") < text.index("\n[checkpoint]\n")
+
+
+def test_what_is_filled_in_counts_as_a_default(config):
+    text = to_toml(config)
+    assert text.index("\nrecipe = ") < text.index("\n# defaults:\n") < text.index("\nfilters = []\n")
+    assert lines_of(text, "data")[0] == ['path = "rows.jsonl"'], "the kind is a default, too"
+    assert lines_of(text, "workflow")[0] == [] and 'kind = "single-turn"' in lines_of(text, "workflow")[1]
+
+
+def test_prompts_are_listed_with_their_format_and_what_was_cut():
+    facts = DataFacts(num_prompts=3, left_out=1, truncated=2, format="verl")
+    assert prompt_rows(facts) == [("prompts", "3", "format of verl, 1 dropped as too long, 2 truncated")]
 
 
 def test_it_is_a_recipe_that_resolves_to_the_same(config):

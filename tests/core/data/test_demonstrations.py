@@ -115,7 +115,7 @@ def test_long_rows_are_an_error_or_left_out(encode, write_jsonl):
         first(encode, path, max_tokens=20, **keys)
     assert str(error.value) == (
         "train.jsonl:2: the demonstration has 35 tokens, more than data.max_tokens = 20 (1 such rows); "
-        'raise it, or set data.too_long = "drop"'
+        'raise it, or set data.too_long = "truncate" to cut them at the end, or "drop"'
     )
     stream = Demonstrations(path=str(path), max_tokens=20, too_long="drop", **keys).stream(encode, seed=0)
     assert len(stream) == 1 and stream.draw().id == "train.jsonl:1"

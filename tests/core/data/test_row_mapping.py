@@ -66,8 +66,14 @@ def test_a_format_can_be_chosen_and_switched_off(encode, write_jsonl):
 
 
 def test_messages_without_an_answer_to_compare_with_need_a_word_of_the_recipe(encode, write_jsonl):
-    with pytest.raises(DataError, match="no key 'prompt'"):
-        prompts(encode, write_jsonl({"messages": QUESTION}))
+    for row in ({"messages": QUESTION}, {"messages": ANSWERED, "id": 1}):
+        with pytest.raises(DataError) as error:
+            prompts(encode, write_jsonl(row))
+        assert str(error.value).endswith(
+            f"train.jsonl:1: no known column of ground truth beside the chat; the row has: {', '.join(row)}; to sample "
+            'answers, set data.target_key ("none" if the rows have none); to train on the answers in the chats, set '
+            'data.kind = "demonstrations" and algorithm.kind = "sft"'
+        )
     (prompt,) = prompts(encode, write_jsonl({"messages": QUESTION}), target_key="none")
     assert prompt.messages == tuple(QUESTION) and prompt.target is None
 
@@ -195,6 +201,16 @@ def test_demonstrations_are_cut_on_request(encode, write_jsonl):
     assert len(first.trained) == 20 and first.trained.any()
     assert second.token_ids.tolist() == whole.draw().token_ids.tolist(), "short ones stay whole"
     assert cut.facts().left_out == 1, "of the third one the prompt alone is too long"
+    assert cut.facts().truncated == 1 and whole.facts().truncated == 0
+
+
+def test_the_format_that_was_detected_is_a_fact_of_the_data(encode, write_jsonl):
+    row = {"prompt": QUESTION, "reward_model": {"ground_truth": "4"}}
+    assert Files(path=str(write_jsonl(row))).stream(encode, seed=0).facts().format == "verl"
+    own = write_jsonl({"prompt": QUESTION, "target": "4"}, name="own.jsonl")
+    assert Files(path=str(own)).stream(encode, seed=0).facts().format == ""
+    sft = write_jsonl({"prompt": "2+2", "completion": "4"}, name="sft.jsonl")
+    assert Demonstrations(path=str(sft)).stream(encode, seed=0).facts().format == "trl"
 
 
 def test_json_arrays_and_lines_in_json_files_are_read(encode, tmp_path):

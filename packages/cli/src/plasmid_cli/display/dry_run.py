@@ -45,8 +45,12 @@ def prompt_rows(data: DataFacts, name: str = "") -> list[tuple[str, str, str]]:
     """Return the numbers of prompts and of dropped ones, for the data and each source of a mixture."""
     what = f"prompts of {name}" if name else "prompts"
     count = "generated on demand" if data.num_prompts is None else f"{data.num_prompts:,}"
-    why = f"{data.left_out:,} dropped as too long" if data.left_out else ""
-    rows = [(what, count, why)]
+    notes = [
+        f"format of {data.format}" if data.format else "",
+        f"{data.left_out:,} dropped as too long" if data.left_out else "",
+        f"{data.truncated:,} truncated" if data.truncated else "",
+    ]
+    rows = [(what, count, ", ".join(filter(None, notes)))]
     for part, facts in data.parts.items():
         rows += prompt_rows(facts, f"{name}/{part}" if name else part)
     return rows
@@ -59,7 +63,7 @@ def to_toml(config: RunConfig) -> str:
     """
     import tomli_w
 
-    dumped = _drop_none(_sort_settings(config, config.model_dump(mode="json")))
+    dumped = _drop_none(_sort_settings(config, config.model_dump(mode="json"), marks=True))
     text = tomli_w.dumps(dumped).replace(f"{MARK} = true\n", "# defaults:\n")
     return "# settings below '# defaults:' are not in the recipe\n" + text
 
@@ -143,10 +147,11 @@ def _describe_times(e: EvalConfig) -> str:
 def _sort_settings(value: Any, dumped: Any, *, marks: bool = False) -> Any:
     """Reorder dumped settings: explicit ones first, followed by `MARK` in tables of a recipe."""
     if isinstance(value, BaseModel):
-        names = sorted(dumped, key=lambda name: (name != "kind", not _is_given(value, name)))
+        given = {name for name in dumped if _is_given(value, name)}
+        names = sorted(dumped, key=lambda name: (name not in given, name != "kind"))
         table: dict[str, Any] = {}
         for name in names:
-            if marks and MARK not in table and name != "kind" and not _is_given(value, name):
+            if marks and MARK not in table and name not in given:
                 table[MARK] = True
             item = getattr(value, name, None)
             table[name] = _sort_settings(item, dumped[name], marks=not isinstance(item, list | tuple))

@@ -21,6 +21,10 @@ class DataFacts:
     """Maximum number of draws before the data ends; None if it never ends, or if the number is unknown."""
     left_out: int = 0
     """Number of rows excluded because they are too long."""
+    truncated: int = 0
+    """Number of rows that are cut at the maximum length."""
+    format: str = ""
+    """Framework whose row format was detected; empty if the columns are those of the recipe."""
     profiles: Mapping[str, str] = field(default_factory=dict)
     """Profiles that prompts select, each with the location of the first such prompt."""
     parts: Mapping[str, DataFacts] = field(default_factory=dict)

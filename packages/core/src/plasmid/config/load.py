@@ -134,7 +134,7 @@ def _pick(where: str, item: Any, slots: Mapping[str, Classes], slot: str) -> Che
         hint = f"did you mean {close[0]!r}?" if close else f"installed are {names}"
         hint = f"pip install 'plasmid[{extra}]'" if extra else hint
         return Checked(None, (f"{where}.kind: {kind!r} is not installed; {hint}",))
-    return _pick_table(where, classes[kind], {**item, "kind": kind}, slots)
+    return _pick_table(where, classes[kind], item, slots)
 
 
 def _pick_table(where: str, cls: type[S], item: Any, slots: Mapping[str, Classes]) -> Checked[S]:

@@ -54,7 +54,7 @@ class Demonstrations(Epochs, Chats, RowSource, Paths):
             chat=self.prompt_as == "chat",
             system=self.system,
         )
-        plain = PromptRows(files, reader, _as_it_is, self.template)
+        plain = PromptRows(files, reader, _as_it_is, self.template, format=found.name if found else "")
         rows = DemonstrationRows(plain, encode, self.template, train_on=self.train_on)
         rows.check()
         if self.limit is not None:

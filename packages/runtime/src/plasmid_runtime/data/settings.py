@@ -127,7 +127,14 @@ class RowSource(DataSource):
         }
         if None not in own.values():
             return None
-        found = find_format(first, formats, wanted=self.format, prompt=own[prompt_key], target=own[target_key])
+        wanted: dict[str, Any] = {"wanted": self.format, "prompt": own[prompt_key]}
+        found = find_format(first, formats, **wanted, target=own[target_key])
+        if found is None and own[target_key] is None and find_format(first, formats, **wanted, target="none"):
+            raise DataError(
+                f"{files[0].path}:{files[0].number(0)}: no known column of ground truth beside the chat; the row has: "
+                f'{", ".join(first)}; to sample answers, set data.{target_key} ("none" if the rows have none); to '
+                'train on the answers in the chats, set data.kind = "demonstrations" and algorithm.kind = "sft"'
+            )
         if found is not None:
             log.info("data: rows have the format of %s: prompt %r, target %r", found.name, found.prompt, found.target)
         return found
@@ -193,7 +200,7 @@ class PromptFiles(PromptColumns, RowSource):
         """Convert rows to prompts, and apply checks and the limit on length. Raises `DataError`."""
         files = self.map_files(files)
         found = self.detect_format(files, PROMPTS, "prompt_key", "target_key")
-        rows = PromptRows(files, self.reader(found), encode, self.template)
+        rows = PromptRows(files, self.reader(found), encode, self.template, format=found.name if found else "")
         rows.check()
         if self.limit is not None:
             rows.limit(self.limit, drop=self.too_long == "drop")

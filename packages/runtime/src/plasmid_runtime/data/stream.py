@@ -31,6 +31,14 @@ class IndexedPrompts(Protocol):
         """Number of rows that are too long, which have no index."""
 
     @property
+    def truncated(self) -> int:
+        """Number of rows that are cut at the maximum length."""
+
+    @property
+    def format(self) -> str:
+        """Framework whose row format was detected, or an empty string."""
+
+    @property
     def profiles(self) -> Mapping[str, str]:
         """Profiles that rows select, each with the location of the first such row."""
 
@@ -86,10 +94,14 @@ class RowStream(PromptStream):
         return {"data/epoch": self._epoch + self._position / len(self._rows)}
 
     def facts(self) -> DataFacts:
-        """Return the number of rows, of too long rows, and the profiles that rows select."""
-        draws = None if self._epochs is None else self._epochs * len(self)
+        """Return the number of rows, of too long rows, their format, and the profiles that they select."""
         return DataFacts(
-            num_prompts=len(self), num_draws=draws, left_out=self._rows.left_out, profiles=self._rows.profiles
+            num_prompts=len(self),
+            num_draws=None if self._epochs is None else self._epochs * len(self),
+            left_out=self._rows.left_out,
+            truncated=self._rows.truncated,
+            format=self._rows.format,
+            profiles=self._rows.profiles,
         )
 
     def _check_same(self, files: Sequence[Sequence[str]], num_rows: int) -> None:

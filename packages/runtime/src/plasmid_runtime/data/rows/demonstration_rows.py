@@ -41,6 +41,7 @@ class DemonstrationRows:
         self._rows, self._encode, self._template, self._train_on = rows, encode, template, train_on
         self._used = np.arange(len(rows))
         self._cut_at: int | None = None
+        self.truncated = 0
 
     def __len__(self) -> int:
         return len(self._used)
@@ -48,6 +49,11 @@ class DemonstrationRows:
     def digests(self) -> list[list[str]]:
         """Return label and digest of each file, as JSON types."""
         return self._rows.digests()
+
+    @property
+    def format(self) -> str:
+        """Framework whose row format was detected, or an empty string."""
+        return self._rows.format
 
     @property
     def profiles(self) -> Mapping[str, str]:
@@ -69,15 +75,18 @@ class DemonstrationRows:
         """Raise `DataError` for demonstrations with more tokens, drop them, or truncate them."""
         if too_long == "truncate":
             # drop demonstrations whose prompt alone is too long: they would have no trained token
-            lengths = np.array([_first_trained(self.prompt(i)) + 1 for i in range(len(self))])
-            self._cut_at = max_tokens
+            found = (self.prompt(i) for i in range(len(self)))
+            both = np.array([(_first_trained(one) + 1, len(one.token_ids)) for one in found])
+            lengths, self._cut_at = both[:, 0], max_tokens
+            self.truncated = int(np.count_nonzero((lengths <= max_tokens) & (both[:, 1] > max_tokens)))
         else:
             lengths = np.array([len(self.prompt(i).token_ids) for i in range(len(self))])
         long = np.flatnonzero(lengths > max_tokens)
         if len(long) and too_long == "error":
             raise DataError(
                 f"{self.prompt(int(long[0])).id}: the demonstration has {lengths[long[0]]} tokens, more than "
-                f'data.max_tokens = {max_tokens} ({len(long)} such rows); raise it, or set data.too_long = "drop"'
+                f"data.max_tokens = {max_tokens} ({len(long)} such rows); raise it, or set data.too_long = "
+                '"truncate" to cut them at the end, or "drop"'
             )
         if len(long) == len(self):
             raise DataError(f"data.max_tokens: all {len(self)} demonstrations are longer than {max_tokens} tokens")

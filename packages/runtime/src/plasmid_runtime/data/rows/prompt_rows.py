@@ -192,9 +192,20 @@ def _message(at: str, message: object) -> Message:
 class PromptRows:
     """All rows of a data source, addressed by one index."""
 
+    truncated = 0
+    """Prompts are dropped or refused, never cut."""
+
     def __init__(
-        self, files: Sequence[RowFile], reader: RowReader, encode: PromptEncoder, template: Mapping[str, Any]
+        self,
+        files: Sequence[RowFile],
+        reader: RowReader,
+        encode: PromptEncoder,
+        template: Mapping[str, Any],
+        *,
+        format: str = "",
     ) -> None:
+        """``format`` names the framework whose row format was detected."""
+        self.format = format
         self._files, self._reader, self._encode, self._template = files, reader, encode, template
         self._ends = list(accumulate(len(file) for file in files))
         self._labels = _labels(files)
