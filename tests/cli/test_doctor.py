@@ -144,6 +144,7 @@ def test_versions_that_do_not_fit_are_told(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", asked.__getitem__)
     told = found(packages.conflicts({"sglang": "0.5.23", "torch": "2.13.0+cpu"}))
     assert told[0][1] == "sglang 0.5.23 requires torch==2.14.1, but 2.13.0+cpu is installed"
+    assert told[0][2].startswith("pip install 'torch==2.14.1', or "), "a complete command"
     assert not found(packages.conflicts({"sglang": "0.5.23", "torch": "2.14.1+cu130"}))
 
 

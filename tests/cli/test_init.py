@@ -45,7 +45,7 @@ def test_what_is_written_resolves(task, tmp_path, monkeypatch, capsys):
     ("argv", "message"),
     [
         (["gsm9k"], "TASK: unknown 'gsm9k'; known are dapo-math-17k, dapo-math-python, gsm8k, mbpp, no-robots"),
-        (["gsm8k", "--size", "7b"], "--size: unknown '7b'; known are 0.6b, 30b-a3b, 4b, 8b"),
+        (["gsm8k", "--size", "7b"], "--size: unknown '7b'; known are 0.6b, 4b, 8b, 30b-a3b"),
         (["gsm8k", "--gpus", "3"], "--gpus: unknown '3'; known are 1, 4, 8"),
         (["gsm8k", "--size", "8b"], "--gpus: must be at least 4 for a model of 8b, got 1"),
         (["gsm8k", "--out", "x.txt"], "--out x.txt: not a recipe; its name must end in .toml"),
@@ -60,10 +60,14 @@ def test_what_cannot_be_written_is_told_in_one_line(argv, message, tmp_path, mon
     assert (tmp_path / "there.toml").read_text() == "mine"
 
 
-def test_without_a_task_all_are_listed(capsys):
+def test_without_a_task_all_are_listed_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert rl("init") == 0
-    printed = capsys.readouterr().out
-    assert all(f"\n  {name} " in printed for name in (*TASKS, *LEAST_GPUS, *GPUS))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    listed = [tuple(line.split()[:2]) for line in lines if not line.startswith(" ")]
+    assert [name for what, name in listed if what == "--size"] == ["0.6b", "4b", "8b", "30b-a3b"]
+    assert {name for _, name in listed} == {*TASKS, *LEAST_GPUS, *map(str, GPUS)}
 
 
 def test_rows_of_mbpp_become_prompts_with_tests():

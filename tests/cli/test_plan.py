@@ -117,3 +117,12 @@ def test_times_are_compared_with_the_median_of_later_batches(tmp_path):
     memory, training = plan_rows(run)
     assert (memory.what, memory.ratio) == ("memory of a trainer rank", 1.0)
     assert (training.what, training.measured, training.ratio) == ("training", 2.0, 1.0)
+
+
+def test_a_price_without_a_gpu_is_refused(rl, monkeypatch):
+    from plasmid_runtime.planning import plan
+
+    monkeypatch.setattr(plan, "choose_device", lambda config, gpu: (None, "no known GPU in this machine"))
+    assert rl("recipes/smollm2-sums-cpu.toml", "--price", "2.5", code=2) == (
+        "error: --price: is per GPU hour, but the plan has no GPU; name one with --gpu, such as --gpu h100\n"
+    )

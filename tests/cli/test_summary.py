@@ -53,6 +53,8 @@ def test_figures_are_those_of_the_files(tmp_path):
         "tokens per second": "300",
         "peak memory, all processes": "4.00 GiB",
     }
+    (tmp_path / "config.json").write_text(json.dumps({"recipe": "r", "placement": {"nodes": 2}}))
+    assert ("peak memory, driver only", "4.00 GiB") in cost_rows(load_run(tmp_path))
     rows = cells(key_figures(run))
     assert "evaluation a: reward 0.2500 0.8000 +0.5500" in rows, "a repeated evaluation counts once, the last one"
     assert "evaluation a: pass@4 1.0000 1.0000 +0.0000" in rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+NUMBER = re.compile(r"[\d.]+")
 LEAST_GPUS = {"0.6b": 1, "4b": 4, "8b": 4, "30b-a3b": 8}
 """Minimum number of GPUs to train each size."""
 OF_ENGINES = ("engine_ranks", "colocated", "offload_trainer", "offload_engine", "rollout_workers")
@@ -69,18 +71,31 @@ def _without_engine(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def _find(argument: str, folder: str, name: str) -> Path:
     from plasmid.errors import ConfigError
 
-    known = {file.stem: file for file in (RECIPES / folder).glob("*.toml")}
+    known = {file.stem: file for file in _choices(folder)}
     if name not in known:
-        raise ConfigError(f"{argument}: unknown {name!r}; known are {', '.join(sorted(known))}")
+        raise ConfigError(f"{argument}: unknown {name!r}; known are {', '.join(known)}")
     return known[name]
+
+
+def _choices(folder: str) -> list[Path]:
+    """Return the recipes of a folder by name, with numbers by value: 8b before 30b."""
+
+    def key(file: Path) -> tuple[float, str]:
+        number = NUMBER.match(file.stem)
+        return float(number[0]) if number else 0.0, file.stem
+
+    return sorted((RECIPES / folder).glob("*.toml"), key=key)
 
 
 def _print_choices() -> None:
     """List tasks, sizes and numbers of GPUs, with descriptions."""
-    from ..output import print_line
+    from ..display.tables import FittingTable
+    from ..output import output_console
 
-    for folder in ("tasks", "sizes", "gpus"):
-        print_line(f"{folder}:")
-        for file in sorted((RECIPES / folder).glob("*.toml")):
+    rows = []
+    for folder, name in (("tasks", "TASK"), ("sizes", "--size"), ("gpus", "--gpus")):
+        for file in _choices(folder):
             comment = file.read_text(encoding="utf-8").partition("\n")[0]
-            print_line(f"  {file.stem:<18}{comment.removeprefix('# ')}")
+            rows.append((name, file.stem, comment.removeprefix("# ")))
+    console = output_console()
+    console.print(FittingTable(("", "choice", "meaning"), rows, num_heads=2, wraps_last=True), highlight=False)

@@ -68,7 +68,7 @@ def conflicts(found: dict[str, str]) -> Iterator[Finding]:
                     "warning",
                     "versions",
                     f"{name} {found[name]} requires {other}{requirement.specifier}, but {found[other]} is installed",
-                    "install compatible versions: pip install -c requirements/gpu.txt",
+                    f"pip install '{other}{requirement.specifier}', or install all packages in the versions of a lock",
                 )
 
 
@@ -98,7 +98,7 @@ def probe() -> dict[str, Any]:
 def check_libraries(found: dict[str, Any]) -> Iterator[Finding]:
     """Check that compiled libraries load together."""
     if "error" in found:
-        fix = "it may be built for another torch: install compatible versions, pip install -c requirements/gpu.txt"
+        fix = "it may be built for another torch: install all packages in the versions of a lock, as `make gpu` does"
         yield Finding("error", "libraries", str(found["error"]), fix)
     else:
         yield Finding("ok", "libraries", "torch loads" + ("" if not found.get("names") else f", {found['names'][0]}"))

@@ -32,6 +32,7 @@ def plan(
 
     If the run does not fit, prints the smallest change that makes it fit, and exits with 1.
     """
+    from plasmid.errors import ConfigError
     from plasmid_runtime.planning.changes import find_change
     from plasmid_runtime.planning.load import Lengths, batch_load, read_lengths
     from plasmid_runtime.planning.offload import choose_offload
@@ -43,6 +44,8 @@ def plan(
     config = load(items, plugin)
     models = _models(config, [Path(item) for item in items if item.endswith(".toml")])
     device, why = choose_device(config, gpu)
+    if price is not None and device is None:
+        raise ConfigError("--price: is per GPU hour, but the plan has no GPU; name one with --gpu, such as --gpu h100")
     lengths = read_lengths(config, Lengths(prompt=prompt_tokens, response=response_tokens))
 
     def make(changed: RunConfig) -> Plan:

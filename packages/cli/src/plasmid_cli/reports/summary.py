@@ -110,7 +110,9 @@ def cost_rows(run: RunData) -> list[tuple[str, str]]:
     if total := sum(s for _, s in rates):
         rows.append(("tokens per second", f"{sum(rate * s for rate, s in rates) / total:,.0f}"))
     if peak := max(run.curve("memory/rss_peak_gib")[1] or run.curve("memory/rss_gib")[1], default=0.0):
-        rows.append(("peak memory, all processes", f"{peak:.2f} GiB"))
+        placement = run.config.get("placement", {})
+        joined = placement.get("address", "auto") != "auto" or placement.get("nodes", 1) > 1
+        rows.append((f"peak memory, {'driver only' if joined else 'all processes'}", f"{peak:.2f} GiB"))
     return rows
 
 
