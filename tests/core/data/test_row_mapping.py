@@ -78,6 +78,16 @@ def test_messages_without_an_answer_to_compare_with_need_a_word_of_the_recipe(en
     assert prompt.messages == tuple(QUESTION) and prompt.target is None
 
 
+def test_unpaired_preferences_are_neither_ground_truth_nor_demonstrations(encode, write_jsonl):
+    path = write_jsonl({"prompt": "2+2", "completion": "5", "label": False})
+    with pytest.raises(DataError, match="no key 'target'; the row has: prompt, completion, label"):
+        prompts(encode, path)
+    with pytest.raises(DataError, match="no key 'messages'"):
+        Demonstrations(path=str(path)).stream(encode, seed=0)
+    chosen = {"prompt_key": "prompt", "completion_key": "completion"}
+    assert len(Demonstrations(path=str(path), **chosen).stream(encode, seed=0)) == 1
+
+
 def test_columns_are_keys_and_templates(encode, write_jsonl):
     row = {"question": "2+2", "answer": "2 and 2 is 4 #### 4", "more": [{"x": "deep"}]}
     (prompt,) = prompts(

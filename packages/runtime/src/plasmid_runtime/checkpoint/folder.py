@@ -202,9 +202,13 @@ def check_same_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     before, after = _flatten(saved), _flatten(config.model_dump(mode="json"))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not any(key == c or key.startswith(f"{c}.") for c in changeable):
+            was, fix = f"was {before.get(key)!r}", "change it back"
+            if key not in before:
+                was = "the checkpoint has no such setting"
+                fix = "remove it or, if it is new in this version, resume with the version that saved the checkpoint"
             raise CheckpointError(
-                f"{key}: must not change on resume, was {before.get(key)!r}, got {after.get(key)!r}; change it back, "
-                "or start a new run with checkpoint.start_from=<the checkpoint>"
+                f"{key}: must not change on resume, {was}, got {after.get(key)!r}; {fix}, or start a new run with "
+                "checkpoint.start_from=<the checkpoint>"
             )
 
 

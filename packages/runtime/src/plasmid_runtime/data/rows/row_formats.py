@@ -48,8 +48,12 @@ def find_format(
 ) -> RowFormat | None:
     """Return the first format whose columns are all in the row; None if there is none.
 
-    ``wanted`` is the format set in the recipe, ``prompt`` and ``target`` are the columns set there.
+    ``wanted`` is the format set in the recipe, ``prompt`` and ``target`` are the columns set there. TRL's unpaired
+    preferences (a completion, and a label that says whether it is good) are not detected: the label is no ground truth,
+    and the completion may be a bad one.
     """
+    if wanted == "auto" and "completion" in row and isinstance(row.get("label"), bool):
+        return None
     for one in formats:
         fits = wanted in ("auto", one.name) and prompt in (None, one.prompt) and target in (None, one.target)
         if fits and has_column(row, one.prompt) and (one.target == "none" or has_column(row, one.target)):
