@@ -60,9 +60,13 @@ def _server():
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with suppress(ConnectionError):
             connection.connect(f"\0plasmid-tests-{run}")
+            if user_of(connection) != os.getuid():
+                raise RuntimeError(f"another user listens on \\0plasmid-tests-{run}")
             if connection.recv(MOST_BYTES) == READY:
                 return connection
         connection.close()  # nobody has started it, or all that used it have just ended
+        if failed := [process.returncode for process in _started if process.poll()]:
+            raise RuntimeError(f"the server that forks rl ended with code {failed[0]}; its error is above")
         # binding fails if another process was quicker
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, suppress(OSError):
             listening.bind(f"\0plasmid-tests-{run}")
@@ -100,6 +104,11 @@ def run_rl(*arguments, timeout=120, **options):
         return subprocess.CompletedProcess(arguments, process.returncode, out.read(), err.read())
 
 
+def user_of(connection):
+    """User id of the process at the other end."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+
+
 def serve(listening):
     """Fork for each process of the tests, until all of them have ended. Returns True in forks for a request."""
     from plasmid.plugins.registry import load_plugins
@@ -118,8 +127,7 @@ def serve(listening):
                 os.close(ready)
                 continue
             requests = listening.accept()[0]
-            _, user, _ = struct.unpack("3i", requests.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user == os.getuid():
+            if user_of(requests) == os.getuid():
                 if (child := os.fork()) == 0:
                     listening.close()
                     for descriptor in forks:

@@ -36,12 +36,14 @@ def test_a_change_of_a_setting_without_the_mark_is_refused():
 
 def test_a_setting_that_the_checkpoint_does_not_have_is_not_called_none():
     message = (
-        "inner.seed: must not change on resume, the checkpoint has no such setting, got 1; remove it or, if it is new "
+        "inner.seed: must not change on resume, the checkpoint has no such setting, got 2; remove it or, if it is new "
         "in this version, resume with the version that saved the checkpoint, or start a new run with "
         "checkpoint.start_from=<the checkpoint>"
     )
+    older = {"kind": "outer", "inner": {"speed": 1}, "places": [], "maybe": None}
+    check_same_config(older, Outer())  # a default value of a new setting is what the older version did
     with pytest.raises(CheckpointError) as error:
-        check_same_config({"kind": "outer", "inner": {"speed": 1}, "places": [], "maybe": None}, Outer())
+        check_same_config(older, Outer(inner=Inner(seed=2)))
     assert str(error.value) == message
     with pytest.raises(CheckpointError, match=r"^maybe\.seed: .* has no such setting, got 1; remove it"):
         check_same_config(Outer().model_dump(mode="json"), Outer(maybe=Inner()))

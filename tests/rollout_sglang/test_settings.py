@@ -233,7 +233,14 @@ def test_their_off_values_are_allowed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"speculative_algorithm": "EAGLE"}, {"model_impl": "transformers"}, {"quantization": "fp8"}], ids=str
+    "arguments",
+    [
+        {"speculative_algorithm": "EAGLE"},
+        {"model_impl": "transformers"},
+        {"quantization": "fp8"},
+        {"json_model_override_args": '{"architectures": ["MistralForCausalLM"]}'},
+    ],
+    ids=str,
 )
 def test_a_server_imports_only_the_module_of_its_model(arguments, tiny_model, monkeypatch):
     def skipped(**chosen):
@@ -246,3 +253,12 @@ def test_a_server_imports_only_the_module_of_its_model(arguments, tiny_model, mo
     assert json.loads((tiny_model / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert "llama" not in names
     assert skipped(**arguments) == [""]
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "NoSuchForCausalLM"])
+def test_a_server_imports_all_models_if_none_offers_the_class(name, tmp_path, monkeypatch):
+    """`LlamaModel` is a class of a module that offers others."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
+    skip_other_models({"model_path": str(tmp_path)})
+    assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ

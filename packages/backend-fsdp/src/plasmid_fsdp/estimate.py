@@ -94,7 +94,7 @@ class FSDPEstimate:
         dense = not packs or not self.context.on_gpu or has_dense_blocks(self.context.load)
         attention: Attention = "dense" if dense else "packed"
         compiled = automatic if compile_ == "auto" else compile_
-        budget = self.settings.activation_memory_budget
+        budget = self.settings.activation_memory_budget if compiled else 1.0
         return Activations(
             shape=shape, dtype_bytes=self.dtype_bytes, compiled=compiled, attention=attention, budget=budget
         )
@@ -212,7 +212,7 @@ class FSDPEstimate:
         assert device is not None
         shape, settings = ModelShape.of(self.context.models[table]), self.settings
         adapter = settings.lora is not None and table == "model"
-        recomputed = 1.0 if settings.activation_checkpointing else 1 - settings.activation_memory_budget
+        recomputed = 1.0 if settings.activation_checkpointing else 1 - self.activations(shape).budget
         passes = Passes.training(recomputed=recomputed, adapter=adapter)
         computed = compute_seconds(
             self.activations(shape),

@@ -11,6 +11,7 @@ from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.source import check_models
+from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from plasmid_training.lora_settings import LoRATrainerConfig
 from plasmid_training.routing import check_routing_replay
 from pydantic import Field
@@ -74,6 +75,8 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
         """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
         if self.cpu_offload and config.placement.device == "cpu":
             raise ConfigError(CPU_OFFLOAD_ERROR)
+        if self.activation_memory_budget < 1 and self.compile == "auto" and config.placement.device == "cpu":
+            raise ConfigError(NOT_COMPILED_ERROR)
         ranks = config.placement.trainer_ranks
         if self.shard_ranks is not None and ranks % self.shard_ranks:
             raise ConfigError(

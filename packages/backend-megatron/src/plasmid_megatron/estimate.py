@@ -106,7 +106,7 @@ class MegatronEstimate:
             compiled=compiled,
             attention=attention,
             extra=extra,
-            budget=settings.activation_memory_budget,
+            budget=settings.activation_memory_budget if compiled else 1.0,
         )
 
     def rank_parameters(self, stage: int) -> tuple[float, float]:
@@ -217,7 +217,7 @@ class MegatronEstimate:
             yield PhaseEstimate(
                 phase="score", memory=self.peak_memory(train=False), seconds=seconds, basis=f"forward passes of {names}"
             )
-        recomputed = 1.0 if self.recomputed else 1 - self.settings.activation_memory_budget
+        recomputed = 1.0 if self.recomputed else 1 - self.activations.budget
         passes = Passes.training(recomputed=recomputed, adapter=self.settings.lora is not None)
         seconds = None if device is None else self.seconds(passes, steps=load.steps)
         basis = f"{load.steps} x {self.microbatches} microbatches of {int(self.microbatch):,} tokens at most"

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 
 from plasmid import RunConfig
 from plasmid.components import BuildContext, PlanRow, RecipeView
+from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
+from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from plasmid_training.lora_settings import LoRATrainerConfig
 from pydantic import Field, field_validator
 
@@ -223,6 +225,8 @@ class Megatron(LoRATrainerConfig):
         """Check the model folders and the settings that need a GPU. Raises `ConfigError` or `ModelError`."""
         from .trainer import check
 
+        if self.activation_memory_budget < 1 and self.compile == "auto" and config.placement.device == "cpu":
+            raise ConfigError(NOT_COMPILED_ERROR)
         check(self, config, "cpu" if config.placement.device == "cpu" else None)
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:

@@ -40,22 +40,23 @@ def bind_threads(arguments: Mapping[str, Any]) -> None:
 
 
 def skip_other_models(arguments: Mapping[str, Any]) -> None:
-    """Have SGLang's schedulers import only the modules that define the model, instead of over 200.
+    """Have SGLang's schedulers import only the modules that offer the model's class, instead of over 200.
 
     SGLang imports every module of `sglang.srt.models` before it looks up a class. Nothing is skipped if no module
-    defines the class (SGLang then uses transformers), or if another class than that of the folder may be needed: with
-    speculative decoding, a chosen implementation, or quantized weights.
+    offers the class (SGLang then uses transformers), or if another class than that of the folder may be needed: with
+    speculative decoding, a chosen implementation, a changed config, or quantized weights.
     """
     path = Path(arguments["model_path"]) / "config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
-    chosen = ("speculative_algorithm", "model_impl", "quantization")
+    chosen = ("speculative_algorithm", "model_impl", "quantization", "json_model_override_args")
     spec = find_spec("sglang")
-    if spec is None or "quantization_config" in config or any(arguments.get(name) for name in chosen):
+    names = list(config.get("architectures") or [])
+    if spec is None or len(names) != 1 or "quantization_config" in config or any(map(arguments.get, chosen)):
         return
-    classes = "|".join(map(re.escape, config.get("architectures") or ["no class"]))
     folder = Path(str(spec.origin)).parent / "srt" / "models"
     texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("[!_]*.py")}
-    needed = {name for name, text in texts.items() if re.search(rf"^class ({classes})\b", text, re.MULTILINE)}
+    offers = {name: text[text.rfind("\nEntryClass") :] for name, text in texts.items() if "\nEntryClass" in text}
+    needed = {module for module, offer in offers.items() if re.search(rf"\b{re.escape(names[0])}\b", offer)}
     if needed:
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(texts.keys() - needed)))
 

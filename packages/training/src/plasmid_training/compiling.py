@@ -12,12 +12,6 @@ MAX_GRAPHS = 24
 one and of several samples, each for training, scoring and recomputation, by models that differ in what is frozen."""
 
 
-NOT_COMPILED_ERROR = (
-    "trainer.activation_memory_budget: needs compiled layers, but trainer.compile = 'auto' compiles none here; remove "
-    "the setting, or set compile = true"
-)
-
-
 def compile_layers(layers: Iterable[nn.Module], *, memory_budget: float) -> None:
     """Compile the forward pass of each layer for any sequence length.
 

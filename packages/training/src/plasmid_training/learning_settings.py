@@ -13,6 +13,10 @@ from pydantic import Field, field_validator
 from .batches.sample_costs import attention_length
 from .batches.schedule import Microbatching
 
+NOT_COMPILED_ERROR = (
+    "trainer.activation_memory_budget: needs compiled layers, but trainer.compile = 'auto' compiles none here; remove "
+    "the setting, or set compile = true"
+)
 DECAY_ONLY = ("min_lr_fraction", "decay_steps")
 
 

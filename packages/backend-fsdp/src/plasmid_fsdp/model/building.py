@@ -11,7 +11,8 @@ from plasmid.errors import ConfigError, ModelError, some_of
 from plasmid_models.building import BUILD_LOCK, choose_expert_products
 from plasmid_models.fp8_blocks import forget_blocks
 from plasmid_models.source import Source
-from plasmid_training.compiling import NOT_COMPILED_ERROR, compile_layers
+from plasmid_training.compiling import compile_layers
+from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -8,7 +8,8 @@ from typing import Any
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ConfigError
-from plasmid_training.compiling import NOT_COMPILED_ERROR, compile_layers
+from plasmid_training.compiling import compile_layers
+from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint

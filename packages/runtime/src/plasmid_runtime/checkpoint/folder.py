@@ -197,10 +197,15 @@ def read_state(path: Path) -> RunState:
 
 
 def check_same_config(saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise a `CheckpointError` that names the first changed setting that must not change on resume."""
+    """Raise a `CheckpointError` that names the first changed setting that must not change on resume.
+
+    A setting that the checkpoint lacks, in a table that it has, is new in this version and may have its default value.
+    """
     changeable = list(changeable_settings(config))
     before, after = _flatten(saved), _flatten(config.model_dump(mode="json"))
-    for key in sorted(before.keys() | after.keys()):
+    chosen = _flatten(config.model_dump(mode="json", exclude_defaults=True))
+    new = {key for key in after.keys() - before.keys() - chosen.keys() if _has_table(saved, key)}
+    for key in sorted(before.keys() | after.keys() - new):
         if before.get(key) != after.get(key) and not any(key == c or key.startswith(f"{c}.") for c in changeable):
             was, fix = f"was {before.get(key)!r}", "change it back"
             if key not in before:
@@ -262,6 +267,18 @@ def _flatten(tree: Any, path: str = "") -> dict[str, Any]:
     for key, value in items:
         flat |= _flatten(value, f"{path}.{key}" if path else str(key))
     return flat
+
+
+def _has_table(tree: Any, key: str) -> bool:
+    """Return True if the tree has the table of this setting."""
+    for name in key.split(".")[:-1]:
+        if isinstance(tree, list) and name.isdecimal() and int(name) < len(tree):
+            tree = tree[int(name)]
+        elif isinstance(tree, Mapping) and name in tree:
+            tree = tree[name]
+        else:
+            return False
+    return isinstance(tree, Mapping)
 
 
 def _remove(checkpoint: Path) -> None:

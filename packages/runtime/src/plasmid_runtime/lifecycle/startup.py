@@ -179,7 +179,8 @@ async def _start_workers(
         for index, bundle in enumerate(bundles)
     ]
     rewards = [config.rewards, *(set_.rewards for set_ in config.eval)]
-    asks_teacher = config.teacher is not None and config.teacher.model_path() is None
+    teacher = config.teacher if config.algorithm.needs().teacher else None
+    asks_teacher = teacher is not None and teacher.model_path() is None
     return WorkerPool(
         actors=tuple(await run_together(starts)),
         rollout_s=config.run.rollout_timeout_s * (2 if asks_teacher else 1),

@@ -119,12 +119,12 @@ class CompletionsApi(ServerApi):
 
     def token_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[Any]:
         choice = answer["choices"][0]
-        found = choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
-        if found is None:
+        found = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")
+        if not isinstance(found, list):
             raise ValueError("the server returned no prompt_logprobs; use a server that does, or set teacher.api")
         check_count(len(found), len(token_ids))
         tokens = [(str(token), found[place]) for place, token in enumerate(token_ids.tolist()) if place >= first]
-        if missing := [token for token, entry in tokens if token not in entry]:
+        if missing := [token for token, entry in tokens if not isinstance(entry, dict) or token not in entry]:
             raise ValueError(f"got no log-probability of token {missing[0]}, which was sent")
         return [entry[token]["logprob"] for token, entry in tokens]
 

@@ -33,18 +33,18 @@ class ServerAccess(Component):
     api: Literal["auto"] | SerializeAsAny[ServerApi] = "auto"
     """API of the server, by its kind in the slot ``server_apis``, for example ``api = "openai"``. ``auto`` detects an
     API by the path that only its servers answer, and falls back to ``openai``."""
-    model: str = "auto"
+    model: Annotated[str, MAY_CHANGE] = "auto"
     """Name of the model in requests; ``auto`` is the first that the server lists."""
-    api_key_env: str = ""
+    api_key_env: Annotated[str, MAY_CHANGE] = ""
     """Environment variable with the key, which is sent as ``Authorization: Bearer``, or with a complete ``Basic
     ...`` value; empty for none."""
-    attempts: int = Field(5, ge=1)
+    attempts: Annotated[int, MAY_CHANGE] = Field(5, ge=1)
     """Maximum number of attempts per request before its rollout fails. Errors that a retry cannot fix are not
     retried."""
-    backoff_s: float = Field(0.5, gt=0)
+    backoff_s: Annotated[float, MAY_CHANGE] = Field(0.5, gt=0)
     """Maximum pause before the second attempt, in seconds; doubles with every further attempt. The actual pause is
     drawn uniformly between 0 and this maximum."""
-    connect_timeout_s: float = Field(10.0, gt=0)
+    connect_timeout_s: Annotated[float, MAY_CHANGE] = Field(10.0, gt=0)
     """Time limit for connecting to the server, in seconds. Responses may take up to `run.rollout_timeout_s`."""
 
     def lacks(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from plasmid.components import kind_of
 from plasmid.config.run import ModelConfig, RunConfig
-from plasmid.errors import EngineError, one_line
+from plasmid.errors import ConfigError, EngineError, one_line
 from plasmid.types import Floats, Ints
 from plasmid.utils.json_client import ServerFailure
 from plasmid_models.tokenization.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ class TeacherServer:
             return check_logprobs(values, len(token_ids) - first)
         except TimeoutError:
             raise EngineError(f"teacher: no answer from {self._json.shown} within {deadline_s:g} s") from None
-        except ServerFailure as error:
+        except (ServerFailure, ConfigError) as error:  # a key that is missing on this machine is a ConfigError
             raise EngineError(f"teacher: {error}") from None
         except INVALID as error:
             reason = f"not a valid answer: {one_line(error)}"
