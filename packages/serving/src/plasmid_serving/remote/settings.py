@@ -33,7 +33,7 @@ class ServerAccess(Component):
     api: Literal["auto"] | SerializeAsAny[ServerApi] = "auto"
     """API of the server, by its kind in the slot ``server_apis``, for example ``api = "openai"``. ``auto`` detects an
     API by the path that only its servers answer, and falls back to ``openai``."""
-    model: Annotated[str, MAY_CHANGE] = "auto"
+    model: str = "auto"
     """Name of the model in requests; ``auto`` is the first that the server lists."""
     api_key_env: Annotated[str, MAY_CHANGE] = ""
     """Environment variable with the key, which is sent as ``Authorization: Bearer``, or with a complete ``Basic
@@ -87,6 +87,8 @@ class ServerTeacher(ServerAccess, TeacherConfig):
     table: ClassVar[str] = "teacher"
     url: Annotated[str, AfterValidator(base_url), MAY_CHANGE]
     """URL of the server: ``http://host:port``. May change on resume, to another server with the same model."""
+    model: Annotated[str, MAY_CHANGE] = "auto"
+    """Name of the model in requests; ``auto`` is the first that the server lists."""
 
     def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
         yield from super().find_errors(recipe)
