@@ -254,3 +254,18 @@ def test_the_socket_of_a_killed_run_is_replaced_and_another_file_is_not(tmp_path
     with pytest.raises(FileExistsError, match=r"exists and is not a socket"):
         protocol.listen(tmp_path)
     assert (tmp_path / protocol.SOCKET).read_text() == "mine"
+
+
+def test_events_of_another_thread_come_before_the_end(make_runner, tmp_path):
+    """The observers' thread ends before the socket does, but what it has emitted waits for the event loop."""
+    control, sent = server.ControlServer(make_runner("run").config()), []
+    control._broadcast = sent.append
+
+    async def run():
+        async with control.listen(tmp_path):
+            thread = threading.Thread(target=control.checkpoint_saved, args=(1, tmp_path, 1.0))
+            thread.start()
+            thread.join()
+
+    asyncio.run(run())
+    assert [message["event"] for message in sent] == ["checkpoint_saved", "run_ended"]
