@@ -149,12 +149,12 @@ class TwoRanks(OneRank):
 
     def __init__(self, model, run_dir, processes, *, gpus=False):
         super().__init__(model, run_dir, gpus=gpus)
-        self._processes = processes
+        self.processes = processes
 
     def cluster(self):
         from fsdp_processes import ProcessCluster
 
-        return ProcessCluster(self._processes)
+        return ProcessCluster(self.processes)
 
 
 async def weights_of(trainer, path):

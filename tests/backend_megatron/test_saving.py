@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from megatron_cases import fit, largest_difference, make_batch, weights_of
-from megatron_held import hold
+from megatron_held import hold, numbers
 from plasmid.errors import CheckpointError
 from plasmid.testing.contracts import check_trainer
 from plasmid.types import Role
@@ -23,19 +23,6 @@ LAYOUTS = {
 async def start(ranks, layout, **options):
     num_ranks, trainer = LAYOUTS[layout]
     return await ranks.start(num_ranks=num_ranks, trainer=ADAM | {"async_save": True} | trainer, **options)
-
-
-def numbers(folder):
-    """The bytes of everything that a checkpoint holds, by name; files are filled in another order each time."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    metadata = FileSystemReader(folder).read_metadata()
-    found = {}
-    for index, place in metadata.storage_data.items():
-        with (folder / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            found[index.fqn, tuple(index.offset or ())] = file.read(place.length)
-    return found
 
 
 async def held_back(ranks, layout, folder, **options):

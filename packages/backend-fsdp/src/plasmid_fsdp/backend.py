@@ -17,6 +17,7 @@ from .model.policy import Policy, build_policy
 from .model.sharded import ShardedModel
 from .model.value_model import ValueModel, build_value_model
 from .optimizer_settings import OptimizerSettings
+from .saving import PendingSave
 from .settings import FSDP
 from .state import load_state, save_state
 from .weights.shards import Shard
@@ -51,8 +52,9 @@ class FSDPBackend:
     def step_metrics(self) -> dict[str, float]:
         return compiled_graphs()
 
-    def save(self, path: Path, steps: Mapping[str, int]) -> None:
-        save_state(path, self._trained, steps if self._saves_optimizer else {})
+    def save(self, path: Path, steps: Mapping[str, int]) -> PendingSave | None:
+        steps = steps if self._saves_optimizer else {}
+        return save_state(path, self._trained, steps, in_background=self._settings.async_save)
 
     def load(self, path: Path) -> Mapping[str, int]:
         return load_state(path, self._trained)

@@ -9,6 +9,7 @@ from plasmid import RunConfig
 from plasmid.components import BuildContext, RecipeView
 from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
+from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.source import check_models
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
@@ -50,6 +51,8 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
     activation_memory_budget: float = Field(1.0, ge=0, le=1)
     """Fraction of the activations of compiled layers that is kept for the backward pass; the others are recomputed, the
     cheapest first (selective activation checkpointing). 0 keeps only the inputs of layers."""
+    async_save: Annotated[bool, MAY_CHANGE] = False
+    """Write checkpoints in the background, from a copy in host memory, while training continues."""
     critic: CriticSettings = CriticSettings()
     """Optimizer and initial weights of the critic, for algorithms that have one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .model.adapter import ShardedAdapter
 from .model.sharded import ShardedModel
+from .saving import PendingSave, raise_write_errors
 
 STEPS = {"policy": "numbers.step", "critic": "numbers.critic_step"}
 """Names of each model's optimizer step in a checkpoint."""
@@ -28,18 +30,23 @@ PREFIXES = {"policy": "", "critic": "critic."}
 """Prefixes of the names of each model's weights."""
 
 
-def save_state(path: Path, models: Mapping[str, ShardedModel], steps: Mapping[str, int]) -> None:
+def save_state(
+    path: Path, models: Mapping[str, ShardedModel], steps: Mapping[str, int], *, in_background: bool = False
+) -> PendingSave | None:
     """Write weights, optimizer states, steps and random generators; all ranks call it. Raises `CheckpointError`.
 
-    Without ``steps``, neither steps nor optimizer states are written.
+    Without ``steps``, neither steps nor optimizer states are written. With ``in_background``, returns once all is
+    copied, with a handle of the files that are being written.
     """
     numbers = {STEPS[role]: torch.tensor(step) for role, step in steps.items()}
     tensors = _weights(models) | (_optimizer_states(models) if steps else {})
-    try:
-        save(tensors | numbers | _generators(), storage_writer=FileSystemWriter(path))
-        _save_base(path, models["policy"].adapter)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: cannot write the trainer state: {failure_cause(error)}") from None
+    state, adapter = tensors | numbers | _generators(), models["policy"].adapter
+    with raise_write_errors(path):
+        if in_background:
+            return PendingSave(path, state, write_first=partial(_save_base, path, adapter))
+        save(state, storage_writer=FileSystemWriter(path))
+        _save_base(path, adapter)
+    return None
 
 
 def load_state(path: Path, models: Mapping[str, ShardedModel]) -> dict[str, int]:

@@ -30,7 +30,7 @@ async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
         read_config("model", Path(context.config.model.path)),
         min_saving=min_saving(settings.share_prefixes, on_gpu=context.on_gpu) if packs else None,
     )
-    return await start_ranks(context, make_backend, microbatching=microbatching)
+    return await start_ranks(context, make_backend, microbatching=microbatching, async_save=settings.async_save)
 
 
 def make_backend(config: RunConfig, device: str) -> FSDPBackend:
