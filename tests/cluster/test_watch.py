@@ -75,11 +75,23 @@ from pathlib import Path
 from plasmid_runtime.cluster.watch.ray_watch import RayWatch
 folder = Path(sys.argv[1])
 watch = RayWatch(folder / "ray")
-upload = "import time; from pathlib import Path; time.sleep(3); Path('uploaded').touch(); time.sleep(600)"
+upload = '''
+import os, time
+from pathlib import Path
+driver = os.getppid()
+Path("started").touch()
+while os.getppid() == driver:
+    time.sleep(0.1)
+time.sleep(1)
+Path("uploaded").touch()
+time.sleep(600)
+'''
 started = [
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]),
     subprocess.Popen([sys.executable, "-c", upload], cwd=folder, start_new_session=True),
 ]
+while not (folder / "started").exists():
+    time.sleep(0.1)
 time.sleep(2)  # until the watch has seen them
 print(*(one.pid for one in started), flush=True)
 time.sleep(600)
