@@ -90,6 +90,12 @@ def run(items, folder, name, *options):
     return [json.loads(line)["metrics"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
+def start_of(run):
+    """The line of a run's log that splits its start; empty if it has none."""
+    lines = (run / "logs" / "driver.log").read_text().splitlines()
+    return next((line.partition("started in ")[2] for line in lines if "started in " in line), "")
+
+
 def median(rows, *names):
     """Median over the batches of the sum of these metrics; a metric that a batch lacks counts as 0."""
     return statistics.median(sum(row.get(name, 0.0) for name in names) for row in rows)
@@ -147,6 +153,7 @@ def measure(args):
         folder = Path(name)
         items, config, data = prepare(args, folder)
         whole = run(items, folder, "whole")[args.skip :]
+        starts = start_of(folder / "whole")
         engine = run(items, folder, "engine", "--rollouts-only")[args.skip :]
         trainer = run(items, folder, "trainer", "--replay", str(folder / "whole"))[args.skip :]
         (folder / "sync").mkdir()
@@ -157,7 +164,8 @@ def measure(args):
     load.append(os.getloadavg()[0])
     found, alone = split(whole), sum(apart.values())
     report = {"device": args.device, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
-    report |= {"batches": len(whole), "tokens_per_s": median(whole, "perf/tokens_per_s"), "step": found}
+    report |= {"batches": len(whole), "tokens_per_s": median(whole, "perf/tokens_per_s")}
+    report |= {"step": found, "started": starts}
     report |= {"apart": {**apart, "sum": alone}, "ratio": found["step"] / alone, "load": load}
     report["idle"] = {
         "engine": found["step"] - apart["sample"],

@@ -3,9 +3,15 @@
     python -m venv ~/trl && ~/trl/bin/pip install trl==1.16.0 torch==2.13.0
     python benchmarks/head_to_head/compare.py models/SmolLM2-135M-Instruct --trl-python ~/trl/bin/python --out new.json
 
-All train on the same tokens from the same weights in the same dtype, with GRPO's advantages, the mean loss over all
-tokens of a batch, and AdamW. Nothing is sampled: only training is compared. Plasmid runs `rl train --replay`, timed by
-`perf/train_s`; for the others a whole training step is timed. Losses and gradient norms before clipping must agree.
+    python benchmarks/head_to_head/compare.py models/qwen3-0.6b-random --trl-python ~/trl/bin/python --device cuda \
+        --dtype bfloat16 --prompts 16 --samples 8 --prompt 115 --completion 230 --peer-rows 16 --batches 6 \
+        --set trainer.microbatch_tokens=16384
+
+All train on the same tokens from the same weights in the same dtype (with bfloat16, weights and optimizer are fp32),
+with GRPO's advantages, the mean loss over all tokens of a batch, and AdamW. TRL and the plain loop pad samples, and
+accumulate gradients over ``--peer-rows`` samples at a time. Nothing is sampled: only training is compared. Plasmid runs
+`rl train --replay`, timed by `perf/train_s`; for the others a whole training step is timed. Losses and gradient norms
+before clipping must agree.
 """
 
 import argparse
@@ -120,6 +126,7 @@ def peer(program, python, args, stream, folder):
         "dtype": args.dtype,
         "device": args.device,
         "threads": args.threads,
+        "peer_rows": args.peer_rows or args.prompts * args.samples,
         "lr": LR,
         "betas": BETAS,
         "eps": EPS,
@@ -160,10 +167,14 @@ def arguments(argv):
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=24, help="median tokens of a prompt")
     parser.add_argument("--completion", type=int, default=24, help="median tokens of a completion")
+    parser.add_argument("--peer-rows", type=int, help="samples per microbatch of the others; by default a whole batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of Plasmid's recipe")
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.peer_rows and args.prompts * args.samples % args.peer_rows:
+        parser.error(f"--peer-rows must divide a batch of {args.prompts * args.samples} samples")
+    return args
 
 
 def main(argv=None):

@@ -57,7 +57,8 @@ def train():
     samples = len(prompts[0]["completions"])
     config = GRPOConfig(
         output_dir=args["folder"],
-        per_device_train_batch_size=len(stream[0]) * samples,
+        per_device_train_batch_size=args["peer_rows"],
+        gradient_accumulation_steps=len(stream[0]) * samples // args["peer_rows"],
         num_generations=samples,
         max_steps=len(stream),
         learning_rate=args["lr"],
@@ -68,7 +69,7 @@ def train():
         weight_decay=0.0,
         max_grad_norm=1.0,
         beta=0.0,
-        loss_type="bnpo",
+        loss_type="dapo",
         max_completion_length=max(len(c) for one in prompts for c in one["completions"]),
         shuffle_dataset=False,
         use_cpu=args["device"] == "cpu",

@@ -1,18 +1,26 @@
 """Gradient norms of both trainers in bfloat16 beside float32: python tests/backend_megatron/gradient_norms.py
 
 The weights are the same numbers of bfloat16 everywhere. One step of SGD is taken on each batch, so the difference of
-the weights before and after is the gradient, tensor by tensor.
+the weights before and after is the gradient, tensor by tensor. With ``--steps-of-adam``, the norms of consecutive steps
+of AdamW are compared; with ``--lr 0`` the weights stay the same, so the norms differ by rounding alone. On a GPU with
+the size of Qwen3-0.6B:
+
+    for lr in 0 1e-4; do
+        python tests/backend_megatron/gradient_norms.py --gpu --model models/qwen3-0.6b-random --steps-of-adam --lr $lr
+    done
 """
 
 import argparse
 import asyncio
+import json
 import math
+import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp"), str(HERE.parents[1])]
 
 import torch  # noqa: E402
 from fsdp_processes import Processes  # noqa: E402
@@ -30,6 +38,16 @@ TRAINERS = {
     "fsdp, bfloat16, eager": ("fsdp", {**FSDP_SGD, "dtype": "bfloat16", "attention": "eager"}),
     "megatron, bfloat16": ("megatron", {**SGD, "dtype": "bfloat16"}),
 }
+CURVES = {
+    "fsdp, float32": ("fsdp", {"dtype": "float32"}),
+    "fsdp": ("fsdp", {"dtype": "bfloat16"}),
+    "fsdp, compiled": ("fsdp", {"dtype": "bfloat16", "compile": True}),
+    "fsdp, sdpa": ("fsdp", {"dtype": "bfloat16", "attention": "sdpa"}),
+    "fsdp, eager": ("fsdp", {"dtype": "bfloat16", "attention": "eager"}),
+    "megatron": ("megatron", {"dtype": "bfloat16"}),
+    "megatron, compiled": ("megatron", {"dtype": "bfloat16", "compile": True}),
+}
+"""Trainers of ``--steps-of-adam``; layers are compiled only where it says so."""
 
 
 def make_model(folder, args):
@@ -79,21 +97,30 @@ async def main(args):
 
 
 async def curves(args):
-    """Norms of consecutive steps of AdamW, as in `tests/gpu/test_megatron.py`."""
-    processes = Processes(1)
+    """Norms of consecutive steps of AdamW, as in `tests/gpu/test_megatron.py`, and their differences from the first."""
+    processes = Processes(1, multiprocessing.get_context("spawn") if args.gpu else None)
+    found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "model", args)
-        ranks = Ranks(processes, folder / "model", folder)
+        model = args.model or folder / "model"
+        if not args.model:
+            make_model(model, args)
+        ranks = Ranks(processes, model, folder, gpus=args.gpu)
         batches = [make_batch(seed=i, index=i, longest=args.longest) for i in range(args.batches)]
-        for label, (kind, trainer) in TRAINERS.items():
-            if label in ("fsdp, float32", "fsdp, bfloat16", "megatron, bfloat16"):
-                adam = FSDP_ADAM if kind == "fsdp" else ADAM
-                built, config = await ranks.start(kind=kind, trainer={**adam, "dtype": trainer["dtype"], "lr": args.lr})
-                reports = await fit(built, config, *batches)
-                print(f"{label}: " + "  ".join(f"{report['train/grad_norm']:.4f}" for report in reports), flush=True)
+        for label in args.trainers or CURVES:
+            kind, trainer = CURVES[label]
+            adam = FSDP_ADAM if kind == "fsdp" else ADAM
+            built, config = await ranks.start(kind=kind, trainer={**adam, "compile": False, **trainer, "lr": args.lr})
+            reports = await fit(built, config, *batches)
+            found[label] = [report["train/grad_norm"] for report in reports]
+            first = next(iter(found.values()))
+            apart = [norm / other - 1 for norm, other in zip(found[label], first, strict=True)]
+            pairs = zip(found[label], apart, strict=True)
+            print(f"{label:<20} " + "  ".join(f"{norm:.4f} {other:+.2%}" for norm, other in pairs), flush=True)
         await ranks.close()
     processes.shutdown()
+    if args.out:
+        args.out.write_text(json.dumps({"lr": args.lr, "longest": args.longest, "norms": found}, indent=1) + "\n")
 
 
 def show_tensors(found, exact):
@@ -114,5 +141,9 @@ if __name__ == "__main__":
     parser.add_argument("--tensors", action="store_true", help="show the tensors that differ most")
     parser.add_argument("--steps-of-adam", dest="curve", action="store_true", help="consecutive steps of AdamW")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of AdamW")
+    parser.add_argument("--trainers", nargs="*", choices=CURVES, help="trainers of --steps-of-adam; by default all")
+    parser.add_argument("--model", type=Path, help="model folder for --steps-of-adam, instead of a new one")
+    parser.add_argument("--gpu", action="store_true", help="train on the first GPU")
+    parser.add_argument("--out", type=Path, help="JSON file of the norms to write")
     args = parser.parse_args()
     asyncio.run(curves(args) if args.curve else main(args))
