@@ -60,7 +60,8 @@ def make_model(folder, args):
         tied=args.tied,
     )
     file = folder / "model.safetensors"
-    weights = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
+    stored = torch.float32 if args.unrounded else torch.bfloat16
+    weights = {name: tensor.to(stored).float() for name, tensor in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
     return weights
 
@@ -138,6 +139,7 @@ if __name__ == "__main__":
     parser.add_argument("--init", type=float, default=0.02)
     parser.add_argument("--longest", type=int, default=48)
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--unrounded", action="store_true", help="weights that are not numbers of bfloat16")
     parser.add_argument("--tensors", action="store_true", help="show the tensors that differ most")
     parser.add_argument("--steps-of-adam", dest="curve", action="store_true", help="consecutive steps of AdamW")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of AdamW")

@@ -106,3 +106,13 @@ def adapter_memory():
         "state": sum(value.numel() for value in states),
         "reference": type(learner.frozen[Role.REFERENCE]).__name__,
     }
+
+
+def main_weights():
+    """Return the numbers of the policy's main weights on this rank, in one flat array."""
+    import fsdp_processes
+
+    optimizer = fsdp_processes._held["object"]._learner.policy._optimizer.inner
+    parts = [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
+    weights = [weight for part in parts for group in part.param_groups for weight in group["params"]]
+    return torch.cat([weight.detach().float().flatten() for weight in weights]).numpy()

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from .settings import Megatron
 from .upstream.compat import fix_saving_without_experts, fix_sgd_loading, fuse_gradient_norms
 from .weights.bridge import optimizer_config
+from .weights.shards import take_exact
 
 DEFAULTS = {"optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
 """Defaults, as in trainer 'fsdp'."""
@@ -65,6 +66,7 @@ class MegatronOptimizer:
             ),
             self._chunks,
         )
+        self._fill_main_weights()
         for part in self._parts():
             _start_state(part)
         self.fuse()
@@ -112,6 +114,22 @@ class MegatronOptimizer:
         for part in self.inner.chained_optimizers:
             if part.optimizer is not None:
                 yield part.optimizer
+
+    @torch.no_grad()
+    def _fill_main_weights(self) -> None:
+        """Start from the values of the model folder: Megatron copies main weights from weights that may round them."""
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                values = take_exact(parameter)
+                main: Tensor | None = getattr(parameter, "main_param", None)
+                if values is None or main is None:  # fp32, frozen, or another data-parallel rank has it
+                    continue
+                if getattr(parameter, "main_param_sharded", False):
+                    owner = next(o for o in self.inner.chained_optimizers if parameter in o.model_param_gbuf_map)
+                    span = owner._get_model_param_range_map(parameter)["param"]
+                    main.view(-1).copy_(values.view(-1)[span.start : span.end])
+                else:
+                    main.copy_(values)
 
     def _clear(self) -> None:
         """Clear the gradients."""

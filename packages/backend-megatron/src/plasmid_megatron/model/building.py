@@ -33,7 +33,7 @@ def build_language_model(
         architecture.config,
         lambda chunk: LanguageModel(source, architecture, chunk=chunk, chunk_size=settings.logprob_chunk),
     )
-    load_weights(chunks, architecture, source.path, where=source.where)
+    load_weights(chunks, architecture, source.path, where=source.where, trained=trained and settings.lora is None)
     if trained and settings.lora is not None:
         adapter = ParallelAdapter(chunks, architecture, settings.lora, source)
         adapter.fill(seed=seed)
@@ -58,6 +58,7 @@ def build_value_model(source: Source, architecture: Architecture, settings: Mega
         architecture,
         source.path,
         where=source.where,
+        trained=True,
         optional=(f"{HEAD}weight", f"{HEAD}bias"),
         ignored=("lm_head.weight",),
     )

@@ -87,6 +87,7 @@ def read_architecture(source: Source, settings: Megatron, *, states: ParallelSta
     try:
         bridge = _make_bridge_class(family.bridge, hf)(hf, dtype=getattr(torch, settings.dtype), parallel_states=states)
         bridge.set_extra_args(**_overrides(family, hf, settings))
+        bridge.dtype = None  # from here on it would only round the weights of folders as they are read
     except (ValueError, AssertionError, NotImplementedError, ZeroDivisionError) as error:
         first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"trainer: Megatron rejects this parallel layout or configuration: {first}") from None

@@ -86,16 +86,19 @@ def load_weights(
     path: Path,
     *,
     where: str,
+    trained: bool = False,
     optional: Collection[str] = (),
     ignored: Collection[str] = (),
 ) -> set[str]:
     """Fill this rank's weights one at a time, from a Hugging Face folder or one in Megatron's distributed format.
 
-    Returns the names in ``optional`` that the files do not contain. Names in ``ignored`` are not read. Raises
-    `ModelError` if names or shapes differ.
+    Weights that are ``trained`` in a smaller dtype than the folder's keep the values of the folder, for the
+    optimizer's main weights (`take_exact`). Returns the names in ``optional`` that the files do not contain. Names in
+    ``ignored`` are not read. Raises `ModelError` if names or shapes differ.
     """
+    options: dict[str, Any] = {"where": where, "trained": trained, "optional": optional, "ignored": ignored}
     if is_torch_dist(path):
-        return _load_torch_dist(chunks, architecture, path, where=where, optional=optional, ignored=ignored)
+        return _load_torch_dist(chunks, architecture, path, **options)
     used: set[str] = set()
     absent: set[str] = set()
     with open_weights(where, path) as found:
@@ -115,7 +118,7 @@ def load_weights(
             if own.shape != weight.tensor.shape:
                 shapes = ", ".join(f"{n} {list(part.shape)}" for n, part in zip(names, parts, strict=True))
                 raise ModelError(_misfit(path, where, f"has different shapes: {shapes}"))
-            weight.tensor.copy_(own)
+            _fill(weight.tensor, own, trained=trained)
         further = prediction_layers(architecture.hf)
         _check_surplus({name for name in found if not name.startswith(further)}, used, path, where, ignored)
     return absent
@@ -127,6 +130,7 @@ def _load_torch_dist(
     path: Path,
     *,
     where: str,
+    trained: bool,
     optional: Collection[str],
     ignored: Collection[str],
 ) -> set[str]:
@@ -141,10 +145,25 @@ def _load_torch_dist(
                 absent.add(weight.name)
                 continue
             rows = architecture.vocab_size if parts[0].key in VOCABULARY else None
-            weight.tensor.copy_(files.read(parts, rows=rows))
+            _fill(weight.tensor, files.read(parts, rows=rows), trained=trained)
             used.update(place.key for place in parts)
     _check_surplus(files.names, used, path, where, ["output_layer.weight"] if "lm_head.weight" in ignored else [])
     return absent
+
+
+def _fill(tensor: Tensor, values: Tensor, *, trained: bool) -> None:
+    """Copy ``values``, and attach them to a trained tensor that rounds them."""
+    tensor.copy_(values)
+    if trained and values.dtype.itemsize > tensor.dtype.itemsize:
+        tensor.exact = values.contiguous()  # type: ignore[attr-defined]
+
+
+def take_exact(tensor: Tensor) -> Tensor | None:
+    """Remove and return the values of the folder that `load_weights` attached; None if the tensor has them itself."""
+    values: Tensor | None = getattr(tensor, "exact", None)
+    if values is not None:
+        del tensor.exact  # type: ignore[attr-defined]
+    return values
 
 
 def _to_megatron(architecture: Architecture, name: str, parts: list[Tensor], path: Path, where: str) -> Tensor:
