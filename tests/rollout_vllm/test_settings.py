@@ -24,6 +24,8 @@ VIEW = RecipeView(
     trainer_dtype="auto",
     batches=1,
     max_staleness=0,
+    deterministic=False,
+    deterministic=False,
     placement=PlacementConfig(device="cpu"),
     samplings={"sampling": SamplingParams()},
 )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from plasmid.types.kept_sets import KeptSet
 from torch import Tensor
 
-from .softmax_rows import RowStats
+from plasmid_models.kernels.softmax_rows import RowStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .softmax_rows import RowStats
+from plasmid_models.kernels.softmax_rows import RowStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
