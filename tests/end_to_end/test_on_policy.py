@@ -45,9 +45,7 @@ def test_without_the_setting_they_differ(job, model):
 
 def drawn(folder):
     file = folder / "samples" / "batch-000001.parquet"
-    return {
-        s.id: (s.token_ids.tolist(), s.rollout_logprobs.tolist()) for g in read_samples(file) for s in g.samples
-    }
+    return {s.id: (s.token_ids.tolist(), s.rollout_logprobs.tolist()) for g in read_samples(file) for s in g.samples}
 
 
 def test_samples_do_not_depend_on_the_batch(job, model):
@@ -57,7 +55,8 @@ def test_samples_do_not_depend_on_the_batch(job, model):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "bfloat16"}, {"lora": {"rank": 4}}, {"activation_checkpointing": True}, {"microbatch_samples": 3}]
+    "changes",
+    [{"dtype": "bfloat16"}, {"lora": {"rank": 4}}, {"activation_checkpointing": True}, {"microbatch_samples": 3}],
 )
 def test_it_holds_for_other_settings_of_the_trainer(job, tiny_model, changes):
     dtype = {"dtype": changes["dtype"]} if "dtype" in changes else {}

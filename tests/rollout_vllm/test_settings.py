@@ -25,7 +25,6 @@ VIEW = RecipeView(
     batches=1,
     max_staleness=0,
     deterministic=False,
-    deterministic=False,
     placement=PlacementConfig(device="cpu"),
     samplings={"sampling": SamplingParams()},
 )

@@ -94,4 +94,4 @@ def _use_deterministic_algorithms() -> None:
     """Make backward passes repeatable in this process. PyTorch raises RuntimeError for operations that cannot be."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # only for debugging
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

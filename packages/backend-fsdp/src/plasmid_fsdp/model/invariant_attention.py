@@ -31,8 +31,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, bounds = ctx.saved_tensors
         with torch.enable_grad():
-            leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-            out = attend(*leaves, bounds, ctx.longest, scale=ctx.scale)
+            query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+            out = attend(query, key, value, bounds, ctx.longest, scale=ctx.scale)
             return *torch.autograd.grad(out, leaves, grads[0]), None, None, None
 
 

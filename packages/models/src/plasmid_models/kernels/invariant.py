@@ -55,7 +55,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return matmul(x, weight, bias)
     high = torch.promote_types(x.dtype, torch.float32)
     right = weight.to(high).T
-    tiles = pad(x.to(high), (0, 0, 0, -len(x) % TILE)).split(TILE)
+    tiles = pad(x.to(high), (0, 0, 0, -len(x) % TILE)).split(TILE)  # type: ignore[no-untyped-call]
     out = torch.cat([tile @ right for tile in tiles])[: len(x)]
     return (out if bias is None else out + bias.to(high)).to(x.dtype)
 
@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+        return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -123,12 +123,12 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, *, scal
 
 def _sequence_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Return [l, h, e] of query [l, h, d] and the L keys and values [g, L, d] of one sequence."""
-    (length, heads, size), (groups, known, _) = query.shape, keys.shape
+    (length, heads, _), (groups, known, _) = query.shape, keys.shape
     high = torch.promote_types(query.dtype, torch.float32)
-    q = query.to(high).unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)  # [g, l * h / g, d]
+    q = query.to(high).reshape(length, groups, -1, query.shape[2]).transpose(0, 1).flatten(1, 2)  # [g, l * h / g, d]
     positions = torch.arange(known - length, known).repeat_interleave(heads // groups)
     missing = -q.shape[1] % TILE
-    q = pad(q, (0, 0, 0, missing)).unflatten(1, (-1, TILE))
+    q = pad(q, (0, 0, 0, missing)).view(groups, -1, TILE, query.shape[2])
     positions = pad(positions, (0, missing)).view(1, -1, TILE, 1)
     keys, values = (pad(x.to(high), (0, 0, 0, -known % BLOCK)) for x in (keys, values))
     top = q.new_full((*q.shape[:3], 1), torch.finfo(high).min)
@@ -143,10 +143,10 @@ def _sequence_attention(query: Tensor, keys: Tensor, values: Tensor, scale: floa
         out = out * shrink + _tile_products(weights, v)
         top = higher
     result = (out / total).flatten(1, 2)[:, : q.shape[1] * TILE - missing]
-    return result.unflatten(1, (length, -1)).transpose(0, 1).flatten(1, 2).to(query.dtype)
+    return result.reshape(groups, length, -1, values.shape[2]).transpose(0, 1).flatten(1, 2).to(query.dtype)
 
 
 def _tile_products(tiles: Tensor, right: Tensor) -> Tensor:
     """Return [g, m, TILE, w] products of m tiles [TILE, k] per key head with its matrix [g, 1, k, w]."""
     groups, count = tiles.shape[:2]
-    return torch.bmm(tiles.flatten(0, 1), right.expand(-1, count, -1, -1).flatten(0, 1)).unflatten(0, (groups, count))
+    return torch.bmm(tiles.flatten(0, 1), right.expand(-1, count, -1, -1).flatten(0, 1)).view(groups, count, TILE, -1)

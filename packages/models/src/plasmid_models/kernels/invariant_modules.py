@@ -20,9 +20,38 @@ ACTIVATIONS = frozenset({"gelu", "mish", "sigmoid", "silu", "softplus", "tanh"})
 VECTOR = 64
 """Multiple of elements per row for which it does not."""
 VARIANT = frozenset(
-    "__matmul__ __rmatmul__ _grouped_mm addbmm addmm addmv baddbmm bmm conv1d conv2d cumsum einsum grouped_mm index_add "
-    "index_add_ log_softmax logsumexp matmul mm mv norm prod scaled_dot_product_attention scatter_add scatter_add_ "
-    "softmax std sum var vector_norm".split()
+    [
+        "__matmul__",
+        "__rmatmul__",
+        "_grouped_mm",
+        "addbmm",
+        "addmm",
+        "addmv",
+        "baddbmm",
+        "bmm",
+        "conv1d",
+        "conv2d",
+        "cumsum",
+        "einsum",
+        "grouped_mm",
+        "index_add",
+        "index_add_",
+        "log_softmax",
+        "logsumexp",
+        "matmul",
+        "mm",
+        "mv",
+        "norm",
+        "prod",
+        "scaled_dot_product_attention",
+        "scatter_add",
+        "scatter_add_",
+        "softmax",
+        "std",
+        "sum",
+        "var",
+        "vector_norm",
+    ]
 )
 """Functions whose order of sums depends on the number of rows."""
 
@@ -45,8 +74,8 @@ class InvariantOps(TorchFunctionMode):
             return _mean(*args, **kwargs)
         if name in VARIANT:
             raise ModelError(
-                f"run.deterministic: the model's layers use torch's {name!r}, which has no batch-invariant kernel here; "
-                "remove the setting"
+                f"run.deterministic: the model's layers use torch's {name!r}, which has no batch-invariant kernel here"
+                "; remove the setting"
             )
         if name in ACTIVATIONS and args[0].device.type == "cpu":
             width = args[0].shape[-1]

@@ -1,7 +1,7 @@
 """Batch-invariant Triton kernels: the result of a row has the same bits for any other rows beside it.
 
-Tiles have a fixed size and each reduction runs in a fixed order, without splits, so that the number of rows only changes
-the number of programs. Imported only with a GPU and Triton.
+Tiles have a fixed size and each reduction runs in a fixed order, without splits, so that the number of rows only
+changes the number of programs. Imported only with a GPU and Triton.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _row_mean_kernel(x: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.c
     tl.store(out + row, (tl.sum(values, 0) / width).to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["query_token", "query_head", "key_head", "key_token", "value_head", "value_token"])
+@triton.jit
 def _attention_kernel(
     query: tl.tensor,
     keys: tl.tensor,
@@ -113,7 +113,9 @@ def _attention_kernel(
         for start in range(0, last, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             known = n < key_len
-            k = tl.load(keys + n[None, :] * key_token + d[:, None], mask=known[None, :] & (d < SIZE)[:, None], other=0.0)
+            k = tl.load(
+                keys + n[None, :] * key_token + d[:, None], mask=known[None, :] & (d < SIZE)[:, None], other=0.0
+            )
             scores = tl.dot(q, k, input_precision="ieee") * scale
             scores = tl.where(n[None, :] <= positions[:, None], scores, -float("inf"))
             higher = tl.maximum(top, tl.max(scores, 1))

@@ -69,7 +69,9 @@ class Sampler:
         self._params = tuple(params)
 
     def draw(self, logits: Tensor, uniforms: NDArray[np.float64]) -> Drawn:
-        """Sample by inverting the cumulative distribution at the uniforms [n]. The log-probability of a token has the same bits as in a trainer's head with these logits [n, V].
+        """Sample by inverting the cumulative distribution at the uniforms [n].
+
+        Log-probabilities have the same bits as in a trainer's head with these logits [n, V].
         """
         stats = self._stats(logits)
         scaled = scale_logits(logits, self._temperatures)

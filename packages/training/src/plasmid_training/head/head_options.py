@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
 import torch
+from plasmid_models.kernels.softmax_rows import RowGradients, RowStats, SoftmaxKernels, kernels_for
 from torch import Tensor
 
 from .kept_tokens import KeptRows, KeptTokens
 from .linear_head import ChunkSize
-from plasmid_models.kernels.softmax_rows import RowGradients, RowStats, SoftmaxKernels, kernels_for
 from .vocab_shard import VocabShard
 
 

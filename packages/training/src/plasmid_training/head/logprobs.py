@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Unpack
 
 import torch
+from plasmid_models.kernels.softmax_rows import RowStats
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_options import HeadOptions, HeadSettings, HeadStats, Targets, UpstreamGradients
 from .kept_tokens import KeptTokens
 from .linear_head import HeadGradients, LinearHead
-from plasmid_models.kernels.softmax_rows import RowStats
 
 
 class TokenScores(NamedTuple):

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from plasmid_models.kernels.softmax_rows import RowStats
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
