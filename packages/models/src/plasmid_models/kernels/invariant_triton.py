@@ -61,6 +61,26 @@ def _row_mean_kernel(x: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.c
 
 
 @triton.jit
+def _add_keys(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    visible: tl.tensor,
+    scale: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add a block of keys to the running maximum and sums of the softmax."""
+    scores = tl.where(visible, tl.dot(q, k, input_precision="ieee") * scale, -float("inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp(scores - higher[:, None])
+    shrink = tl.exp(top - higher)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, total * shrink + tl.sum(weights, 1), acc
+
+
+@triton.jit
 def _attention_kernel(
     query: tl.tensor,
     keys: tl.tensor,
@@ -98,10 +118,8 @@ def _attention_kernel(
         head = tl.program_id(1).to(tl.int64)
         rows = first + tl.arange(0, BLOCK_M)
         tokens, members = rows // GROUP, rows % GROUP
-        inside = tokens < query_len
-        positions = key_len - query_len + tokens
-        d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-        heads = head * GROUP + members
+        inside, positions = tokens < query_len, key_len - query_len + tokens
+        d, e, heads = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), head * GROUP + members
         places = (query_start + tokens) * query_token + heads * query_head
         q = tl.load(query + places[:, None] + d[None, :], mask=inside[:, None] & (d < SIZE)[None, :], other=0.0)
         keys += slot * key_slot + key_start * key_token + head * key_head
@@ -113,23 +131,14 @@ def _attention_kernel(
         for start in range(0, last, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             known = n < key_len
-            k = tl.load(
-                keys + n[None, :] * key_token + d[:, None], mask=known[None, :] & (d < SIZE)[:, None], other=0.0
-            )
-            scores = tl.dot(q, k, input_precision="ieee") * scale
-            scores = tl.where(n[None, :] <= positions[:, None], scores, -float("inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp(scores - higher[:, None])
-            shrink = tl.exp(top - higher)
-            total = total * shrink + tl.sum(weights, 1)
+            shape = known[:, None] & (d < SIZE)[None, :]
+            k = tl.load(keys + n[:, None] * key_token + d[None, :], mask=shape, other=0.0)
             inner = known[:, None] & (e < VALUE_SIZE)[None, :]
             v = tl.load(values + n[:, None] * value_token + e[None, :], mask=inner, other=0.0)
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            top = higher
-        result = acc / total[:, None]
+            top, total, acc = _add_keys(q, tl.trans(k), v, n[None, :] <= positions[:, None], scale, top, total, acc)
         places = (query_start + tokens) * out_token + heads * VALUE_SIZE
         mask = inside[:, None] & (e < VALUE_SIZE)[None, :]
-        tl.store(out + places[:, None] + e[None, :], result.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + places[:, None] + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
