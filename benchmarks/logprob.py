@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from plasmid_models.kernels.softmax_rows import EAGER, RowGradients, RowStats, SoftmaxKernels, kernels_for
 from plasmid_training.algorithms.parts.policy_loss import clipped_policy_loss
 from plasmid_training.head.kept_tokens import KeptTokens
 from plasmid_training.head.linear_head import LinearHead
 from plasmid_training.head.logprobs import token_logprobs
-from plasmid_training.head.softmax_rows import EAGER, RowGradients, RowStats, SoftmaxKernels, kernels_for
 from plasmid_training.head.token_loss import linear_token_loss
 
 
@@ -258,7 +258,7 @@ def errors(case, args):
 
 def kernel_sweep(case, clock):
     """Return the GB/s of both kernels with all launch parameters; the defaults of `softmax_triton` should be best."""
-    from plasmid_training.head import softmax_triton as kernels
+    from plasmid_models.kernels import softmax_triton as kernels
 
     head = LinearHead(case.hidden.detach(), case.weight.detach(), None)
     chunk = head.chunks("auto")[0]

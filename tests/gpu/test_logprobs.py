@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from plasmid.types.kept_sets import KeptSet
+from plasmid_models.kernels.softmax_rows import EAGER, RowGradients, kernels_for
 from plasmid_training.head.kept_tokens import KeptTokens
 from plasmid_training.head.logprobs import token_logprobs
-from plasmid_training.head.softmax_rows import EAGER, RowGradients, kernels_for
 from plasmid_training.head.token_loss import linear_token_loss
 
 pytestmark = pytest.mark.gpu

@@ -24,6 +24,7 @@ VIEW = RecipeView(
     trainer_dtype="auto",
     batches=1,
     max_staleness=0,
+    deterministic=False,
     placement=PlacementConfig(device="cpu"),
     samplings={"sampling": SamplingParams()},
 )

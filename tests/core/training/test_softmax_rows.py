@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plasmid_training.head.softmax_rows import BLOCK_ELEMENTS, EAGER, RowGradients, kernels_for
+from plasmid_models.kernels.softmax_rows import BLOCK_ELEMENTS, EAGER, RowGradients, kernels_for
 
 VOCAB = BLOCK_ELEMENTS // 2  # two rows make a block
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,6 +30,11 @@ class FSDPBackend:
     def __init__(self, config: RunConfig, device: str) -> None:
         assert isinstance(config.trainer, FSDP), "built by another trainer's settings"
         self._settings, self._seed = config.trainer, config.run.seed
+        self._is_invariant = config.run.deterministic
+        if self._is_invariant:
+            self._settings = self._settings.model_copy(update={"compile": False})
+            if device == "cuda":
+                _use_deterministic_algorithms()
         self._saves_optimizer = config.checkpoint.optimizer
         self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._trained: dict[str, ShardedModel] = {}
@@ -69,10 +75,23 @@ class FSDPBackend:
 
     def _language_model(self, source: Source, *, trained: bool) -> ShardedModel:
         module = build_policy(
-            self._settings, source, device=self._device, shard=self._shard, trained=trained, seed=self._seed
+            self._settings,
+            source,
+            device=self._device,
+            shard=self._shard,
+            trained=trained,
+            seed=self._seed,
+            invariant=self._is_invariant,
         )
         return self._sharded(module, self._settings)
 
     def _sharded(self, module: Policy | ValueModel, learning: OptimizerSettings) -> ShardedModel:
         once = gathers_once(self._settings, self._peers.num_ranks)
         return ShardedModel(module, learning, peers=self._peers, shard=self._shard, gathers_once=once)
+
+
+def _use_deterministic_algorithms() -> None:
+    """Make backward passes repeatable in this process. PyTorch raises RuntimeError for operations that cannot be."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -66,6 +66,17 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
             yield "activation_memory_budget needs compiled layers; remove it, or compile = false"
         if self.share_prefixes is True and self.attention != "auto":
             yield f"share_prefixes needs attention = 'auto', got {self.attention!r}: padded samples share no tokens"
+        if recipe is not None and recipe.deterministic:
+            yield from self._find_variant_settings(recipe.key)
+
+    def _find_variant_settings(self, key: str) -> Iterator[str]:
+        """Yield settings that select kernels whose results depend on the batch."""
+        for name, others in (("compile", (True,)), ("share_prefixes", (True,)), ("attention", ("sdpa", "eager"))):
+            if getattr(self, name) in others:
+                yield f"{key}.{name}: must be 'auto' with run.deterministic, got {getattr(self, name)!r}; remove it"
+
+    def is_batch_invariant(self) -> bool:
+        return True
 
     def saves_without_optimizer(self) -> bool:
         return True

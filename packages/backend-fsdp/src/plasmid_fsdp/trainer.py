@@ -25,10 +25,11 @@ async def start(settings: FSDP, context: BuildContext) -> RankedTrainer:
         raise ConfigError(CPU_OFFLOAD_ERROR)
     check_models(context.config)
     packs = settings.attention == "auto"
+    share = False if context.config.run.deterministic else settings.share_prefixes
     microbatching = settings.microbatching(
         "packed" if packs else "tokens",
         read_config("model", Path(context.config.model.path)),
-        min_saving=min_saving(settings.share_prefixes, on_gpu=context.on_gpu) if packs else None,
+        min_saving=min_saving(share, on_gpu=context.on_gpu) if packs else None,
     )
     return await start_ranks(context, make_backend, microbatching=microbatching, async_save=settings.async_save)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from plasmid.components import BuildContext
-from plasmid.errors import SyncError
+from plasmid.errors import ConfigError, SyncError
 from plasmid.protocols import Actor, Bundle, PauseMode, Resources, SyncPlan, call
 from plasmid.types import SyncReceipt
 
@@ -134,12 +134,16 @@ class HFEngine:
 async def start_engine(settings: HF, context: BuildContext) -> HFEngine:
     """Start one process per rank of the placement."""
     config = context.config
+    own, theirs = settings.number_type(on_gpu=context.on_gpu), getattr(config.trainer, "dtype", "auto")
+    if config.run.deterministic and theirs not in ("auto", own):
+        raise ConfigError(f"rollout.dtype: must equal trainer.dtype = {theirs!r} with run.deterministic, got {own!r}")
 
     async def start(index: int, bundle: Bundle) -> Actor:
         options = WorkerOptions(
             settings=settings,
             model=config.model,
             adapter=config.trainer.adapter(),
+            deterministic=config.run.deterministic,
             on_gpu=context.on_gpu,
             threads=context.threads,
             num_engines=len(context.bundles),

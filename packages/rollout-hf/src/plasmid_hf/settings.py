@@ -58,6 +58,9 @@ class HF(RolloutEngineConfig):
         if isinstance(self.kv_tokens, int) and self.kv_tokens < self.kv_block:
             yield f"kv_tokens must be 'auto' or at least kv_block = {self.kv_block}, got {self.kv_tokens}"
 
+    def is_batch_invariant(self) -> bool:
+        return True
+
     def gives_kept_sets(self) -> bool:
         return True
 

@@ -10,6 +10,7 @@ import torch
 from plasmid.errors import ConfigError, ModelError, some_of
 from plasmid_models.building import BUILD_LOCK, choose_expert_products
 from plasmid_models.fp8_blocks import forget_blocks
+from plasmid_models.kernels.invariant_modules import make_invariant
 from plasmid_models.source import Source
 from plasmid_training.compiling import compile_layers
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
@@ -22,15 +23,23 @@ from ..settings import FSDP
 from ..weights.folder_layout import FolderLayout
 from ..weights.shards import Shard
 from .decoder_input import PACKED, packing_obstacle
+from .invariant_attention import INVARIANT
 
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys of mixture-of-experts families, whose loops over experts in transformers do not compile well."""
 
 
-def build_on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build the folder's causal language model on the meta device. Raises `ModelError`."""
+def build_on_meta(
+    source: Source, settings: FSDP, *, dtype: torch.dtype = torch.float32, invariant: bool = False
+) -> PreTrainedModel:
+    """Build the folder's causal language model on the meta device; ``invariant`` makes it batch-invariant.
+
+    Raises `ModelError`.
+    """
     trust = source.trust_remote_code
     implementation = PACKED if settings.attention == "auto" else settings.attention
+    if invariant:
+        implementation = INVARIANT
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
         _disable_dropout(config)
@@ -55,6 +64,8 @@ def build_on_meta(source: Source, settings: FSDP, *, dtype: torch.dtype = torch.
             "set it to 'sdpa'"
         )
     choose_expert_products(lm, getattr(torch, settings.dtype))
+    if invariant:
+        make_invariant(lm)
     return lm
 
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from plasmid_models.kernels.invariant import Spans
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.batches.packed_attention import Block, attend, dense_attention, dense_width
 from plasmid_training.batches.prefix_attention import PrefixLayout, prefix_layout
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+
+from .invariant_attention import INVARIANT
 
 PACKED = "plasmid_packed"
 """Name of the packed attention in transformers' registry of attention functions."""
@@ -41,6 +44,8 @@ def decoder_input(batch: Microbatch, attention: str, dtype: torch.dtype) -> Deco
 
     ``dtype`` is the model's compute dtype. Raises ValueError for shared prefixes without packed attention.
     """
+    if attention == INVARIANT:
+        return _pack_invariant(batch)
     if batch.prefix_lengths:
         return _pack_shared(batch, attention, dtype)
     if attention != PACKED:
@@ -61,6 +66,19 @@ def _pack(batch: Microbatch) -> DecoderInput:
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
         "packed_block": None if device.type == "cuda" else Block.of(lengths, device),
+    }
+    return DecoderInput(arguments, batch.source)
+
+
+def _pack_invariant(batch: Microbatch) -> DecoderInput:
+    """Build a packed row for `invariant_attention`."""
+    device, lengths = batch.token_ids.device, batch.lengths
+    arguments = {
+        "input_ids": batch.token_ids[None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(device),
+        "attention_mask": None,
+        "spans": Spans.packed(lengths, device),
+        "bounds": torch.tensor([0, *lengths]).cumsum(0).int().to(device),
     }
     return DecoderInput(arguments, batch.source)
 

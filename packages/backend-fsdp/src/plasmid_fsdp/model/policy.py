@@ -23,6 +23,7 @@ from ..weights.shards import Shard, find_aliases, named_weights
 from .adapter import ShardedAdapter
 from .building import build_on_meta, freeze, materialize, prepare_training, shard_module
 from .decoder_input import decoder_input
+from .invariant_attention import INVARIANT
 from .routing_replay import RoutingReplay
 
 CHANGES_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
@@ -82,6 +83,7 @@ class Policy(nn.Module):
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             chunk_size=self._chunk_size,
+            invariant=self.lm.config._attn_implementation == INVARIANT,
         )
         return scored
 
@@ -99,17 +101,24 @@ class Policy(nn.Module):
 
 
 def build_policy(
-    settings: FSDP, source: Source, *, device: torch.device, shard: Shard, trained: bool, seed: int = 0
+    settings: FSDP,
+    source: Source,
+    *,
+    device: torch.device,
+    shard: Shard,
+    trained: bool,
+    seed: int = 0,
+    invariant: bool = False,
 ) -> Policy:
     """Load a model folder, sharded over all ranks; no rank ever holds the whole model. Raises `ModelError`.
 
     Weights are kept in fp32; those of a frozen model and of an adapter's base in the compute dtype. ``seed``
-    initializes a new adapter.
+    initializes a new adapter; ``invariant`` makes the model batch-invariant.
     """
     dtype = getattr(torch, settings.dtype)
     adapted = trained and settings.lora is not None
     full = trained and not adapted
-    lm = build_on_meta(source, settings, dtype=torch.float32 if full else dtype)
+    lm = build_on_meta(source, settings, dtype=torch.float32 if full else dtype, invariant=invariant)
     _check_logits(lm, source)
     layout = FolderLayout.of(lm, source)
     adapter = ShardedAdapter(lm, settings.lora, source) if adapted and settings.lora is not None else None

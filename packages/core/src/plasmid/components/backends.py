@@ -70,6 +70,10 @@ class TrainerConfig(Component, slot="trainer"):
         """Return the adapter that is trained instead of the full weights; None for full training."""
         return None
 
+    def is_batch_invariant(self) -> bool:
+        """Return True if the trainer implements ``run.deterministic``."""
+        return False
+
     def replays_routing(self) -> bool:
         """Return True if tokens are routed to the experts that the engine chose (`Sample.experts`)."""
         return False
@@ -174,6 +178,10 @@ class RolloutEngineConfig(Component, slot="rollout"):
 
     def gives_experts(self) -> bool:
         """Return True if completions report the chosen experts. See `GenerateRequest.routing`."""
+        return False
+
+    def is_batch_invariant(self) -> bool:
+        """Return True if the engine implements ``run.deterministic``."""
         return False
 
     def sampling_settings(self) -> frozenset[str]:

@@ -34,6 +34,8 @@ class RecipeView:
     """`run.batches`."""
     max_staleness: int
     """`run.max_staleness`."""
+    deterministic: bool
+    """`run.deterministic`."""
     placement: PlacementConfig
     samplings: Mapping[str, SamplingParams]
     """All sampling settings of training by recipe key: ``sampling``, ``profiles.<name>.sampling``."""

@@ -27,6 +27,7 @@ from ..components.buffer_policy import BufferPolicy
 from ..settings.resume import MAY_CHANGE
 from ..settings.trust import ACTIVE, INERT, INERT_MODEL
 from ..types import Prompt, SamplingParams
+from .deterministic import find_deterministic_errors
 from .evaluation import EvalConfig
 from .loop import CheckpointConfig, LoopConfig, ReuseConfig
 from .placement import PlacementConfig
@@ -148,6 +149,7 @@ class RunConfig(Settings):
         yield from self._find_name_errors()
         yield from find_profile_errors(self.profiles, self.rewards)
         yield from self._find_mode_errors()
+        yield from find_deterministic_errors(self)
 
     @property
     def rollouts_per_batch(self) -> int:
@@ -210,6 +212,7 @@ class RunConfig(Settings):
             trainer_dtype=getattr(self.trainer, "dtype", "auto"),
             batches=self.run.batches,
             max_staleness=self.run.max_staleness,
+            deterministic=self.run.deterministic,
             placement=self.placement,
             samplings=self.samplings(),
         )

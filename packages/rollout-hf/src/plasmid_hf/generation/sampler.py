@@ -10,11 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from plasmid.types import Floats, Ints, SamplingParams
+from plasmid_models.kernels.softmax_rows import RowStats, kernels_for, scale_logits
 from torch import Tensor
+from torch.nn.functional import pad
 
 BLOCK = 256
 CANDIDATES = 1024
-_BELOW_ONE = 1.0 - 2.0**-50
+UNITS = 2.0**52
+"""Number of integer units that a cumulative sum is divided into."""
+TINY = 2.0**-1000
 
 
 class Kept(NamedTuple):
@@ -57,20 +61,21 @@ class Sampler:
 
     def __init__(self, params: Sequence[SamplingParams], *, wants_kept: Sequence[bool], device: torch.device) -> None:
         self._device = device
-        temperatures = [p.scoring_temperature for p in params]
-        self._temperatures = None if set(temperatures) == {1.0} else self._column(temperatures)
+        self._temperatures = self._column([p.scoring_temperature for p in params])[:, 0]
+        self._zeros = torch.zeros(len(params), dtype=torch.long, device=device)
         greedy = [p.temperature == 0 for p in params]
         self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
         self._wants_kept = tuple(wants_kept)
         self._params = tuple(params)
 
     def draw(self, logits: Tensor, uniforms: NDArray[np.float64]) -> Drawn:
-        """Sample by inverting the cumulative distribution at the uniforms [n]. Overwrites ``logits`` [n, V]."""
-        scaled = logits.float()
-        if self._temperatures is not None:
-            scaled = scaled.div_(self._temperatures)
-        log_total = torch.logsumexp(scaled, -1, keepdim=True)
-        weights = torch.exp(scaled - log_total)
+        """Sample by inverting the cumulative distribution at the uniforms [n].
+
+        Log-probabilities have the same bits as in a trainer's head with these logits [n, V].
+        """
+        stats = self._stats(logits)
+        scaled = scale_logits(logits, self._temperatures)
+        weights = (scaled - stats.tops[:, None]).exp_().div_(stats.sums[:, None])
         keep = self._keep(weights)
         if keep is not None:
             weights = weights.mul_(keep)
@@ -78,12 +83,17 @@ class Sampler:
         token_ids = invert(weights.nan_to_num_(0.0), points)
         if self._greedy is not None:
             token_ids = torch.where(self._greedy, scaled.argmax(-1), token_ids)
-        logprobs = (scaled.gather(1, token_ids[:, None]) - log_total)[:, 0]
+        logprobs = stats._replace(chosen=self._stats(logits.gather(1, token_ids[:, None])).chosen).logprobs()
         return Drawn(
             token_ids=token_ids.to(torch.int32).cpu().numpy(),
             logprobs=logprobs.cpu().numpy(),
             kept=self._kept_sets(keep, weights, token_ids, logprobs),
         )
+
+    def _stats(self, logits: Tensor) -> RowStats:
+        """Return the statistics of rows of logits; `chosen` is that of their first column."""
+        kernels = kernels_for(logits)
+        return kernels.stats(logits, self._zeros, self._temperatures, first=0, with_entropy=False)
 
     def _keep(self, weights: Tensor) -> Tensor | None:
         truncation = self._truncation(weights.shape[1])
@@ -170,24 +180,38 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return [n] indices where the cumulative sums of ``weights`` [n, V] first exceed ``uniforms`` [n] of their total.
 
     Weights need not sum to 1. An index of weight 0 is returned only if all are 0. The search has two levels, because a
-    cumulative sum over the whole vocabulary takes longer than everything else.
+    cumulative sum over the whole vocabulary takes longer than everything else. The order of sums is fixed, and
+    cumulative sums are of integers, so that a row's index does not depend on the other rows.
     """
     size = weights.shape[1]
-    missing = -size % BLOCK
-    if missing:
-        weights = torch.nn.functional.pad(weights, (0, missing))
-    blocks = weights.view(len(weights), -1, BLOCK)
-    sums = blocks.sum(-1).double()
-    edges = sums.cumsum(-1)
-    target = uniforms[:, None] * edges[:, -1:]
-    block = _first_above(edges, target)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
-    rest = target - (edges.gather(1, block) - sums.gather(1, block))
-    return (block * BLOCK + _first_above(inside, rest))[:, 0].clamp_(max=size - 1)
+    blocks = pad(weights, (0, -size % BLOCK)).view(len(weights), -1, BLOCK)
+    sums = _sum_in_pairs(blocks).double()
+    target = (uniforms * UNITS).long()[:, None]
+    block, start = _search(sums, target)
+    mass = sums.gather(1, block)
+    share = (target - start) * (_total(sums) / mass.clamp(min=TINY))  # of the block, in units
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0].double()
+    place, _ = _search(inside, share.long())
+    return (block * BLOCK + place)[:, 0].clamp_(max=size - 1)
 
 
-def _first_above(edges: Tensor, target: Tensor) -> Tensor:
-    """Return [n, 1] the first index whose edge exceeds the target, which rounding may have moved to or past the last
-    edge."""
-    target = torch.minimum(target.clamp(min=0), edges[:, -1:] * _BELOW_ONE)
-    return torch.searchsorted(edges, target.contiguous(), right=True).clamp_(max=edges.shape[1] - 1)
+def _search(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [n, 1] the first index where the cumulative sum exceeds the target, and the sum before it, in units."""
+    edges = (weights * (UNITS / _total(weights).clamp(min=TINY))).long().cumsum(-1)
+    inside = torch.minimum(target.clamp(min=0), edges[:, -1:] - 1)  # rounding may have moved it past the last edge
+    index = torch.searchsorted(edges, inside.contiguous(), right=True).clamp_(max=edges.shape[1] - 1)
+    before = edges.gather(1, (index - 1).clamp(min=0)).masked_fill(index == 0, 0)
+    return index, before
+
+
+def _total(weights: Tensor) -> Tensor:
+    """Return [n, 1] sums of rows, in an order that only depends on their length."""
+    return _sum_in_pairs(weights)[:, None]
+
+
+def _sum_in_pairs(weights: Tensor) -> Tensor:
+    """Sum over the last dimension by adding halves, because the order of `torch.sum` depends on all dimensions."""
+    while weights.shape[-1] > 1:
+        half = (weights.shape[-1] + 1) // 2
+        weights = weights[..., :half] + pad(weights[..., half:], (0, 2 * half - weights.shape[-1]))
+    return weights[..., 0]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from plasmid_models.kernels.invariant import Spans, attention
+from plasmid_models.kernels.invariant_modules import without_checks
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -42,6 +44,8 @@ class Prefill:
 
     cache: SlotCache
     prompts: Sequence[Prompts]
+    spans: Spans | None = None
+    """Spans of the distinct prompts, for batch-invariant attention; None for PyTorch's."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.cache.layer(layer, key, value)
@@ -52,10 +56,14 @@ class Prefill:
             for i, slots in enumerate(group.slots):
                 keys[slots, :, : group.length] = k[i]
                 values[slots, :, : group.length] = v[i]
+            if self.spans is not None:
+                continue
             repeats = q.shape[1] // k.shape[1]
             k, v = (tensor.repeat_interleave(repeats, 1) for tensor in (k, v))
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
             parts.append(out.transpose(1, 2).flatten(0, 1))
+        if self.spans is not None:
+            return attention(query[0].transpose(0, 1), key, value, self.spans, scale=scaling)[None]
         return torch.cat(parts)[None]
 
 
@@ -76,12 +84,16 @@ class Decode:
     """[n] position of each token in its row."""
     mask: Tensor
     """[n, 1, 1, L] 0 up to and including each row's position, minus infinity after it; same dtype as the queries."""
+    spans: Spans | None = None
+    """Spans of the rows, for batch-invariant attention; None for PyTorch's."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.cache.layer(layer, key, value)
         n, length = len(self.rows), self.mask.shape[-1]
         keys[self.rows, :, self.positions] = key[:, :, 0]
         values[self.rows, :, self.positions] = value[:, :, 0]
+        if self.spans is not None:
+            return attention(query[:, :, 0], keys, values, self.spans, scale=scaling)[:, None]
         # query heads that share a key head become queries of that head, so the cache is not repeated
         q = query.reshape(n, keys.shape[1], -1, query.shape[3])
         mask = self.mask.expand(-1, -1, q.shape[2], -1)
@@ -107,7 +119,8 @@ def attend(
             raise NotImplementedError(f"attention with {name}")
     plan: Plan = kwargs["plan"]
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return plan.attend(layer, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return without_checks(plan.attend, layer, query, key, value, scale), None
 
 
 AttentionInterface.register(NAME, attend)

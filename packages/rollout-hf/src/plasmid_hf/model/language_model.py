@@ -14,6 +14,8 @@ from plasmid.types import Ints
 from plasmid_models.building import BUILD_LOCK, choose_expert_products
 from plasmid_models.folder import is_torch_dist, open_weights, read_block_size, read_config, tensor_names
 from plasmid_models.fp8_blocks import BlockSlice, forget_blocks
+from plasmid_models.kernels.invariant import Spans
+from plasmid_models.kernels.invariant_modules import make_invariant
 from plasmid_models.lora.layers import insert_adapter
 from plasmid_models.pieces import Pieces, pieces_of, present_pieces
 from safetensors import SafetensorError
@@ -45,13 +47,22 @@ class LanguageModel:
     """Computes logits of next tokens over a slot cache, for whole prompts and for single tokens."""
 
     def __init__(
-        self, hf: PreTrainedModel, device: torch.device, *, pieces: Pieces | None = None, adapted: Collection[str] = ()
+        self,
+        hf: PreTrainedModel,
+        device: torch.device,
+        *,
+        pieces: Pieces | None = None,
+        adapted: Collection[str] = (),
+        invariant: bool = False,
     ) -> None:
-        """Wrap a model. ``adapted`` lists the layers with an adapter.
+        """Wrap a model. ``adapted`` lists the layers with an adapter; ``invariant`` makes it batch-invariant.
 
         ``pieces`` maps tensors of the model folder to their place in fused parameters; trainers send them one by one.
         """
         self.hf = hf
+        self._is_invariant = invariant
+        if invariant:
+            make_invariant(hf)
         self._adapter = {f"{layer}.{matrix}" for layer in adapted for matrix in ("lora_A", "lora_B")}
         self._pieces = pieces or {}
         self.recorder = ExpertRecorder(hf)
@@ -69,7 +80,8 @@ class LanguageModel:
         distinct = sorted(slots.values(), key=lambda rows: len(sequences[rows[0]]))  # stable: in admission order
         lengths = [len(sequences[rows[0]]) for rows in distinct]
         cache.reserve(first_slot + len(sequences), max(lengths) + 1)
-        plan = Prefill(cache=cache, prompts=self._groups(distinct, lengths, first_slot))
+        spans = Spans.packed(lengths, self.device) if self._is_invariant else None
+        plan = Prefill(cache=cache, prompts=self._groups(distinct, lengths, first_slot), spans=spans)
         ends = torch.tensor(lengths).cumsum(0) - 1
         tokens = torch.cat([torch.from_numpy(sequences[rows[0]]).long() for rows in distinct])
         positions = torch.cat([torch.arange(length) for length in lengths])
@@ -102,6 +114,7 @@ class LanguageModel:
             rows=torch.arange(len(token_ids), device=self.device),
             positions=where.to(self.device),
             mask=mask.to(self.device, self.hf.dtype),
+            spans=Spans.last_tokens(where.to(self.device) + 1) if self._is_invariant else None,
         )
         logits = self._forward(torch.tensor(token_ids)[:, None], where[:, None], plan, last=1)[:, 0]
         self.recorder.deliver([1] * len(token_ids), range(len(token_ids)))
@@ -155,7 +168,13 @@ def _stop_ids(hf: PreTrainedModel) -> frozenset[int]:
 
 
 def load_model(
-    path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, adapter: AdapterSpec | None = None
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    adapter: AdapterSpec | None = None,
+    invariant: bool = False,
 ) -> LanguageModel:
     """Load a Hugging Face folder. Raises `ModelError` if it is incomplete or its attention is not supported.
 
@@ -194,7 +213,7 @@ def load_model(
     adapted = () if adapter is None else insert_adapter(hf, adapter, dtype=dtype).keys()
     hf.eval().requires_grad_(False)
     hf.to(device)
-    return LanguageModel(hf, device, pieces=pieces, adapted=adapted)
+    return LanguageModel(hf, device, pieces=pieces, adapted=adapted, invariant=invariant)
 
 
 def _pieces(hf: PreTrainedModel, path: Path) -> Pieces:

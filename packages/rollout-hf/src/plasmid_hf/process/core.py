@@ -181,6 +181,7 @@ def make_core(options: WorkerOptions) -> EngineCore:
         device=torch.device("cuda" if options.on_gpu else "cpu"),
         trust_remote_code=folder.trust_remote_code,
         adapter=options.adapter,
+        invariant=options.deterministic,
     )
     bytes_per_token = kv_bytes_per_token(model)
     longest = model.facts.max_positions

@@ -96,6 +96,8 @@ class WorkerOptions:
     model: ModelConfig
     adapter: AdapterSpec | None
     """Adapter that the trainer trains instead of the full weights; None for full training."""
+    deterministic: bool
+    """`run.deterministic`."""
     on_gpu: bool
     threads: int
     num_engines: int

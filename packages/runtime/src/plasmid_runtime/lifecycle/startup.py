@@ -148,7 +148,8 @@ class _BuildOptions:
 
 async def _prepare_options(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layout) -> _BuildOptions:
     """Reserve and check the machines."""
-    given = config.placement.threads
+    # PyTorch splits elementwise work among threads, and computes the ends of the parts with other code
+    given = 1 if config.run.deterministic else config.placement.threads
     nodes = await cluster.reserve(layout.shares(1 if given == "auto" else given))
     return _BuildOptions(
         cluster=cluster,

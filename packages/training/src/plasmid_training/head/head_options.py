@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
 import torch
+from plasmid_models.kernels.softmax_rows import RowGradients, RowStats, SoftmaxKernels, kernels_for
 from torch import Tensor
 
 from .kept_tokens import KeptRows, KeptTokens
 from .linear_head import ChunkSize
-from .softmax_rows import RowGradients, RowStats, SoftmaxKernels, kernels_for
 from .vocab_shard import VocabShard
 
 
@@ -30,6 +30,8 @@ class HeadSettings(TypedDict, total=False):
     """This rank's shard of the vocabulary: weight and bias are its rows, all other inputs are replicated."""
     kernels: SoftmaxKernels | None
     """Softmax kernels; by default the fastest available."""
+    invariant: bool
+    """Compute logits with batch-invariant kernels; by default False."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,6 +105,7 @@ class HeadOptions:
     chunk_size: ChunkSize
     shard: VocabShard | None
     kernels: SoftmaxKernels
+    invariant: bool
 
     @classmethod
     def of(
@@ -114,6 +117,7 @@ class HeadOptions:
         chunk_size: ChunkSize = "auto",
         shard: VocabShard | None = None,
         kernels: SoftmaxKernels | None = None,
+        invariant: bool = False,
     ) -> HeadOptions:
         """Create options with the kernels for this weight. Raises `ValueError` if ``chunk_size`` is less than 1."""
         if chunk_size != "auto" and chunk_size < 1:
@@ -124,6 +128,7 @@ class HeadOptions:
             chunk_size=chunk_size,
             shard=shard,
             kernels=kernels or kernels_for(weight),
+            invariant=invariant,
         )
 
     @property

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from plasmid.types.kept_sets import KeptSet
+from plasmid_models.kernels.softmax_rows import RowStats
 from torch import Tensor
-
-from .softmax_rows import RowStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from plasmid_models.kernels.invariant import product
 from torch import Tensor
 
 from ..estimates.activations import auto_chunk
@@ -24,6 +25,8 @@ class LinearHead:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    invariant: bool = False
+    """Compute the logits with batch-invariant kernels."""
     _buffer: Tensor | None = field(default=None, init=False)
 
     def chunks(self, size: ChunkSize) -> list[slice]:
@@ -39,6 +42,8 @@ class LinearHead:
     def logits(self, chunk: slice) -> Tensor:
         """Compute the logits [C, V] in a shared buffer; valid until the next call, and may be overwritten."""
         hidden = self.hidden[chunk]
+        if self.invariant:
+            return product(hidden, self.weight, self.bias)
         if self._buffer is None or len(self._buffer) < len(hidden):
             self._buffer = None  # free it before allocating the new one
             self._buffer = hidden.new_empty(len(hidden), len(self.weight))

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Unpack
 
 import torch
+from plasmid_models.kernels.softmax_rows import RowStats
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_options import HeadOptions, HeadSettings, HeadStats, Targets, UpstreamGradients
 from .kept_tokens import KeptTokens
 from .linear_head import HeadGradients, LinearHead
-from .softmax_rows import RowStats
 
 
 class TokenScores(NamedTuple):
@@ -58,7 +58,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, options: HeadOptions
     ) -> tuple[Tensor, Tensor | None]:
-        head = LinearHead(hidden, weight, bias)
+        head = LinearHead(hidden, weight, bias, options.invariant)
         logits, parts = None, []
         for chunk in head.chunks(options.chunk_size):
             logits = head.logits(chunk)
@@ -83,7 +83,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logits, ctx.last_logits = ctx.last_logits, None
         up_logprobs = torch.zeros_like(stats.full.tops) if grads[0] is None else grads[0]
         up = UpstreamGradients(up_logprobs, grads[1] if options.entropy_grad else None)
-        head = LinearHead(hidden, weight, bias)
+        head = LinearHead(hidden, weight, bias, options.invariant)
         total = HeadGradients(head, ctx.needs_input_grad[:3])
         for chunk in reversed(head.chunks(options.chunk_size)):
             logits = head.logits(chunk) if logits is None else logits

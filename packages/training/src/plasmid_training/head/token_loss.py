@@ -69,7 +69,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         options: HeadOptions,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        head = LinearHead(hidden, weight, bias)
+        head = LinearHead(hidden, weight, bias, options.invariant)
         gradients = HeadGradients(head, ctx.needs_input_grad[:3])
         losses, logprobs, entropies = [], [], []
         for chunk in head.chunks(options.chunk_size):

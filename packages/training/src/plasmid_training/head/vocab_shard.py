@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from plasmid_models.kernels.softmax_rows import RowStats
 from torch import Tensor
-
-from .softmax_rows import RowStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

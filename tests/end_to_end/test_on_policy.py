@@ -1,0 +1,65 @@
+"""`run.deterministic`: trainer and engine give every token the same log-probability, bit by bit."""
+
+import pytest
+from plasmid_cli.comparison.runs import compare_runs
+from plasmid_cli.reports.run_data import load_run
+from plasmid_models.testing import make_tiny_model
+from plasmid_runtime.observe.sample_store import read_samples
+
+SETTINGS = {
+    "run": {"batches": 3, "deterministic": True},
+    "sampling": {"max_new_tokens": 24, "temperature": 1.3},
+    "rollout": {"max_batch": 6},  # samples join and leave the batch
+    "eval": [],
+}
+
+
+def settings(folder, model, **run):
+    return SETTINGS | {"model": {"path": str(model)}, "run": SETTINGS["run"] | {"dir": str(folder)} | run}
+
+
+def mismatch(metrics):
+    return [m["train/logprob_diff_max"] for m in metrics]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2"])
+def model(request, tmp_path_factory):
+    """A width that is no multiple of vectors or tiles."""
+    path = tmp_path_factory.mktemp("models") / request.param
+    return make_tiny_model(path, family=request.param, hidden_size=72, intermediate_size=50, head_dim=18)
+
+
+def test_trainer_and_engine_agree_to_the_bit_in_two_identical_runs(job, model):
+    for name in ("first", "second"):
+        job.run(settings(job.folder / name, model))
+        assert mismatch(job.metrics(name)) == [0.0] * 3
+        assert [m["train/mismatch_kl"] for m in job.metrics(name)] == [0.0] * 3
+    found = compare_runs(*(load_run(job.folder / name) for name in ("first", "second")))
+    assert (found.num_equal, found.difference) == (3, "")
+
+
+def test_without_the_setting_they_differ(job, model):
+    job.run(settings(job.folder / "plain", model, deterministic=False))
+    assert max(mismatch(job.metrics("plain"))) > 0
+
+
+def drawn(folder):
+    file = folder / "samples" / "batch-000001.parquet"
+    return {s.id: (s.token_ids.tolist(), s.rollout_logprobs.tolist()) for g in read_samples(file) for s in g.samples}
+
+
+def test_samples_do_not_depend_on_the_batch(job, model):
+    for name, size in (("alone", 1), ("together", 64)):
+        job.run(settings(job.folder / name, model, batches=1) | {"rollout": {"max_batch": size}})
+    assert drawn(job.folder / "alone") == drawn(job.folder / "together")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "bfloat16"}, {"lora": {"rank": 4}}, {"activation_checkpointing": True}, {"microbatch_samples": 3}],
+)
+def test_it_holds_for_other_settings_of_the_trainer(job, tiny_model, changes):
+    dtype = {"dtype": changes["dtype"]} if "dtype" in changes else {}
+    found = settings(job.folder / "run", tiny_model, steps_per_batch=2) | {"trainer": {"lr": 3e-3, **changes}}
+    job.run(found | {"rollout": {"max_batch": 6, **dtype}})
+    assert mismatch(job.metrics())[0] == 0.0
