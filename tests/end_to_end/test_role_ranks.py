@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from plasmid.errors import EXIT_RETRY
 from plasmid_runtime.observe.journal import read_journal
 
@@ -56,6 +57,7 @@ def test_a_reference_with_its_own_process_trains_the_same_and_resumes_exactly(jo
     assert list((job.folder / "apart/checkpoints").glob("batch-*/trainer-reference/model.safetensors"))
 
 
+@pytest.mark.long
 def test_a_killed_reference_ends_the_run_with_its_name(job):
     recipe_of(job, 1000)
     process = start(job.folder, "placement.reference_ranks=1")
