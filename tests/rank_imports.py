@@ -12,7 +12,7 @@ MODULES = (
     "torch.utils.serialization",
     "transformers.models.llama.modeling_llama",
     "plasmid_training.rank.process",
-    "plasmid_training.ranked_trainer",
+    "plasmid_training.driver.ranked_trainer",
     "plasmid_fsdp.backend",
     "megatron.core",
     "plasmid_megatron.backend",

@@ -86,3 +86,10 @@ def test_adapters_are_sharded_like_the_weights(two_ranks, one_rank, tmp_path):
     plain, expected = asyncio.run(trained(one_rank, adapter, tmp_path / "b"))
     assert [r["train/grad_norm"] for r in reports] == pytest.approx([r["train/grad_norm"] for r in plain], rel=1e-5)
     assert largest_difference(weights, expected) < 2e-6
+
+
+def test_a_size_that_does_not_divide_the_ranks_of_a_reference_is_refused(tiny_model):
+    place = {"trainer_ranks": 4, "reference_ranks": 1}
+    config = make_config(tiny_model, trainer={"shard_ranks": 2}, algorithm={"kl_coef": 0.1}, placement=place)
+    with pytest.raises(ConfigError, match=r"trainer.shard_ranks: must divide placement.reference_ranks = 1, got 2"):
+        config.trainer.check(config)

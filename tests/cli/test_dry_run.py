@@ -6,7 +6,8 @@ import pytest
 from plasmid import load_config
 from plasmid.components import DataFacts
 from plasmid.config.load import resolve
-from plasmid_cli.display.dry_run import prompt_rows, to_toml
+from plasmid.config.placement import PlacementConfig
+from plasmid_cli.display.dry_run import machine_rows, prompt_rows, to_toml
 
 RECIPE = """
 model.path = "model"
@@ -59,3 +60,14 @@ def test_prompts_are_listed_with_their_format_and_what_was_cut():
 
 def test_it_is_a_recipe_that_resolves_to_the_same(config):
     assert resolve(tomllib.loads(to_toml(config))).model_dump(mode="json") == config.model_dump(mode="json")
+
+
+def test_ranks_of_other_models_are_listed(config):
+    place = {"reference_ranks": 2, "trainer_ranks": 3}
+    apart = config.model_copy(update={"placement": PlacementConfig(**place)})
+    assert machine_rows(config) == [] and machine_rows(apart) == [("ranks of the reference alone", "2", "")]
+    spread = config.model_copy(update={"placement": PlacementConfig(**place, nodes=2)})
+    assert machine_rows(spread) == [
+        ("ranks on machine 0", "3", "trainer 0-2"),
+        ("ranks on machine 1", "3", "engine 0, reference 0-1"),
+    ]

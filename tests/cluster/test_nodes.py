@@ -57,6 +57,19 @@ def test_a_run_over_two_machines_trains_on_both(two_machines, job):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_a_reference_on_the_other_machine_follows_the_policy(two_machines, job):
+    place = ["placement.trainer_ranks=1", "placement.engine_ranks=1", "placement.reference_ranks=2"]
+    follows = ["algorithm.kl_coef=0.1", "reference.update_every=1"]
+    code, out = job.train(TWO, *place, *follows, environment=two_machines.environment)
+    assert code == 0, out
+    assert "batch 2/2" in out
+    assert set(job.machines()) == {two_machines.first, SECOND}
+    logs = job.folder / "runs/job/logs"
+    assert {log.name for log in logs.iterdir()} >= {"trainer-0.log", "reference-0.log", "reference-1.log"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_run_that_gets_too_little_says_what_it_wanted_and_what_there_is(two_machines, job):
     short = ["placement.nodes=3", "placement.wait_timeout_s=2"]
     code, out = job.train(*short, environment=two_machines.environment)

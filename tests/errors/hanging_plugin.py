@@ -14,7 +14,7 @@ from plasmid import Reward, RolloutEngineConfig, TrainerConfig, hookimpl
 from plasmid.components.interaction import Environment, Episode, Step
 from plasmid.protocols import Resources, TrainReport
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer
-from plasmid_training.rank.group import RankGroup
+from plasmid_training.driver.group import RankGroup
 
 
 def stop_here():

@@ -164,6 +164,16 @@ TOGETHER = [
         "reference.update_every: must be 0 for a trainer with an adapter, got 2: the reference is the frozen "
         "base model, which cannot be replaced; remove it",
     ),
+    (
+        ["placement.reference_ranks=1"],
+        "placement.reference_ranks: 1 is never read, because algorithm 'grpo' with these settings loads no reference; "
+        "remove it",
+    ),
+    (
+        ["algorithm.kl_coef=0.1", "placement.reference_ranks=500", "trainer.kind='fsdp'"],
+        "run.prompts_per_batch: 16 rollouts per step are fewer than placement.reference_ranks = 500; each rank needs "
+        "at least one",
+    ),
     (["critic.path='model'"], "critic: algorithm 'grpo' with these settings never reads it; remove the table"),
     (["teacher={path='x'}"], "teacher: algorithm 'grpo' with these settings never reads it; remove the table"),
     (

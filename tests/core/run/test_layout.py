@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
 from plasmid.protocols import Bundle, Share
+from plasmid.types import Role
 from plasmid_runtime.cluster.layout import Layout
 
 
@@ -67,6 +68,28 @@ def test_every_machine_gets_its_share_in_order(trainers, engines, evals, nodes, 
         assert slots.trainer[:shorter] == slots.engine[:shorter]
 
 
+def test_models_on_ranks_of_their_own_have_the_last_gpus(runner):
+    place = {"device": "cuda", "nodes": 2, "trainer_ranks": 2, "engine_ranks": 3, "reference_ranks": 2}
+    config = runner.config()
+    config = config.model_copy(update={"placement": PlacementConfig(**place, teacher_ranks=1)})
+    layout = Layout.of(config, 0, with_trainer=True, with_engine=True)
+    assert layout.roles == {Role.REFERENCE: (Bundle(1, 1), Bundle(1, 2)), Role.TEACHER: (Bundle(1, 3),)}
+    assert layout.shares(1) == (
+        Share(gpus=4, cpus=3),
+        Share(gpus=4, cpus=3),
+    )  # one CPU of the first is a rollout worker's
+    alone = Layout.of(config, 0, with_trainer=False, with_engine=True)
+    assert not alone.roles and len(alone.engine) == 3
+
+
 def test_machines_without_a_rank_are_refused(runner):
     with pytest.raises(ConfigError, match=r"placement.nodes: must be at most the number of ranks, 2, got 3"):
         runner.config({"placement": {"nodes": 3}})
+
+
+def test_ranks_of_other_models_need_a_trainer_that_has_them(runner):
+    changes = {"algorithm": {"kind": "grpo", "kl_coef": 0.1}, "placement": {"reference_ranks": 1}}
+    with pytest.raises(
+        ConfigError, match=r"placement.reference_ranks: must be 0 with trainer 'fake', which has no such"
+    ):
+        runner.config(changes)

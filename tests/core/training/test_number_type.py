@@ -7,7 +7,7 @@ from plasmid.components import BuildContext
 from plasmid.config.load import resolve
 from plasmid.protocols import Bundle
 from plasmid_runtime.cluster.local import LocalCluster
-from plasmid_training.ranked_trainer import config_of_ranks
+from plasmid_training.driver.ranked_trainer import config_of_ranks
 
 
 def context(tmp_path, model, *, gpu=None, trainer=None, rollout=None):

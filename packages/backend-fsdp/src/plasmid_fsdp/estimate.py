@@ -123,6 +123,27 @@ class FSDPEstimate:
             basis = "offload and onload of the trainer" if offload else ""
             yield PhaseEstimate(phase="sync", memory=on_gpu | sent, seconds=offload, basis=basis)
 
+    def frozen(self) -> PhaseEstimate:
+        """Return the phase score of a frozen model on ranks of its own."""
+        weights = 0.0 if self.settings.cpu_offload else self.shape.parameters * self.dtype_bytes / self.shards
+        return PhaseEstimate(
+            phase="score",
+            memory={"weights": weights} | self.forward_memory(),
+            seconds=None if self.context.device is None else self.scoring_seconds(self.shape),
+        )
+
+    def scoring_seconds(self, shape: ModelShape) -> float:
+        """Return the seconds of the forward passes of one model before training."""
+        device, load = self.context.device, self.context.load
+        assert device is not None
+        return compute_seconds(
+            self.activations(shape),
+            device,
+            tokens=load.tokens / self.ranks,
+            sample_tokens=load.sample_tokens,
+            passes=SCORING,
+        )
+
     def states(self, table: str, learning: OptimizerSettings) -> dict[str, float] | None:
         """Return the bytes of one model's weights and optimizer state on one rank; None if there is no such model."""
         if table not in self.context.models:
@@ -252,13 +273,7 @@ class FSDPEstimate:
         for role in roles:
             table = "model" if role is Role.POLICY else role.value
             shape = ModelShape.of(self.context.models.get(table, self.context.models["model"]))
-            seconds += compute_seconds(
-                self.activations(shape),
-                device,
-                tokens=load.tokens / self.ranks,
-                sample_tokens=load.sample_tokens,
-                passes=SCORING,
-            )
+            seconds += self.scoring_seconds(shape)
         return seconds, "forward passes of " + ", ".join(role.value for role in roles)
 
     def describe_microbatches(self) -> str:

@@ -78,6 +78,9 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
     def is_batch_invariant(self) -> bool:
         return True
 
+    def places_roles(self) -> bool:
+        return True
+
     def saves_without_optimizer(self) -> bool:
         return True
 
@@ -91,11 +94,13 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
             raise ConfigError(CPU_OFFLOAD_ERROR)
         if self.activation_memory_budget < 1 and self.compile == "auto" and config.placement.device == "cpu":
             raise ConfigError(NOT_COMPILED_ERROR)
-        ranks = config.placement.trainer_ranks
-        if self.shard_ranks is not None and ranks % self.shard_ranks:
-            raise ConfigError(
-                f"trainer.shard_ranks: must divide placement.trainer_ranks = {ranks}, got {self.shard_ranks}"
-            )
+        place = config.placement
+        counts = {"trainer": place.trainer_ranks} | {role.value: count for role, count in place.role_ranks.items()}
+        for name, ranks in counts.items():
+            if self.shard_ranks is not None and ranks % self.shard_ranks:
+                raise ConfigError(
+                    f"trainer.shard_ranks: must divide placement.{name}_ranks = {ranks}, got {self.shard_ranks}"
+                )
         check_models(config)
         check_routing_replay(config)
         self.check_start()
@@ -104,6 +109,11 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
         from .estimate import estimate
 
         return estimate(self, context)
+
+    def estimate_frozen(self, context: EstimateContext) -> PhaseEstimate | None:
+        from .estimate import FSDPEstimate
+
+        return FSDPEstimate(self, context).frozen()
 
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process per rank. Raises `ConfigError` or `ModelError`, if possible before starting any."""

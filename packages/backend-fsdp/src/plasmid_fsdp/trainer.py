@@ -11,7 +11,7 @@ from plasmid.errors import ConfigError
 from plasmid_models.folder import read_config
 from plasmid_models.source import check_models
 from plasmid_training.batches.schedule import min_saving
-from plasmid_training.ranked_trainer import RankedTrainer, start_ranks
+from plasmid_training.driver.ranked_trainer import RankedTrainer, start_ranks
 
 from .settings import CPU_OFFLOAD_ERROR, FSDP
 

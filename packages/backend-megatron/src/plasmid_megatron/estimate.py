@@ -198,6 +198,14 @@ class MegatronEstimate:
         found = [self.states(stage) | self.working_memory(stage, train=train) for stage in range(len(self.stages))]
         return max(found, key=lambda memory: sum(memory.values()))
 
+    def frozen(self) -> PhaseEstimate:
+        """Return the phase score of a frozen model on ranks of its own."""
+        weights = [sum(self.rank_parameters(stage)) * self.dtype_bytes for stage in range(len(self.stages))]
+        found = [{"weights": w} | self.working_memory(stage, train=False) for stage, w in enumerate(weights)]
+        seconds = None if self.context.device is None else self.seconds(SCORING, steps=0)
+        memory = max(found, key=lambda part: sum(part.values()))
+        return PhaseEstimate(phase="score", memory=memory, seconds=seconds)
+
     def phases(self) -> Iterator[PhaseEstimate]:
         """Yield the phases idle, score, train and sync."""
         place, device = self.context.config.placement, self.context.device

@@ -210,6 +210,9 @@ class Megatron(LoRATrainerConfig):
             )
         return ranks // replica
 
+    def places_roles(self) -> bool:
+        return True
+
     def saved_bytes_per_weight(self, *, optimizer: bool) -> int:
         return 12 if self.optimizer.get("optimizer", "adam") == "adam" else 4  # weights and two averages in fp32
 
@@ -233,6 +236,11 @@ class Megatron(LoRATrainerConfig):
         from .estimate import estimate
 
         return estimate(self, context)
+
+    def estimate_frozen(self, context: EstimateContext) -> PhaseEstimate | None:
+        from .estimate import MegatronEstimate
+
+        return MegatronEstimate(self, context).frozen()
 
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process per rank. Raises `ConfigError` or `ModelError`, if possible before starting any."""

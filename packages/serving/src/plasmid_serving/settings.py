@@ -143,7 +143,7 @@ class ServersConfig(RolloutEngineConfig):
     def _check_split(self, place: PlacementConfig) -> Iterator[str]:
         size = self.gpus_per_engine
         slots = place.slots(trainers=place.trainer_ranks, engines=place.engine_ranks, evals=place.eval_ranks)
-        for nodes in (slots.engine, slots.evaluation):
+        for nodes in (slots.nodes_of(slots.engine), slots.nodes_of(slots.evaluation)):
             for first in range(0, len(nodes) - size + 1, size):
                 if why := self.split_error([len(list(own)) for _, own in groupby(nodes[first : first + size])]):
                     yield (

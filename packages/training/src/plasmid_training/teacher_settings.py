@@ -23,6 +23,6 @@ class ModelTeacher(TeacherConfig):
 
 
 def computed_roles(config: RunConfig, *, steps: int) -> tuple[Role, ...]:
-    """Return the roles that the trainer scores by forward passes: a teacher that runs elsewhere is not among them."""
-    roles = config.algorithm.roles(steps=steps)
-    return roles if has_teacher(config) else tuple(role for role in roles if role is not Role.TEACHER)
+    """Return the roles that the trainer's ranks score by forward passes, without models that run elsewhere."""
+    elsewhere = {*config.placement.role_ranks, *(() if has_teacher(config) else (Role.TEACHER,))}
+    return tuple(role for role in config.algorithm.roles(steps=steps) if role not in elsewhere)

@@ -106,12 +106,13 @@ def machine_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     """Return the ranks of each machine, if there are several machines."""
     place = config.placement
     if place.nodes == 1:
-        return []
+        return [(f"ranks of the {role.value} alone", f"{count}", "") for role, count in place.role_ranks.items()]
     slots = place.slots(trainers=place.trainer_ranks, engines=config.engine_ranks, evals=place.eval_ranks)
-    parts = {"trainer": slots.trainer, "engine": slots.engine, "evaluation engine": slots.evaluation}
     rows = []
     for node in range(place.nodes):
-        ranks = {name: [i for i, its in enumerate(nodes) if its == node] for name, nodes in parts.items()}
+        ranks = {
+            name: [i for i, its in enumerate(slots.nodes_of(own)) if its == node] for name, own in slots.parts().items()
+        }
         described = [f"{name} {_format_ranks(found)}" for name, found in ranks.items() if found]
         rows.append((f"ranks on machine {node}", f"{sum(map(len, ranks.values()))}", ", ".join(described)))
     return rows

@@ -23,8 +23,10 @@ PLACES = {
     "shared": "each GPU that trainer and engine share",
     "trainer": "each GPU of the trainer",
     "engine": "each GPU of the engine",
+    "reference": "each GPU of the reference",
+    "teacher": "each GPU of the teacher",
 }
-ON_CPU = {"trainer": "each process of the trainer", "engine": "each process of the engine"}
+ON_CPU = {place: name.replace("GPU", "process") for place, name in PLACES.items()}
 
 
 def print_plan(
@@ -108,19 +110,16 @@ def _placement_rows(plan: Plan, why: str) -> list[tuple[str, str, str]]:
         rows.append(("trainer", f"{place.trainer_ranks} ranks", f"kind {_kind(config.trainer)}"))
         if config.engine_ranks:
             rows.append(("engine", f"{config.engine_ranks} ranks", f"kind {_kind(config.rollout)}"))
+        rows += [(role.value, f"{count} ranks", "alone") for role, count in place.role_ranks.items()]
         return rows
     rows = [("GPUs", f"{plan.gpus} x {device.name}", f"{why}; {device.memory / GIB:.1f} GiB, {device.source}")]
     slots = place.slots(trainers=place.trainer_ranks, engines=config.engine_ranks, evals=place.eval_ranks)
-    parts = (
-        ("trainer", 0, len(slots.trainer), f"kind {_kind(config.trainer)}"),
-        ("engine", slots.first_engine, len(slots.engine), f"kind {_kind(config.rollout)}"),
-        ("evaluation engine", len(slots.nodes) - len(slots.evaluation), len(slots.evaluation), ""),
-    )
-    for name, first, count, how in parts:
-        if count:
-            turns = ", alternating" if place.colocated and name != "evaluation engine" else ""
-            away = {"trainer": place.offload_trainer, "engine": place.offload_engine}.get(name, False)
-            rows.append((name, _span("GPU", first, count), how + turns + (", offloaded" if away else "")))
+    kinds = {"trainer": config.trainer, "engine": config.rollout}
+    for name, own in slots.parts().items():
+        how = f"kind {_kind(kinds[name])}" if name in kinds else ""
+        turns = ", alternating" if place.colocated and name in kinds else ""
+        away = {"trainer": place.offload_trainer, "engine": place.offload_engine}.get(name, False)
+        rows.append((name, _span("GPU", own.start, len(own)), how + turns + (", offloaded" if away else "")))
     if place.nodes > 1:
         rows.append(("machines", f"{place.nodes}", "ranks distributed evenly"))
     return rows

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..protocols import Bundle, Cluster, RolloutEngine, TeacherClient, Trainer
+from ..types import Role
 from ..types.estimates import EstimateContext, PhaseEstimate
 from .base import Component
 
@@ -39,6 +40,8 @@ class BuildContext:
     """Machine and GPU of each rank of this trainer or engine, in rank order."""
     threads: int = 1
     """CPU threads that each rank may use."""
+    role_bundles: Mapping[Role, tuple[Bundle, ...]] = field(default_factory=dict)
+    """Bundles of the models on ranks of their own (`PlacementConfig.role_ranks`), for a trainer."""
     engine_name: str = "engine"
     """Prefix of the names of an engine's processes; distinguishes the engines of a run that has two."""
 
@@ -95,6 +98,10 @@ class TrainerConfig(Component, slot="trainer"):
         """
         return ranks
 
+    def places_roles(self) -> bool:
+        """Return True if the trainer supports `placement.reference_ranks` and `placement.teacher_ranks`."""
+        return False
+
     def saves_without_optimizer(self) -> bool:
         """Return True if the trainer supports ``checkpoint.optimizer = false``."""
         return False
@@ -116,6 +123,13 @@ class TrainerConfig(Component, slot="trainer"):
         Returns nothing if there is no estimate. Must not import torch.
         """
         return ()
+
+    def estimate_frozen(self, context: EstimateContext) -> PhaseEstimate | None:
+        """Estimate the phase ``score`` of a frozen model on `placement.trainer_ranks` ranks of its own.
+
+        The model's ``config.json`` is ``context.models["model"]``. Returns None if there is no estimate.
+        """
+        return None
 
     @abstractmethod
     async def build(self, context: BuildContext) -> Trainer:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ..components import RecipeView, Settings
+from ..components import RecipeView, Settings, kind_of
+from ..types import Role
+
+if TYPE_CHECKING:
+    from .run import RunConfig
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -41,6 +45,11 @@ class PlacementConfig(Settings):
     both."""
     eval_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
     """GPUs (on the CPU: processes) of the separate engine for evaluation sets with mode = "engine"."""
+    reference_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
+    """GPUs (on the CPU: processes) of the reference alone, which then scores at the same time as the trainer; 0 scores
+    with the reference on the trainer's ranks."""
+    teacher_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
+    """GPUs (on the CPU: processes) of the teacher alone, likewise; 0 scores with the teacher on the trainer's ranks."""
     rollout_workers: int = Field(1, ge=1, le=MAX_PROCESSES)
     """Number of processes that run workflows, rewards and filters."""
     threads: Literal["auto"] | Positive = "auto"
@@ -63,31 +72,92 @@ class PlacementConfig(Settings):
         if True in (self.offload_trainer, self.offload_engine) and not self.colocated:
             yield "offload_trainer and offload_engine have no effect without colocated = true; set it, or remove them"
 
+    @property
+    def role_ranks(self) -> Mapping[Role, int]:
+        """Number of ranks of each model that does not share those of the trainer."""
+        counts = {Role.REFERENCE: self.reference_ranks, Role.TEACHER: self.teacher_ranks}
+        return {role: count for role, count in counts.items() if count}
+
     def slots(self, *, trainers: int, engines: int, evals: int) -> Slots:
         """Assign ranks to machines. Colocated ranks of trainer and engines share a slot."""
-        first = 0 if self.colocated else trainers
-        shared = max(trainers, first + engines)
-        nodes = spread(shared + evals, self.nodes)
-        return Slots(
-            trainer=nodes[:trainers],
-            engine=nodes[first : first + engines],
-            evaluation=nodes[shared:],
-            nodes=nodes,
-            first_engine=first,
-        )
+        engine = range(0, engines) if self.colocated else range(trainers, trainers + engines)
+        end = max(trainers, engine.stop)
+        evaluation = range(end, end + evals)
+        roles, end = {}, evaluation.stop
+        for role, count in self.role_ranks.items() if trainers else ():
+            roles[role] = range(end, end + count)
+            end += count
+        nodes = spread(end, self.nodes)
+        return Slots(trainer=range(trainers), engine=engine, evaluation=evaluation, roles=roles, nodes=nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """The machine of each rank; on GPUs, a slot is a GPU."""
+    """The slots of each part of a run; on GPUs, a slot is a GPU."""
 
-    trainer: tuple[int, ...]
-    engine: tuple[int, ...]
-    evaluation: tuple[int, ...]
+    trainer: range
+    engine: range
+    evaluation: range
+    roles: Mapping[Role, range]
+    """Slots of the models on ranks of their own."""
     nodes: tuple[int, ...]
-    """Machine of each slot, in the order trainer, engines (unless colocated), evaluation engine."""
-    first_engine: int
-    """Index of the slot of the first engine rank."""
+    """Machine of each slot, in the order trainer, engines (unless colocated), evaluation engine, roles."""
+
+    def parts(self) -> Mapping[str, range]:
+        """Return the slots of every part by its name, without empty parts."""
+        named = {"trainer": self.trainer, "engine": self.engine, "evaluation engine": self.evaluation}
+        named |= {role.value: slots for role, slots in self.roles.items()}
+        return {name: slots for name, slots in named.items() if slots}
+
+    def nodes_of(self, slots: range) -> tuple[int, ...]:
+        """Return the machine of each of these slots."""
+        return self.nodes[slots.start : slots.stop]
+
+
+def find_placement_errors(config: RunConfig) -> Iterator[str]:
+    """Yield errors in the numbers of machines and ranks."""
+    place = config.placement
+    slots = place.slots(trainers=place.trainer_ranks, engines=config.engine_ranks, evals=place.eval_ranks)
+    if place.nodes > len(slots.nodes):
+        yield (
+            f"placement.nodes: must be at most the number of ranks, {len(slots.nodes)}, got {place.nodes}; lower "
+            "it, or raise trainer_ranks or engine_ranks"
+        )
+    yield from _find_split_errors(config, "placement.trainer_ranks", place.trainer_ranks)
+    for role, count in place.role_ranks.items():
+        key = f"placement.{role.value}_ranks"
+        if not _loads(config, role):
+            kind = kind_of(config.algorithm)
+            yield (
+                f"{key}: {count} is never read, because algorithm {kind!r} with these settings loads no {role.value}; "
+                "remove it"
+            )
+        elif not config.trainer.places_roles():
+            yield f"{key}: must be 0 with trainer {kind_of(config.trainer)!r}, which has no such ranks; remove it"
+        else:
+            yield from _find_split_errors(config, key, count)
+
+
+def _loads(config: RunConfig, role: Role) -> bool:
+    """Return True if a model is loaded for the role; a teacher that is a server is not."""
+    needs = config.algorithm.needs()
+    if role is Role.REFERENCE:
+        return needs.reference
+    return needs.teacher and config.teacher is not None and config.teacher.model_path() is not None
+
+
+def _find_split_errors(config: RunConfig, key: str, ranks: int) -> Iterator[str]:
+    """Yield errors of batches that are split over this number of ranks."""
+    per_step, parts = config.rollouts_per_batch // config.run.steps_per_batch, ranks
+    try:
+        parts = config.trainer.num_parts(ranks)
+    except ValueError as error:
+        yield f"{key}: {error}"
+    if config.rollouts_per_batch % config.run.steps_per_batch == 0 and per_step < parts:
+        yield (
+            f"run.prompts_per_batch: {per_step} rollouts per step are fewer than {key} = {parts}; each rank needs at "
+            "least one"
+        )
 
 
 def spread(count: int, nodes: int) -> tuple[int, ...]:

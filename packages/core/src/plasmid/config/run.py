@@ -30,7 +30,7 @@ from ..types import Prompt, SamplingParams
 from .deterministic import find_deterministic_errors
 from .evaluation import EvalConfig
 from .loop import CheckpointConfig, LoopConfig, ReuseConfig
-from .placement import PlacementConfig
+from .placement import PlacementConfig, find_placement_errors
 from .profiles import Profile, find_profile_errors, profile_of
 
 Positive = Annotated[int, Field(ge=1)]
@@ -144,7 +144,7 @@ class RunConfig(Settings):
         yield from self._find_optional_sampling_errors()
         yield from self._find_routing_errors()
         yield from self._find_batch_errors()
-        yield from self._find_idle_nodes()
+        yield from find_placement_errors(self)
         yield from self._find_reuse_errors()
         yield from self._find_name_errors()
         yield from find_profile_errors(self.profiles, self.rewards)
@@ -312,21 +312,11 @@ class RunConfig(Settings):
                 yield f"eval.{index}.sampling", set_.sampling
 
     def _find_batch_errors(self) -> Iterator[str]:
-        run, parts = self.run, self.placement.trainer_ranks
-        rollouts = self.rollouts_per_batch
-        try:
-            parts = self.trainer.num_parts(parts)
-        except ValueError as error:
-            yield f"placement.trainer_ranks: {error}"
+        run, rollouts = self.run, self.rollouts_per_batch
         if rollouts % run.steps_per_batch:
             yield (
                 f"run.steps_per_batch: must divide the {rollouts} rollouts of a batch (prompts_per_batch x "
                 f"samples_per_prompt), got {run.steps_per_batch}"
-            )
-        elif rollouts // run.steps_per_batch < parts:
-            yield (
-                f"run.prompts_per_batch: {rollouts // run.steps_per_batch} rollouts per step are fewer than "
-                f"placement.trainer_ranks = {parts}; each rank needs at least one"
             )
         if self.checkpoint.every % run.sync_every:
             yield (
@@ -352,15 +342,6 @@ class RunConfig(Settings):
                 'run.over_sampling: must be 1 with buffer.when_stale = "wait", which drops no groups, got '
                 f"{run.over_sampling:g}: the surplus would exceed run.max_staleness; lower it, or set when_stale to "
                 '"drop" or "resample"'
-            )
-
-    def _find_idle_nodes(self) -> Iterator[str]:
-        place = self.placement
-        slots = place.slots(trainers=place.trainer_ranks, engines=self.engine_ranks, evals=place.eval_ranks)
-        if place.nodes > len(slots.nodes):
-            yield (
-                f"placement.nodes: must be at most the number of ranks, {len(slots.nodes)}, got {place.nodes}; lower "
-                "it, or raise trainer_ranks or engine_ranks"
             )
 
     def _find_reuse_errors(self) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..types import Role, SyncReceipt
+from ..types import Floats, Role, SyncReceipt
 from ..types.batch import BatchRef
 
 if TYPE_CHECKING:
@@ -68,12 +68,14 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresRef:
-    """Reference to per-token scores that stay on the trainer's ranks."""
+    """Reference to per-token scores, most of which stay on the trainer's ranks."""
 
     batch: int
     """Index of the batch that was scored."""
     roles: tuple[Role, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    received: Mapping[Role, tuple[Floats, ...]] = field(default_factory=dict)
+    """Scores [L] of each sample, in batch order, by models on ranks of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plasmid.config.placement import spread
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
 from plasmid.protocols import Bundle, Share
+from plasmid.types import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,8 @@ class Layout:
     engine: tuple[Bundle, ...]
     evaluation: tuple[Bundle, ...]
     """Bundles of the separate evaluation engine."""
+    roles: Mapping[Role, tuple[Bundle, ...]]
+    """Bundles of the models on ranks of their own."""
     workers: tuple[Bundle, ...]
     """Bundles of the rollout workers."""
     num_nodes: int
@@ -40,12 +43,12 @@ class Layout:
         bundles = [
             Bundle(node, slot - slots.nodes.index(node) if on_gpu else None) for slot, node in enumerate(slots.nodes)
         ]
-        first, last = slots.first_engine, slots.first_engine + len(slots.engine)
         num_nodes = max(slots.nodes, default=0) + 1
         return Layout(
-            trainer=tuple(bundles[: len(slots.trainer)]),
-            engine=tuple(bundles[first:last]),
-            evaluation=tuple(bundles[len(bundles) - len(slots.evaluation) :]),
+            trainer=tuple(bundles[slot] for slot in slots.trainer),
+            engine=tuple(bundles[slot] for slot in slots.engine),
+            evaluation=tuple(bundles[slot] for slot in slots.evaluation),
+            roles={role: tuple(bundles[slot] for slot in own) for role, own in slots.roles.items()},
             workers=tuple(Bundle(node) for node in spread(place.rollout_workers, num_nodes)) if with_engine else (),
             num_nodes=num_nodes,
             is_on_policy=config.run.max_staleness == 0,
@@ -53,7 +56,7 @@ class Layout:
 
     def shares(self, threads: int) -> tuple[Share, ...]:
         """Return the resources to reserve on each machine: ``threads`` CPUs per rank and one per rollout worker."""
-        ranks = {*self.trainer, *self.engine, *self.evaluation}
+        ranks = {*self.trainer, *self.engine, *self.evaluation, *self._of_roles()}
         return tuple(
             Share(
                 gpus=sum(bundle.gpu is not None for bundle in ranks if bundle.node == node),
@@ -69,7 +72,11 @@ class Layout:
     def _count_busy(self, node: int) -> int:
         """Return the number of ranks that compute at the same time on one machine."""
         trainers, engines = _count_on(node, self.trainer), _count_on(node, self.engine)
+        trainers += _count_on(node, self._of_roles())  # these score while the trainer does
         return _count_on(node, self.evaluation) + (max(trainers, engines) if self.is_on_policy else trainers + engines)
+
+    def _of_roles(self) -> tuple[Bundle, ...]:
+        return tuple(bundle for bundles in self.roles.values() for bundle in bundles)
 
 
 def check_gpus(shares: Sequence[Share], available: int) -> None:

@@ -24,7 +24,8 @@ def plan_models(config: RunConfig, *, recipes: Sequence[Path] = ()) -> list[Plan
     place, rows = config.placement, list[PlanRow]()
     for table, path in needed_models(config):
         model, origin = find_config(table, path, recipes)
-        planned = list(config.trainer.plan(model, place.trainer_ranks))
+        own = next((count for role, count in place.role_ranks.items() if role.value == table), 0)
+        planned = list(config.trainer.plan(model, own or place.trainer_ranks))
         if table == "model":
             rows += [("model", str(model.get("model_type", "")), str(origin)), *planned]
             if config.rollout is not None:

@@ -85,7 +85,8 @@ async def start_processes(
         options, limits = await _prepare_options(config, cluster, run_dir, layout), CallLimits(config.run)
 
         async def start_trainer() -> None:
-            trainer = await config.trainer.build(options.context(layout.trainer))
+            context = replace(options.context(layout.trainer), role_bundles=layout.roles)
+            trainer = await config.trainer.build(context)
             handles.trainer = DeadlineTrainer(trainer, config.run, limits)
 
         async def start_engine() -> None:

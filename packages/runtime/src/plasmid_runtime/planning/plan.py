@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from plasmid.config.run import RunConfig
+from plasmid.types import Role
 from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, Phase, PhaseEstimate
 from plasmid_models.estimates.accelerators import ACCELERATORS, DEFAULT, find_accelerator, match_accelerator
 from plasmid_models.folder import read_config
@@ -59,7 +61,7 @@ RESERVE = 0.05
 PROCESS = 0.7 * GIB
 """Memory of a process on a CPU that has loaded torch, in bytes."""
 PHASES: tuple[Phase, ...] = ("sample", "score", "train", "sync")
-Place = Literal["shared", "trainer", "engine"]
+Place = Literal["shared", "trainer", "engine", "reference", "teacher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,13 +90,17 @@ class Plan:
     """Empty if the trainer has no estimates."""
     engine: Mapping[Phase, PhaseEstimate]
     """Empty without an engine that computes in the run, or if it has no estimates."""
+    roles: Mapping[Place, PhaseEstimate] = field(default_factory=dict)
+    """Scoring by the models on ranks of their own."""
 
     @cached_property
     def usages(self) -> tuple[Usage, ...]:
         """Memory usages, ordered by place, then by phase."""
+        alone = [usage for place, part in self.roles.items() for usage in self._use_separately(place, {"score": part})]
         if self.config.placement.colocated and self.engine and self.device is not None:
-            return tuple(self._use_together())
-        return (*self._use_separately("trainer", self.trainer), *self._use_separately("engine", self.engine))
+            return (*self._use_together(), *alone)
+        parts = (self._use_separately(place, part) for place, part in self._parts())
+        return (*chain(*parts), *alone)
 
     @property
     def limit(self) -> float:
@@ -105,7 +111,7 @@ class Plan:
     def overfull(self) -> tuple[Usage, ...]:
         """Usages above the limit, the largest first."""
         if self.device is None:
-            together = sum(self.processes(place) * self.peak(place) for place in ("trainer", "engine"))
+            together = sum(self.processes(place) * self.peak(place) for place in ("trainer", "engine", *self.roles))
             worst = [max(self.usages, key=lambda usage: usage.total)] if self.usages else []
             return tuple(worst) if together > self.limit else ()
         return tuple(sorted((u for u in self.usages if u.total > self.limit), key=lambda usage: -usage.total))
@@ -123,7 +129,9 @@ class Plan:
 
     def processes(self, place: Place) -> int:
         """Return the number of ranks of a part."""
-        return self.config.placement.trainer_ranks if place == "trainer" else self.config.engine_ranks
+        counts: dict[str, int] = {"trainer": self.config.placement.trainer_ranks, "engine": self.config.engine_ranks}
+        counts |= {role.value: count for role, count in self.config.placement.role_ranks.items()}
+        return counts[place]
 
     def peak(self, place: Place) -> float:
         """Return the maximum memory of a place over all phases, in bytes; 0 without estimates."""
@@ -138,6 +146,9 @@ class Plan:
             known = [seconds for seconds in parts if seconds is not None]
             if known:
                 found[phase] = sum(known)
+        alone = [part.seconds for part in self.roles.values() if part.seconds is not None]
+        if alone:  # these score while the trainer does
+            found["score"] = max(found.get("score", 0.0), *alone)
         return found
 
     @property
@@ -167,6 +178,7 @@ class Plan:
     def basis(self, phase: Phase) -> str:
         """Return how the time of a phase is computed."""
         parts = [part[phase].basis for part in (self.engine, self.trainer) if phase in part]
+        parts += [part.basis for part in self.roles.values() if phase == part.phase]
         return "; ".join(text for text in parts if text)
 
     def facts(self) -> dict[str, str]:
@@ -204,7 +216,7 @@ class Plan:
     def _add_overhead(self, place: Place, estimate: PhaseEstimate) -> dict[str, float]:
         if self.device is None:
             return {"Python and libraries": PROCESS}
-        reserve = RESERVE * estimate.total if place == "trainer" else 0.0
+        reserve = 0.0 if place == "engine" else RESERVE * estimate.total
         return {"CUDA and reserve": CONTEXT + reserve}
 
 
@@ -235,4 +247,21 @@ def make_plan(
         load=load,
         trainer={estimate.phase: estimate for estimate in config.trainer.estimate(context)},
         engine={estimate.phase: estimate for estimate in engine},
+        roles=dict(_estimate_roles(context)),
     )
+
+
+def _estimate_roles(context: EstimateContext) -> Iterator[tuple[Place, PhaseEstimate]]:
+    """Yield the estimates of the models on ranks of their own."""
+    config, models = context.config, context.models
+    for role, count in config.placement.role_ranks.items():
+        name: Place = "reference" if role is Role.REFERENCE else "teacher"
+        place = config.placement.model_copy(update={"trainer_ranks": count})
+        own = replace(
+            context,
+            config=config.model_copy(update={"placement": place}),
+            models={"model": models.get(name, models["model"])},
+        )
+        estimate = config.trainer.estimate_frozen(own)
+        if estimate is not None:
+            yield name, replace(estimate, basis=f"forward passes of {name}, alone")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from plasmid.protocols import Ref
-from plasmid.types import PromptGroup
+from plasmid.types import Floats, PromptGroup, Role
 from plasmid.types.batch import BatchRef, BatchTable, Rows
 
 from .sample_costs import Indices
@@ -54,6 +54,8 @@ class RankBatch:
     parts: tuple[RowsPart, ...]
     prefixes: Indices = ()
     """[n] number of leading tokens that each sample shares with its group in a microbatch; empty if there are none."""
+    received: Mapping[Role, tuple[Floats, ...]] = field(default_factory=dict)
+    """[n] scores of each sample by models on ranks of their own (`ScoresRef.received`)."""
     groups: tuple[Ref[PromptGroup], ...] = ()
     """All groups of the batch, if the algorithm needs metadata of samples (`Needs.metadata`)."""
 

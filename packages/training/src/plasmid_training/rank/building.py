@@ -24,7 +24,7 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
     frozen = {
         role: load_frozen(backend, source(config, role.value), policy, policy_path=Path(config.model.path))
         for role, needed in ((Role.REFERENCE, needs.reference), (Role.TEACHER, needs.teacher and has_teacher(config)))
-        if needed
+        if needed and role not in config.placement.role_ranks
     }
     steps = max(0, run.batches - warmup) * run.steps_per_batch
     trained = TrainedModel(policy, algorithm=algorithm, peers=peers, total_steps=steps)
@@ -48,11 +48,16 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
 
 def _moving_reference(config: RunConfig, reference: FrozenModel | None) -> HostWeights | None:
     """Return the reference if `reference.update_every` is set. Raises `ModelError` if the policy cannot replace it."""
-    if not config.reference.update_every:
+    if not config.reference.update_every or Role.REFERENCE in config.placement.role_ranks:
         return None
     if not isinstance(reference, HostWeights):
-        raise ModelError(
-            f"reference.update_every: {config.reference.path} has a different architecture than the policy, which "
-            "cannot replace it; remove update_every, or reference.path"
-        )
+        raise reference_error(config)
     return reference
+
+
+def reference_error(config: RunConfig) -> ModelError:
+    """Return the error of a reference that the policy cannot replace."""
+    return ModelError(
+        f"reference.update_every: {config.reference.path} has a different architecture than the policy, which "
+        "cannot replace it; remove update_every, or reference.path"
+    )

@@ -1,6 +1,6 @@
-"""Remote interface of a trainer's ranks, and their start-up arguments. Imports no torch, because the driver uses it.
+"""Remote interface of ranks, and their start-up arguments. Imports no torch, because the driver uses it.
 
-Therefore `Rank` is a protocol with one implementation, `process.RankProcess`, whose module imports torch.
+Therefore `Rank` and `FrozenRank` are protocols with one implementation each, in modules that import torch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class RankSetup:
 
     config: Mapping[str, Any]
     """``RunConfig.model_dump(mode="json")``; components are resolved in the rank's own process."""
+    role: Role
+    """The model on these ranks: `Role.POLICY` for the trainer's, which may also hold others."""
     rank: int
     num_ranks: int
     device: str
@@ -34,6 +36,21 @@ class RankSetup:
     threads: int
     run_dir: Path
     """Folder of the run, for the output of ``run.profile`` and ``run.token_values_every``."""
+
+    @property
+    def name(self) -> str:
+        """Name of the process."""
+        return f"{name_of(self.role)}-{self.rank}"
+
+
+def name_of(role: Role) -> str:
+    """Return the name of the ranks that hold this model."""
+    return "trainer" if role is Role.POLICY else role.value
+
+
+def reference_folder(path: Path) -> Path:
+    """Return the folder of the reference for the trainer's checkpoint in ``path``."""
+    return path.with_name(f"{path.name}-reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +63,8 @@ class RankPosition:
     """True for the one rank of every part whose metrics and log-probabilities the driver uses."""
 
 
-class Rank(Protocol):
-    """Methods that the driver calls on all ranks together; `RankProcess` implements them.
+class ConnectedRank(Protocol):
+    """Methods of every rank, which the driver calls on all ranks together; `ConnectedProcess` implements them.
 
     Methods that are not coroutines run sequentially in one thread.
     """
@@ -57,6 +74,26 @@ class Rank(Protocol):
 
     def join(self, url: str) -> RankPosition:
         """Connect to the other ranks and load the models. Raises `ModelError`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return memory metrics of this process and its GPU."""
+
+
+class FrozenRank(ConnectedRank, Protocol):
+    """Methods of a reference or teacher on ranks of its own; `FrozenProcess` implements them."""
+
+    def score(self, batch: RankBatch) -> tuple[Floats, ...]:
+        """Return [L] log-probabilities of the loss tokens of each of this rank's samples; 0 for other tokens."""
+
+    def load(self, path: Path) -> None:
+        """Replace the weights by those of a Hugging Face folder. Raises `ModelError`."""
+
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder if the weights were replaced. Raises `CheckpointError`."""
+
+
+class Rank(ConnectedRank, Protocol):
+    """Methods of the trainer's ranks; `RankProcess` implements them."""
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
         """Compute and cache the scores of this rank's samples."""
@@ -91,18 +128,20 @@ class Rank(Protocol):
     def onload(self) -> None:
         """Undo `offload`."""
 
-    def metrics(self) -> dict[str, float]:
-        """Return memory metrics of this process and its GPU."""
+    def write_policy(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder in fp32, which is lossless. Raises `CheckpointError`."""
 
 
 MakeBackend = Callable[[RunConfig, str], "RankBackend"]
 """Creates a rank's backend in the rank's process, for the device ``cpu`` or ``cuda``. Picklable."""
 
 
-def launch(make_backend: MakeBackend, setup: RankSetup) -> Rank:
+def launch(make_backend: MakeBackend, setup: RankSetup) -> ConnectedRank:
     """Create the rank, in its own process."""
     config = resolve(setup.config)
     backend = make_backend(config, setup.device)
+    from .frozen_process import FrozenProcess
     from .process import RankProcess
 
-    return RankProcess(setup, config, backend)
+    make = RankProcess if setup.role is Role.POLICY else FrozenProcess
+    return make(setup, config, backend)

@@ -169,7 +169,7 @@ class Learner:
     critic_warmup: int
     """Number of batches at the start of the run in which only the critic is trained."""
     frozen: Mapping[Role, FrozenModel]
-    """Reference and teacher, if the algorithm needs them and the teacher is in the trainer."""
+    """Reference and teacher, if the algorithm needs them and they are on the trainer's ranks."""
     reference: HostWeights | None
     """The reference, if the policy replaces it after every `reference_every` batches."""
     reference_every: int
@@ -194,7 +194,7 @@ class Learner:
     def logprobs(self, batch: RankBatch, rows: Rows) -> tuple[Floats, ...]:
         """Return, for each sample of the rank, the policy's log-probabilities [L] of its tokens; 0 for the first."""
         flat = token_outputs(self.policy.model, batch, rows, device=self.peers.device, only_masked=False)
-        return tuple(np.split(flat.cpu().numpy(), rows.offsets[1:-1])) if rows.num_samples else ()
+        return per_sample(flat, rows)
 
     def train(
         self, batch: RankBatch, rows: Rows, scores: RoleScores, recorder: TokenRecorder | None = None
@@ -276,6 +276,11 @@ def _given_teacher_scores(rows: Rows) -> Tensor:
             raise ValueError("this trainer has no teacher, and samples of the batch have no teacher_logprobs")
         return torch.zeros(len(rows.token_ids))
     return torch.from_numpy(np.where(rows.loss_mask, values, np.float32(0)))
+
+
+def per_sample(values: Tensor, rows: Rows) -> tuple[Floats, ...]:
+    """Split values [T] of the rank's tokens into those of each sample."""
+    return tuple(np.split(values.cpu().numpy(), rows.offsets[1:-1])) if rows.num_samples else ()
 
 
 @torch.no_grad()

@@ -1,15 +1,17 @@
-"""The process of one rank. Implements `calls.Rank` for every trainer."""
+"""The process of one rank. Implements `calls.ConnectedRank` and `calls.Rank` for every trainer."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from plasmid.config.run import RunConfig
@@ -35,19 +37,19 @@ from ..offload import OffloadedMemory
 from .adapter import sent_tensors
 from .backend import PendingSave, RankBackend, RankModel
 from .building import build_learner
-from .calls import RankPosition, RankSetup
+from .calls import RankPosition, RankSetup, reference_folder
+from .peers import PeerRanks
 from .profiling import write_profile
 
 
-class RankProcess:
-    """One rank. Its methods run sequentially in one thread, except coroutines, and on all ranks together."""
+class ConnectedProcess(ABC):
+    """One rank of any model. Its methods run sequentially in one thread, except coroutines, on all ranks together."""
 
     def __init__(self, setup: RankSetup, config: RunConfig, backend: RankBackend) -> None:
         self._setup, self._config, self._backend = setup, config, backend
         self._device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
         self._rendezvous: Rendezvous | None = None
-        self._pending_save: PendingSave | None = None
-        self._memory, self._offloaded = Memory(f"trainer-{setup.rank}", self._device), OffloadedMemory()
+        self._memory = Memory(setup.name, self._device)
         torch.set_num_threads(setup.threads)
 
     def listen(self) -> str:
@@ -70,9 +72,69 @@ class RankProcess:
         )
         peers = self._backend.open()
         torch.manual_seed(run.seed + self._setup.rank)
+        self._load_models(peers)
+        return RankPosition(part=peers.rank, reports=peers.reports)
+
+    @abstractmethod
+    def _load_models(self, peers: PeerRanks) -> None:
+        """Load the models of this rank. Raises `ModelError`."""
+
+    @abstractmethod
+    def _release_models(self) -> None:
+        """Drop all references to the models."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return memory metrics of this process and its GPU."""
+        return self._memory.metrics()
+
+    def close(self) -> None:
+        """Release the models and destroy the process groups."""
+        self._release_models()
+        if dist.is_initialized():
+            self._backend.close()
+            dist.destroy_process_group()
+            gc.collect()  # a gloo group that is still referenced keeps listening
+
+    def _export(
+        self,
+        path: Path,
+        model: RankModel,
+        where: str,
+        change_config: ChangeConfig | None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the weights, by default in the dtype of the source's config."""
+        model_source = source(self._config, where)
+        dtype = dtype or getattr(torch, dtype_of(where, model_source.path))
+        tensors = model.weights(dtype=dtype, device=torch.device("cpu"))
+        try:
+            if self._setup.rank == 0:
+                tokenizer = Path(self._config.model.tokenizer_path)
+                writer = FolderWriter(path, source=model_source.path, tokenizer=tokenizer, change_config=change_config)
+                rest = model.untrained_weights(model_source)
+                sizes = model.sizes(dtype) | {name: tensor.nbytes for name, tensor in rest}
+                writer.write(chain(tensors, rest), sizes=sizes)
+        finally:
+            for _ in tensors:  # gather to the end even after a failed write, because the other ranks do
+                pass
+
+
+class RankProcess(ConnectedProcess):
+    """One rank of a trainer."""
+
+    def __init__(self, setup: RankSetup, config: RunConfig, backend: RankBackend) -> None:
+        super().__init__(setup, config, backend)
+        self._pending_save: PendingSave | None = None
+        self._offloaded = OffloadedMemory()
+
+    def _load_models(self, peers: PeerRanks) -> None:
         self._learner, self._score_cache = build_learner(self._config, self._backend, peers), ScoreCache(peers)
         self._reports = peers.reports
-        return RankPosition(part=peers.rank, reports=peers.reports)
+
+    def _release_models(self) -> None:
+        for name in ("_learner", "_score_cache"):
+            vars(self).pop(name, None)
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
         """Compute and cache the scores of this rank's samples."""
@@ -84,6 +146,7 @@ class RankProcess:
         """Train on a batch with its cached scores, if any; return the metrics of every optimizer step."""
         with self._memory.phase("train"), self._profile(batch.index + 1):
             rows, scores = self._score_cache.take(batch)
+            scores |= {role: self._on_device(values) for role, values in batch.received.items()}
             recorder = self._token_recorder(batch.index + 1, rows)
             metrics = self._learner.train(batch, rows, scores, recorder)
         if recorder is not None:
@@ -130,7 +193,7 @@ class RankProcess:
         steps = self._backend.load(path)
         for role, model in self._learner.trained_models().items():
             model.step = steps[role]
-        reference, folder = self._learner.reference, _reference_folder(path)
+        reference, folder = self._learner.reference, reference_folder(path)
         if reference is not None and folder.is_dir():
             reference.fill(Source(where="reference", path=folder, trust_remote_code=False))
             reference.has_followed = True
@@ -168,18 +231,9 @@ class RankProcess:
         """Undo `offload`."""
         self._offloaded.restore()
 
-    def metrics(self) -> dict[str, float]:
-        """Return memory metrics of this process and its GPU."""
-        return self._memory.metrics()
-
-    def close(self) -> None:
-        """Release the models and destroy the process groups."""
-        for name in ("_learner", "_score_cache"):
-            vars(self).pop(name, None)
-        if dist.is_initialized():
-            self._backend.close()
-            dist.destroy_process_group()
-            gc.collect()  # a gloo group that is still referenced keeps listening
+    def write_policy(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder in fp32, which is lossless. Raises `CheckpointError`."""
+        self._export(path, self._learner.policy.model, "model", None, dtype=torch.float32)
 
     def _profile(self, number: int) -> AbstractContextManager[None]:
         """Profile the training of batch ``number`` (from 1) if it is in ``run.profile``."""
@@ -187,6 +241,9 @@ class RankProcess:
             return nullcontext()
         stem = self._setup.run_dir / "profiles" / f"batch-{number:06d}-trainer-{self._setup.rank}"
         return write_profile(stem, self._device)
+
+    def _on_device(self, values: Sequence[Floats]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *values])).to(self._device)
 
     def _token_recorder(self, number: int, rows: Rows) -> TokenRecorder | None:
         """Return the recorder for batch ``number`` (from 1) if due, on one rank of each replica; else None."""
@@ -197,33 +254,4 @@ class RankProcess:
         """Write the reference next to the checkpoint if the policy has replaced it; in fp32, which is lossless."""
         if self._learner.reference is not None and self._learner.reference.has_followed:
             with self._learner.reference.activate() as model:
-                self._export(_reference_folder(path), model, "model", None, dtype=torch.float32)
-
-    def _export(
-        self,
-        path: Path,
-        model: RankModel,
-        where: str,
-        change_config: ChangeConfig | None,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Write the weights, by default in the dtype of the source's config."""
-        model_source = source(self._config, where)
-        dtype = dtype or getattr(torch, dtype_of(where, model_source.path))
-        tensors = model.weights(dtype=dtype, device=torch.device("cpu"))
-        try:
-            if self._setup.rank == 0:
-                tokenizer = Path(self._config.model.tokenizer_path)
-                writer = FolderWriter(path, source=model_source.path, tokenizer=tokenizer, change_config=change_config)
-                rest = model.untrained_weights(model_source)
-                sizes = model.sizes(dtype) | {name: tensor.nbytes for name, tensor in rest}
-                writer.write(chain(tensors, rest), sizes=sizes)
-        finally:
-            for _ in tensors:  # gather to the end even after a failed write, because the other ranks do
-                pass
-
-
-def _reference_folder(path: Path) -> Path:
-    """Return the folder of the reference for the checkpoint in ``path``."""
-    return path.with_name(f"{path.name}-reference")
+                self._export(reference_folder(path), model, "model", None, dtype=torch.float32)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plasmid.components import BuildContext
-from plasmid.protocols import Actor, Finish, Resources, ScoresRef, SyncPlan, TrainReport
+from plasmid.protocols import Finish, ScoresRef, SyncPlan, TrainReport
 from plasmid.types import Floats, Role, SyncReceipt
 from plasmid.types.batch import BatchRef
+from plasmid.utils.waiting import run_together
 
-from .batches.rank_batch import RankBatch, split
-from .batches.schedule import Microbatching
-from .rank.calls import MakeBackend, Rank, RankPosition, RankSetup, launch
-from .rank.group import RankGroup
+from ..batches.rank_batch import RankBatch
+from ..batches.schedule import Microbatching
+from ..rank.calls import ConnectedRank, MakeBackend, Rank, reference_folder
+from .batch_ranks import BatchRanks, FrozenRanks, start_groups
+from .group import RankGroup
 
 log = logging.getLogger(__name__)
 KNOWN = ("float32", "bfloat16")
+NEW_REFERENCE = "new-reference"
+"""Folder within the run's folder in which the policy replaces a reference on ranks of its own."""
 
 
 def config_of_ranks(context: BuildContext) -> dict[str, Any]:
@@ -57,44 +63,20 @@ async def start_ranks(
     With ``async_save`` checkpoints are written in the background.
     """
     config = context.config
-    timeout_s, threads, device = config.placement.start_timeout_s, context.threads, "cuda" if context.on_gpu else "cpu"
-    of_ranks, num_ranks = config_of_ranks(context), len(context.bundles)
-    setups = [
-        RankSetup(
-            config=of_ranks,
-            rank=rank,
-            num_ranks=num_ranks,
-            device=device,
-            threads=threads,
-            run_dir=context.run_dir.absolute(),
-        )
-        for rank in range(num_ranks)
-    ]
-    starts = [
-        context.cluster.start(
-            launch,
-            make_backend,
-            setup,
-            name=f"trainer-{setup.rank}",
-            resources=Resources(bundles=(bundle,), env={"OMP_NUM_THREADS": str(threads)}),
-            timeout_s=timeout_s,
-        )
-        for setup, bundle in zip(setups, context.bundles, strict=True)
-    ]
-    started = await asyncio.gather(*starts, return_exceptions=True)
+    groups, error = await start_groups(context, make_backend, config_of_ranks(context), config.run.train_timeout_s)
     trainer = RankedTrainer(
-        [actor for actor in started if not isinstance(actor, BaseException)],
+        groups,
         microbatching=microbatching,
-        timeout_s=config.run.train_timeout_s,
         sync_timeout_s=config.run.sync_timeout_s,
         async_save=async_save,
         with_metadata=config.algorithm.needs().metadata,
+        reference_every=config.reference.update_every,
+        run_dir=context.run_dir,
     )
     try:
-        for outcome in started:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        await trainer.connect(timeout_s)
+        if error is not None:
+            raise error
+        await trainer.connect(config.placement.start_timeout_s)
     except BaseException:
         await trainer.close()
         raise
@@ -106,20 +88,26 @@ class RankedTrainer:
 
     def __init__(
         self,
-        actors: Sequence[Actor],
+        groups: Mapping[Role, RankGroup],
         *,
         microbatching: Microbatching,
-        timeout_s: float,
         sync_timeout_s: float,
         async_save: bool = False,
         with_metadata: bool = False,
+        reference_every: int = 0,
+        run_dir: Path,
     ) -> None:
-        self._ranks = RankGroup(actors, timeout_s=timeout_s)
-        self._positions: tuple[RankPosition, ...] = ()
-        self._microbatching = microbatching
+        """``groups`` are the trainer's ranks, by `Role.POLICY`, and those of the models on ranks of their own."""
+        self._parts = BatchRanks(groups[Role.POLICY], microbatching=microbatching, with_metadata=with_metadata)
+        self._ranks = self._parts.group
+        self._frozen = {
+            role: FrozenRanks(BatchRanks(group, microbatching=microbatching))
+            for role, group in groups.items()
+            if role is not Role.POLICY
+        }
         self._sync_timeout_s = sync_timeout_s
         self._saves_behind = async_save
-        self._with_metadata = with_metadata
+        self._reference_every, self._run_dir = reference_every, run_dir
         self._step = 0
 
     @property
@@ -129,32 +117,52 @@ class RankedTrainer:
 
     async def connect(self, timeout_s: float) -> None:
         """Connect the ranks and load the models."""
-        ranks = self._ranks.with_timeout(timeout_s)
-        self._positions = tuple(await ranks.call_all(Rank.join, await ranks.call_first(Rank.listen)))
+        every = [self._parts, *(frozen.ranks for frozen in self._frozen.values())]
+        await run_together(ranks.connect(timeout_s) for ranks in every)
 
     async def score(self, batch: BatchRef, roles: Sequence[Role]) -> ScoresRef:
-        """Compute per-token scores of all samples, which are kept on the ranks until the batch has been trained."""
-        if roles:
-            await self._ranks.call_each(Rank.score, self._split(batch), tuple(roles))
-        return ScoresRef(batch=batch.index, roles=tuple(roles))
+        """Compute per-token scores of all samples, by all groups of ranks concurrently.
+
+        The trainer's ranks keep theirs until the batch has been trained.
+        """
+        own = tuple(role for role in roles if role not in self._frozen)
+        others = [role for role in roles if role in self._frozen]
+
+        async def score_own() -> tuple[Floats, ...]:
+            if own:
+                await self._ranks.call_each(Rank.score, self._parts.split(batch), own)
+            return ()
+
+        _, *scores = await run_together([score_own(), *(self._frozen[role].score(batch) for role in others)])
+        received: dict[Role, tuple[Floats, ...]] = dict(zip(others, scores, strict=True))
+        return ScoresRef(batch=batch.index, roles=tuple(roles), received=received)
 
     async def train(self, batch: BatchRef, scores: ScoresRef) -> TrainReport:
-        """Take ``batch.steps`` optimizer steps."""
+        """Take ``batch.steps`` optimizer steps, and let the policy replace the reference if that is due."""
         if scores.batch != batch.index:
             raise ValueError(f"the scores belong to batch {scores.batch}, not to batch {batch.index}")
-        reports = await self._ranks.call_each(Rank.train, self._split(batch))
-        steps = reports[self._reporting_ranks()[0]]
+        parts = [_with_scores(part, scores.received) for part in self._parts.split(batch)]
+        reports = await self._ranks.call_each(Rank.train, parts)
+        steps = reports[self._parts.reporting[0]]
         self._step = int(steps[-1]["train/step"])
+        reference, every = self._frozen.get(Role.REFERENCE), self._reference_every
+        if reference is not None and every and (batch.index + 1) % every == 0:
+            await self._replace(reference)
         return TrainReport(steps=steps)
+
+    async def _replace(self, reference: FrozenRanks) -> None:
+        """Replace the weights of a reference on ranks of its own by those of the policy, through the run folder."""
+        folder = self._run_dir.absolute() / NEW_REFERENCE
+        try:
+            await self._ranks.call_all(Rank.write_policy, folder)
+            await reference.load(folder)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def logprobs(self, batch: BatchRef) -> tuple[Floats, ...]:
         """Return the policy's log-probabilities [L] (float32) of each sample, in batch order."""
-        parts = self._split(batch)
-        arrays = await self._ranks.call_each(Rank.logprobs, parts)
-        by_sample: dict[int, Floats] = {}
-        for rank in self._reporting_ranks():
-            by_sample |= dict(zip(parts[rank].samples, arrays[rank], strict=True))
-        return tuple(by_sample[i] for i in range(len(by_sample)))
+        parts = self._parts.split(batch)
+        return self._parts.in_batch_order(parts, await self._ranks.call_each(Rank.logprobs, parts))
 
     async def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
         """Send all weights over the plan's wire; return rank 0's receipt."""
@@ -162,6 +170,8 @@ class RankedTrainer:
 
     async def save(self, path: Path) -> Finish | None:
         """Write the sharded state into the folder; see `protocols.Trainer` for the result."""
+        if Role.REFERENCE in self._frozen:
+            await self._frozen[Role.REFERENCE].save(reference_folder(path))
         if not any(await self._ranks.call_all(Rank.save, path.absolute())):
             return None
         if self._saves_behind:
@@ -174,6 +184,8 @@ class RankedTrainer:
 
     async def load(self, path: Path) -> None:
         """Restore a saved state exactly, also with another number of ranks."""
+        if Role.REFERENCE in self._frozen and reference_folder(path).is_dir():
+            await self._frozen[Role.REFERENCE].load(reference_folder(path))
         self._step = (await self._ranks.call_all(Rank.load, path.absolute()))[0]
 
     async def export(self, path: Path) -> None:
@@ -181,7 +193,7 @@ class RankedTrainer:
         await self._ranks.call_all(Rank.export, path.absolute())
 
     async def offload(self) -> None:
-        """Move everything off the GPU."""
+        """Move the models on the trainer's ranks off the GPU; other ranks share no GPU with an engine."""
         await self._ranks.call_all(Rank.offload)
 
     async def onload(self) -> None:
@@ -190,21 +202,17 @@ class RankedTrainer:
 
     async def metrics(self) -> Mapping[str, float]:
         """Return memory metrics of all ranks, and the utilization of their GPUs."""
-        return {name: value for part in await self._ranks.call_all(Rank.metrics) for name, value in part.items()}
+        found = await run_together(group.call_all(ConnectedRank.metrics) for group in self._groups())
+        return {name: value for parts in found for part in parts for name, value in part.items()}
 
     async def close(self) -> None:
         """Stop the ranks."""
-        await self._ranks.stop()
+        await asyncio.gather(*(group.stop() for group in self._groups()))
 
-    def _split(self, batch: BatchRef) -> list[RankBatch]:
-        """Return the shares of all ranks in rank order."""
-        parts = split(
-            batch,
-            num_ranks=len(self._reporting_ranks()),
-            microbatching=self._microbatching,
-            with_metadata=self._with_metadata,
-        )
-        return [parts[position.part] for position in self._positions]
+    def _groups(self) -> list[RankGroup]:
+        return [self._ranks, *(frozen.ranks.group for frozen in self._frozen.values())]
 
-    def _reporting_ranks(self) -> list[int]:
-        return [rank for rank, position in enumerate(self._positions) if position.reports]
+
+def _with_scores(part: RankBatch, received: Mapping[Role, tuple[Floats, ...]]) -> RankBatch:
+    """Return a rank's share with the scores of its samples."""
+    return replace(part, received={role: tuple(values[i] for i in part.samples) for role, values in received.items()})

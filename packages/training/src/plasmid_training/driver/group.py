@@ -1,4 +1,4 @@
-"""Calls from the driver to all ranks of a trainer, with one error if some of them fail."""
+"""Calls from the driver to all ranks of a model, with one error if some of them fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from plasmid.errors import ActorDiedError, DeadlineError, PlasmidError
 from plasmid.protocols import Actor
 
-from .calls import Rank
-
 GRACE_S = 2.0
 """Seconds to wait for the errors of other ranks after one has failed, to find the cause."""
 P = ParamSpec("P")
@@ -19,32 +17,33 @@ A = TypeVar("A")
 
 
 class RankGroup:
-    """Calls methods of `Rank`, given as ``Rank.train``, with arguments that mypy checks."""
+    """Calls methods of ranks, given as ``Rank.train``, with arguments that mypy checks."""
 
-    def __init__(self, actors: Sequence[Actor], *, timeout_s: float) -> None:
-        self._actors, self._timeout_s = tuple(actors), timeout_s
+    def __init__(self, actors: Sequence[Actor], *, timeout_s: float, name: str = "trainer") -> None:
+        """``name`` stands for the ranks in errors."""
+        self._actors, self._timeout_s, self._name = tuple(actors), timeout_s, name
 
     def with_timeout(self, timeout_s: float) -> RankGroup:
         """Return the same ranks with another timeout per call."""
-        return RankGroup(self._actors, timeout_s=timeout_s)
+        return RankGroup(self._actors, timeout_s=timeout_s, name=self._name)
 
     @overload
     async def call_first(
-        self, method: Callable[Concatenate[Rank, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> R: ...
     @overload
-    async def call_first(self, method: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    async def call_first(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     async def call_first(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of rank 0."""
         return await self._call(self._actors[0], method, *args, **kwargs)
 
     @overload
     async def call_all(
-        self, method: Callable[Concatenate[Rank, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]: ...
     @overload
     async def call_all(
-        self, method: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]: ...
     async def call_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every rank with the same arguments; return the results in rank order."""
@@ -52,7 +51,7 @@ class RankGroup:
 
     async def call_each(
         self,
-        method: Callable[Concatenate[Rank, A, P], R],
+        method: Callable[Concatenate[Any, A, P], R],
         values: Sequence[A],
         *args: P.args,
         **kwargs: P.kwargs,
@@ -87,7 +86,7 @@ class RankGroup:
     def _name_rank(self, error: BaseException, rank: int) -> BaseException:
         """Add the rank to the error's message if there are several ranks."""
         if len(self._actors) > 1 and isinstance(error, PlasmidError):
-            error.args = (f"trainer rank {rank}: {error}",)
+            error.args = (f"{self._name} rank {rank}: {error}",)
         return error
 
 

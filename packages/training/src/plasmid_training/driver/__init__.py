@@ -1,0 +1,1 @@
+"""The driver's handles of ranks. Imports no torch."""

@@ -1,0 +1,118 @@
+"""Ranks that each get a part of every batch: their start, and the split of batches over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from plasmid.components import BuildContext
+from plasmid.protocols import Actor, Bundle, Resources
+from plasmid.types import Floats, Role
+from plasmid.types.batch import BatchRef
+
+from ..batches.rank_batch import RankBatch, split
+from ..batches.schedule import Microbatching
+from ..rank.calls import ConnectedRank, FrozenRank, MakeBackend, RankPosition, RankSetup, launch, name_of
+from .group import RankGroup
+
+
+class BatchRanks:
+    """All ranks of the trainer, or of a model on ranks of its own."""
+
+    def __init__(self, group: RankGroup, *, microbatching: Microbatching, with_metadata: bool = False) -> None:
+        self.group = group
+        self._positions: tuple[RankPosition, ...] = ()
+        self._microbatching, self._with_metadata = microbatching, with_metadata
+
+    async def connect(self, timeout_s: float) -> None:
+        """Connect the ranks and load the models."""
+        ranks = self.group.with_timeout(timeout_s)
+        url = await ranks.call_first(ConnectedRank.listen)
+        self._positions = tuple(await ranks.call_all(ConnectedRank.join, url))
+
+    def split(self, batch: BatchRef) -> list[RankBatch]:
+        """Return the shares of all ranks in rank order."""
+        parts = split(
+            batch,
+            num_ranks=len(self.reporting),
+            microbatching=self._microbatching,
+            with_metadata=self._with_metadata,
+        )
+        return [parts[position.part] for position in self._positions]
+
+    @property
+    def reporting(self) -> list[int]:
+        """The rank of every part whose results are used."""
+        return [rank for rank, position in enumerate(self._positions) if position.reports]
+
+    def in_batch_order(self, parts: Sequence[RankBatch], values: Sequence[tuple[Floats, ...]]) -> tuple[Floats, ...]:
+        """Return the values of every sample from those of all ranks."""
+        by_sample: dict[int, Floats] = {}
+        for rank in self.reporting:
+            by_sample |= dict(zip(parts[rank].samples, values[rank], strict=True))
+        return tuple(by_sample[i] for i in range(len(by_sample)))
+
+
+class FrozenRanks:
+    """A reference or teacher on ranks of its own."""
+
+    def __init__(self, ranks: BatchRanks) -> None:
+        self.ranks = ranks
+
+    async def score(self, batch: BatchRef) -> tuple[Floats, ...]:
+        """Return the log-probabilities [L] of each sample, in batch order."""
+        parts = self.ranks.split(batch)
+        return self.ranks.in_batch_order(parts, await self.ranks.group.call_each(FrozenRank.score, parts))
+
+    async def load(self, path: Path) -> None:
+        """Replace the weights by those of a Hugging Face folder."""
+        await self.ranks.group.call_all(FrozenRank.load, path.absolute())
+
+    async def save(self, path: Path) -> None:
+        """Write a Hugging Face folder if the weights were replaced."""
+        await self.ranks.group.call_all(FrozenRank.save, path.absolute())
+
+
+async def start_groups(
+    context: BuildContext, make_backend: MakeBackend, config: dict[str, object], timeout_s: float
+) -> tuple[dict[Role, RankGroup], BaseException | None]:
+    """Start the processes of the trainer and of every model on ranks of its own, concurrently.
+
+    ``config`` is the recipe for them. Returns the groups of all started processes, by their model, and the first error.
+    """
+    bundles = {Role.POLICY: context.bundles, **context.role_bundles}
+
+    async def start(role: Role, rank: int, bundle: Bundle) -> Actor:
+        setup = RankSetup(
+            config=config,
+            role=role,
+            rank=rank,
+            num_ranks=len(bundles[role]),
+            device="cuda" if context.on_gpu else "cpu",
+            threads=context.threads,
+            run_dir=context.run_dir.absolute(),
+        )
+        return await context.cluster.start(
+            launch,
+            make_backend,
+            setup,
+            name=setup.name,
+            resources=Resources(bundles=(bundle,), env={"OMP_NUM_THREADS": str(context.threads)}),
+            timeout_s=context.config.placement.start_timeout_s,
+        )
+
+    outcomes = {
+        role: asyncio.gather(*(start(role, *one) for one in enumerate(own)), return_exceptions=True)
+        for role, own in bundles.items()
+    }
+    await asyncio.gather(*outcomes.values())
+    started = {role: outcome.result() for role, outcome in outcomes.items()}
+    groups = {
+        role: RankGroup(
+            [actor for actor in own if not isinstance(actor, BaseException)], timeout_s=timeout_s, name=name_of(role)
+        )
+        for role, own in started.items()
+    }
+    return groups, next((one for one in chain(*started.values()) if isinstance(one, BaseException)), None)

@@ -1,0 +1,140 @@
+"""Reference and teacher on ranks of their own: the same numbers, bit for bit, as on the trainer's ranks."""
+
+import asyncio
+
+import pytest
+from fsdp_cases import fit, largest_difference, make_batch, make_config, weights_of
+from fsdp_processes import ProcessCluster, Processes
+from megatron_cases import make_config as megatron_config
+from plasmid.components import BuildContext
+from plasmid.errors import ActorDiedError, ModelError
+from plasmid.protocols import Bundle
+from plasmid_models.testing import make_tiny_model
+
+MONITOR = {"algorithm": {"monitor_kl": True, "kl_estimator": "k1", "kl_coef": 0.1}}
+
+
+class RoleRanks:
+    """Starts trainers with one rank, and other models on one rank each."""
+
+    def __init__(self, model, run_dir, processes, make=make_config):
+        self.model, self.run_dir, self.processes, self._make = model, run_dir, processes, make
+        self._trainer = None
+
+    async def start(self, *, num_ranks=1, reference_ranks=0, teacher_ranks=0, **options):
+        await self.close()
+        place = {"trainer_ranks": num_ranks, "reference_ranks": reference_ranks, "teacher_ranks": teacher_ranks}
+        config = self._make(self.model, placement=place, **options)
+        self._trainer = await config.trainer.build(
+            BuildContext(
+                cluster=ProcessCluster(self.processes),
+                config=config,
+                run_dir=self.run_dir,
+                bundles=(Bundle(),) * num_ranks,
+                role_bundles={role: (Bundle(),) * count for role, count in config.placement.role_ranks.items()},
+            )
+        )
+        return self._trainer, config
+
+    async def close(self):
+        if self._trainer is not None:
+            await self._trainer.close()
+            self._trainer = None
+
+
+@pytest.fixture
+def role_ranks(request, two_processes, tiny_model, tmp_path):
+    make = getattr(request, "param", make_config)
+    ranks = RoleRanks(tiny_model, tmp_path, two_processes, make)
+    yield ranks
+    asyncio.run(ranks.close())
+
+
+BOTH = pytest.mark.parametrize("role_ranks", [make_config, megatron_config], ids=["fsdp", "megatron"], indirect=True)
+
+
+@BOTH
+def test_the_policy_replaces_a_reference_on_ranks_of_its_own(role_ranks, tmp_path):
+    """Metrics and weights equal those of shared ranks; a resume from either is exact with the other."""
+    batches = [make_batch(index=index, steps=2) for index in range(5)]
+    options = MONITOR | {"reference": {"update_every": 2}}
+
+    async def run(name, alone):
+        trainer, config = await role_ranks.start(reference_ranks=alone, **options)
+        reports = await fit(trainer, config, *batches[:3])
+        await trainer.save(tmp_path / f"{name}-saved")
+        reports += await fit(trainer, config, *batches[3:])
+        return reports, await weights_of(trainer, tmp_path / name)
+
+    async def resume(saved, alone):
+        trainer, config = await role_ranks.start(reference_ranks=alone, **options)
+        await trainer.load(tmp_path / f"{saved}-saved")
+        return await fit(trainer, config, *batches[3:])
+
+    shared, shared_weights = asyncio.run(run("shared", 0))
+    apart, apart_weights = asyncio.run(run("apart", 1))
+    assert apart == shared and largest_difference(apart_weights, shared_weights) == 0
+    assert apart[2]["train/kl"] != 0 and apart[4]["train/kl"] == 0
+    assert asyncio.run(resume("apart", 1)) == asyncio.run(resume("shared", 1)) == shared[6:]
+    assert asyncio.run(resume("apart", 0)) == shared[6:]
+    assert not (tmp_path / "new-reference").exists()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "options", [{"seed": 7}, {"seed": 7, "hidden_size": 32, "num_layers": 3}], ids=["same", "other"]
+)
+def test_a_teacher_on_ranks_of_its_own_teaches_the_same(role_ranks, options, tmp_path):
+    teacher = make_tiny_model(tmp_path / "teacher", **options)
+    opd = {"algorithm": {"kind": "opd"}, "teacher": {"path": str(teacher)}, "rewards": []}
+    batches = [make_batch(index=index, temperature=0.7) for index in range(2)]
+
+    async def run(alone):
+        trainer, config = await role_ranks.start(teacher_ranks=alone, **opd)
+        reports = await fit(trainer, config, *batches)
+        names = {name.split("/")[1] for name in await trainer.metrics()}
+        return reports, names
+
+    shared, apart = asyncio.run(run(0)), asyncio.run(run(1))
+    assert apart[0] == shared[0]
+    assert (shared[1], apart[1]) == ({"trainer-0"}, {"trainer-0", "teacher-0"})
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_groups_may_have_different_numbers_of_ranks(counts, tiny_model, tmp_path):
+    """Every rank of the trainer gets the scores of its own samples: the KL is that of one rank, up to rounding."""
+    processes, batches = Processes(3), [make_batch(index=index, num_groups=3, steps=3) for index in range(2)]
+    ranks = RoleRanks(tiny_model, tmp_path, processes)
+    options = MONITOR | {"reference": {"path": str(make_tiny_model(tmp_path / "other", seed=7))}}
+
+    async def run(num_ranks, reference_ranks):
+        trainer, config = await ranks.start(num_ranks=num_ranks, reference_ranks=reference_ranks, **options)
+        return await fit(trainer, config, *batches)
+
+    try:
+        expected = asyncio.run(run(1, 0))
+        found = asyncio.run(run(*counts))
+        asyncio.run(ranks.close())
+    finally:
+        processes.shutdown()
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("train/kl", "train/loss", "train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_reference_process_that_died_is_named(role_ranks):
+    async def run():
+        trainer, config = await role_ranks.start(reference_ranks=1, **MONITOR)
+        await fit(trainer, config, make_batch())
+        for process in role_ranks.processes._executors[1]._processes.values():
+            process.kill()
+        await fit(trainer, config, make_batch(index=1))
+
+    with pytest.raises(ActorDiedError, match="reference-0 died during score"):
+        asyncio.run(run())
+
+
+def test_a_reference_of_another_architecture_cannot_be_replaced(role_ranks, tmp_path):
+    other = make_tiny_model(tmp_path / "other", hidden_size=32)
+    with pytest.raises(ModelError, match=r"reference\.update_every: .*/other has a different architecture"):
+        asyncio.run(role_ranks.start(reference_ranks=1, **MONITOR, reference={"path": str(other), "update_every": 1}))

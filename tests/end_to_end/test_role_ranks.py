@@ -1,0 +1,74 @@
+"""A reference with processes of its own on a real cluster, from the recipe on."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from plasmid.errors import EXIT_RETRY
+from plasmid_runtime.observe.journal import read_journal
+
+
+def recipe_of(job, batches):
+    path = job.write_recipe(batches)
+    path.write_text(
+        path.read_text().replace("rewards =", "algorithm.kl_coef = 0.1\nreference.update_every = 2\nrewards =")
+    )
+    return path
+
+
+def start(folder, *settings):
+    command = [
+        sys.executable,
+        "-m",
+        "plasmid_cli",
+        "train",
+        "digits.toml",
+        "checkpoint.at_end=true",
+        "trainer.lr=0.03",
+        *settings,
+    ]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def curve(folder):
+    entries = read_journal(folder / "metrics.jsonl")
+    return [{k: v for k, v in e.metrics.items() if k.startswith(("train/", "reward/"))} for e in entries]
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+
+
+def test_a_reference_with_its_own_process_trains_the_same_and_resumes_exactly(job):
+    recipe_of(job, 4)
+    finish(start(job.folder, "run.dir=shared"))
+    finish(start(job.folder, "run.dir=apart", "placement.reference_ranks=1", "run.batches=3"))
+    finish(start(job.folder, "run.dir=apart", "placement.reference_ranks=1", "--resume"))
+    assert curve(job.folder / "apart") == curve(job.folder / "shared")
+    second, third, fourth = curve(job.folder / "apart")[1:]
+    assert second["train/grad_norm"] and third["train/kl"] == 0 and fourth["train/kl"], "the reference has moved once"
+    assert (job.folder / "apart/logs/reference-0.log").exists()
+    assert not (job.folder / "shared/logs/reference-0.log").exists()
+    assert list((job.folder / "apart/checkpoints").glob("batch-*/trainer-reference/model.safetensors"))
+
+
+@pytest.mark.long
+def test_a_killed_reference_ends_the_run_with_its_name(job):
+    recipe_of(job, 1000)
+    process = start(job.folder, "placement.reference_ranks=1")
+    metrics, deadline = job.folder / "runs/digits/metrics.jsonl", time.monotonic() + 200
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    [victim] = (one for one in children if Path(os.readlink(f"/proc/{one.pid}/fd/1")).stem == "reference-0")
+    victim.kill()
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == EXIT_RETRY and "Traceback" not in errors, errors
+    [line] = (line for line in errors.splitlines() if line.startswith("error: "))
+    assert line.startswith("error: reference-0 died during "), line
