@@ -75,6 +75,18 @@ FAMILIES = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "Gemma 3": {
+        "family": "gemma3_text",
+        "num_layers": 4,
+        "tied": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+        },
+    },
     "DeepSeek-V3": {
         "family": "deepseek_v3",
         **LATENT,
@@ -106,18 +118,7 @@ SHARED_EXPERT = {
     "shared_expert_intermediate_size": 32,
 }
 WINDOWS = {
-    "Gemma 3": {
-        "family": "gemma3_text",
-        "num_layers": 3,
-        "tied": True,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 20,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
-        },
-    },
+    "Gemma 3": FAMILIES["Gemma 3"],
     "gpt-oss": {
         "family": "gpt_oss",
         "sliding_window": 6,

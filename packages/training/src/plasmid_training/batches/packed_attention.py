@@ -117,7 +117,7 @@ def masked_attention(
     *,
     scale: float | None,
     window: int | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention; ``distance`` [..., V, U] is each query's position less that of each key."""
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
