@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fsdp_cases import make_batch, whole_rows
+from megatron_families import perturb_vectors
 from plasmid_fsdp.model.decoder_input import PACKED, decoder_input, packing_obstacle
 from plasmid_models.testing import make_tiny_model
 from plasmid_training.batches import packed_attention, prefix_attention
@@ -14,7 +15,15 @@ from plasmid_training.batches.prefix_attention import DenseLayout, VarlenLayout
 from transformers import AutoConfig, AutoModelForCausalLM
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES = {"llama": {}, "qwen3": {}, "glm4": {}, "qwen3_moe": EXPERTS, "mistral": {"sliding_window": 5}}
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "glm4": {},
+    "qwen3_moe": EXPERTS,
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
 
 
 def hidden_states(model, microbatch, attention):
@@ -40,14 +49,14 @@ def one_by_one(model, microbatch):
 
 def load(family, folder, **options):
     """The same model in fp64 with packed attention, and with transformers' own."""
-    path = make_tiny_model(folder / "model", family=family, **FAMILIES[family])
-    if FAMILIES[family] is EXPERTS:
+    path = perturb_vectors(make_tiny_model(folder / "model", family=family, **FAMILIES[family]))
+    if "num_experts_per_tok" in FAMILIES[family]:
         options["experts_implementation"] = "eager"  # grouped matrix products have no fp64
     return [
         AutoModelForCausalLM.from_pretrained(
             path, attn_implementation=attention, dtype=torch.float64, trust_remote_code=False, **options
         )
-        for attention in (PACKED, "sdpa")
+        for attention in (PACKED, "eager" if family == "gpt_oss" else "sdpa")
     ]
 
 
@@ -58,9 +67,17 @@ def assert_same(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+def compute_in_fp64(monkeypatch):
+    """Let transformers compute norms and routers, too, in fp64; fp32 rounds a sum otherwise than its parts."""
+    for name in ("float32", "float"):
+        monkeypatch.setattr(torch, name, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_samples_are_computed_as_if_each_were_alone(family, tmp_path):
+def test_packed_samples_are_computed_as_if_each_were_alone(family, tmp_path, monkeypatch):
     packed, alone = load(family, tmp_path)
+    compute_in_fp64(monkeypatch)
     assert packing_obstacle(packed) is None
     rows = whole_rows(make_batch(longest=20))
     for indices in ([0, 3, 5, 1], [2], [4, 4]):  # ragged, alone, equally long
@@ -71,9 +88,7 @@ def test_packed_samples_are_computed_as_if_each_were_alone(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_that_share_a_prefix_are_computed_as_if_each_were_alone(family, tmp_path, monkeypatch):
     packed, alone = load(family, tmp_path)
-    # transformers computes norms and routers in fp32 even here, which rounds a sum otherwise than its parts
-    for name in ("float32", "float"):
-        monkeypatch.setattr(torch, name, torch.float64)
+    compute_in_fp64(monkeypatch)
     batch = make_batch(longest=20, shared=5)
     rows, groups = whole_rows(batch), batch.table().group_index
     shared = SharedPrefixes(groups=groups, lengths=np.full(len(groups), 5))

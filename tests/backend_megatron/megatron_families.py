@@ -75,6 +75,18 @@ FAMILIES = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "Gemma 3": {
+        "family": "gemma3_text",
+        "num_layers": 4,
+        "tied": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+        },
+    },
     "DeepSeek-V3": {
         "family": "deepseek_v3",
         **LATENT,
@@ -92,10 +104,51 @@ FAMILIES = {
     },
 }
 
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_layers": 4,
+}
+SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+WINDOWS = {
+    "Gemma 3": FAMILIES["Gemma 3"],
+    "gpt-oss": {
+        "family": "gpt_oss",
+        "sliding_window": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
+}
+"""Families with a sliding window in some layers."""
+LINEAR = {
+    "Qwen3-Next": {"family": "qwen3_next", **DELTA_NET, **SHARED_EXPERT},
+    "Qwen3.5": {"family": "qwen3_5_text", **DELTA_NET},
+    "Qwen3.5-MoE": {"family": "qwen3_5_moe_text", **DELTA_NET, **SHARED_EXPERT},
+}
+"""Families with linear attention."""
+EVERY = FAMILIES | WINDOWS | LINEAR
 
-def make_family(path, name, *, num_layers=2, **overrides):
+
+def make_family(path, name, **overrides):
     """The model folder; biases, norms and the experts' corrections are random, too, as none is in a new model."""
-    make_tiny_model(path, num_layers=num_layers, **(FAMILIES[name] | overrides))
+    make_tiny_model(path, **(EVERY[name] | overrides))
     return perturb_vectors(path)
 
 

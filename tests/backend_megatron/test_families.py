@@ -17,6 +17,10 @@ from megatron_families import (
     network_logits,
     plain_logits,
 )
+from plasmid.errors import ModelError
+from plasmid_megatron.settings import Megatron
+from plasmid_megatron.weights.bridge import read_architecture
+from plasmid_models.source import Source
 from safetensors.torch import load_file
 
 from tests.fp8_folders import decoded, make_fp8_folder
@@ -114,6 +118,11 @@ def test_families_of_experts_learn_the_same_in_every_layout(family, layout, rank
     assert_learns(ranks, models(family), tmp_path, *LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("cp2", marks=pytest.mark.long)])
+def test_windows_and_their_rotary_positions_are_those_of_each_layer_in_every_layout(layout, ranks, models, tmp_path):
+    assert_learns(ranks, models("Gemma 3"), tmp_path, *LAYOUTS[layout])
+
+
 @pytest.mark.long
 def test_stages_of_unlike_numbers_of_layers_learn_the_same(ranks, tmp_path):
     model = make_family(tmp_path / "model", "DeepSeek-V3", num_layers=5)
@@ -141,3 +150,21 @@ def test_a_checkpoint_of_a_family_continues_in_another_layout(family, after, ran
         assert largest_difference(await weights_of(trainer, tmp_path / "b"), weights) < 2e-6
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, {}, r"has attn_logit_softcapping = 50\.0, which trainer 'megatron' cannot"),
+        ({"hidden_activation": "silu"}, {}, r"has hidden_activation = 'silu', which trainer 'megatron' cannot"),
+        (
+            {},
+            {"transformer_engine": True, "dtype": "bfloat16"},
+            r"transformer_engine: would compute model type 'gemma3_text' differently",
+        ),
+    ],
+)
+def test_what_gemma_3_would_compute_differently_is_refused(settings, trainer, message, tmp_path):
+    model = make_family(tmp_path / "model", "Gemma 3", **settings)
+    with pytest.raises(ModelError, match=message):
+        read_architecture(Source(where="model", path=model, trust_remote_code=False), Megatron(**trainer))

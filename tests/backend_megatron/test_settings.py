@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
         (
             {"model_type": "gpt2"},
             "model.path: model type 'gpt2' is not supported by trainer 'megatron'; supported types are deepseek_v3, "
-            "glm4, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe",
+            "gemma3_text, glm4, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe",
         ),
         (
             {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}},

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from megatron_cases import ADAM, assert_alike, make_batch, make_config, outcome
+from megatron_families import make_family
 from megatron_patches import capture_graphs, compile_graphs, count_tokens
 from plasmid.errors import ConfigError
 
@@ -42,6 +43,13 @@ def test_a_batch_gives_the_same_from_fewer_tokens(layout, ranks, tmp_path):
 
 def test_experts_give_the_same(ranks, tiny_moe, tmp_path):
     (shared, plain), _ = asyncio.run(shared_and_plain(ranks, tmp_path, model=tiny_moe))
+    assert_alike(shared, plain, 1e-5)
+
+
+@pytest.mark.long
+def test_layers_with_windows_give_the_same(ranks, tmp_path):
+    model = make_family(tmp_path / "model", "Gemma 3")
+    (shared, plain), _ = asyncio.run(shared_and_plain(ranks, tmp_path, model=model))
     assert_alike(shared, plain, 1e-5)
 
 

@@ -109,7 +109,7 @@ def test_norms_that_it_would_compute_differently_are_refused(family, processes, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_EPS])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (*OTHER_EPS, "Gemma 3")])
 def test_a_family_of_its_modules_computes_the_same_and_keeps_its_names(family, processes, tmp_path):
     difference, modules, marks, lost = compare(processes, tmp_path / "model", family)
     assert difference < 1e-5 and not lost

@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
+from megatron_families import make_family
 from plasmid_cli.comparison.runs import compare_runs
 from plasmid_cli.reports.run_data import load_run
-from plasmid_models.testing import make_tiny_model
 
 from tests.end_to_end.killed_saves import check_killed_while_saving, curve, rl
 from tests.forked_rl import run_rl
@@ -84,13 +84,14 @@ def test_megatron_trains_through_the_command_and_resumes_bit_by_bit(folder, tiny
 
 @pytest.mark.long
 @pytest.mark.timeout(2000)
-def test_glm_4_trains_through_the_command(folder, tmp_path):
-    write(folder, make_tiny_model(tmp_path / "glm-4", family="glm4", attention_bias=True))
+@pytest.mark.parametrize(("name", "model_type"), [("GLM-4", "glm4"), ("Gemma 3", "gemma3_text")])
+def test_other_families_train_through_the_command(name, model_type, folder, tmp_path):
+    write(folder, make_family(tmp_path / "model", name))
     code, out, err = rl(folder, "train", "digits.toml", "run.dir=whole", "run.batches=2")
     assert code == 0, err
     assert "batch 2/2" in out
     assert max(metrics["train/logprob_diff_max"] for metrics in curve(folder / "whole")) < 2e-5
-    assert json.loads((folder / "whole/final/config.json").read_text())["model_type"] == "glm4"
+    assert json.loads((folder / "whole/final/config.json").read_text())["model_type"] == model_type
 
 
 @pytest.mark.long

@@ -59,17 +59,16 @@ def test_a_key_that_is_not_in_the_environment_is_looked_for(both):
     assert both(f"rewards=[{judge}]") == ["rewards.0.server.api_key_env: NO_SUCH_KEY is not set in the environment"]
 
 
-QWEN3_NEXT = {"model_type": "qwen3_next", "linear_num_value_heads": 32, "full_attention_interval": 4}
-"""As it is published: without ``layer_types``."""
-QWEN35 = {"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention", "full_attention"]}}
+LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+NESTED = {"model_type": "some_vl", "text_config": {"layer_types": ["mamba", "full_attention"]}}
 
 
-@pytest.mark.parametrize("family", [QWEN3_NEXT, QWEN35], ids=["qwen3-next", "qwen3.5"])
-def test_linear_attention_is_refused_for_engine_hf(both, folder, family):
+@pytest.mark.parametrize(("family", "kind"), [(LFM2, "conv"), (NESTED, "mamba")], ids=["lfm2", "nested"])
+def test_layers_of_another_kind_are_refused_for_engine_hf(both, folder, family, kind):
     file = folder / "model/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | family))
     assert both() == [
-        "model.path: model has layers of kind 'linear_attention', which engine 'hf' does not support; choose another "
+        f"model.path: model has layers of kind {kind!r}, which engine 'hf' does not support; choose another "
         "model or engine"
     ]
 

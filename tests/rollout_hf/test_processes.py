@@ -49,19 +49,3 @@ def test_a_folder_without_weights_is_named(tmp_path, tiny_model):
 
     with pytest.raises(ModelError, match="cannot be loaded"):
         run(test())
-
-
-def test_attention_over_a_window_is_refused(tmp_path):
-    from plasmid_models.testing import make_tiny_model
-
-    path = make_tiny_model(
-        tmp_path / "model", family="qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=0
-    )
-
-    async def test():
-        async with started(path):
-            pass
-
-    message = r"has sliding-window attention \(\S+ = 32\), which engine 'hf' does not support"
-    with pytest.raises(ModelError, match=message):
-        run(test())

@@ -24,22 +24,23 @@ SMALL = {
     "eos_token_id": 2,
 }
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 OWN = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
     "qwen3_moe": {**EXPERTS, "num_experts": 8, "mlp_only_layers": [1]},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1, "use_qk_norm": True, "head_dim": 16},
-    "deepseek_v3": {
-        **EXPERTS,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-    },
+    "glm4_moe_lite": {**EXPERTS, **LATENT, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+    "deepseek_v3": {**EXPERTS, **LATENT, "first_k_dense_replace": 1},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
 

@@ -12,7 +12,17 @@ from plasmid_models.fp8_blocks import block_size
 
 from .settings import Megatron
 
-MODEL_TYPES = ("deepseek_v3", "glm4", "glm4_moe", "glm4_moe_lite", "llama", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = (
+    "deepseek_v3",
+    "gemma3_text",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
 """Built-in families, which were compared with transformers."""
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 UNEVEN = {

@@ -13,7 +13,22 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-Family = Literal["deepseek_v3", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "llama", "qwen2", "qwen3", "qwen3_moe"]
+Family = Literal[
+    "deepseek_v3",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+]
 
 
 def make_tiny_model(

@@ -8,20 +8,15 @@ from typing import Any
 
 from plasmid.errors import ModelError
 
-DECODED = {"full_attention", "sliding_attention"}
+DECODED = {"full_attention", "linear_attention", "sliding_attention"}
 
 
 def check_layers(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse layers with recurrent state, which would silently start from an empty state at every token.
-
-    Configs written before Transformers had ``layer_types`` have the sizes of linear attention alone. Raises
-    `ModelError`.
-    """
+    """Refuse layers of other kinds, which might silently compute something else. Raises `ModelError`."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, dict) else config
     kinds = config.get("layer_types")
-    if not isinstance(kinds, list):
-        kinds = ["linear_attention"] if config.get("linear_num_value_heads") else []
+    kinds = kinds if isinstance(kinds, list) else []
     others = sorted({str(kind) for kind in kinds} - DECODED)
     if others:
         raise ModelError(

@@ -129,6 +129,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     packed_block: Block | None = None,
@@ -136,7 +137,7 @@ def packed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: [B, W, h, e] from query [B, h, W, d], key and value; B is 1 if packed."""
-    options: dict[str, Any] = {"scale": scaling, "window": sliding_window}
+    options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "sinks": s_aux}
     if prefix_layout is not None:
         out = prefix_layout.attend(*_drop_batch_axis(query, key, value), **options)
     elif cu_seq_lens_q is not None and max_length_q is not None:
@@ -159,7 +160,8 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
     mixers = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if mixers:
         return f"it has layers of kind {sorted(mixers)[0]!r}, which mix packed samples"
-    if not model._supports_attention_backend or not model._supports_sdpa:
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if not model._supports_attention_backend or not (model._supports_sdpa or has_sinks):
         return "transformers has no configurable attention for its family"
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         return "it caps attention scores (soft-capping)"

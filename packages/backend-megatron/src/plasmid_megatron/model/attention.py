@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.utils import is_layer_window_attention
 from plasmid_training.batches.packed_attention import attend, dense_attention
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -28,6 +29,8 @@ class PackedAttention(nn.Module):
         """Ignores options of Megatron's other attention modules (masks, dropout, communication)."""
         super().__init__()
         self._scale, self._interleaved = softmax_scale, config.rotary_interleaved
+        windows, size = config.window_attn_skip_freq, config.window_size
+        self._window = size[0] + 1 if is_layer_window_attention(size, windows, layer_number) else None
         self._rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **options: Any) -> Tensor:
@@ -36,8 +39,10 @@ class PackedAttention(nn.Module):
         Queries and keys are rotated here if the sequences have angles: Megatron would do it sample by sample.
         """
         sequences: Sequences = options["packed_seq_params"]
-        if sequences.rotary is not None and self._rotates:
-            query, key = (rotate(x, sequences.rotary, interleaved=self._interleaved) for x in (query, key))
+        is_local = self._window is not None and sequences.local_rotary is not None
+        rotary = sequences.local_rotary if is_local else sequences.rotary
+        if rotary is not None and self._rotates:
+            query, key = (rotate(x, rotary, interleaved=self._interleaved) for x in (query, key))
         if sequences.order is None:
             return self._attend(query, key, value, sequences).flatten(1)
         group, size = mpu.get_context_parallel_group(), mpu.get_context_parallel_world_size()
@@ -49,16 +54,17 @@ class PackedAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         scale = 1 / math.sqrt(query.shape[-1]) if self._scale is None else self._scale
+        options: dict[str, Any] = {"scale": scale, "window": self._window}
         if sequences.shared is not None:
             own = (x[: sequences.num_tokens] for x in (query, key, value))
-            out = sequences.shared.attend(*own, scale=scale, window=None)
+            out = sequences.shared.attend(*own, **options)
             return pad(out, (0, 0, 0, 0, 0, len(query) - len(out)))
         if sequences.width is None:
             bounds, longest = sequences.cu_seqlens, sequences.max_seqlen_q
-            return attend(query, key, value, bounds, longest, scale=scale, block=sequences.block)
+            return attend(query, key, value, bounds, longest, block=sequences.block, **options)
         width = sequences.width
         query, key, value = (x.view(-1, width, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-        return dense_attention(query, key, value, scale=scale).transpose(1, 2).flatten(0, 1)
+        return dense_attention(query, key, value, **options).transpose(1, 2).flatten(0, 1)
 
 
 def rotate(x: Tensor, rotary: Tensor, *, interleaved: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -24,6 +26,7 @@ from plasmid_training.head.token_loss import ChunkLoss, LossAndScores, linear_to
 from plasmid_training.head.vocab_shard import VocabShard
 from torch import Tensor, nn
 
+from ..weights import families
 from ..weights.bridge import Architecture, inverse_frequencies
 from .packing import Packed
 from .spec import block_spec
@@ -52,8 +55,12 @@ class Backbone(GPTModel):  # type: ignore[misc]
             rotary = self.rotary_pos_emb
             with torch.device("cpu"):  # even if the model is built on the meta device
                 rotary.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device)
+                self._local_rotary = local_rotary(source, architecture, rotary)
             if config.transformer_impl != IMPL:
                 self.position_embedding_type = "none"  # `PackedAttention` rotates queries and keys
+        scale = architecture.family.embedding_scale(architecture.hf)
+        if self.pre_process and scale != 1.0:
+            self.embedding.register_forward_hook(partial(_scale, scale))
         padding = getattr(architecture.hf, "pad_token_id", None)
         if self.pre_process and padding is not None:
             keep_embedding(self.embedding.word_embeddings, padding % architecture.vocab_size)
@@ -64,13 +71,14 @@ class Backbone(GPTModel):  # type: ignore[misc]
         """Run this rank's layers; return hidden states [T', 1, H] for the next rank or the head."""
         sequences = packed.sequences
         if self.position_embedding_type == "none":
-            sequences = replace(sequences, rotary=self._angles(packed))
+            local = None if self._local_rotary is None else self._angles(packed, self._local_rotary)
+            sequences = replace(sequences, rotary=self._angles(packed, self.rotary_pos_emb), local_rotary=local)
         hidden: Tensor = super().forward(packed.input_ids, packed.position_ids, None, packed_seq_params=sequences)
         return hidden
 
-    def _angles(self, packed: Packed) -> Tensor:
+    def _angles(self, packed: Packed, rotary: RotaryEmbedding) -> Tensor:
         """Return `Sequences.rotary` of this rank's tokens."""
-        angles = self.rotary_pos_emb.get_emb(packed.sequences.max_seqlen_q)[:, 0, 0]
+        angles = rotary.get_emb(packed.sequences.max_seqlen_q)[:, 0, 0]
         table = torch.stack((angles.cos(), angles.sin())).to(self.config.params_dtype)
         return table[:, packed.position_ids[0], None]
 
@@ -85,6 +93,20 @@ class Backbone(GPTModel):  # type: ignore[misc]
     def _postprocess(self, hidden_states: Tensor, *unused: Any, **options: Any) -> Tensor:
         """Return the hidden states; Megatron would compute the logits of all tokens here."""
         return hidden_states
+
+
+def local_rotary(source: Source, architecture: Architecture, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
+    """Return the rotary positions of layers with a sliding window; None if all layers have the same."""
+    if families.SLIDING not in (architecture.hf.rope_parameters or {}):
+        return None
+    local = copy.copy(rotary)
+    local.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device, layers=families.SLIDING)
+    return local
+
+
+def _scale(factor: float, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Multiply embeddings by a factor in their dtype, as transformers does."""
+    return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
 
 def keep_embedding(embeddings: nn.Module, token: int) -> None:

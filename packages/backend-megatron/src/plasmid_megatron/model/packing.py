@@ -41,6 +41,8 @@ class Sequences(PackedSeqParams):  # type: ignore[misc]
     """Number of tokens of `shared`; the rest of the row is padding."""
     rotary: Any = None
     """[2, T / C, 1, r] cosine and sine of the angles by which `PackedAttention` rotates queries and keys."""
+    local_rotary: Any = None
+    """The same for layers with a sliding window, if theirs are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -82,6 +82,10 @@ def read_architecture(source: Source, settings: Megatron, *, states: ParallelSta
         raise ModelError(f"{source.where}.path: {source.path} transformers cannot read its config: {why}") from None
     family = _find_family(source, hf.model_type)
     families.prepare(hf)
+    if family.needs_local_layers and settings.transformer_engine:
+        raise ModelError(
+            f"trainer.transformer_engine: would compute model type {hf.model_type!r} differently; remove the setting"
+        )
     for setting in family.unsupported(hf):
         raise ModelError(f"{source.where}.path: {source.path} has {setting}, which trainer 'megatron' cannot compute")
     try:
@@ -118,16 +122,22 @@ def _find_family(source: Source, model_type: str) -> families.Family:
     return found
 
 
-def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any) -> Tensor:
-    """Return [d / 2] the inverse rotary frequencies, with the family's scaling by transformers. Raises `ModelError`."""
-    kind = (hf.rope_parameters or {}).get("rope_type", "default")
+def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any, *, layers: str = "full_attention") -> Tensor:
+    """Return [d / 2] the inverse rotary frequencies, with the family's scaling by transformers.
+
+    They are those of layers of kind ``layers``, if the config has several. Raises `ModelError`.
+    """
+    rope, options = hf.rope_parameters or {}, {}
+    if layers in rope:
+        rope, options = rope[layers], {"layer_type": layers}
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        size = int(size * (hf.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+        size = int(size * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-        unscaled: Tensor = 1.0 / hf.rope_theta**exponents
+        unscaled: Tensor = 1.0 / rope.get("rope_theta", hf.rope_theta) ** exponents
         return unscaled.to(device)
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, "cpu")
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, "cpu", **options)
     if factor != 1.0:
         raise ModelError(f"{source.where}.path: {source.path} has rotary positions {kind!r}, which are not supported")
     result: Tensor = frequencies.to(device)
@@ -155,12 +165,13 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def _make_bridge_class(family: type[Bridge], hf: PreTrainedConfig) -> type[Bridge]:
-    """Return a subclass with its own tables, because mbridge modifies the family's for models with tied weights."""
-    tables: dict[str, Any] = {name: {**getattr(family, name), **NORMS.get(name, {})} for name in MAPPINGS}
+    """Return a subclass with its own tables, because mbridge modifies the family's for models with tied weights.
+
+    Norms come first, because mbridge looks names up by substrings.
+    """
+    tables: dict[str, Any] = {name: {**NORMS.get(name, {}), **getattr(family, name)} for name in MAPPINGS}
     if getattr(hf, "tie_word_embeddings", False):
         tables["_DIRECT_MAPPING"]["output_layer.weight"] = tables["_DIRECT_MAPPING"]["embedding.word_embeddings.weight"]
-    # norms first: mbridge looks names up by substrings
-    tables["_MLP_MAPPING"] = {**NORMS["_MLP_MAPPING"], **tables["_MLP_MAPPING"]}
     # families with multi-token prediction override this lookup for layers that are not trained here
     names = {"_weight_name_mapping_mcore_to_hf": Bridge._weight_name_mapping_mcore_to_hf}
     return type(family.__name__, (family,), tables | names)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from torch.nn.functional import gelu
 from transformers import PreTrainedConfig
 
 Table = dict[str, list[str]]
+SLIDING = "sliding_attention"
+"""Kind of layers with a sliding window in ``layer_types`` of a config."""
 LAYER = "model.layers.{layer_number}"
 
 
@@ -39,6 +43,35 @@ class Glm4Bridge(LLMBridge):  # type: ignore[misc]
         return {**super()._get_gptmodel_args(), "rotary_percent": percent}
 
 
+class Gemma3Bridge(LLMBridge):  # type: ignore[misc]
+    """Gemma 3, text only: norms around attention and MLP, GeGLU, and a sliding window in most layers."""
+
+    _ATTENTION_MAPPING: ClassVar[Table] = {
+        "self_attention.linear_qkv.weight": [f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkv"],
+        "self_attention.q_layernorm.weight": [f"{LAYER}.self_attn.q_norm.weight"],
+        "self_attention.k_layernorm.weight": [f"{LAYER}.self_attn.k_norm.weight"],
+        "self_attention.linear_proj.weight": [f"{LAYER}.self_attn.o_proj.weight"],
+        "self_attention.linear_proj.norm.weight": [f"{LAYER}.post_attention_layernorm.weight"],
+    }
+    _MLP_MAPPING: ClassVar[Table] = {
+        "pre_mlp_layernorm.weight": [f"{LAYER}.pre_feedforward_layernorm.weight"],
+        "mlp.linear_fc1.weight": [f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight"],
+        "mlp.linear_fc2.weight": [f"{LAYER}.mlp.down_proj.weight"],
+        "mlp.linear_fc2.norm.weight": [f"{LAYER}.post_feedforward_layernorm.weight"],
+    }
+
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        return self._build_base_config(
+            activation_func=partial(gelu, approximate="tanh"),
+            layernorm_zero_centered_gamma=True,
+            qk_layernorm=True,
+            softmax_scale=hf.query_pre_attn_scalar**-0.5,
+            window_size=(hf.sliding_window - 1, 0),
+            window_attn_skip_freq=[int(kind == SLIDING) for kind in hf.layer_types],
+        )
+
+
 class LatentBridge(DeepseekV3Bridge):  # type: ignore[misc]
     """DeepSeek-V3 and R1, without multi-token prediction layers."""
 
@@ -65,17 +98,23 @@ class Family:
 
     bridge: type[Bridge]
     """mbridge's class with the configuration and the names of weights; norms are separate modules in our layers."""
+    needs_local_layers: ClassVar[bool] = False
+    """True if the layers of TransformerEngine would compute something else."""
 
     def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
         """Yield the settings of the model that Megatron would compute differently, as ``setting = value``."""
         if getattr(hf, "hidden_act", "silu") != "silu":
             yield f"hidden_act = {hf.hidden_act!r}"
-        if "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
+        if SLIDING in (getattr(hf, "layer_types", None) or ()):
             yield f"sliding_window = {hf.sliding_window}"
 
     def fields(self, hf: PreTrainedConfig) -> dict[str, Any]:
         """Return fields of `TransformerConfig` that mbridge omits, or reads from attributes moved in transformers 5."""
         return {}
+
+    def embedding_scale(self, hf: PreTrainedConfig) -> float:
+        """Return the factor of the input embeddings."""
+        return 1.0
 
     def change_layer(self, layer: Any) -> None:
         """Change the submodules of one layer's spec, a copy, before Megatron builds it."""
@@ -97,6 +136,25 @@ class Glm4(Family):
         from ..model.modules import NormedRowParallelLinear
 
         layer.self_attention.submodules.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+
+
+class Gemma3(Glm4):
+    """Gemma 3, text only: layers with a sliding window have rotary positions of their own."""
+
+    bridge = Gemma3Bridge
+    needs_local_layers = True
+
+    def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
+        if hf.hidden_activation != "gelu_pytorch_tanh":
+            yield f"hidden_activation = {hf.hidden_activation!r}"
+        for name in ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping"):
+            if getattr(hf, name, None):
+                yield f"{name} = {getattr(hf, name)}"
+        if getattr(hf, "use_bidirectional_attention", False):
+            yield "use_bidirectional_attention = true"
+
+    def embedding_scale(self, hf: PreTrainedConfig) -> float:
+        return float(hf.hidden_size**0.5)
 
 
 class RoutedBySigmoid(Family):
@@ -154,6 +212,7 @@ class Glm4MoeLite(DeepseekV3):
 
 
 OWN: dict[str, Callable[[], Family]] = {
+    "gemma3_text": Gemma3,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
     "glm4_moe_lite": Glm4MoeLite,

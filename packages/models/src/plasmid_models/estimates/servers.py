@@ -107,7 +107,7 @@ def estimate_servers(servers: Servers, context: EstimateContext) -> list[PhaseEs
     pool = share * device.memory - weights
     replicas = max(1, place.engine_ranks // gpus)
     # latent caches are whole on every GPU of a server; others are split by heads
-    of_token = shape.layers * shape.cache * dtype_bytes / (1 if shape.family == "deepseek_v3" else servers.split)
+    of_token = shape.layers * shape.cache * dtype_bytes / (1 if shape.has_latent_cache else servers.split)
     least = context.load.longest * of_token
     tokens = max(pool, least) / of_token
     obstacle = ""

@@ -31,6 +31,10 @@ class Family:
     """True if input and output embeddings are tied by default."""
     shared_gate: bool = False
     """True if the shared expert has a gate."""
+    sinks: bool = False
+    """True if each head of attention has a sink."""
+    expert_bias: bool = False
+    """True if routers and experts have biases."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -49,7 +53,9 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(output_bias=True, norms=4, head_size=256, tied=True, head_norm="head"),
     "glm4": Family(norms=4, head_size=128),
     "glm4_moe": Family(head_size=128),
+    "glm4_moe_lite": Family(),
     "deepseek_v3": Family(),
+    "gpt_oss": Family(output_bias=True, sinks=True, expert_bias=True),
 }
 """Supported families; their parameter counts were compared with transformers."""
 BEFORE_ACTIVATION = ("gate_proj", "up_proj")
@@ -102,6 +108,8 @@ class ModelShape:
     """Elements of a token's keys per layer in training."""
     cache: int
     """Elements of a token in the KV cache per layer."""
+    has_latent_cache: bool
+    """True if all heads share one compressed key and value (latent attention)."""
     has_head_norm: bool
     inner: int
     """Mean over layers of the active feed-forward width per token, experts included."""
@@ -206,6 +214,7 @@ def _shape(family: str, config: Config) -> ModelShape:
         value=heads * (config["v_head_dim"] if latent else size),
         keys=query if latent else key_heads * size,
         cache=latent + config["qk_rope_head_dim"] if latent else 2 * key_heads * size,
+        has_latent_cache=bool(latent),
         has_head_norm=_has_head_norm(kind, config),
         inner=round(inner / layers),
         experts=num_experts(config),
@@ -226,8 +235,10 @@ def _layer(kind: Family, config: Config, layer: int) -> Iterator[Weight]:
         return
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     yield Weight(f"{at}.mlp.gate", (experts, hidden))
-    for weight in _gated(f"{at}.mlp.experts", hidden, inner):
+    for weight in _gated(f"{at}.mlp.experts", hidden, inner, bias=kind.expert_bias):
         yield Weight(weight.name, weight.shape, experts, _num_routed(config))
+    if kind.expert_bias:
+        yield Weight(f"{at}.mlp.gate.bias", (experts,))
     shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * inner
     if shared:
         yield from _gated(f"{at}.mlp.shared_experts", hidden, shared)
@@ -246,6 +257,8 @@ def _attention(kind: Family, config: Config, at: str) -> Iterator[Weight]:
     yield Weight(f"{at}.o_proj", (hidden, heads * size))
     if bias and kind.output_bias:
         yield Weight(f"{at}.o_proj.bias", (hidden,))
+    if kind.sinks:
+        yield Weight(f"{at}.sinks", (heads,))
     if _has_head_norm(kind, config):
         every = kind.head_norm == "all"
         yield Weight(f"{at}.q_norm", (heads * size if every else size,))
@@ -299,6 +312,8 @@ def _num_routed(config: Config) -> int:
 
 def _is_sparse(config: Config, layer: int) -> bool:
     """Return True if this layer of a mixture-of-experts model has experts."""
+    if isinstance(kinds := config.get("mlp_layer_types"), list):
+        return bool(kinds[layer] == "sparse")
     if layer < (config.get("first_k_dense_replace") or 0) or layer in (config.get("mlp_only_layers") or ()):
         return False
     return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0

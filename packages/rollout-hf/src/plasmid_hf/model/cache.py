@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .recurrent import SlotStates
+
 ROWS = 8
 """From this number on, slots are added in multiples of it, so that the cache rarely grows."""
 
@@ -27,6 +29,8 @@ class SlotCache:
         self._shape = (0, 0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.states = SlotStates()
+        """States of layers with linear attention; a slot has one per layer, of constant size."""
 
     def shape_for(self, rows: int, tokens: int) -> tuple[int, int]:
         """Return the number of slots and the tokens per slot that the cache allocates for this size."""
@@ -44,6 +48,11 @@ class SlotCache:
         if rows > slots or tokens > length:
             wanted = self.shape_for(rows, tokens)
             self._shape = (wanted[0], max(wanted[1], length if rows > slots else 0))
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots that are reserved."""
+        return self._shape[0]
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer with the reserved room; heads, size and dtype are those of the
@@ -68,14 +77,17 @@ class SlotCache:
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of one slot into another."""
         for tensor in (*self.keys, *self.values):
-            tensor[target, :, :length] = tensor[source, :, :length]
+            if tensor.numel():  # layers with linear attention have none
+                tensor[target, :, :length] = tensor[source, :, :length]
+        self.states.move(source, target)
 
     def clear(self) -> None:
         """Clear the cache and free its memory, so that later results do not depend on earlier ones."""
         self.keys, self.values = [], []
+        self.states.clear()
         self._shape = (0, 0)
 
     @property
     def num_bytes(self) -> int:
-        """Return the allocated bytes."""
+        """Return the bytes allocated for keys and values."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))

@@ -20,7 +20,7 @@ class ExpertRecorder:
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self._num_layers = int(hf.config.get_text_config().num_hidden_layers)
-        self._chosen: dict[int, Tensor] = {}
+        self._chosen: dict[int, list[Tensor]] = {}
         self._recorded: list[Experts] | None = None
         for layer, (_, experts) in expert_blocks(hf).items():
             experts.register_forward_pre_hook(partial(self._record, layer))
@@ -37,15 +37,15 @@ class ExpertRecorder:
             self._chosen.clear()
 
     def deliver(self, lengths: Sequence[int], rows: Sequence[int]) -> None:
-        """End a forward pass over packed sequences of these lengths; row i has the tokens of sequence ``rows[i]``."""
+        """End forward passes over sequences of these lengths in order; row i has the tokens of ``rows[i]``."""
         if self._recorded is None or not self._chosen:
             return
-        like = next(iter(self._chosen.values()))
-        none = torch.zeros_like(like)
-        chosen = torch.stack([self._chosen.get(layer, none) for layer in range(self._num_layers)], dim=1)
+        found = {layer: torch.cat(parts) for layer, parts in self._chosen.items()}
+        none = torch.zeros_like(next(iter(found.values())))
+        chosen = torch.stack([found.get(layer, none) for layer in range(self._num_layers)], dim=1)
         parts = np.split(chosen.to(torch.int16).cpu().numpy(), np.cumsum(lengths)[:-1])
         self._recorded.extend(parts[row] for row in rows)
 
     def _record(self, layer: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._recorded is not None:
-            self._chosen[layer] = inputs[1]
+            self._chosen.setdefault(layer, []).append(inputs[1])

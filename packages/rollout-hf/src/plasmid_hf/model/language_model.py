@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..layers import check_layers
 from .attention import NAME, Decode, Plan, Prefill, Prompts
 from .cache import SlotCache, round_up
 from .expert_recorder import ExpertRecorder
+from .recurrent import LINEAR, StateCache
 
 ALIGNMENT = 16
 """Attention reads a multiple of this many tokens; GPU kernels require masks of aligned size."""
@@ -68,6 +69,9 @@ class LanguageModel:
         self.recorder = ExpertRecorder(hf)
         self.device = device
         self.facts = _facts(hf)
+        kinds: Sequence[str] = getattr(hf.config.get_text_config(), "layer_types", None) or ()
+        self._recurrent = kinds if LINEAR in kinds else None
+        """Kind of each layer if some have linear attention, else None."""
 
     def prefill(self, cache: SlotCache, sequences: Sequence[Ints], *, first_slot: int) -> Tensor:
         """Return [n, V] logits after each of n sequences; sequence i goes into slot ``first_slot + i``.
@@ -82,15 +86,30 @@ class LanguageModel:
         cache.reserve(first_slot + len(sequences), max(lengths) + 1)
         spans = Spans.packed(lengths, self.device) if self._is_invariant else None
         plan = Prefill(cache=cache, prompts=self._groups(distinct, lengths, first_slot), spans=spans)
-        ends = torch.tensor(lengths).cumsum(0) - 1
         tokens = torch.cat([torch.from_numpy(sequences[rows[0]]).long() for rows in distinct])
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        logits = self._forward(tokens[None], positions[None], plan, last=ends.to(self.device))[0]
+        if self._recurrent is not None:
+            logits = self._prefill_states(plan, tokens, self._recurrent)
+        else:
+            ends = torch.tensor(lengths).cumsum(0) - 1
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            logits = self._forward(tokens[None], positions[None], plan, last=ends.to(self.device))[0]
         source = torch.empty(len(sequences), dtype=torch.long)
         for i, rows in enumerate(distinct):
             source[rows] = i
         self.recorder.deliver(lengths, source.tolist())
         return logits[source.to(self.device)]
+
+    def _prefill_states(self, plan: Prefill, tokens: Tensor, kinds: Sequence[str]) -> Tensor:
+        """Run each group of the plan in a pass of its own: linear attention would mix packed prompts."""
+        logits = []
+        for group in plan.prompts:
+            count = len(group.slots)
+            ids = tokens[group.start : group.start + count * group.length].view(count, group.length)
+            states, alone = StateCache(kinds), replace(plan, prompts=[replace(group, start=0)])
+            positions = torch.arange(group.length).expand(count, -1)
+            logits.append(self._forward(ids, positions, alone, last=1, states=states)[:, 0])
+            states.store(plan.cache.states, group.slots, num_slots=plan.cache.num_slots)
+        return torch.cat(logits)
 
     def _groups(self, distinct: list[list[int]], lengths: list[int], first_slot: int) -> list[Prompts]:
         groups: list[Prompts] = []
@@ -116,16 +135,28 @@ class LanguageModel:
             mask=mask.to(self.device, self.hf.dtype),
             spans=Spans.last_tokens(where.to(self.device) + 1) if self._is_invariant else None,
         )
-        logits = self._forward(torch.tensor(token_ids)[:, None], where[:, None], plan, last=1)[:, 0]
+        states = None
+        if self._recurrent is not None:
+            states = StateCache(self._recurrent, cache.states, rows=len(token_ids))
+        logits = self._forward(torch.tensor(token_ids)[:, None], where[:, None], plan, last=1, states=states)[:, 0]
         self.recorder.deliver([1] * len(token_ids), range(len(token_ids)))
         return logits
 
-    def _forward(self, token_ids: Tensor, positions: Tensor, plan: Plan, *, last: Tensor | int) -> Tensor:
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: Plan,
+        *,
+        last: Tensor | int,
+        states: StateCache | None = None,
+    ) -> Tensor:
         output = self.hf(
             input_ids=token_ids.to(self.device),
             position_ids=positions.to(self.device),
             logits_to_keep=last,
             use_cache=False,  # the plan contains the cache
+            past_key_values=states,
             plan=plan,
         )
         logits: Tensor = output.logits
@@ -206,7 +237,6 @@ def load_model(
         raise ModelError(
             f"model.path: {path}: tensor {name} has shape {list(saved)}, config.json requires {list(expected)}"
         )
-    _check_windows(hf, path)
     check_layers(path, hf.config.to_dict())
     choose_expert_products(hf, dtype)
     pieces = _pieces(hf, path)
@@ -244,30 +274,24 @@ def _without_weights(path: Path, dtype: torch.dtype, trust_remote_code: bool) ->
     return model
 
 
-def _check_windows(hf: PreTrainedModel, path: Path) -> None:
-    """Refuse sliding-window attention, which would silently be computed as full attention."""
-    for name, module in hf.named_modules():
-        window = getattr(module, "sliding_window", None)
-        if window is not None and window < hf.config.get_text_config().max_position_embeddings:
-            raise ModelError(
-                f"model.path: {path} has sliding-window attention ({name} = {window}), which engine 'hf' does not "
-                "support; choose another model or engine"
-            )
+def cache_bytes(model: LanguageModel) -> tuple[int, int]:
+    """Measure the cache with one token: bytes per token, and bytes per request whatever its length.
 
-
-def kv_bytes_per_token(model: LanguageModel) -> int:
-    """Measure the cache size with one token. Raises `ModelError` if the family needs more than causal attention."""
+    Raises `ModelError` if the family needs another kind of attention or state.
+    """
     cache = SlotCache(num_layers=model.facts.num_layers, block=ALIGNMENT, max_rows=1)
+    family = model.hf.config.model_type
     try:
         with torch.inference_mode():
             model.prefill(cache, [torch.zeros(1, dtype=torch.int32).numpy()], first_slot=0)
-    except (NotImplementedError, KeyError, TypeError) as error:
-        family = model.hf.config.model_type
+            model.decode(cache, [0], [1])
+    except (NotImplementedError, AttributeError, KeyError, TypeError) as error:
         raise ModelError(f"model.path: engine 'hf' cannot run models of type {family!r}: {error}") from error
-    idle = [index for index, keys in enumerate(cache.keys) if not keys.numel()]
-    if idle:
+    used = cache.states.layers()
+    idle = [index for index, keys in enumerate(cache.keys) if not keys.numel() and index not in used]
+    if idle or not cache.keys:
         raise ModelError(
-            f"model.path: engine 'hf' cannot run models of type {model.hf.config.model_type!r}: layer {idle[0]} "
-            "does not use the KV cache"
+            f"model.path: engine 'hf' cannot run models of type {family!r}: layer {min(idle, default=0)} does not use "
+            "the KV cache"
         )
-    return cache.num_bytes // ALIGNMENT
+    return cache.num_bytes // ALIGNMENT, cache.states.num_bytes

@@ -21,7 +21,7 @@ from ..generation.generator import Generator
 from ..generation.row import Row
 from ..generation.scheduler import Limits
 from ..model.cache import round_up
-from ..model.language_model import kv_bytes_per_token, load_model
+from ..model.language_model import cache_bytes, load_model
 from ..settings import HF
 from ..weight_sync.update import WeightUpdate, distinct_names
 
@@ -183,13 +183,13 @@ def make_core(options: WorkerOptions) -> EngineCore:
         adapter=options.adapter,
         invariant=options.deterministic,
     )
-    bytes_per_token = kv_bytes_per_token(model)
+    of_token, of_request = cache_bytes(model)
     longest = model.facts.max_positions
     max_length = longest if folder.max_length == "auto" else min(longest, folder.max_length)
     limits = Limits(
         max_batch=settings.max_batch,
         prefill_tokens=settings.prefill_tokens,
-        kv_tokens=_kv_limit(settings, model.device, max_length, bytes_per_token),
+        kv_tokens=_kv_limit(settings, model.device, max_length, of_token, of_request),
     )
     check_tokenizer_files(Path(folder.tokenizer_path))
     file = Path(folder.tokenizer_path) / "tokenizer.json"
@@ -198,14 +198,18 @@ def make_core(options: WorkerOptions) -> EngineCore:
     return EngineCore(generator, recompute_kv=settings.recompute_kv)
 
 
-def _kv_limit(settings: HF, device: torch.device, max_length: int, bytes_per_token: int) -> int | None:
-    """Return how many tokens the cache may hold. Raises `ConfigError` if one request may need more."""
+def _kv_limit(settings: HF, device: torch.device, max_length: int, of_token: int, of_request: int) -> int | None:
+    """Return how many tokens the cache may hold, from its bytes per token and the constant bytes of each request.
+
+    Raises `ConfigError` if one request may need more.
+    """
     needed = round_up(max_length, settings.kv_block)
     if settings.kv_tokens != "auto":
         limit = settings.kv_tokens
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        limit = int(free * settings.kv_memory_fraction) // bytes_per_token
+        room = int(free * settings.kv_memory_fraction) - settings.max_batch * of_request
+        limit = max(0, room) // of_token
     else:
         return None
     if limit < needed:

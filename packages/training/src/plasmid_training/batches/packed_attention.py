@@ -12,9 +12,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from plasmid_models.attention_sinks import attention_with_sinks
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+from .sink_attention import PackedSinkAttention
 
 SUPPORTS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether this torch release supports grouped-query attention in `varlen_attn`."""
@@ -65,6 +68,7 @@ def attend(
     *,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     block: Block | None = None,
 ) -> Tensor:
     """Compute attention [t, h, e] of query [t, h, d], key [t, g, d] and value [t, g, e], packed at ``cu_seqlens``.
@@ -73,31 +77,59 @@ def attend(
 
     Uses torch's packed FlashAttention kernels on a GPU in half precision, otherwise dense attention over a padded
     ``block``, which is derived from ``cu_seqlens`` if it is None. With a ``window``, a token attends to itself and the
-    ``window - 1`` tokens before it. ``scale`` is 1 / sqrt(d) by default.
+    ``window - 1`` tokens before it. ``scale`` is 1 / sqrt(d) by default. ``sinks`` [h] are logits that each head adds
+    to the denominator of its softmax.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         bounds, sizes = (cu_seqlens, cu_seqlens), (longest, longest)
-        return varlen_attention(query, key, value, bounds, sizes, scale=scale, window=window)
+        return varlen_attention(query, key, value, bounds, sizes, scale=scale, window=window, sinks=sinks)
     if block is None:
         block = Block.of([end - start for start, end in pairwise(cu_seqlens.tolist())], query.device)
     query, key, value = (_unpack(x, block) for x in (query, key, value))
-    out = dense_attention(query, key, value, scale=scale, window=window).transpose(1, 2).flatten(0, 1)
+    out = dense_attention(query, key, value, scale=scale, window=window, sinks=sinks).transpose(1, 2).flatten(0, 1)
     result: Tensor = _Pack.apply(out, block.inverse)  # type: ignore[no-untyped-call]
     return result
 
 
 def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention [B, h, W, e] of query [B, h, W, d], key [B, g, W, d] and value [B, g, W, e]."""
     width = query.shape[2]
-    # no `enable_gqa=h != g`: sizes are symbolic under torch.compile, and a symbolic argument would break the graph
-    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    if window is None or window >= width:
+    if sinks is None and (window is None or window >= width):
+        options = _grouped(query, key)
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, **options)
     distance = torch.arange(width, device=query.device)[:, None] - torch.arange(width, device=query.device)
-    mask = (distance >= 0) & (distance < window)
+    return masked_attention(query, key, value, distance, scale=scale, window=window, sinks=sinks)
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    distance: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute causal attention; ``distance`` [..., V, U] is each query's position less that of each key."""
+    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if sinks is not None:
+        return attention_with_sinks(query, key, value, sinks, mask=mask, scale=scale)
+    options = _grouped(query, key)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, **options)
+
+
+def _grouped(query: Tensor, key: Tensor) -> dict[str, Any]:
+    # no `enable_gqa=h != g`: sizes are symbolic under torch.compile, and a symbolic argument would break the graph
+    return {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
 
 
 def _unpack(x: Tensor, block: Block) -> Tensor:
@@ -145,6 +177,7 @@ def varlen_attention(
     *,
     scale: float | None,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Call torch's packed kernels; ``cu_seqlens`` and ``longest`` are those of queries and of keys.
 
@@ -163,6 +196,12 @@ def varlen_attention(
             options["enable_gqa"] = True
         else:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    out = varlen_attn(query.contiguous(), key.contiguous(), value.contiguous(), *cu_seqlens, *longest, **options)
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if sinks is None:
+        out = varlen_attn(query, key, value, *cu_seqlens, *longest, **options)
+    else:
+        out = PackedSinkAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, sinks, cu_seqlens, longest, scale, (before, 0)
+        )
     assert isinstance(out, Tensor), "a second result must be requested"
     return out if widest == size else out[..., :size]

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from .collate import Microbatch
-from .packed_attention import dense_attention, varlen_attention
+from .packed_attention import dense_attention, masked_attention, varlen_attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,11 +105,14 @@ class VarlenLayout:
             max(map(len, keys)),
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
-        """Compute [t, h, e] from query [t, h, d], key [t, g, d], value [t, g, e]."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Compute [t, h, e] from query [t, h, d], key [t, g, d], value [t, g, e].
+
+        The options ``scale``, ``window`` and ``sinks`` are those of `packed_attention.attend`.
+        """
         key, value = self.keys(key), self.keys(value)
         bounds = (self.cu_seqlens_q, self.cu_seqlens_k)
-        return varlen_attention(query, key, value, bounds, (self.max_q, self.max_k), scale=scale, window=window)
+        return varlen_attention(query, key, value, bounds, (self.max_q, self.max_k), **options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,17 +152,16 @@ class DenseLayout:
             Spread.of(places, np.ones(total, np.bool_), begin, device),
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
-        """Compute [t, h, e] from query [t, h, d], key [t, g, d], value [t, g, e]."""
-        whole = dense_attention(
-            *(self.whole(x).transpose(1, 2) for x in (query, key, value)), scale=scale, window=window
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Compute [t, h, e] from query [t, h, d], key [t, g, d], value [t, g, e].
+
+        The options ``scale``, ``window`` and ``sinks`` are those of `packed_attention.attend`.
+        """
+        whole = dense_attention(*(self.whole(x).transpose(1, 2) for x in (query, key, value)), **options)
         q, k, v = self.queries(query).transpose(1, 2), self.keys(key).transpose(1, 2), self.keys(value).transpose(1, 2)
         rows, columns = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
         distance = self.offsets[:, None, None] + rows[:, None] - columns  # [C, V, U]
-        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        parts = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, **options)
+        parts = masked_attention(q, k, v, distance[:, None], **options)
         return self.places(torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (whole, parts)]))
 
 
