@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from plasmid_models.fp8_blocks import forget_blocks
 from plasmid_models.source import Source
 from plasmid_training.compiling import compile_layers
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -128,6 +129,31 @@ def shard_module(
             # loss weights already normalize the sum over ranks; gloo supports plain sums only
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        elif isinstance(module, FSDPModule) and device.type == "cpu":
+            module.set_custom_reduce_scatter(InPlaceReduce())  # type: ignore[arg-type]
+
+
+class InPlaceReduce:
+    """FSDP2's reduce-scatter for a single rank, with one buffer as input and output.
+
+    With separate ones, FSDP2 copies the fp32 gradient of each layer into newly allocated memory.
+    """
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[Tensor] | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer; FSDP2 calls this for the input of a reduction, and again for its output."""
+        given = self._input() if self._input is not None else None
+        self._input = None
+        if given is not None and tuple(given.shape) == tuple(size) and given.dtype == dtype:
+            return given
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        self._input = weakref.ref(buffer)  # not a reference: a failed reduction frees its input
+        return buffer
+
+    def __call__(self, **_: Any) -> None:
+        raise AssertionError("a single rank has nothing to reduce")
 
 
 def _make_mesh(device_type: str, shard: Shard) -> DeviceMesh:
