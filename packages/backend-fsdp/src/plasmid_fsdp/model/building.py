@@ -119,6 +119,8 @@ def shard_module(
         compile_layers(decoder_layers(model), memory_budget=settings.activation_memory_budget)
     elif settings.activation_memory_budget < 1:
         raise ConfigError(NOT_COMPILED_ERROR)
+    if gathers_once(settings, num_ranks) and not any(parameter.requires_grad for parameter in root.parameters()):
+        return  # a frozen model is whole, in the compute dtype: gathering would only copy it
     for layer in decoder_layers(model):
         fully_shard(layer, mp_policy=low, **options)
     for module in exact:
@@ -202,6 +204,8 @@ def materialize(
 ) -> None:
     """Allocate the sharded ``root`` and compute its non-persistent buffers; weights are loaded afterwards."""
     root.to_empty(device="cpu" if settings.cpu_offload else device)
+    if not isinstance(root, FSDPModule):
+        model.tie_weights()
     for owner in model.modules():
         _move_buffers(owner, device)
     _compute_buffers(model, source)
