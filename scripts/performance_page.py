@@ -163,6 +163,17 @@ def head_to_head() -> Table:
     )
 
 
+def cpu_step() -> Table:
+    head = ["weights of TRL", "Plasmid, s", "TRL, s", "TRL / Plasmid", "Plasmid, CPU s", "TRL, CPU s", "TRL / Plasmid"]
+
+    def cells(run: Row) -> Sequence[str]:
+        ours, theirs, ratio = run["plasmid"], run["trl"], run["speedup"]
+        pairs = ((ours[key], theirs[key], ratio[key]) for key in ("wall_s", "cpu_s"))
+        return [run["trl_weights"], *(number(value, 2) for pair in pairs for value in pair)]
+
+    return head, (cells(run) for run in read("cpu-step")["runs"])
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "weight-sync": weight_sync,
     "sampling": sampling,
@@ -175,6 +186,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "shared-prefix": shared_prefix,
     "driver": driver,
     "head-to-head": head_to_head,
+    "cpu-step": cpu_step,
 }
 
 

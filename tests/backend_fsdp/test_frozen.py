@@ -116,6 +116,42 @@ def test_the_policy_replaces_the_reference(kind, request, tiny_model, tmp_path):
     assert asyncio.run(resume()) == reports[3:]
 
 
+def test_a_moving_reference_starts_from_its_own_folder(one_rank, tiny_model, tmp_path):
+    """It shares the policy's module, whose weights it only replaces while it scores."""
+    other, batch = make_tiny_model(tmp_path / "other", seed=7), make_batch()
+
+    async def run():
+        trainer, config = await one_rank.start(
+            algorithm={"monitor_kl": True, "kl_estimator": "k1"}, reference={"path": str(other), "update_every": 9}
+        )
+        before = await weights_of(trainer, tmp_path / "before")
+        await trainer.score(batch, (Role.REFERENCE,))
+        after = await weights_of(trainer, tmp_path / "after")
+        return before, after, await fit(trainer, config, batch)
+
+    before, after, reports = asyncio.run(run())
+    assert largest_difference(before, after) == 0
+    assert reports[0]["train/kl"] == pytest.approx(plain_difference(tiny_model, other, batch), abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_separate_reference_computes_as_the_policy(dtype, one_rank, tmp_path, monkeypatch):
+    """On a CPU it is a model of its own, also with a tied head, and equals the policy bit by bit before training."""
+    from plasmid_training.rank import frozen
+
+    monkeypatch.setattr(frozen, "HostWeights", None)
+    model = make_tiny_model(tmp_path / "tied", family="qwen3", tied=True)
+
+    async def run():
+        trainer, config = await one_rank.start(
+            model=model, algorithm={"monitor_kl": True}, trainer={"dtype": dtype, "lr": 1e-3}
+        )
+        return await fit(trainer, config, make_batch(), make_batch(index=1))
+
+    first, second = asyncio.run(run())
+    assert first["train/kl"] == 0 and second["train/kl"] > 0
+
+
 def test_a_reference_that_the_policy_cannot_replace_is_refused(one_rank, tmp_path):
     other = make_tiny_model(tmp_path / "other", hidden_size=32)
     with pytest.raises(ModelError, match=r"reference\.update_every: .*/other has a different architecture"):

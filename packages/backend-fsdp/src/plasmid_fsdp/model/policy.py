@@ -118,7 +118,10 @@ def build_policy(
     dtype = getattr(torch, settings.dtype)
     adapted = trained and settings.lora is not None
     full = trained and not adapted
-    lm = build_on_meta(source, settings, dtype=torch.float32 if full else dtype, invariant=invariant)
+    lm = build_on_meta(source, settings, dtype=dtype if adapted else torch.float32, invariant=invariant)
+    if not trained:  # buffers stay as in a policy
+        for parameter in lm.parameters():
+            parameter.data = parameter.data.to(dtype)
     _check_logits(lm, source)
     layout = FolderLayout.of(lm, source)
     adapter = ShardedAdapter(lm, settings.lora, source) if adapted and settings.lora is not None else None

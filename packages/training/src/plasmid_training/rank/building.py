@@ -21,8 +21,16 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
     run, algorithm, needs = config.run, config.algorithm, config.algorithm.needs()
     warmup = algorithm.critic_warmup if isinstance(algorithm, ActorCritic) else 0
     policy = backend.build_policy(source(config, "model"))
+    on_gpu, moves = peers.device.type == "cuda", bool(config.reference.update_every)
     frozen = {
-        role: load_frozen(backend, source(config, role.value), policy, policy_path=Path(config.model.path))
+        role: load_frozen(
+            backend,
+            source(config, role.value),
+            policy,
+            policy_path=Path(config.model.path),
+            # on a CPU, swapping saves no memory and copies all fp32 weights six times per batch
+            swap=on_gpu or (role is Role.REFERENCE and moves),
+        )
         for role, needed in ((Role.REFERENCE, needs.reference), (Role.TEACHER, needs.teacher and has_teacher(config)))
         if needed and role not in config.placement.role_ranks
     }

@@ -100,17 +100,19 @@ class SecondModel:
             self._model.offload(self._memory)
 
 
-def load_frozen(backend: RankBackend, source: Source, policy: RankModel, *, policy_path: Path) -> FrozenModel:
-    """Load a frozen model, sharing the policy's module if the architecture is the same.
+def load_frozen(
+    backend: RankBackend, source: Source, policy: RankModel, *, policy_path: Path, swap: bool = True
+) -> FrozenModel:
+    """Load a frozen model. With ``swap``, it shares the policy's module if the architecture is the same.
 
-    With an adapter, the policy's module is shared only for the policy's own folder, whose weights it already has. Call
-    this before the policy is trained. Raises `ModelError`.
+    With an adapter, the policy's module is shared for the policy's own folder, whose weights it already has, and for no
+    other. Call this before the policy is trained. Raises `ModelError`.
     """
     is_own = source.path.resolve() == policy_path.resolve()
     if policy.adapter is not None and is_own:
         return AdapterBase(policy, policy.adapter)
     other = differences(read_config("model", policy_path), read_config(source.where, source.path))
-    if policy.adapter is not None or other:
+    if policy.adapter is not None or other or not swap:
         return SecondModel(backend.build_frozen(source))
     weights = HostWeights(policy)
     if not is_own:
