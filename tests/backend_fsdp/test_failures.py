@@ -25,7 +25,7 @@ class Trap:
                 raise DataError("rows are gone")
             if self.action == "die":
                 os._exit(1)
-            time.sleep(60)
+            time.sleep(600)  # longer than the time limit of a test
         return self.rows
 
 
@@ -39,37 +39,28 @@ def failure(ranks, action, error, **run):
     async def go():
         trainer, config = await ranks.start(run={"batches": 10, "prompts_per_batch": 4, "samples_per_prompt": 4} | run)
         await fit(trainer, config, make_batch())
-        started = time.perf_counter()
         with pytest.raises(error) as caught:
             await fit(trainer, config, trapped(action))
-        seconds = time.perf_counter() - started
-        closing = time.perf_counter()
         for actor in trainer._ranks._actors:
             await actor.stop(grace_s=1.0)
         ranks._trainer = None
-        assert time.perf_counter() - closing < 30
-        return str(caught.value), seconds
+        return str(caught.value)
 
     return asyncio.run(go())
 
 
 def test_an_error_of_one_rank_is_told_and_the_others_are_not_waited_for(two_ranks):
-    message, seconds = failure(two_ranks, "raise", DataError)
+    message = failure(two_ranks, "raise", DataError)
     assert message == "trainer rank 1: rows are gone"
-    assert seconds < 30
 
 
 def test_a_rank_that_dies_is_named(two_ranks):
-    message, seconds = failure(two_ranks, "die", ActorDiedError)
-    assert "trainer-1 died during train" in message
-    assert seconds < 30
+    assert "trainer-1 died during train" in failure(two_ranks, "die", ActorDiedError)
 
 
 @pytest.mark.long
 def test_a_rank_that_hangs_ends_at_the_deadline(two_ranks):
-    message, seconds = failure(two_ranks, "hang", DeadlineError, train_timeout_s=3.0)
-    assert "no answer within 3 s" in message
-    assert seconds < 40
+    assert "no answer within 3 s" in failure(two_ranks, "hang", DeadlineError, train_timeout_s=3.0)
 
 
 def test_an_error_of_a_single_rank_is_told_as_it_is(one_rank, tmp_path):

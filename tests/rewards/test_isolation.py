@@ -64,9 +64,8 @@ def test_every_way_to_misbehave_gets_the_failure_value_and_its_reason(tmp_path):
 
 
 def test_a_call_can_neither_kill_its_worker_nor_leave_threads_behind(tmp_path):
-    started = time.monotonic()
-    scores = ask(tmp_path, "threads", "well", call_timeout_s=20)
-    assert [s.value for s in scores] == [1.0, 1.0] and time.monotonic() - started < 15
+    scores = ask(tmp_path, "threads", "well", call_timeout_s=1000)  # longer than the time limit of a test
+    assert [s.value for s in scores] == [1.0, 1.0]
     (refused,) = ask(tmp_path, "kill-worker")
     assert refused.value == -2.0 and refused.error.startswith("raised PermissionError")
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 from plasmid.components import BuildContext
 from plasmid.config.load import resolve
@@ -76,7 +77,9 @@ class Shared:
         self._runner = asyncio.Runner()
         self._context = make_context(model_path, run_dir)
         settings = self._context.config.rollout
-        self._servers = self.run(start_servers(settings, self._context, make_dialect))
+        # SGLang compiles penalties and samplers at their first use, which takes most of a minute of processor time
+        with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
+            self._servers = self.run(start_servers(settings, self._context, make_dialect))
         self._count = 0
 
     def as_external(self, engine):

@@ -60,7 +60,7 @@ def test_files_of_the_disk_wire_are_gone_afterwards(shared):
 def test_tokens_of_requests_across_an_update_have_the_version_that_drew_them(shared, mode):
     old, new = plain_model(shared.model_path), plain_model(shared.model_path)
     weights = changed(new, by=0.02)
-    requests = [make_request(i, num=200, temperature=3.0) for i in range(8)]
+    requests = [make_request(i, num=200, temperature=3.0, ignore_eos=True) for i in range(8)]
 
     async def whole(engine, request):
         """As rollouts do it: what was cut off is asked again with the tokens so far."""

@@ -1,7 +1,6 @@
 """Texts of a policy that try to end the run: they get the failure value, and a broken reward is still told at once."""
 
 import json
-import time
 
 import pytest
 
@@ -126,13 +125,11 @@ def test_samples_that_wait_for_the_loop_or_for_a_thread_have_their_whole_time(sc
 
 
 def test_the_tests_of_one_program_that_hangs_in_each_end_with_its_time(score):
-    program = "```python\nimport time\ntime.sleep(60)\n```"
+    program = "```python\nimport time\ntime.sleep(600)\n```"
     cases = [{"input": str(i), "output": "1"} for i in range(20)]
     settings = 'kind="code", score="fraction", timeout_s=1.0, workers=1, sandbox.wall_s=0.4'
-    started = time.monotonic()
     code, samples = score(f"{{{settings}}}", program, target=cases)
     assert (code, samples[0]["reward"]) == (0, 0.0)
-    assert time.monotonic() - started < 20
 
 
 TEXT_REWARDS = ", ".join(

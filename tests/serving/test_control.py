@@ -3,11 +3,10 @@
 import secrets
 import socket
 import threading
-import time
 
 import pytest
+from plasmid_serving.weights import control
 from plasmid_serving.weights.control import (
-    HANDSHAKE_S,
     MAX_HANDSHAKES,
     ControlAddress,
     ControlChannel,
@@ -151,13 +150,12 @@ def test_the_key_is_in_nothing_that_is_sent_or_shown(server):
     assert "key" not in repr(server.address)
 
 
-def test_strangers_who_say_nothing_do_not_keep_the_server_from_its_peers(server):
+def test_strangers_who_say_nothing_do_not_keep_the_server_from_its_peers(server, monkeypatch):
+    monkeypatch.setattr(control, "HANDSHAKE_S", 3600.0)  # longer than the time limit of a test
     address = server.address
     silent = [socket.create_connection((address.host, address.port)) for _ in range(3 * MAX_HANDSHAKES)]
-    began = time.monotonic()
     ControlChannel.of_sender(address, "token", 0).put({"bucket": 1})
     assert ControlChannel.of_process(address, "token", 0).get(5) == {"bucket": 1}
-    assert time.monotonic() - began < HANDSHAKE_S / 2
     for stranger in silent:
         stranger.close()
 

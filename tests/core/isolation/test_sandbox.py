@@ -216,10 +216,9 @@ def time_for(reason: str) -> float:
 
 @pytest.mark.parametrize(("source", "reason"), LIMITED.values(), ids=LIMITED)
 def test_limits_hold(source, reason):
-    started = time.monotonic()
     outcome = run(source, wall_s=time_for(reason), cpu_s=1)
     assert outcome.error is not None and re.search(reason, outcome.error), outcome
-    assert len(outcome.stdout) <= 64 << 10 and time.monotonic() - started < 60
+    assert len(outcome.stdout) <= 64 << 10
 
 
 def test_nothing_of_one_program_is_there_for_the_next():
