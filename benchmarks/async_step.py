@@ -43,14 +43,6 @@ def items_of(args, folder):
     ]
 
 
-def measure_run(items, folder, name, *options):
-    """Run the recipe; return the folder of the run."""
-    began = time.monotonic()
-    step.run(items, folder, name, *options)
-    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-    return folder / name
-
-
 def lengths_of(run):
     """Prompt and completion tokens of the samples of every batch, in the order of the batches: [samples, 2]."""
     batches = []
@@ -94,10 +86,11 @@ def measure(args):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         items = items_of(args, folder)
-        both = measure_run(items, folder, "both")
-        engine = measure_run(items, folder, "engine", "--rollouts-only")
-        trainer = measure_run(items, folder, "trainer", "--replay", str(both))
-        trained, drawn = lengths_of(both), lengths_of(engine)
+        both, engine, trainer = (folder / name for name in ("both", "engine", "trainer"))
+        step.timed("both", step.run, items, folder, "both")
+        step.timed("engine", step.run, items, folder, "engine", "--rollouts-only")
+        step.timed("trainer", step.run, items, folder, "trainer", "--replay", str(both))
+        trained, drawn, starts = lengths_of(both), lengths_of(engine), step.start_of(both)
         rates = {
             "asynchronous": rate(both, args.skip, trained),
             "engine alone": rate(engine, args.skip, drawn),
@@ -108,7 +101,10 @@ def measure(args):
     report = {"device": args.device, "staleness": args.staleness, "prompt_tokens": args.prompt_tokens}
     report |= {"median": args.median, "sigma": args.sigma, "new_tokens": args.new_tokens, "set": args.items}
     report |= {"rates": rates, "ratio": rates["asynchronous"]["tokens_per_s"] / limit, "load": load}
-    report |= {"lengths": {"trained on": distribution(trained), "drawn by the engine alone": distribution(drawn)}}
+    report |= {
+        "started": starts,
+        "lengths": {"trained on": distribution(trained), "drawn by the engine alone": distribution(drawn)},
+    }
     return report | {"at": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
 
 

@@ -147,32 +147,55 @@ def trl_step(args, config, data, folder):
 
 
 def measure(args):
-    """The report of all runs."""
+    """The report of all runs. Written after each part, because a later one may be cut off."""
     load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         items, config, data = prepare(args, folder)
-        whole = run(items, folder, "whole")[args.skip :]
-        starts = start_of(folder / "whole")
-        engine = run(items, folder, "engine", "--rollouts-only")[args.skip :]
-        trainer = run(items, folder, "trainer", "--replay", str(folder / "whole"))[args.skip :]
+        whole = timed("whole", run, items, folder, "whole")[args.skip :]
+        report = {"device": args.device, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
+        report |= {"batches": len(whole), "tokens_per_s": median(whole, "perf/tokens_per_s"), "set": args.items}
+        report |= {"step": split(whole), "started": start_of(folder / "whole")}
+        save(args, report)
+        engine = timed("engine", run, items, folder, "engine", "--rollouts-only")[args.skip :]
+        trainer = timed("trainer", run, items, folder, "trainer", "--replay", str(folder / "whole"))[args.skip :]
         (folder / "sync").mkdir()
         apart = {"sample": median(engine, "perf/sample_s")}
         apart |= {name: median(trainer, f"perf/{name}_s") for name in ("score", "train")}
-        apart["transfer"] = asyncio.run(sync_alone(config, folder / "sync", args.syncs))
-        peer = trl_step(args, config, data, folder) if args.trl_python else None
+        apart["transfer"] = asyncio.run(timed("sync", sync_alone, config, folder / "sync", args.syncs))
+        report |= compare(report["step"], apart)
+        save(args, report)
+        if args.trl_python:
+            report["trl"] = timed("trl", trl_step, args, config, data, folder)
     load.append(os.getloadavg()[0])
-    found, alone = split(whole), sum(apart.values())
-    report = {"device": args.device, "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
-    report |= {"batches": len(whole), "tokens_per_s": median(whole, "perf/tokens_per_s")}
-    report |= {"step": found, "started": starts}
-    report |= {"apart": {**apart, "sum": alone}, "ratio": found["step"] / alone, "load": load}
-    report["idle"] = {
+    report |= {"load": load, "at": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+    save(args, report)
+    return report
+
+
+def timed(name, function, *args):
+    """Call a part of the benchmark, and print that it begins and how long it took."""
+    began = time.monotonic()
+    print(f"{name} ...", flush=True)
+    found = function(*args)
+    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    return found
+
+
+def compare(found, apart):
+    """The phases apart, the ratio of the step to their sum, and what is idle during a step."""
+    alone = sum(apart.values())
+    idle = {
         "engine": found["step"] - apart["sample"],
         "trainer": found["step"] - apart["score"] - apart["train"],
         "both": max(0.0, found["step"] - alone),
     }
-    return report | ({"trl": peer} if peer else {}) | {"at": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+    return {"apart": {**apart, "sum": alone}, "ratio": found["step"] / alone, "idle": idle}
+
+
+def save(args, report):
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def show(report):
@@ -206,8 +229,6 @@ def main(argv=None):
         parser.error("name a recipe, or --tiny")
     report = measure(args)
     show(report)
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 

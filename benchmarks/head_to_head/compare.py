@@ -4,7 +4,7 @@
     python benchmarks/head_to_head/compare.py models/SmolLM2-135M-Instruct --trl-python ~/trl/bin/python --out new.json
 
     python benchmarks/head_to_head/compare.py models/qwen3-0.6b-random --trl-python ~/trl/bin/python --device cuda \
-        --dtype bfloat16 --prompts 16 --samples 8 --prompt 115 --completion 230 --peer-rows 16 --batches 6 \
+        --dtype bfloat16 --prompts 16 --samples 8 --prompt 115 --completion 230 --peer-rows 8 --batches 6 \
         --set trainer.microbatch_tokens=16384
 
 All train on the same tokens from the same weights in the same dtype (with bfloat16, weights and optimizer are fp32),
@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -182,20 +183,21 @@ def main(argv=None):
     stream = freeze_stream(args)
     report = {"device": args.device, "dtype": args.dtype, "threads": args.threads, "load": os.getloadavg()[0]}
     report["tokens"] = [count_tokens(batch) for batch in stream]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        found = {"plasmid": ours(args, stream, folder)}
-        found["plain loop"] = peer("plain_loop.py", sys.executable, args, stream, folder)
-        if args.trl_python:
-            found["trl"] = peer("trl_trainer.py", args.trl_python, args, stream, folder)
+    trainers = {"plasmid": ours, "plain loop": partial(peer, "plain_loop.py", sys.executable)}
+    if args.trl_python:
+        trainers["trl"] = partial(peer, "trl_trainer.py", args.trl_python)
+    base = None
     print("| | tok/s | loss differs by | gradient norm differs by |\n|---|---|---|---|")
-    for name, batches in found.items():
-        report[name] = own = summarize(batches, stream)
-        own |= {f"{key}_difference": difference(key, batches, found["plasmid"]) for key in ("loss", "grad_norm")}
-        differences = f"{own['loss_difference']:.1e} | {own['grad_norm_difference']:.1e}"
-        print(f"| {name} | {own['tokens_per_s']:.1f} | {differences} |")
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, train in trainers.items():
+            batches = train(args, stream, Path(folder))
+            base = base or batches
+            report[name] = own = summarize(batches, stream)
+            own |= {f"{key}_difference": difference(key, batches, base) for key in ("loss", "grad_norm")}
+            differences = f"{own['loss_difference']:.1e} | {own['grad_norm_difference']:.1e}"
+            print(f"| {name} | {own['tokens_per_s']:.1f} | {differences} |", flush=True)
+            if args.out:  # after each: a later one may fail
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
