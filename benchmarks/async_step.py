@@ -81,31 +81,33 @@ def distribution(batches):
 
 
 def measure(args):
-    """The report of the three runs."""
-    load = [os.getloadavg()[0]]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        items = items_of(args, folder)
-        both, engine, trainer = (folder / name for name in ("both", "engine", "trainer"))
-        step.timed("both", step.run, items, folder, "both")
-        step.timed("engine", step.run, items, folder, "engine", "--rollouts-only")
-        step.timed("trainer", step.run, items, folder, "trainer", "--replay", str(both))
-        trained, drawn, starts = lengths_of(both), lengths_of(engine), step.start_of(both)
-        rates = {
-            "asynchronous": rate(both, args.skip, trained),
-            "engine alone": rate(engine, args.skip, drawn),
-            "trainer alone": rate(trainer, args.skip, trained),
-        }
-    load.append(os.getloadavg()[0])
-    limit = min(rates["engine alone"]["tokens_per_s"], rates["trainer alone"]["tokens_per_s"])
+    """The report of the three runs. Written after each, because a later one may be cut off."""
     report = {"device": args.device, "staleness": args.staleness, "prompt_tokens": args.prompt_tokens}
     report |= {"median": args.median, "sigma": args.sigma, "new_tokens": args.new_tokens, "set": args.items}
-    report |= {"rates": rates, "ratio": rates["asynchronous"]["tokens_per_s"] / limit, "load": load}
-    report |= {
-        "started": starts,
-        "lengths": {"trained on": distribution(trained), "drawn by the engine alone": distribution(drawn)},
-    }
-    return report | {"at": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+    report |= {"load": [os.getloadavg()[0]], "rates": {}, "lengths": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        items, both = items_of(args, folder), folder / "both"
+        runs = {"asynchronous": (both, ()), "engine alone": (folder / "engine", ["--rollouts-only"])}
+        runs["trainer alone"] = (folder / "trainer", ["--replay", str(both)])
+        for case, (run, options) in runs.items():
+            step.timed(case, step.run, items, folder, run.name, *options)
+            lengths = lengths_of(both if case == "trainer alone" else run)
+            report["rates"][case] = rate(run, args.skip, lengths)
+            report["lengths"][case] = distribution(lengths)
+            report["started"] = step.start_of(both)
+            report["ratio"] = ratio_of(report["rates"])
+            step.save(args, report)
+    report["load"].append(os.getloadavg()[0])
+    report |= {"at": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+    step.save(args, report)
+    return report
+
+
+def ratio_of(rates):
+    """The rate of the asynchronous run over the smaller one of those measured alone; None before one was measured."""
+    alone = [found["tokens_per_s"] for name, found in rates.items() if name != "asynchronous"]
+    return rates["asynchronous"]["tokens_per_s"] / min(alone) if alone else None
 
 
 def show(report):
@@ -142,8 +144,6 @@ def main(argv=None):
         parser.error("--skip must be at least 1 and less than --batches")
     report = measure(args)
     show(report)
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 

@@ -162,7 +162,10 @@ def measure(args):
         (folder / "sync").mkdir()
         apart = {"sample": median(engine, "perf/sample_s")}
         apart |= {name: median(trainer, f"perf/{name}_s") for name in ("score", "train")}
-        apart["transfer"] = asyncio.run(timed("sync", sync_alone, config, folder / "sync", args.syncs))
+        if args.syncs:
+            apart["transfer"] = asyncio.run(timed("sync", sync_alone, config, folder / "sync", args.syncs))
+        else:
+            apart["transfer"] = report["step"]["transfer"]
         report |= compare(report["step"], apart)
         save(args, report)
         if args.trl_python:
@@ -218,7 +221,7 @@ def main(argv=None):
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batches", type=int, default=6)
     parser.add_argument("--skip", type=int, default=2, help="batches at the start that do not count")
-    parser.add_argument("--syncs", type=int, default=5, help="syncs that are timed apart")
+    parser.add_argument("--syncs", type=int, default=5, help="syncs timed apart; 0 takes those of the run")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--trl-python", type=Path, help="Python of an environment with TRL")

@@ -62,5 +62,5 @@ def test_a_tiny_run_is_compared_with_its_parts_alone(tmp_path, capsys):
     assert report == json.loads(out.read_text())
     rates = {name: found["tokens_per_s"] for name, found in report["rates"].items()}
     assert report["ratio"] == rates["asynchronous"] / min(rates["engine alone"], rates["trainer alone"])
-    assert report["lengths"]["trained on"]["samples"] == 4 * 16
+    assert report["lengths"]["asynchronous"]["samples"] == 4 * 16
     assert "of the smaller one alone, with max_staleness 2" in capsys.readouterr().out
