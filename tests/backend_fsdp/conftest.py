@@ -1,4 +1,4 @@
-"""Trainers of one rank in this process and of two in processes of their own, that the tests of a module share."""
+"""Trainers of one rank in this process, and of two and four in processes of their own, that tests share."""
 
 import asyncio
 import sys
@@ -11,7 +11,7 @@ for folder in (str(HERE), str(HERE.parent / "backend_megatron")):
     if folder not in sys.path:
         sys.path.insert(0, folder)  # spawned processes get these paths, too
 
-from fsdp_cases import OneRank, TwoRanks  # noqa: E402
+from fsdp_cases import FourRanks, OneRank, TwoRanks  # noqa: E402
 
 
 @pytest.fixture
@@ -36,5 +36,27 @@ def two_processes():
 def two_ranks(two_processes, tiny_model, tmp_path):
     """A factory of trainers with two ranks over gloo; one at a time."""
     ranks = TwoRanks(tiny_model, tmp_path, two_processes)
+    yield ranks
+    asyncio.run(ranks.close())
+
+
+@pytest.fixture(scope="module")
+def four_processes():
+    """Four processes, as `two_processes`.
+
+    A module has its own, because torch caches meshes of equal shapes with the names of their groups, which depend on
+    the groups that were made before.
+    """
+    from fsdp_processes import Processes
+
+    processes = Processes(4)
+    yield processes
+    processes.shutdown()
+
+
+@pytest.fixture
+def four_ranks(four_processes, tiny_model, tmp_path):
+    """A factory of trainers with four ranks over gloo; one at a time."""
+    ranks = FourRanks(tiny_model, tmp_path, four_processes)
     yield ranks
     asyncio.run(ranks.close())

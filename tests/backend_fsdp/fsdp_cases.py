@@ -157,6 +157,12 @@ class TwoRanks(OneRank):
         return ProcessCluster(self.processes)
 
 
+class FourRanks(TwoRanks):
+    """Starts trainers of four ranks in processes of their own."""
+
+    num_ranks = 4
+
+
 async def weights_of(trainer, path):
     """Every weight by name, by way of an exported folder."""
     from safetensors.torch import load_file

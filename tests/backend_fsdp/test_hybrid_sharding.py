@@ -3,33 +3,11 @@
 import asyncio
 
 import pytest
-from fsdp_cases import TwoRanks, fit, largest_difference, make_batch, make_config, weights_of
+from fsdp_cases import fit, largest_difference, make_batch, make_config, weights_of
 from plasmid.errors import ConfigError
 
 SETTINGS = {"lr": 1e-2, "eps": 1e-3, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01}
 CRITIC = {"critic": {"lr": 1e-2, "eps": 1e-3, "head_std": 0.1, "export": True}}
-
-
-class FourRanks(TwoRanks):
-    """Starts trainers of four ranks in processes of their own."""
-
-    num_ranks = 4
-
-
-@pytest.fixture(scope="module")
-def four_processes():
-    from fsdp_processes import Processes
-
-    processes = Processes(4)
-    yield processes
-    processes.shutdown()
-
-
-@pytest.fixture
-def four_ranks(four_processes, tiny_model, tmp_path):
-    ranks = FourRanks(tiny_model, tmp_path, four_processes)
-    yield ranks
-    asyncio.run(ranks.close())
 
 
 async def trained(ranks, settings, folder, *, load=None, save=None, **options):

@@ -21,6 +21,11 @@ MORE_LAYOUTS = {
     "tp2 cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}),
     "cp2 pp2": (4, {"context_parallel": 2, "pipeline_parallel": 2}),
 }
+FSDP_LAYOUTS = {
+    "cp2": (2, {"context_parallel": 2}),
+    "cp4": (4, {"context_parallel": 4}),
+    "cp2 dp2, two copies": (4, {"context_parallel": 2, "shard_ranks": 2}),
+}
 MOE_LAYOUTS = {
     "one": (1, {}),
     "ep2": (2, {"expert_parallel": 2}),

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp"), str(HERE.parent.parent)]
 
 from fsdp_processes import Processes  # noqa: E402
 from megatron_cases import (  # noqa: E402
@@ -19,7 +19,7 @@ from megatron_cases import (  # noqa: E402
     outcome,
     plain_outcome,
 )
-from megatron_layouts import LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS, MORE_MOE_LAYOUTS  # noqa: E402
+from megatron_layouts import FSDP_LAYOUTS, LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS, MORE_MOE_LAYOUTS  # noqa: E402
 from plasmid_models.testing import make_tiny_model  # noqa: E402
 
 
@@ -40,11 +40,17 @@ async def run(folder, ranks):
     for name, (num_ranks, trainer) in (LAYOUTS | MORE_LAYOUTS).items():
         options = {"model": model, "num_ranks": num_ranks, "trainer": ADAM | trainer}
         row(f"Qwen3, {name}", await outcome(ranks, folder / "out", **options), theirs)
+    for name, (num_ranks, trainer) in FSDP_LAYOUTS.items():
+        options = {"model": model, "num_ranks": num_ranks, "kind": "fsdp", "trainer": FSDP_ADAM | trainer}
+        row(f"Qwen3, `fsdp` {name}", await outcome(ranks, folder / "out", **options), theirs)
     moe = make_tiny_moe(folder / "moe")
     theirs = plain_outcome(moe, folder / "plain")
     for name, (num_ranks, trainer) in (MOE_LAYOUTS | MORE_MOE_LAYOUTS).items():
         options = {"model": moe, "num_ranks": num_ranks, "trainer": ADAM | trainer}
         row(f"Qwen3-MoE, {name}", await outcome(ranks, folder / "out", **options), theirs)
+    for name, (num_ranks, trainer) in FSDP_LAYOUTS.items():
+        options = {"model": moe, "num_ranks": num_ranks, "kind": "fsdp", "trainer": FSDP_ADAM | trainer}
+        row(f"Qwen3-MoE, `fsdp` {name}", await outcome(ranks, folder / "out", **options), theirs)
     await ranks.close()
 
 

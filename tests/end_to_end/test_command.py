@@ -64,11 +64,12 @@ def test_train_and_view_from_the_command_line(folder, ranks):
 
 
 @pytest.mark.long
-def test_copies_of_the_model_train_as_one(folder):
+@pytest.mark.parametrize("setting", ["trainer.shard_ranks=1", "trainer.context_parallel=2"])
+def test_copies_of_the_model_and_groups_that_split_samples_train_as_one(folder, setting):
     journals = []
-    for name, shard_ranks in (("copies", 1), ("sharded", 2)):
-        settings = [f"run.dir={name}", f"trainer.shard_ranks={shard_ranks}", "run.batches=2"]
-        process = rl(folder, "train", "digits.toml", "placement.trainer_ranks=2", *settings)
+    for name, settings in (("other", [setting]), ("default", [])):
+        settings = [f"run.dir={name}", "placement.trainer_ranks=2", "run.batches=2", *settings]
+        process = rl(folder, "train", "digits.toml", *settings)
         _, err = process.communicate(timeout=200)
         assert process.returncode == 0, err
         journals.append([entry.metrics["train/grad_norm"] for entry in read_journal(folder / name / "metrics.jsonl")])

@@ -59,6 +59,18 @@ def test_everything_static_is_shared_out_over_ranks(plan):
     assert four["activations"] == one["activations"], "the microbatch of a rank is as large"
 
 
+def test_context_parallel_ranks_split_the_tokens_of_a_microbatch(plan):
+    base = ("placement.trainer_ranks=4", "placement.engine_ranks=4", "trainer.compile=false")
+    apart, split = plan(*base), plan(*base, "trainer.context_parallel=4")
+    whole, parts = trainer(apart), trainer(split)
+    assert parts["activations"] == pytest.approx(whole["activations"] / 4)
+    assert {name: parts[name] for name in ("weights", "optimizer", "gradients")} == {
+        name: whole[name] for name in ("weights", "optimizer", "gradients")
+    }
+    assert "split over 4 ranks" in split.trainer["train"].basis
+    assert split.trainer["train"].seconds > apart.trainer["train"].seconds, "ranks exchange tokens for heads"
+
+
 def test_what_is_not_trained_has_neither_gradients_nor_optimizer(plan):
     frozen = trainer(plan('trainer.freeze=["mlp", "embed_tokens"]'))
     assert frozen["optimizer"] == pytest.approx(

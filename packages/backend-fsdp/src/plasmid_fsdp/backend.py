@@ -38,17 +38,36 @@ class FSDPBackend:
         self._saves_optimizer = config.checkpoint.optimizer
         self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._trained: dict[str, ShardedModel] = {}
+        self._context: dist.ProcessGroup | None = None
 
     def open(self) -> PeerRanks:
-        self._peers = PeerRanks(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=self._device)
-        return self._peers
+        rank, num_ranks, size = dist.get_rank(), dist.get_world_size(), self._settings.context_parallel
+        self._ranks = PeerRanks(rank=rank, num_ranks=num_ranks, device=self._device)
+        if size == 1:
+            return self._ranks
+        grid = torch.arange(num_ranks).view(-1, size)  # the ranks of a row split the tokens of its samples
+        self._context = _own_group(grid)
+        return PeerRanks(
+            rank=rank // size,
+            num_ranks=num_ranks // size,
+            device=self._device,
+            group=_own_group(grid.T),
+            reports=rank % size == 0,
+        )
 
     def build_policy(self, source: Source) -> ShardedModel:
         self._trained["policy"] = policy = self._language_model(source, trained=True)
         return policy
 
     def build_critic(self, source: Source) -> ShardedModel:
-        module = build_value_model(self._settings, source, device=self._device, shard=self._shard, seed=self._seed)
+        module = build_value_model(
+            self._settings,
+            source,
+            device=self._device,
+            shard=self._shard,
+            context=self._context,
+            seed=self._seed,
+        )
         self._trained["critic"] = critic = self._sharded(module, self._settings.critic)
         return critic
 
@@ -67,11 +86,12 @@ class FSDPBackend:
 
     def close(self) -> None:
         self._trained.clear()
+        self._context = None
 
     @property
     def _shard(self) -> Shard:
-        size = self._settings.shard_ranks or self._peers.num_ranks
-        return Shard(rank=self._peers.rank % size, num_ranks=size, num_copies=self._peers.num_ranks // size)
+        size = self._settings.shard_ranks or self._ranks.num_ranks
+        return Shard(rank=self._ranks.rank % size, num_ranks=size, num_copies=self._ranks.num_ranks // size)
 
     def _language_model(self, source: Source, *, trained: bool) -> ShardedModel:
         module = build_policy(
@@ -79,6 +99,7 @@ class FSDPBackend:
             source,
             device=self._device,
             shard=self._shard,
+            context=self._context,
             trained=trained,
             seed=self._seed,
             invariant=self._is_invariant,
@@ -86,8 +107,8 @@ class FSDPBackend:
         return self._sharded(module, self._settings)
 
     def _sharded(self, module: Policy | ValueModel, learning: OptimizerSettings) -> ShardedModel:
-        once = gathers_once(self._settings, self._peers.num_ranks)
-        return ShardedModel(module, learning, peers=self._peers, shard=self._shard, gathers_once=once)
+        once = gathers_once(self._settings, self._ranks.num_ranks)
+        return ShardedModel(module, learning, ranks=self._ranks, shard=self._shard, gathers_once=once)
 
 
 def _use_deterministic_algorithms() -> None:
@@ -95,3 +116,10 @@ def _use_deterministic_algorithms() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _own_group(ranks: torch.Tensor) -> dist.ProcessGroup:
+    """Create a group of each row of ``ranks`` [n, m]; return that of this rank."""
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
+    return own

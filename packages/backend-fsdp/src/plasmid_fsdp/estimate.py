@@ -60,7 +60,7 @@ class FSDPEstimate:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that samples are distributed over."""
+        """Number of ranks that the tokens are distributed over."""
         return self.context.config.placement.trainer_ranks
 
     @property
@@ -75,11 +75,11 @@ class FSDPEstimate:
 
     @cached_property
     def microbatch(self) -> float:
-        """Tokens in the largest microbatch of a rank."""
-        load, fixed = self.context.load, self.settings.microbatch_samples
+        """Tokens of a rank in the largest microbatch, which the ranks of a context-parallel group split."""
+        load, fixed, size = self.context.load, self.settings.microbatch_samples, self.settings.context_parallel
         if isinstance(fixed, int):
-            return float(fixed * load.longest)
-        return float(max(min(self.settings.microbatch_tokens, self.tokens_per_step), load.longest))
+            return fixed * load.longest / size
+        return max(min(self.settings.microbatch_tokens, self.tokens_per_step * size), load.longest) / size
 
     @property
     def tokens_per_step(self) -> float:
@@ -90,7 +90,7 @@ class FSDPEstimate:
     def activations(self, shape: ModelShape) -> Activations:
         """Return the activation memory of a model's layers."""
         compile_, packs = self.settings.compile, self.settings.attention == "auto"
-        automatic = self.context.on_gpu and packs and not shape.experts
+        automatic = self.context.on_gpu and packs and not shape.experts and self.settings.context_parallel == 1
         dense = not packs or not self.context.on_gpu or has_dense_blocks(self.context.load)
         attention: Attention = "dense" if dense else "packed"
         compiled = automatic if compile_ == "auto" else compile_
@@ -136,13 +136,14 @@ class FSDPEstimate:
         """Return the seconds of the forward passes of one model before training."""
         device, load = self.context.device, self.context.load
         assert device is not None
-        return compute_seconds(
+        computed = compute_seconds(
             self.activations(shape),
             device,
             tokens=load.tokens / self.ranks,
             sample_tokens=load.sample_tokens,
             passes=SCORING,
         )
+        return computed + self.exchange_seconds(shape, device, passes=1)
 
     def states(self, table: str, learning: OptimizerSettings) -> dict[str, float] | None:
         """Return the bytes of one model's weights and optimizer state on one rank; None if there is no such model."""
@@ -242,6 +243,7 @@ class FSDPEstimate:
             sample_tokens=load.sample_tokens,
             passes=passes,
         )
+        computed += self.exchange_seconds(shape, device, passes=2 + recomputed)
         count = max(load.steps, -(-load.tokens // (self.ranks * self.microbatch)))
         sent = 0.0
         if self.ranks > 1:
@@ -263,6 +265,13 @@ class FSDPEstimate:
             seconds += 2 * MASTER * shape.parameters / self.shards / link_rate(device, nodes)
         return seconds
 
+    def exchange_seconds(self, shape: ModelShape, device: Accelerator, *, passes: float) -> float:
+        """Return the seconds in which context-parallel ranks exchange tokens for heads, ``passes`` times a layer."""
+        size, nodes = self.settings.context_parallel, self.context.config.placement.nodes
+        within = 1 if size <= self.ranks // nodes else nodes
+        numbers = shape.layers * (shape.query + 2 * shape.keys + shape.value) * (1 - 1 / size)
+        return passes * numbers * self.dtype_bytes * self.context.load.tokens / self.ranks / link_rate(device, within)
+
     def scoring(self) -> tuple[float | None, str]:
         """Return the seconds of the forward passes before training and a description; None if nothing is scored."""
         load, device = self.context.load, self.context.device
@@ -278,8 +287,9 @@ class FSDPEstimate:
 
     def describe_microbatches(self) -> str:
         count = max(1, -(-int(self.tokens_per_step) // int(self.microbatch)))
-        steps = self.context.load.steps
-        return f"{steps} x {count} microbatches of {int(self.microbatch):,} tokens at most"
+        steps, size = self.context.load.steps, self.settings.context_parallel
+        split = f", split over {size} ranks" if size > 1 else ""
+        return f"{steps} x {count} microbatches of {int(self.microbatch * size):,} tokens at most{split}"
 
     def facts(self, static: Mapping[str, float]) -> dict[str, str]:
         """Return further facts for the plan."""

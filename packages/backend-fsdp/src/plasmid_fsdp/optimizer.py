@@ -22,15 +22,18 @@ class ShardedOptimizer:
     """The optimizer of one model. Implements `plasmid_training.rank.backend.RankOptimizer`."""
 
     def __init__(
-        self, settings: OptimizerSettings, parameters: Sequence[nn.Parameter], *, peers: PeerRanks, num_copies: int
+        self, settings: OptimizerSettings, parameters: Sequence[nn.Parameter], *, ranks: PeerRanks, num_copies: int
     ) -> None:
-        """Each of the ``num_copies`` of the model has the same gradients and takes the same steps."""
+        """``ranks`` are all ranks.
+
+        Each of the ``num_copies`` of the model has the same gradients and takes the same steps.
+        """
         self.inner = make_optimizer(settings, parameters)
-        self._settings, self._parameters, self._peers, self._num_copies = settings, parameters, peers, num_copies
+        self._settings, self._parameters, self._ranks, self._num_copies = settings, parameters, ranks, num_copies
 
     def step(self, lr: float) -> Update:
         norm = grad_norm(
-            self._parameters, self._peers.all_reduce, device=self._peers.device, num_copies=self._num_copies
+            self._parameters, self._ranks.all_reduce, device=self._ranks.device, num_copies=self._num_copies
         )
         for group in self.inner.param_groups:
             group["lr"] = lr

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from plasmid import RunConfig
 from plasmid.components import BuildContext, RecipeView
@@ -11,7 +11,8 @@ from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
-from plasmid_models.source import check_models
+from plasmid_models.folder import read_config
+from plasmid_models.source import check_models, needed_models
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from plasmid_training.lora_settings import LoRATrainerConfig
 from plasmid_training.routing import check_routing_replay
@@ -19,6 +20,8 @@ from pydantic import Field
 
 from .optimizer_settings import CriticSettings, OptimizerSettings
 
+BY_LENGTH = ("dynamic", "longrope")
+"""Types of rotary positions whose frequencies transformers derives from the largest position of its input."""
 CPU_OFFLOAD_ERROR = "trainer.cpu_offload: requires GPUs, but the trainer is placed on the CPU; remove the setting"
 
 
@@ -40,14 +43,18 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
     """Number of ranks over which each copy of the model is sharded (hybrid sharding, HSDP); must divide
     `placement.trainer_ranks`. Copies exchange only gradients, so the number of GPUs per machine keeps weight gathering
     within each machine. By default there is one copy, sharded over all ranks."""
+    context_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
+    """Context-parallel size: number of ranks, with consecutive numbers, that the tokens of each microbatch are split
+    over; within attention, the heads are split instead. Must divide `placement.trainer_ranks` and the number of
+    attention heads; requires attention = "auto"."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation; ``auto`` packs samples without padding, ``sdpa`` and ``eager`` pad them."""
     share_prefixes: Literal["auto"] | bool = "auto"
     """Compute the common prefix of a group's samples once per microbatch. ``auto`` does so if it saves at least 20% of
     the group's tokens on a GPU, 5% on a CPU; requires attention = "auto"."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with attention = "auto", for models
-    without experts."""
+    """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with attention = "auto" and
+    context_parallel = 1, for models without experts."""
     activation_memory_budget: float = Field(1.0, ge=0, le=1)
     """Fraction of the activations of compiled layers that is kept for the backward pass; the others are recomputed, the
     cheapest first (selective activation checkpointing). 0 keeps only the inputs of layers."""
@@ -66,6 +73,8 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
             yield "activation_memory_budget needs compiled layers; remove it, or compile = false"
         if self.share_prefixes is True and self.attention != "auto":
             yield f"share_prefixes needs attention = 'auto', got {self.attention!r}: padded samples share no tokens"
+        if self.context_parallel > 1 and self.attention != "auto":
+            yield f"context_parallel needs attention = 'auto', got {self.attention!r}, which attends to padded samples"
         if recipe is not None and recipe.deterministic:
             yield from self._find_variant_settings(recipe.key)
 
@@ -74,12 +83,35 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
         for name, others in (("compile", (True,)), ("share_prefixes", (True,)), ("attention", ("sdpa", "eager"))):
             if getattr(self, name) in others:
                 yield f"{key}.{name}: must be 'auto' with run.deterministic, got {getattr(self, name)!r}; remove it"
+        if self.context_parallel > 1:
+            yield f"{key}.context_parallel: must be 1 with run.deterministic, got {self.context_parallel}; remove it"
 
     def is_batch_invariant(self) -> bool:
         return True
 
     def places_roles(self) -> bool:
         return True
+
+    def num_parts(self, ranks: int) -> int:
+        """Return the number of context-parallel groups. Raises ValueError if ``ranks`` cannot be split into them."""
+        if ranks % self.context_parallel:
+            raise ValueError(
+                f"{ranks} ranks cannot be split into groups of {self.context_parallel} (trainer.context_parallel)"
+            )
+        return ranks // self.context_parallel
+
+    def context_obstacle(self, model: Mapping[str, Any]) -> str | None:
+        """Return why ranks cannot split the tokens of the model with this configuration; None if they can."""
+        if self.context_parallel == 1:
+            return None
+        heads = model.get("num_attention_heads")
+        if isinstance(heads, int) and heads % self.context_parallel:
+            return f"must divide the model's num_attention_heads = {heads}, got {self.context_parallel}"
+        rotary = str(model.get("rope_parameters") or model.get("rope_scaling"))
+        for name in BY_LENGTH:
+            if name in rotary:
+                return f"cannot be used with rotary positions of type {name!r}, which depend on a sequence's length"
+        return None
 
     def saves_without_optimizer(self) -> bool:
         return True
@@ -102,6 +134,9 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
                     f"trainer.shard_ranks: must divide placement.{name}_ranks = {ranks}, got {self.shard_ranks}"
                 )
         check_models(config)
+        for where, folder in needed_models(config):
+            if obstacle := self.context_obstacle(read_config(where, folder)):
+                raise ConfigError(f"trainer.context_parallel: {obstacle} ({where}.path = {folder})")
         check_routing_replay(config)
         self.check_start()
 

@@ -64,6 +64,9 @@ def build_on_meta(
             f"trainer.attention: 'auto' packs samples, which {source.path} does not support: {obstacle}; "
             "set it to 'sdpa'"
         )
+    obstacle = settings.context_obstacle(lm.config.to_dict())
+    if obstacle:
+        raise ModelError(f"trainer.context_parallel: {obstacle} ({source.where}.path = {source.path})")
     choose_expert_products(lm, getattr(torch, settings.dtype))
     if invariant:
         make_invariant(lm)
@@ -203,7 +206,8 @@ def _compiles(model: PreTrainedModel, settings: FSDP, device: torch.device) -> b
     if settings.compile != "auto":
         return settings.compile
     experts = any(getattr(model.config, name, None) for name in COUNTS_OF_EXPERTS)
-    return device.type == "cuda" and settings.attention == "auto" and not experts
+    packs = settings.attention == "auto" and settings.context_parallel == 1
+    return device.type == "cuda" and packs and not experts
 
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -1,4 +1,8 @@
-"""Decoder inputs of a microbatch: one packed row or a padded block. B samples, T tokens, W maximum length."""
+"""Decoder inputs of a microbatch: one packed row or a padded block. B samples, T tokens, W maximum length.
+
+With context parallelism, each rank has a part of the row or block. P predicted tokens of a microbatch, of which p are
+predicted from tokens of this rank; otherwise p = P.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from plasmid_models.kernels.invariant import Spans
 from plasmid_training.batches.collate import Microbatch
+from plasmid_training.batches.context_parallel import ContextTokens
 from plasmid_training.batches.packed_attention import Block, attend, dense_attention, dense_width
 from plasmid_training.batches.prefix_attention import PrefixLayout, prefix_layout
+from plasmid_training.head.head_options import Targets
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from .context_part import ContextPart, split_arguments
 from .invariant_attention import INVARIANT
 
 PACKED = "plasmid_packed"
@@ -26,24 +34,50 @@ class DecoderInput:
 
     arguments: dict[str, Any]
     source: Tensor
-    """[P] int64: index into the flattened hidden states of the position that predicts each token."""
+    """[p] int64: index into the flattened hidden states of the position that predicts each token."""
     places: Tensor | None = None
-    """[T] int64: index of each token in the flattened hidden states; None if they have only the tokens, in order."""
+    """[T] int64: index of each token in the row or block; None if it has only the tokens, in order."""
+    part: ContextPart | None = None
+    """This rank's part of the row or block; None without context parallelism."""
+    own: ContextTokens | None = None
+    """The predicted tokens of this rank; None without context parallelism."""
 
     def place(self, experts: Tensor | None) -> Tensor | None:
         """Return the experts of the T tokens in the order of the hidden states; -1 for padding."""
-        if experts is None or self.places is None:
-            return experts
-        placed = experts.new_full((self.arguments["input_ids"].numel(), *experts.shape[1:]), -1)
-        placed[self.places] = experts
-        return placed
+        if experts is None:
+            return None
+        if self.places is not None:
+            count = self.arguments["input_ids"].numel() if self.part is None else self.part.num_tokens
+            placed = experts.new_full((count, *experts.shape[1:]), -1)
+            placed[self.places] = experts
+            experts = placed
+        return experts if self.part is None else self.part.of(experts, padding=-1)
+
+    def targets(self, batch: Microbatch) -> Targets:
+        """Return the p tokens of the microbatch to score."""
+        every = Targets(ids=batch.targets, temperatures=batch.temperatures, kept=batch.kept)
+        return every if self.own is None else self.own.select(every)
 
 
-def decoder_input(batch: Microbatch, attention: str, dtype: torch.dtype) -> DecoderInput:
+def decoder_input(
+    batch: Microbatch, attention: str, dtype: torch.dtype, context: dist.ProcessGroup | None = None
+) -> DecoderInput:
     """Build the decoder input of a microbatch, which is on its device, for a model with this attention implementation.
 
-    ``dtype`` is the model's compute dtype. Raises ValueError for shared prefixes without packed attention.
+    ``dtype`` is the model's compute dtype. The ranks of ``context`` split the tokens, for which they need packed
+    attention. Raises ValueError for shared prefixes without packed attention.
     """
+    rows = _decoder_input(batch, attention, dtype)
+    if context is None:
+        return rows
+    arguments, part = split_arguments(rows.arguments, context)
+    source = rows.source - part.start
+    here = ((source >= 0) & (source < part.size)).nonzero()[:, 0]
+    own = ContextTokens(places=here, num_predicted=batch.num_predicted, group=context)
+    return DecoderInput(arguments, source[here], rows.places, part, own)
+
+
+def _decoder_input(batch: Microbatch, attention: str, dtype: torch.dtype) -> DecoderInput:
     if attention == INVARIANT:
         return _pack_invariant(batch)
     if batch.prefix_lengths:
@@ -134,17 +168,25 @@ def packed_attention(
     max_length_q: int | None = None,
     packed_block: Block | None = None,
     prefix_layout: PrefixLayout | None = None,
+    context_part: ContextPart | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: [B, W, h, e] from query [B, h, W, d], key and value; B is 1 if packed."""
+    """Attention function for transformers: [B, W, h, e] from query [B, h, W, d], key and value; B is 1 if packed.
+
+    With a ``context_part``, [1, n, h, e] from [1, h, n, d] of the n tokens of this rank.
+    """
     options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "sinks": s_aux}
+    if context_part is not None:
+        query, key, value = context_part.gather_tokens(query, key, value)
+        options["sinks"] = None if s_aux is None else context_part.own_heads(s_aux)
     if prefix_layout is not None:
         out = prefix_layout.attend(*_drop_batch_axis(query, key, value), **options)
     elif cu_seq_lens_q is not None and max_length_q is not None:
         out = attend(*_drop_batch_axis(query, key, value), cu_seq_lens_q, max_length_q, block=packed_block, **options)
     else:
-        return dense_attention(query, key, value, **options).transpose(1, 2), None
-    return out[None], None
+        out = dense_attention(query, key, value, **options).transpose(1, 2)
+    out = out if out.ndim == 4 else out[None]
+    return out if context_part is None else context_part.scatter_tokens(out), None
 
 
 def _drop_batch_axis(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from plasmid.errors import ModelError
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
@@ -42,15 +43,16 @@ class Policy(nn.Module):
         chunk_size: ChunkSize,
         adapter: ShardedAdapter | None = None,
         replay: RoutingReplay | None = None,
+        context: dist.ProcessGroup | None = None,
     ) -> None:
         """``layout`` is that of the model's folder, ``adapter`` the one inserted in ``lm``.
 
-        ``dtype`` is the compute dtype.
+        ``dtype`` is the compute dtype. The ranks of ``context`` split the tokens of every microbatch.
         """
         super().__init__()
         self.lm = lm
         self.layout, self.adapter = layout, adapter
-        self._dtype, self._chunk_size, self._replay = dtype, chunk_size, replay
+        self._dtype, self._chunk_size, self._replay, self._context = dtype, chunk_size, replay, context
 
     def forward(
         self,
@@ -65,27 +67,29 @@ class Policy(nn.Module):
         Log-probabilities of tokens with a kept set are normalized over it. With ``token_loss``, also computes the loss
         and its gradient.
         """
-        rows = decoder_input(batch, self.lm.config._attn_implementation, self._dtype)
+        rows = decoder_input(batch, self.lm.config._attn_implementation, self._dtype, self._context)
         if self._replay is not None:
             self._replay.experts = rows.place(batch.experts)
         hidden = self.lm.base_model(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
         head = self.lm.get_output_embeddings()  # type: ignore[no-untyped-call]
         score: Callable[..., Any] = token_logprobs
         if token_loss is not None:
-            score = partial(linear_token_loss, loss=token_loss(batch))
+            loss = token_loss(batch)
+            score = partial(linear_token_loss, loss=loss if rows.own is None else rows.own.loss_at(loss))
+        targets = rows.targets(batch)
         scored: TokenScores | LossAndScores = score(
             hidden[rows.source],
             head.weight,
-            batch.targets,
-            batch.temperatures,
+            targets.ids,
+            targets.temperatures,
             bias=head.bias,
-            kept=batch.kept,
+            kept=targets.kept,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             chunk_size=self._chunk_size,
             invariant=self.lm.config._attn_implementation == INVARIANT,
         )
-        return scored
+        return scored if rows.own is None else rows.own.gather_scores(scored)
 
     def named(self) -> dict[str, Tensor]:
         """Return the weights by transformers' name, without those of an adapter."""
@@ -106,14 +110,16 @@ def build_policy(
     *,
     device: torch.device,
     shard: Shard,
+    context: dist.ProcessGroup | None = None,
     trained: bool,
     seed: int = 0,
     invariant: bool = False,
 ) -> Policy:
     """Load a model folder, sharded over all ranks; no rank ever holds the whole model. Raises `ModelError`.
 
-    Weights are kept in fp32; those of a frozen model and of an adapter's base in the compute dtype. ``seed``
-    initializes a new adapter; ``invariant`` makes the model batch-invariant.
+    Weights are kept in fp32; those of a frozen model and of an adapter's base in the compute dtype. ``context`` is the
+    context-parallel group, if there is one. ``seed`` initializes a new adapter; ``invariant`` makes the
+    model batch-invariant.
     """
     dtype = getattr(torch, settings.dtype)
     adapted = trained and settings.lora is not None
@@ -134,7 +140,15 @@ def build_policy(
     else:
         lm.eval()  # type: ignore[no-untyped-call]
     replay = RoutingReplay(lm) if trained and settings.routing_replay else None
-    policy = Policy(lm, layout, dtype=dtype, chunk_size=settings.logprob_chunk, adapter=adapter, replay=replay)
+    policy = Policy(
+        lm,
+        layout,
+        dtype=dtype,
+        chunk_size=settings.logprob_chunk,
+        adapter=adapter,
+        replay=replay,
+        context=context,
+    )
     shard_module(policy, lm, settings, device=device, shard=shard)
     materialize(policy, lm, settings, device=device, source=source)
     policy.load(source, shard)

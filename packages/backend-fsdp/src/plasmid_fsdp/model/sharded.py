@@ -36,12 +36,12 @@ class ShardedModel:
         module: Policy | ValueModel,
         learning: OptimizerSettings,
         *,
-        peers: PeerRanks,
+        ranks: PeerRanks,
         shard: Shard,
         gathers_once: bool,
     ) -> None:
         self.module, self.learning = module, learning
-        self._peers, self._shard, self._gathers_once = peers, shard, gathers_once
+        self._ranks, self._shard, self._gathers_once = ranks, shard, gathers_once
 
     @property
     def adapter(self) -> ShardedAdapter | None:
@@ -54,7 +54,7 @@ class ShardedModel:
     def make_optimizer(self) -> ShardedOptimizer:
         parameters = list(self.module.parameters())
         self.optimizer = ShardedOptimizer(
-            self.learning, parameters, peers=self._peers, num_copies=self._shard.num_copies
+            self.learning, parameters, ranks=self._ranks, num_copies=self._shard.num_copies
         )
         return self.optimizer
 
@@ -63,7 +63,7 @@ class ShardedModel:
             for microbatch, is_last in mark_last(microbatches):
                 if train and self._gathers_once:
                     set_last_microbatch(self.module, is_last)
-                on_device = microbatch.to(self._peers.device)
+                on_device = microbatch.to(self._ranks.device)
                 loss = consume(on_device, self.module(on_device, **options))
                 if train:
                     loss.backward()  # type: ignore[no-untyped-call]

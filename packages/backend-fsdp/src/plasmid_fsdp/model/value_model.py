@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from plasmid.errors import ModelError
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
@@ -25,13 +26,20 @@ class ValueModel(nn.Module):
 
     adapter: None = None
 
-    def __init__(self, lm: PreTrainedModel, layout: FolderLayout, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        layout: FolderLayout,
+        *,
+        dtype: torch.dtype,
+        context: dist.ProcessGroup | None = None,
+    ) -> None:
         """Use the backbone of ``lm``, which is on the meta device; ``dtype`` is its compute dtype.
 
-        ``layout`` is that of its folder.
+        ``layout`` is that of its folder. The ranks of ``context`` split the tokens of every microbatch.
         """
         super().__init__()
-        self.layout, self._dtype = layout, dtype
+        self.layout, self._dtype, self._context = layout, dtype, context
         backbone = lm.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.backbone = backbone
@@ -44,10 +52,10 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: Microbatch) -> Tensor:
         """Return [P] values of the predicted tokens, always in fp32."""
-        rows = decoder_input(batch, self.backbone.config._attn_implementation, self._dtype)
+        rows = decoder_input(batch, self.backbone.config._attn_implementation, self._dtype, self._context)
         hidden = self.backbone(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
-        values: Tensor = self.score(hidden[rows.source].float())
-        return values[:, 0].clone()  # FSDP warns if an output is a view
+        values: Tensor = self.score(hidden[rows.source].float())[:, 0]
+        return values.clone() if rows.own is None else rows.own.gather(values)  # FSDP warns if an output is a view
 
     def named(self) -> dict[str, Tensor]:
         """Return all weights by their names in a token classifier of transformers."""
@@ -67,7 +75,15 @@ class ValueModel(nn.Module):
         )
 
 
-def build_value_model(settings: FSDP, source: Source, *, device: torch.device, shard: Shard, seed: int) -> ValueModel:
+def build_value_model(
+    settings: FSDP,
+    source: Source,
+    *,
+    device: torch.device,
+    shard: Shard,
+    context: dist.ProcessGroup | None = None,
+    seed: int,
+) -> ValueModel:
     """Load the backbone of a model folder in fp32, sharded over all ranks, and its value head if it has one.
 
     Otherwise the head's weights are sampled from a normal distribution, the same for any number of ranks, and its bias
@@ -77,7 +93,7 @@ def build_value_model(settings: FSDP, source: Source, *, device: torch.device, s
     if lm.base_model is lm:
         raise ModelError(f"{source.where}.path: {source.path} has no backbone without the head")
     layout = FolderLayout.of(lm, source)
-    model = ValueModel(lm, layout, dtype=getattr(torch, settings.dtype))
+    model = ValueModel(lm, layout, dtype=getattr(torch, settings.dtype), context=context)
     parameters = {name: p for name, p in model.named().items() if isinstance(p, nn.Parameter)}
     freeze(parameters, layout, settings.critic.freeze, "trainer.critic.freeze")
     prepare_training(model.backbone, settings)

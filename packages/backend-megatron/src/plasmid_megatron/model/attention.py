@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.utils import is_layer_window_attention
+from plasmid_training.batches.context_parallel import join_heads, split_heads
 from plasmid_training.batches.packed_attention import attend, dense_attention
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -20,9 +19,7 @@ from .packing import Sequences
 class PackedAttention(nn.Module):
     """Causal attention within each packed sequence, used as Megatron's core attention.
 
-    Context parallelism exchanges tokens for heads (Jacobs et al. 2023, DeepSpeed-Ulysses): each rank computes whole
-    sequences for its share of the heads. Ring attention would need the gradient of the log-sum-exp, which torch's
-    kernel does not provide.
+    With context parallelism each rank computes whole sequences for its share of the heads.
     """
 
     def __init__(self, config: Any, layer_number: int = 1, softmax_scale: float | None = None, **unused: Any) -> None:
@@ -45,12 +42,9 @@ class PackedAttention(nn.Module):
             query, key = (rotate(x, rotary, interleaved=self._interleaved) for x in (query, key))
         if sequences.order is None:
             return self._attend(query, key, value, sequences).flatten(1)
-        group, size = mpu.get_context_parallel_group(), mpu.get_context_parallel_world_size()
-        heads = _shared_heads(query.shape[1], key.shape[1], size)
-        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-        inverse = torch.argsort(sequences.order)
-        query, key, value = (_to_heads(x, group)[inverse] for x in (query, key, value))
-        return _to_tokens(self._attend(query, key, value, sequences)[sequences.order], group).flatten(1)
+        group, inverse = mpu.get_context_parallel_group(), torch.argsort(sequences.order)
+        query, key, value = (x[inverse] for x in split_heads(query, key, value, group))
+        return join_heads(self._attend(query, key, value, sequences)[sequences.order], group).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:
         scale = 1 / math.sqrt(query.shape[-1]) if self._scale is None else self._scale
@@ -80,25 +74,3 @@ def rotate(x: Tensor, rotary: Tensor, *, interleaved: bool) -> Tensor:
         first, second = turned.chunk(2, dim=-1)
         crossed = torch.cat((-second, first), dim=-1)
     return torch.cat((turned * cos + crossed * sin, rest), dim=-1)
-
-
-def _shared_heads(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Return the number of key heads after repetition, so that every rank gets those of its query heads."""
-    heads = math.lcm(key_heads, ranks)
-    return heads if query_heads % heads == 0 else query_heads
-
-
-def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange [t, h, d] of this rank's tokens for [ranks * t, h / ranks, d] of this rank's heads."""
-    tokens, heads, size = x.shape
-    ranks = group.size()
-    parts: Tensor = all_to_all(group, x.view(tokens, ranks, heads // ranks, size).transpose(0, 1))
-    return parts.reshape(ranks * tokens, heads // ranks, size)
-
-
-def _to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Undo `_to_heads`."""
-    ranks = group.size()
-    tokens, heads, size = x.shape[0] // ranks, x.shape[1], x.shape[2]
-    parts: Tensor = all_to_all(group, x.view(ranks, tokens, heads, size))
-    return parts.transpose(0, 1).reshape(tokens, ranks * heads, size)

@@ -13,13 +13,11 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
+from plasmid_training.batches.context_parallel import ContextTokens
 from plasmid_training.head.linear_head import ChunkSize
 from plasmid_training.head.logprobs import TokenScores, token_logprobs
 from plasmid_training.head.token_loss import ChunkLoss, LossAndScores, linear_token_loss
@@ -151,8 +149,10 @@ class LanguageModel(Backbone):
         first = mpu.get_tensor_model_parallel_rank() * len(weight)
         own = max(0, self._num_tokens - first)
         score: Callable[..., Any] = token_logprobs
+        context = _context_tokens(packed)
         if token_loss is not None:
-            score = partial(linear_token_loss, loss=_at_places(token_loss(packed.batch), packed))
+            loss = token_loss(packed.batch)
+            score = partial(linear_token_loss, loss=loss if context is None else context.loss_at(loss))
         found: TokenScores | LossAndScores = score(
             self.select_predicting(packed),
             weight[:own] if own < len(weight) else weight,  # without the padding of the vocabulary
@@ -164,9 +164,7 @@ class LanguageModel(Backbone):
             chunk_size=self._chunk_size,
             shard=_vocab_shard(first),
         )
-        if isinstance(found, LossAndScores):
-            return LossAndScores(_sum_over_context(found.loss, packed), _gather_scores(found.scores, packed))
-        return _gather_scores(found, packed)
+        return found if context is None else context.gather_scores(found)
 
 
 class ValueModel(Backbone):
@@ -187,40 +185,21 @@ class ValueModel(Backbone):
         """Return [P] fp32 values of the predicted tokens; hidden states on earlier ranks."""
         if not self.post_process:
             return self.hidden(packed)
-        values: Tensor = self.score(self.select_predicting(packed).float())
-        return on_all_context_ranks(values[:, 0], packed)
+        values: Tensor = self.score(self.select_predicting(packed).float())[:, 0]
+        context = _context_tokens(packed)
+        return values if context is None else context.gather(values)
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> Any:
         """Use the generic implementation: Megatron's for language models expects a head over the vocabulary."""
         return MegatronModule.sharded_state_dict(self, *args, **options)
 
 
-def on_all_context_ranks(values: Tensor, packed: Packed) -> Tensor:
-    """Combine the values [p] of each context-parallel rank's tokens to [P] on all of them."""
+def _context_tokens(packed: Packed) -> ContextTokens | None:
+    """Return the predicted tokens of this context-parallel rank; None if it has all."""
     if packed.sequences.order is None:
-        return values
-    whole = values.new_zeros(packed.batch.num_predicted).index_copy(0, packed.places, values)
-    return _sum_over_context(whole, packed)
-
-
-def _sum_over_context(values: Tensor, packed: Packed) -> Tensor:
-    """Sum over context-parallel ranks. Every rank computes the same loss from it, so no gradients are reduced."""
-    if packed.sequences.order is None:
-        return values
-    summed: Tensor = reduce_from_tensor_model_parallel_region(values, group=mpu.get_context_parallel_group())
-    return summed
-
-
-def _gather_scores(scores: TokenScores, packed: Packed) -> TokenScores:
-    entropy = None if scores.entropy is None else on_all_context_ranks(scores.entropy, packed)
-    return TokenScores(on_all_context_ranks(scores.logprobs, packed), entropy)
-
-
-def _at_places(loss: ChunkLoss, packed: Packed) -> ChunkLoss:
-    """Return the loss of a chunk of this rank's p tokens."""
-    if packed.sequences.order is None:
-        return loss
-    return lambda scores, chunk: loss(scores, packed.places[chunk])
+        return None
+    group = mpu.get_context_parallel_group()
+    return ContextTokens(places=packed.places, num_predicted=packed.batch.num_predicted, group=group)
 
 
 def _vocab_shard(first: int) -> VocabShard | None:

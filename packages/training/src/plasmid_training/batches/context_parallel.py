@@ -1,0 +1,123 @@
+"""Context parallelism: C ranks split the tokens of every microbatch, and within attention its heads.
+
+Each rank computes attention of whole samples for its share of the heads (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv
+2309.14509). t tokens of each rank, h query heads, g key heads, d head size, P predicted tokens of a microbatch, of
+which p are predicted from tokens of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..head.head_options import Targets
+from ..head.logprobs import TokenScores
+from ..head.token_loss import ChunkLoss, LossAndScores
+
+
+def split_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange [t, h, d] of this rank's tokens for [C * t, h / C, d] of this rank's heads, tokens in rank order.
+
+    C must divide h. Key heads are repeated if C does not divide g, so that every rank gets those of its query heads.
+    """
+    heads, ranks = query.shape[1], group.size()
+    shared = math.lcm(key.shape[1], ranks)
+    if heads % shared:
+        shared = heads
+    if shared != key.shape[1]:
+        key, value = (x.repeat_interleave(shared // x.shape[1], dim=1) for x in (key, value))
+    return _to_heads(query, group), _to_heads(key, group), _to_heads(value, group)
+
+
+def join_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Undo `split_heads`: exchange [C * t, h / C, d] for [t, h, d]."""
+    ranks = group.size()
+    tokens, heads, size = x.shape[0] // ranks, x.shape[1], x.shape[2]
+    parts: Tensor = _Exchange.apply(x.view(ranks, tokens, heads, size), group)  # type: ignore[no-untyped-call]
+    return parts.transpose(0, 1).reshape(tokens, ranks * heads, size)
+
+
+def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = group.size()
+    tokens, heads, size = x.shape[0], x.shape[1] // ranks, x.shape[2]
+    whole: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        x.view(tokens, ranks, heads, size).transpose(0, 1), group
+    )
+    return whole.reshape(ranks * tokens, heads, size)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of [C, ...]: part i goes to rank i. Its backward pass is the same exchange of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grads[0], ctx.group), None
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over ranks. Every rank computes the same from it, so the gradient needs no communication."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ContextTokens:
+    """The predicted tokens of a microbatch whose predecessors are tokens of this rank."""
+
+    places: Tensor
+    """[p] int64: index of each among the P."""
+    num_predicted: int
+    """Number of predicted tokens of all ranks, P."""
+    group: dist.ProcessGroup
+
+    def select(self, targets: Targets) -> Targets:
+        """Return the p targets of this rank."""
+        kept = None if targets.kept is None else targets.kept.select(self.places.cpu().numpy())
+        return Targets(ids=targets.ids[self.places], temperatures=targets.temperatures[self.places], kept=kept)
+
+    def loss_at(self, loss: ChunkLoss) -> ChunkLoss:
+        """Return the loss of a chunk of the p tokens, given that of a chunk of the P."""
+        return lambda scores, chunk: loss(scores, self.places[chunk])
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Combine the values [p] of each rank to [P] on all of them."""
+        return self._sum(values.new_zeros(self.num_predicted).index_copy(0, self.places, values))
+
+    def gather_scores(self, scored: TokenScores | LossAndScores) -> TokenScores | LossAndScores:
+        """Combine the scores [p], and the losses, of all ranks."""
+        if isinstance(scored, LossAndScores):
+            return LossAndScores(self._sum(scored.loss), self._gather_scores(scored.scores))
+        return self._gather_scores(scored)
+
+    def _gather_scores(self, scores: TokenScores) -> TokenScores:
+        entropy = None if scores.entropy is None else self.gather(scores.entropy)
+        return TokenScores(self.gather(scores.logprobs), entropy)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        total: Tensor = _Sum.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return total
