@@ -85,6 +85,7 @@ class HFEngine:
             token=uuid.uuid4().hex,
             timeout_s=self._sync_timeout_s,
             num_senders=self._num_senders,
+            senders="first" if self._num_senders == 1 else "divided",
         )
         way: Literal["merged", "with_base", "alone"] = "merged"
         if self._has_adapter:

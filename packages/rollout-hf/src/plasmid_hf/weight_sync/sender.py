@@ -28,11 +28,7 @@ class HFWire:
     timeout_s: float
     num_senders: int = 1
     """Number of trainer ranks, each of which sends a share of the buckets."""
-
-    @property
-    def senders(self) -> Literal["first", "divided"]:
-        """Return the sending ranks, see `Wire`."""
-        return "first" if self.num_senders == 1 else "divided"
+    senders: Literal["first", "all", "divided"] = "first"
 
     def open(self, *, rank: int, version: int) -> Sender:
         """Start sending from this rank."""
