@@ -1,7 +1,6 @@
 """Weights on their way out: Hugging Face folders and weight sync."""
 
 import asyncio
-from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -9,47 +8,11 @@ import torch
 from fsdp_cases import fit, largest_difference, make_batch, weights_of
 from plasmid.errors import CheckpointError
 from plasmid.protocols import SyncPlan
-from plasmid.types import BucketSum, SyncReceipt
 from plasmid_models.folder_writer import FolderWriter
-from plasmid_models.sync import compare, unpack
-from plasmid_models.sync.checksum import checksum
+from plasmid_models.sync import compare
 from plasmid_models.testing import make_tiny_model
+from share_cases import FolderWire, check_shares, receive
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-
-@dataclass
-class FolderWire:
-    """Every bucket becomes a file."""
-
-    folder: str
-    senders: str = "first"
-    fails: bool = False
-
-    def open(self, *, rank, version):
-        return FolderSender(f"{self.folder}/{version}-{rank}", self.fails)
-
-
-@dataclass
-class FolderSender:
-    prefix: str
-    fails: bool
-
-    def send(self, bucket):
-        if self.fails and bucket.index == 1:
-            raise ConnectionError("wire cut")
-        torch.save(bucket, f"{self.prefix}-{bucket.index:03d}.pt")
-
-    def close(self, *, ok):
-        with open(f"{self.prefix}-closed", "w") as file:
-            file.write(str(ok))
-
-
-def receive(folder, version, rank):
-    """Tensors by name, and the receiver's receipt."""
-    buckets = [torch.load(f, weights_only=False) for f in sorted(folder.glob(f"{version}-{rank}-*.pt"))]
-    tensors = dict(pair for bucket in buckets for pair in unpack(bucket))
-    sums = tuple(BucketSum(index=b.index, num_bytes=b.data.numel(), checksum=checksum(b.data)) for b in buckets)
-    return tensors, SyncReceipt(version=version, num_tensors=len(tensors), buckets=sums)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +116,23 @@ def test_what_is_sent_is_the_policy_bit_by_bit(kind, dtype, senders, request, tm
         assert all(t.dtype == expected and torch.equal(t, weights[n].to(expected)) for n, t in tensors.items())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_ranks_divide_what_is_sent(two_ranks, dtype, tmp_path):
+    plan = SyncPlan(wire=FolderWire(str(tmp_path), "divided"), dtype=dtype, bucket_bytes=20_000)
+
+    async def run():
+        trainer, config = await two_ranks.start()
+        await fit(trainer, config, make_batch())
+        return await trainer.send(plan, 4), await weights_of(trainer, tmp_path / "out")
+
+    sent, weights = asyncio.run(run())
+    check_shares(sent, tmp_path, 4, {n: t.to(getattr(torch, dtype)) for n, t in weights.items()}, num_ranks=2)
+
+
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
-def test_a_wire_that_breaks_leaves_the_trainer_alive(kind, request, tmp_path):
-    wire = FolderWire(str(tmp_path), fails=True)
+@pytest.mark.parametrize("senders", ["first", "divided"])
+def test_a_wire_that_breaks_leaves_the_trainer_alive(kind, senders, request, tmp_path):
+    wire = FolderWire(str(tmp_path), senders, fails=True)
 
     async def run():
         trainer, config = await request.getfixturevalue(kind).start()
@@ -165,5 +142,6 @@ def test_a_wire_that_breaks_leaves_the_trainer_alive(kind, request, tmp_path):
         return await trainer.send(SyncPlan(wire=FolderWire(str(tmp_path)), bucket_bytes=20_000), 2)
 
     receipt = asyncio.run(run())
-    assert (tmp_path / "1-0-closed").read_text() == "False"
+    sender = 1 if senders == "divided" and kind == "two_ranks" else 0  # of bucket 1
+    assert (tmp_path / f"1-{sender}-closed").read_text() == "False"
     compare(receipt, receive(tmp_path, 2, 0)[1])

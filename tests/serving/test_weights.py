@@ -9,7 +9,8 @@ import pytest
 import torch
 from plasmid.errors import EngineError, EngineLostError, SyncError
 from plasmid.protocols import SyncPlan
-from plasmid_models.sync import checksum, make_buckets, send_weights, unpack
+from plasmid.types.receipts import merge_receipts
+from plasmid_models.sync import checksum, make_buckets, send_share, send_weights, unpack
 from plasmid_serving.weights import sources
 from plasmid_serving.weights.bucket_server import BucketServer, as_memory, download
 from plasmid_serving.weights.command import UpdateCommand
@@ -95,7 +96,7 @@ def wire_to(servers, transport, tmp_path, *, ranks=1, timeout_s=20.0):
         transport=transport, token="token", ranks=ranks, timeout_s=timeout_s, folder=str(tmp_path / "weights")
     )
     if transport == "broadcast":
-        command = replace(command, group=f"group-{ranks}", backend="gloo", size=1 + 2 * ranks)
+        command = replace(command, group=f"group-{ranks}-{tmp_path}", backend="gloo", size=1 + 2 * ranks)
     addresses = {i: server for i, server in servers.items()}
     return ServersWire(command=command, addresses=addresses, first_ranks={0: 1, 1: 1 + ranks})
 
@@ -118,6 +119,84 @@ def check_all_get_all(kind, servers, pool, tmp_path):
     for taken, receipt in (run.result() for run in running):
         assert is_whole(taken) and receipt["num_tensors"] == 6
         assert receipt["buckets"] == [(s.index, s.num_bytes, s.checksum) for s in sent.buckets]
+
+
+SHARES = [{"layer.0": 0, "layer.1": 1, "layer.2": 0}, {"layer.3": 1, "layer.4": 0, "layer.5": 1}]
+"""Two ranks, each with two buckets."""
+
+
+def send_share_of(rank, wire, fails=False):
+    """What trainer rank 0 or 1 does in a sync; returns its receipt or error."""
+    weights = dict(WEIGHTS)
+
+    def tensors():
+        for number, owners in enumerate(SHARES):
+            if fails and number == 1:
+                raise ConnectionError("the rank is lost")
+            yield [(name, weights[name]) for name, owner in owners.items() if owner == rank]
+
+    try:
+        plan = SyncPlan(wire=wire, dtype="float32")
+        return send_share(tensors(), SHARES, plan=plan, version=1, rank=rank)
+    except Exception as error:  # noqa: BLE001  returned from its process
+        return error
+
+
+def divided_wire(servers, transport, tmp_path, **options):
+    wire = wire_to(servers, transport, tmp_path, **options)
+    return replace(wire, command=replace(wire.command, senders=2), senders="divided")
+
+
+def check_two_ranks_send(kind, servers, pool, tmp_path):
+    wire = divided_wire(dict(enumerate(servers)), kind, tmp_path)
+    sending = [pool.submit(send_share_of, rank, wire) for rank in (1, 0)]
+    running = [pool.submit(outcome, server, wire.command_to(i)) for i, server in enumerate(servers)]
+    shares = [send.result() for send in sending]
+    assert [len(share.buckets) for share in shares] == [2, 2]
+    sent = merge_receipts(shares)
+    for taken, receipt in (run.result() for run in running):
+        assert is_whole(taken) and receipt["num_tensors"] == 6
+        assert receipt["buckets"] == [(s.index, s.num_bytes, s.checksum) for s in sent.buckets]
+
+
+def check_one_of_two_ranks_fails(kind, servers, pool, tmp_path):
+    """The engine passes the error of the servers on to the other rank, which would else wait for them."""
+    wire = divided_wire(dict(enumerate(servers)), kind, tmp_path)
+    sending = [pool.submit(send_share_of, rank, wire, rank == 0) for rank in (0, 1)]
+    running = [pool.submit(outcome, server, wire.command_to(i)) for i, server in enumerate(servers)]
+    for server, run in zip(servers, running, strict=True):
+        _, error = run.result(timeout=15)
+        assert isinstance(error, SyncAbortedError)
+        server.end_update("token", 1, encode_error(error), senders=2)  # as the engine does
+    errors = [send.result(timeout=15) for send in sending]
+    assert str(errors[0]) == "the rank is lost" and isinstance(errors[1], SyncError)
+
+
+def check_one_of_two_servers_fails(kind, servers, pool, tmp_path):
+    wire = divided_wire(dict(enumerate(servers)), kind, tmp_path)
+    sending = [pool.submit(send_share_of, rank, wire) for rank in (0, 1)]
+    bad = pool.submit(outcome, servers[0], wire.command_to(0), 0, 1)
+    good = pool.submit(outcome, servers[1], wire.command_to(1))
+    _, error = bad.result(timeout=15)
+    assert str(error) == "it does not fit"
+    servers[0].end_update("token", 1, encode_error(error), senders=2)
+    taken, receipt = good.result(timeout=15)
+    assert is_whole(taken) and receipt["num_tensors"] == 6
+    assert [len(send.result(timeout=15).buckets) for send in sending] == [2, 2]
+
+
+DIVIDED = [check_two_ranks_send, check_one_of_two_servers_fails, check_one_of_two_ranks_fails]
+
+
+@pytest.mark.parametrize("check", DIVIDED)
+@pytest.mark.parametrize("kind", ["http", "disk"])
+def test_two_ranks_divide_the_buckets(check, kind, servers, threads, tmp_path):
+    check(kind, servers, threads, tmp_path)
+
+
+@pytest.mark.parametrize("check", DIVIDED)
+def test_two_ranks_broadcast_in_turn(check, servers, processes, tmp_path):
+    check("broadcast", servers, processes, tmp_path)
 
 
 def check_one_fails(kind, servers, pool, tmp_path):
@@ -226,7 +305,7 @@ def test_a_bucket_by_another_way_than_planned_is_refused(servers, threads, tmp_p
     running = threads.submit(process.run)
     header = {"index": 0, "names": [], "shapes": [], "dtypes": [], "checksum": 0, "num_bytes": 8, "is_last": True}
     sender = ControlChannel.of_sender(servers[0], "token", 0)
-    sender.put({"bucket": header, "source": source})
+    sender.put({"bucket": header, "source": source, "sender": 0})
     with pytest.raises(SyncError, match=error):
         running.result()
     assert error in sender.get(5)["error"]

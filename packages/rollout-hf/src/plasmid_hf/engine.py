@@ -25,14 +25,24 @@ class HFEngine:
     """Implements `RolloutEngine` on top of running engine processes."""
 
     def __init__(
-        self, actors: Sequence[Actor], settings: HF, *, dtype: str, sync_timeout_s: float, has_adapter: bool = False
+        self,
+        actors: Sequence[Actor],
+        settings: HF,
+        *,
+        dtype: str,
+        sync_timeout_s: float,
+        has_adapter: bool = False,
+        num_senders: int = 1,
     ) -> None:
-        """Wrap running processes. With ``has_adapter`` they hold a base model and a LoRA adapter."""
+        """Wrap running processes. With ``has_adapter`` they hold a base model and a LoRA adapter.
+
+        ``num_senders`` is the number of trainer ranks, which divide the weights of a sync among them.
+        """
         self._actors = tuple(actors)
         self._has_adapter, self._has_base = has_adapter, False
         self._settings = settings
         self._dtype = dtype
-        self._sync_timeout_s = sync_timeout_s
+        self._sync_timeout_s, self._num_senders = sync_timeout_s, num_senders
         self._client = HFClient(self._actors)
 
     @property
@@ -69,8 +79,14 @@ class HFEngine:
         await self._all(EngineWorker.resume)
 
     async def plan_sync(self) -> SyncPlan:
-        """Plan one weight sync, in which the first rank sends byte buckets to every process."""
-        wire = HFWire(actors=self._actors, token=uuid.uuid4().hex, timeout_s=self._sync_timeout_s)
+        """Plan one weight sync, in which every trainer rank sends its share of the buckets to every process."""
+        wire = HFWire(
+            actors=self._actors,
+            token=uuid.uuid4().hex,
+            timeout_s=self._sync_timeout_s,
+            num_senders=self._num_senders,
+            senders="first" if self._num_senders == 1 else "divided",
+        )
         way: Literal["merged", "with_base", "alone"] = "merged"
         if self._has_adapter:
             way = "alone" if self._has_base else "with_base"
@@ -170,4 +186,5 @@ async def start_engine(settings: HF, context: BuildContext) -> HFEngine:
         dtype=dtype,
         sync_timeout_s=config.run.sync_timeout_s,
         has_adapter=config.trainer.adapter() is not None,
+        num_senders=config.placement.trainer_ranks,
     )

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from plasmid.errors import ConfigError
 
@@ -31,7 +31,7 @@ class Planner:
     def __init__(self, settings: ServersConfig, config: RunConfig, folder: Path, *, on_gpu: bool) -> None:
         """``folder`` holds the engine's files. Raises `ConfigError` if the configured transport is impossible."""
         self.transport, self.timeout_s = transport_of(settings, config, on_gpu=on_gpu), config.run.sync_timeout_s
-        self._settings, self._folder = settings, folder
+        self._settings, self._folder, self._trainer_ranks = settings, folder, config.placement.trainer_ranks
         self._flush_cache = settings.pause_mode != "in_place" or settings.recompute_kv
         self._backend = "nccl" if on_gpu else "gloo"
         self._count = self._restarts = 0
@@ -47,11 +47,15 @@ class Planner:
         reached = [server for server in running if not is_broadcast or server.index in self._first_ranks]
         if not reached:
             raise sync_failure(())
+        senders: Literal["first", "all", "divided"] = "first" if self._trainer_ranks == 1 else "divided"
+        if self.transport == "ipc":
+            senders = "all"
         token, ranks = secrets.token_hex(16), reached[0].connection.info.ranks
         command = UpdateCommand(
             transport=self.transport,
             token=token,
             ranks=ranks,
+            senders=self._trainer_ranks if senders == "divided" else 1,
             verify=self._verifies(running),
             flush_cache=self._flush_cache,
             folder=str(self._folder / f"weights-{token}") if self.transport == "disk" else "",
@@ -65,7 +69,7 @@ class Planner:
             command=command,
             addresses={server.index: server.connection.control for server in reached},
             first_ranks=dict(self._first_ranks),
-            senders="all" if self.transport == "ipc" else "first",
+            senders=senders,
         )
 
     def _verifies(self, running: Sequence[ManagedServer]) -> bool:

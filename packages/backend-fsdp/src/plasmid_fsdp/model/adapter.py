@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from plasmid_models.lora.layers import LoRALinear, draw_matrices, fingerprint, insert_adapter, linear_layers, merge
 from plasmid_models.lora.peft_folder import adapter_config, read_adapter_tensors
 from plasmid_models.source import Source
+from plasmid_models.sync import Gatherable, Round
 from plasmid_training.lora_settings import LoRASettings
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -58,6 +60,20 @@ class ShardedAdapter:
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in gather_tensors(self.named(), dtype=dtype):
             yield name, tensor.to(device)
+
+    def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
+        ranks = tuple(range(dist.get_world_size()))
+        return [
+            Gatherable(key=name, num_bytes=tensor.numel() * dtype.itemsize, ranks=ranks)
+            for name, tensor in self.named().items()
+        ]
+
+    def shares(
+        self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        for owners in rounds:
+            gathered = gather_tensors(self.named(), dtype=dtype, owners=owners)
+            yield [(name, tensor.to(device)) for name, tensor in gathered]
 
     def config(self, base: str) -> dict[str, Any]:
         return adapter_config(self._settings.spec(), base=base, adapted=self.layers.keys(), linear=self._linear)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from plasmid_models.source import Source
+from plasmid_models.sync import Gatherable, Round
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.offload import OffloadedMemory
 from plasmid_training.rank.backend import Consume
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..optimizer import ShardedOptimizer
 from ..optimizer_settings import OptimizerSettings
-from ..weights.gathering import EMPTY, whole_tensors
+from ..weights.gathering import EMPTY, gatherables, whole_tensors
 from ..weights.shards import Shard, local
 from .adapter import ShardedAdapter
 from .building import reshard, set_last_microbatch
@@ -79,8 +80,21 @@ class ShardedModel:
         self.module.load(source, self._shard)
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        changes = self.adapter.merging(device) if self.adapter is not None and self.adapter.is_on else EMPTY
+        changes = self._changes(device)
         yield from whole_tensors(self.module.named(), self.module.layout, dtype=dtype, device=device, changes=changes)
+
+    def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
+        return gatherables(self.module.named(), self.module.layout, dtype)
+
+    def shares(
+        self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        named, layout, changes = self.module.named(), self.module.layout, self._changes(device)
+        for owners in rounds:
+            yield list(whole_tensors(named, layout, dtype=dtype, device=device, changes=changes, owners=owners))
+
+    def _changes(self, device: torch.device) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        return self.adapter.merging(device) if self.adapter is not None and self.adapter.is_on else EMPTY
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         return self.module.layout.sizes(self.module.named(), dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from plasmid_models.sync import Gatherable
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -42,13 +43,15 @@ def whole_tensors(
     dtype: torch.dtype,
     device: torch.device,
     changes: Mapping[str, Callable[[Tensor], Tensor]] = EMPTY,
+    owners: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all whole weights by name in the folder, floats cast to ``dtype``. All ranks iterate together.
 
-    ``changes`` are functions, by name, that are applied to whole weights before the cast.
+    ``changes`` are functions, by name, that are applied to whole weights before the cast. With ``owners``, see
+    `gather_tensors`.
     """
     for own, group in layout.by_dtype(named, dtype):
-        for name, tensor in gather_tensors(group, dtype=own, uncast=changes):
+        for name, tensor in gather_tensors(group, dtype=own, uncast=changes, owners=owners):
             whole = tensor.to(device)
             if name in changes:
                 whole = changes[name](whole).to(own)
@@ -56,42 +59,63 @@ def whole_tensors(
                 yield part.name, part.of(whole)
 
 
+def gatherables(named: Mapping[str, Tensor], layout: FolderLayout, dtype: torch.dtype) -> list[Gatherable]:
+    """Return all weights with their bytes in ``dtype``. Every rank can gather every one."""
+    ranks = tuple(range(dist.get_world_size()))
+    return [
+        Gatherable(key=name, num_bytes=sum(layout.sizes({name: tensor}, dtype).values()), ranks=ranks)
+        for name, tensor in named.items()
+    ]
+
+
 def gather_tensors(
-    named: Mapping[str, Tensor], *, dtype: torch.dtype, uncast: Collection[str] = ()
+    named: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    uncast: Collection[str] = (),
+    owners: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all whole tensors, in order, on the device of the shards; floats are cast to ``dtype`` before gathering.
 
     Tensors named in ``uncast`` keep their dtype. All ranks iterate together. Shards are rows (`Shard(0)`) over the
-    last dimension of the mesh, as in FSDP2.
+    last dimension of the mesh, as in FSDP2. With ``owners`` only the tensors in it are gathered, each on the rank that
+    it gives; this rank yields those that it owns.
     """
     pending: list[ShardedTensor] = []
     size, mesh, ranks = 0, None, 1
+    self_rank = dist.get_rank() if owners is not None else 0
     for name, tensor in named.items():
+        if owners is not None and name not in owners:
+            continue
         target = dtype if tensor.is_floating_point() and name not in uncast else tensor.dtype
         if not isinstance(tensor, DTensor):
-            yield from _flush(pending)
+            yield from _flush(pending, owners)
             pending, size = [], 0
-            yield name, tensor.detach().to(target)
+            if owners is None or owners[name] == self_rank:
+                yield name, tensor.detach().to(target)
             continue
         if tensor.device_mesh is not mesh:  # getting its size takes longer than copying a small tensor
             mesh = tensor.device_mesh
             ranks = _ranks(tensor)
         with torch.no_grad():
             piece = ShardedTensor(name, local(tensor).detach(), tensor, target, _largest_shard(tensor.shape, ranks))
-        num_bytes = piece.padded * ranks * target.itemsize
+        num_bytes = piece.padded * (1 if owners is not None else ranks) * target.itemsize
         if pending and (size + num_bytes > GATHERED_BYTES or not piece.can_join(pending[0])):
-            yield from _flush(pending)
+            yield from _flush(pending, owners)
             pending, size = [], 0
         pending.append(piece)
         size += num_bytes
-    yield from _flush(pending)
+    yield from _flush(pending, owners)
 
 
-def _flush(pieces: list[ShardedTensor]) -> Iterator[tuple[str, Tensor]]:
+def _flush(pieces: list[ShardedTensor], owners: Mapping[str, int] | None) -> Iterator[tuple[str, Tensor]]:
     """Use one cast and one collective for all pieces: copying a small tensor is faster than launching the copy."""
     if not pieces:
         return
-    yield from _cast(pieces) if _ranks(pieces[0].whole) == 1 else _gather(pieces)
+    if owners is not None:
+        yield from _exchange(pieces, owners)
+    else:
+        yield from _cast(pieces) if _ranks(pieces[0].whole) == 1 else _gather(pieces)
 
 
 def _cast(pieces: list[ShardedTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -106,6 +130,29 @@ def _cast(pieces: list[ShardedTensor]) -> Iterator[tuple[str, Tensor]]:
     whole = [place.view(row.shape) for place, row in zip(own.split_with_sizes(lengths), rows, strict=True)]
     torch._foreach_copy_(whole, rows)
     yield from zip(names, whole, strict=True)
+
+
+def _exchange(pieces: list[ShardedTensor], owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Gather every piece on its owner in one all-to-all. Copies of the model gather only for owners among them."""
+    first = pieces[0]
+    mesh, device = first.whole.device_mesh, first.rows.device
+    group = mesh.get_group(mesh.ndim - 1)
+    members = dist.get_process_group_ranks(group)
+    by_owner = {rank: [piece for piece in pieces if owners[piece.name] == rank] for rank in members}
+    lengths = {rank: sum(piece.padded for piece in found) for rank, found in by_owner.items()}
+    ordered = [piece for found in by_owner.values() for piece in found]
+    sent = torch.zeros(sum(lengths.values()), dtype=first.dtype, device=device)
+    rows = [piece.rows.reshape(-1) for piece in ordered]
+    if ordered:
+        places = zip(sent.split_with_sizes([piece.padded for piece in ordered]), rows, strict=True)
+        torch._foreach_copy_([place[: row.numel()] for place, row in places], rows)
+    own = by_owner[dist.get_rank()]
+    length = lengths[dist.get_rank()]
+    every = torch.empty(len(members) * length, dtype=first.dtype, device=device)
+    dist.all_to_all_single(every, sent, [length] * len(members), list(lengths.values()), group=group)
+    parts = every.view(len(members), length).split_with_sizes([piece.padded for piece in own], 1)
+    for piece, shards in zip(own, parts, strict=True):
+        yield piece.name, shards.reshape(-1)[: piece.whole.numel()].view(piece.whole.shape)
 
 
 def _gather(pieces: list[ShardedTensor]) -> Iterator[tuple[str, Tensor]]:

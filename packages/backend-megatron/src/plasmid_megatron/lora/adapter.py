@@ -20,6 +20,7 @@ from plasmid_models.lora.layers import draw_matrices, fingerprint
 from plasmid_models.lora.peft_folder import adapter_config, read_adapter_tensors
 from plasmid_models.lora.targets import KEY, match_targets
 from plasmid_models.source import Source
+from plasmid_models.sync import Gatherable, Round
 from plasmid_training.lora_settings import LoRASettings
 from torch import Tensor, nn
 
@@ -142,6 +143,14 @@ class ParallelAdapter:
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         return self._gatherer.tensors(dtype=dtype, device=device)
+
+    def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
+        return self._gatherer.gatherables(dtype)
+
+    def shares(
+        self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        return self._gatherer.shares(rounds, dtype=dtype, device=device)
 
     def config(self, base: str) -> dict[str, Any]:
         adapted = [layer for linear in self._selected for layer in linear.layers]

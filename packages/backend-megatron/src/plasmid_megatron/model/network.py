@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import tee
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from plasmid_models.source import Source
+from plasmid_models.sync import Gatherable, Round
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.learning_settings import LearningSettings
 from plasmid_training.offload import OffloadedMemory
@@ -85,8 +86,18 @@ class Network:
         load_weights(self.bare, self.architecture, source.path, where=source.where)
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        changes = {} if self.adapter is None else self.adapter.merge()
-        return self._gatherer.tensors(dtype=dtype, device=device, changes=changes)
+        return self._gatherer.tensors(dtype=dtype, device=device, changes=self._changes())
+
+    def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
+        return self._gatherer.gatherables(dtype)
+
+    def shares(
+        self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        return self._gatherer.shares(rounds, dtype=dtype, device=device, changes=self._changes())
+
+    def _changes(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        return {} if self.adapter is None else self.adapter.merge()
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         return self._gatherer.sizes(dtype)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from plasmid_models.sync import Gatherable, Round
 from torch import Tensor, nn
 
 from .bridge import Architecture
@@ -29,6 +32,22 @@ class Outline:
 
     def dtype(self, own: str, requested: torch.dtype) -> torch.dtype:
         """Return the dtype of a gathered tensor: ``requested`` if it is cast, else its own."""
+        own_dtype: torch.dtype = getattr(torch, own)
+        return requested if self.is_cast else own_dtype
+
+
+@dataclass(slots=True)
+class _Weight:
+    """One whole weight of the model, which some ranks hold."""
+
+    is_cast: bool
+    tensors: list[tuple[str, tuple[int, ...], str]]
+    """As in `Outline`."""
+    cells: set[tuple[int, ...]] = field(default_factory=set)
+    """Groups of ranks that each hold the whole weight together."""
+
+    def dtype(self, own: str, requested: torch.dtype) -> torch.dtype:
+        """Return the dtype of a gathered tensor."""
         own_dtype: torch.dtype = getattr(torch, own)
         return requested if self.is_cast else own_dtype
 
@@ -68,6 +87,70 @@ class Gatherer:
         stages: list[list[Outline]] = [[]] * mpu.get_pipeline_model_parallel_world_size()
         dist.all_gather_object(stages, outlines, group=mpu.get_pipeline_model_parallel_group())
         self._outlines = [outline for stage in stages for outline in stage]
+        per_rank = experts_per_rank(architecture)
+
+        self._names = [weight.full_name(mpu.get_expert_model_parallel_rank(), per_rank) for weight in own]
+        self._cells = self._find_cells()
+
+    def _find_cells(self) -> dict[str, _Weight]:
+        """Return what every rank has of each whole weight, in the order of the pipeline ranks."""
+        own = [
+            (self._stage, name, _ranks_of(weight), _is_cast(weight), list(self._convert_empty(weight, name)))
+            for name, weight in zip(self._names, self._weights, strict=True)
+        ]
+        every: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, own)
+        found: dict[str, _Weight] = {}
+        for _, name, ranks, is_cast, tensors in sorted((one for own in every for one in own), key=lambda o: o[0]):
+            entry = found.setdefault(name, _Weight(is_cast=is_cast, tensors=tensors))
+            entry.cells.add(ranks)
+        return found
+
+    def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
+        """Return all weights in Megatron's layout. Those ranks can gather one that hold it or a part of it."""
+        return [
+            Gatherable(
+                key=name,
+                num_bytes=sum(math.prod(shape) * weight.dtype(own, dtype).itemsize for _, shape, own in weight.tensors),
+                ranks=tuple(sorted(chain.from_iterable(weight.cells))),
+            )
+            for name, weight in self._cells.items()
+        ]
+
+    @torch.no_grad()
+    def shares(
+        self,
+        rounds: Sequence[Round],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        changes: Mapping[str, Change] = NONE,
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield, in every round, the tensors of the weights that this rank sends.
+
+        Only the tensor-parallel group of the sending rank gathers a weight, on that rank.
+        """
+        own = dict(zip(self._names, self._weights, strict=True))
+        for owners in rounds:
+            tensors: list[tuple[str, Tensor]] = []
+            for name, owner in owners.items():
+                if name in own and owner in _ranks_of(own[name]):
+                    tensors += self._gather_on(owner, name, own[name], dtype, changes)
+            yield [(name, tensor.to(device)) for name, tensor in tensors]
+
+    def _gather_on(
+        self, owner: int, name: str, weight: Weight, dtype: torch.dtype, changes: Mapping[str, Change]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Return the Hugging Face tensors of a weight on the rank ``owner``; none on other ranks."""
+        tensor, parts = self._part(weight, dtype, changes), list[Tensor]()
+        is_owner = dist.get_rank() == owner
+        if not is_split(weight):
+            parts = [tensor]
+        else:
+            group = tensor_group(weight)
+            parts = [torch.empty_like(tensor) for _ in range(group.size())] if is_owner else []
+            dist.gather(tensor, parts if is_owner else None, dst=owner, group=group)
+        return self._convert(name, join(weight.name, parts, weight)) if is_owner else ()
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         """Return the size of every tensor in bytes, in the order of `tensors`, if the weights are cast to ``dtype``."""
@@ -107,10 +190,7 @@ class Gatherer:
             yield name, tensor.to(device)
 
     def _whole(self, weight: Weight, dtype: torch.dtype, changes: Mapping[str, Change]) -> Iterator[tuple[str, Tensor]]:
-        tensor = weight.tensor.detach()
-        if weight.name in changes:
-            tensor = changes[weight.name](tensor)
-        tensor = (tensor.to(dtype) if _is_cast(weight) else tensor).contiguous()
+        tensor = self._part(weight, dtype, changes)
         parts = _gather(tensor, tensor_group(weight)) if is_split(weight) else [tensor]
         whole = join(weight.name, parts, weight)
         experts = [whole] if weight.expert is None else _gather(whole, mpu.get_expert_model_parallel_group())
@@ -118,15 +198,25 @@ class Gatherer:
         for rank, one in enumerate(experts):
             yield from self._convert(weight.full_name(rank, per_rank), one)
 
+    def _part(self, weight: Weight, dtype: torch.dtype, changes: Mapping[str, Change]) -> Tensor:
+        """Return this rank's part of a weight, changed and cast."""
+        tensor = weight.tensor.detach()
+        if weight.name in changes:
+            tensor = changes[weight.name](tensor)
+        return (tensor.to(dtype) if _is_cast(weight) else tensor).contiguous()
+
     def _outline(self, weight: Weight) -> Iterator[tuple[str, tuple[int, ...], str]]:
         """Yield the name, shape and dtype of each gathered tensor, without communication."""
-        ranks = tensor_group(weight).size() if is_split(weight) else 1
-        empty = torch.empty_like(weight.tensor, device="meta")
-        whole = join(weight.name, [empty] * ranks, weight)
         experts = 1 if weight.expert is None else mpu.get_expert_model_parallel_world_size()
         for rank in range(experts):
-            for name, tensor in self._convert(weight.full_name(rank, experts_per_rank(self.architecture)), whole):
-                yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            yield from self._convert_empty(weight, weight.full_name(rank, experts_per_rank(self.architecture)))
+
+    def _convert_empty(self, weight: Weight, full_name: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        """Yield the name, shape and dtype of each Hugging Face tensor of one whole weight."""
+        ranks = tensor_group(weight).size() if is_split(weight) else 1
+        whole = join(weight.name, [torch.empty_like(weight.tensor, device="meta")] * ranks, weight)
+        for name, tensor in self._convert(full_name, whole):
+            yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -135,6 +225,11 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
+
+
+def _ranks_of(weight: Weight) -> tuple[int, ...]:
+    """Return the ranks that hold the whole weight together with this rank."""
+    return tuple(dist.get_process_group_ranks(tensor_group(weight))) if is_split(weight) else (dist.get_rank(),)
 
 
 def _is_cast(weight: Weight) -> bool:

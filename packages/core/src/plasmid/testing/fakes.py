@@ -149,7 +149,7 @@ class FakeTrainer:
 class FakeWire:
     """Implements `protocols.Wire` without a transfer: both fakes return receipts that they make up."""
 
-    senders: Literal["first", "all"] = "first"
+    senders: Literal["first", "all", "divided"] = "first"
 
     def open(self, *, rank: int, version: int) -> Any:
         raise ValueError("the fake engine receives no weights")

@@ -1,6 +1,8 @@
-"""Compare the receipts of both sides of a weight sync."""
+"""Compare the receipts of both sides of a weight sync, and merge those of several senders."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ..errors import SyncError
 from .samples import SyncReceipt
@@ -28,3 +30,15 @@ def compare(sent: SyncReceipt, received: SyncReceipt) -> None:
             )
     if received.num_tensors != sent.num_tensors:
         raise SyncError(f"{where}: {sent.num_tensors} tensors were sent, {received.num_tensors} received")
+
+
+def merge_receipts(receipts: Sequence[SyncReceipt]) -> SyncReceipt:
+    """Return the receipt of a sync from those of all ranks, each of which sent a share; times are of the slowest."""
+    phases = {name: max(r.phases.get(name, 0.0) for r in receipts) for r in receipts for name in r.phases}
+    return SyncReceipt(
+        version=receipts[0].version,
+        num_tensors=sum(receipt.num_tensors for receipt in receipts),
+        buckets=tuple(sorted((b for receipt in receipts for b in receipt.buckets), key=lambda bucket: bucket.index)),
+        seconds=max(receipt.seconds for receipt in receipts),
+        phases=phases,
+    )

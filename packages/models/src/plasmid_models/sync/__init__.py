@@ -4,6 +4,17 @@ from plasmid.types.receipts import compare
 
 from .buckets import make_buckets, unpack
 from .checksum import checksum
-from .send import send_weights
+from .send import send_share, send_weights
+from .shares import Gatherable, Round, divide
 
-__all__ = ["checksum", "compare", "make_buckets", "send_weights", "unpack"]
+__all__ = [
+    "Gatherable",
+    "Round",
+    "checksum",
+    "compare",
+    "divide",
+    "make_buckets",
+    "send_share",
+    "send_weights",
+    "unpack",
+]

@@ -27,12 +27,12 @@ def make_buckets(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: i
     index = size = 0
     for name, tensor in named_tensors:
         if pending and size + _round_up(tensor.nbytes) > bucket_bytes:
-            yield _bucket(index, pending, size)
+            yield make_bucket(index, pending)
             index, size = index + 1, 0
         pending.append((name, tensor))
         size += _round_up(tensor.nbytes)
     if pending:
-        yield _bucket(index, pending, size, is_last=True)
+        yield make_bucket(index, pending, is_last=True)
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
@@ -51,8 +51,9 @@ def _views(data: Tensor, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype])
     ]
 
 
-def _bucket(index: int, pending: list[tuple[str, Tensor]], size: int, *, is_last: bool = False) -> Bucket:
+def make_bucket(index: int, pending: list[tuple[str, Tensor]], *, is_last: bool = False) -> Bucket:
     """Make a bucket and empty ``pending``, so that gathered tensors are freed after they are copied."""
+    size = sum(_round_up(tensor.nbytes) for _, tensor in pending)
     names = tuple(name for name, _ in pending)
     contents = [tensor.detach() for _, tensor in pending]
     pending.clear()

@@ -121,12 +121,18 @@ class EngineCore:
             self.broken = str(error)
             raise
 
-    def finish_update(self, token: str, version: int, *, ok: bool) -> None:
-        """Complete the weight sync. Raises `SyncError` if tensors are missing; the engine then refuses requests."""
+    def finish_update(self, token: str, version: int, *, ok: bool, num_senders: int = 1) -> None:
+        """End the part of one sender, and with the last one the weight sync.
+
+        Raises `SyncError` if tensors are missing; the engine then refuses requests.
+        """
         update = self.update(token, version)
         try:
             if not ok:
                 raise SyncError(f"weight sync of version {version}: aborted by the sender")
+            update.senders_done += 1
+            if update.is_open and update.senders_done < num_senders:
+                return
             update.finish()
         except SyncError as error:
             self.fail_update(token, str(error))

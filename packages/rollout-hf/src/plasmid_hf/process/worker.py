@@ -218,9 +218,9 @@ class EngineWorker:
         """Write some weights into the model; returns when they are written. Raises `SyncError`."""
         await self._run(self.core.put_bucket, token, version, header, data)
 
-    async def finish_update(self, token: str, version: int, ok: bool) -> None:
-        """Complete the weight sync, or abort it if ``ok`` is false. Raises `SyncError`."""
-        await self._run(self.core.finish_update, token, version, ok=ok)
+    async def finish_update(self, token: str, version: int, ok: bool, num_senders: int) -> None:
+        """Complete the weight sync with the last of its senders, or abort it if ``ok`` is false. Raises `SyncError`."""
+        await self._run(self.core.finish_update, token, version, ok=ok, num_senders=num_senders)
 
     async def checksums(self) -> Mapping[str, int]:
         """See `RolloutEngine.checksum`."""

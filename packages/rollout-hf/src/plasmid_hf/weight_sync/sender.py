@@ -26,7 +26,9 @@ class HFWire:
     actors: tuple[Actor, ...]
     token: str
     timeout_s: float
-    senders: Literal["first", "all"] = "first"
+    num_senders: int = 1
+    """Number of trainer ranks, each of which sends a share of the buckets."""
+    senders: Literal["first", "all", "divided"] = "first"
 
     def open(self, *, rank: int, version: int) -> Sender:
         """Start sending from this rank."""
@@ -56,7 +58,9 @@ class HFSender:
         """Wait until everything is sent, then report success or failure. Raises errors of any engine."""
         try:
             error = self._first_error()
-            finish = self._start(self._call_all(EngineWorker.finish_update, ok and error is None))
+            finish = self._start(
+                self._call_all(EngineWorker.finish_update, ok and error is None, self._wire.num_senders)
+            )
             finish.result()
             if error is not None and ok:
                 raise error

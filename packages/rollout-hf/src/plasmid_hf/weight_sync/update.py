@@ -26,6 +26,8 @@ class WeightUpdate:
         self.version = version
         self.result: Future[SyncReceipt] = Future()
         """The receipt, or `SyncError`."""
+        self.senders_done = 0
+        """Number of trainer ranks that have sent their share."""
         self._tensors, self._kept = tensors, kept
         self._tied = tied_names(tensors)
         self._started = time.monotonic()
@@ -95,7 +97,7 @@ class WeightUpdate:
         receipt = SyncReceipt(
             version=self.version,
             num_tensors=len(self._written),
-            buckets=tuple(self._sums),
+            buckets=tuple(sorted(self._sums, key=lambda bucket: bucket.index)),
             seconds=time.monotonic() - self._started,
         )
         self.result.set_result(receipt)

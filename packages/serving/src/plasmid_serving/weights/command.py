@@ -21,6 +21,8 @@ class UpdateCommand:
     ranks: int
     """Number of processes of each server."""
     timeout_s: float
+    senders: int = 1
+    """Number of trainer ranks that send a share of the buckets."""
     verify: bool = False
     """Read the parameters back."""
     flush_cache: bool = True
@@ -28,13 +30,13 @@ class UpdateCommand:
     folder: str = ""
     """With transport "disk": folder of this version's files."""
     group: str = ""
-    """With transport "broadcast": name of the group. An existing group of the same name is reused."""
+    """With transport "broadcast": name of the groups, one per sending rank. Existing groups of that name are reused."""
     backend: str = ""
     """Backend of the group: nccl or gloo."""
     first_rank: int = 0
     """Rank in the group of the server's first process."""
     size: int = 0
-    """Number of group members: the sending rank, then the processes of each server."""
+    """Number of members of each sending rank's group: that rank, then the processes of each server."""
 
     def bucket_file(self, index: int) -> Path:
         """Return the file of a bucket with transport "disk"."""

@@ -74,11 +74,12 @@ class ControlAddress:
         body = self.request(operation="get", queue=queue, wait_s=wait_s, heartbeat=heartbeat)
         return json.loads(body) if body else None
 
-    def end_update(self, token: str, ranks: int, answer: Mapping[str, Any]) -> None:
+    def end_update(self, token: str, ranks: int, answer: Mapping[str, Any], *, senders: int = 1) -> None:
         """End an update on every channel: processes get `OVER`, trainer ranks get ``answer``. Raises `ControlError`."""
         for rank in range(ranks):
             self.put(_buckets(token, rank), OVER)
-            self.put(_answers(token, rank), answer)
+            for sender in range(senders):
+                self.put(_answers(token, rank, sender), answer)
 
     def heartbeats(self, token: str) -> int:
         """Return the heartbeat count of an update, which grows while processes wait or progress. Raises
@@ -106,21 +107,21 @@ CONNECTIONS: dict[ControlAddress, list[_Connection]] = defaultdict(list)
 
 
 class ControlChannel:
-    """One end of the channel between a trainer rank and a server process. Messages arrive once, in order."""
+    """One end of the channel between trainer ranks and a server process. A sender's messages arrive once, in order."""
 
     def __init__(self, address: ControlAddress, inbox: str, outbox: str, heartbeat: str = "") -> None:
         self._address = address
         self._inbox, self._outbox, self._heartbeat = inbox, outbox, heartbeat
 
     @classmethod
-    def of_sender(cls, address: ControlAddress, token: str, rank: int) -> ControlChannel:
-        """Create the trainer's end of the channel to process ``rank`` of the server."""
-        return cls(address, _answers(token, rank), _buckets(token, rank))
+    def of_sender(cls, address: ControlAddress, token: str, rank: int, sender: int = 0) -> ControlChannel:
+        """Create the end of trainer rank ``sender`` of the channel to process ``rank`` of the server."""
+        return cls(address, _answers(token, rank, sender), _buckets(token, rank))
 
     @classmethod
-    def of_process(cls, address: ControlAddress, token: str, rank: int) -> ControlChannel:
-        """Create the server process's end. Waiting for a message counts as a heartbeat."""
-        return cls(address, _buckets(token, rank), _answers(token, rank), token)
+    def of_process(cls, address: ControlAddress, token: str, rank: int, sender: int = 0) -> ControlChannel:
+        """Create the server process's end, which answers ``sender``. Waiting for a message counts as a heartbeat."""
+        return cls(address, _buckets(token, rank), _answers(token, rank, sender), token)
 
     def put(self, message: Mapping[str, Any]) -> None:
         """Send a message. Raises `ControlError`."""
@@ -140,8 +141,8 @@ def _buckets(token: str, rank: int) -> str:
     return f"{token}/{rank}/buckets"
 
 
-def _answers(token: str, rank: int) -> str:
-    return f"{token}/{rank}/answers"
+def _answers(token: str, rank: int, sender: int) -> str:
+    return f"{token}/{rank}/answers/{sender}"
 
 
 class ControlServer:

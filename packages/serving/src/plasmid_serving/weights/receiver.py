@@ -1,4 +1,4 @@
-"""Receiving side of a weight sync in one server process: buckets in the order of their announcements."""
+"""Receiving side of a weight sync in one server process: buckets in the order of their index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plasmid_models.sync import checksum
 from .command import HEADER, UpdateCommand
 from .control import OVER, ControlAddress, ControlChannel
 from .errors import SyncAbortedError, encode_error
-from .sources import fetch
+from .sources import fetch, leave_groups
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +28,9 @@ class Receiver:
     rank: int
     device: torch.device
     _channel: ControlChannel = field(init=False)
+    _early: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
+    """Announced buckets whose turn has not come, by index. Senders are independent, but all processes need one order:
+    otherwise two of them could wait in the broadcasts of different senders."""
     _sums: list[tuple[int, int, int]] = field(default_factory=list, init=False)
     _num_tensors: int = field(default=0, init=False)
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
@@ -38,27 +41,36 @@ class Receiver:
 
     def run(self) -> dict[str, Any]:
         """Receive all buckets and return their part of the receipt. Errors are sent to the sender, then raised."""
-        is_last = False
+        is_last, index = False, 0
         while not is_last:
-            message = self._next()
+            message = self._next(index)
             if message == OVER:
+                leave_groups()  # another sender may be waiting in its broadcast
                 raise self._error or SyncAbortedError("aborted by the sender")
-            is_last, index = message["bucket"]["is_last"], message["bucket"]["index"]
+            is_last = message["bucket"]["is_last"]
             try:
                 self._receive(message["bucket"], message["source"])
             except Exception as error:  # noqa: BLE001  other members of a broadcast wait: continue without loading
                 self._error = self._error or error
-            self._channel.put(encode_error(self._error) if self._error else {"index": index})
+            channel = ControlChannel.of_process(self.address, self.command.token, self.rank, message["sender"])
+            channel.put(encode_error(self._error) if self._error else {"index": index})
+            index += 1
             if isinstance(self._error, SyncAbortedError):
                 break
         if self._error is not None:
             raise self._error
         return {"buckets": self._sums, "num_tensors": self._num_tensors, "seconds": self._seconds}
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self, index: int) -> dict[str, Any]:
+        """Return the announcement of the bucket ``index``, or `OVER`."""
         began = time.perf_counter()
         try:
-            return self._channel.get(self.command.timeout_s)
+            while index not in self._early:
+                message = self._channel.get(self.command.timeout_s)
+                if message == OVER:
+                    return message
+                self._early[message["bucket"]["index"]] = message
+            return self._early.pop(index)
         except TimeoutError:
             raise SyncAbortedError(f"no message from the sender for {self.command.timeout_s:g} s") from None
         except RuntimeError as error:

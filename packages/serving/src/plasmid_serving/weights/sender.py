@@ -44,7 +44,7 @@ class ServersWire:
     """Control channel of each server that gets the weights, by server index."""
     first_ranks: Mapping[int, int] = field(default_factory=dict)
     """With transport "broadcast": rank in the group of each server's first process."""
-    senders: Literal["first", "all"] = "first"
+    senders: Literal["first", "all", "divided"] = "first"
 
     def command_to(self, index: int) -> UpdateCommand:
         """Return the command for one server."""
@@ -56,7 +56,8 @@ class ServersWire:
         if self.command.transport == "ipc":  # trainer ranks share GPUs with the servers' processes, in the same order
             index, process = divmod(rank, ranks)
             return ServersSender(self, {index: (process,)} if index in self.addresses else {})
-        return ServersSender(self, {index: range(ranks) for index in self.addresses})
+        sender = rank if self.senders == "divided" else 0
+        return ServersSender(self, {index: range(ranks) for index in self.addresses}, sender)
 
 
 class ServersSender:
@@ -65,14 +66,17 @@ class ServersSender:
     A server that fails gets no more buckets. Sending fails only when all servers have failed.
     """
 
-    def __init__(self, wire: ServersWire, processes: Mapping[int, Sequence[int]]) -> None:
-        """``processes`` lists, for each server, those that this rank sends to; may be empty."""
-        self._wire, self._command = wire, wire.command
+    def __init__(self, wire: ServersWire, processes: Mapping[int, Sequence[int]], sender: int = 0) -> None:
+        """``processes`` lists, for each server, those that this rank sends to; may be empty.
+
+        ``sender`` is the number of this rank among those that send to the same processes.
+        """
+        self._wire, self._command, self._sender = wire, wire.command, sender
         self._errors: dict[int, PlasmidError] = {}
         self._channels: dict[int, list[ControlChannel]] = {}
         for index, ranks in processes.items():
             self._channels[index] = [
-                ControlChannel.of_sender(wire.addresses[index], wire.command.token, rank) for rank in ranks
+                ControlChannel.of_sender(wire.addresses[index], wire.command.token, rank, sender) for rank in ranks
             ]
         self._sent: deque[Bucket] = deque()
         self._server = BucketServer(wire.command.token) if wire.command.transport == "http" else None
@@ -85,7 +89,7 @@ class ServersSender:
             self._await_first()
         self._check_any_left()
         header = {name: getattr(bucket, name) for name in HEADER} | {"num_bytes": bucket.data.numel()}
-        message = {"bucket": header, "source": self._source(bucket)}
+        message = {"bucket": header, "source": self._source(bucket), "sender": self._sender}
         self._sent.append(bucket)  # keeps the memory until the bucket is loaded
         for index in self._channels:
             # members of a broadcast must take part even after they have failed
@@ -118,7 +122,7 @@ class ServersSender:
         if transport == "ipc":
             return ipc_source(bucket.data)
         if transport == "broadcast":
-            return {"kind": transport, "rendezvous": broadcast_host(self._command).url}
+            return {"kind": transport, "rendezvous": broadcast_host(self._command).url, "sender": self._sender}
         from safetensors.torch import save_file
 
         path = self._command.bucket_file(bucket.index)

@@ -18,8 +18,8 @@ from .bucket_server import as_memory, bucket_path, download
 from .command import UpdateCommand
 from .errors import SyncAbortedError
 
-GROUPS: dict[str, BroadcastGroup] = {}
-"""Broadcast groups of this process by name. Joining is slow, so a group is kept for later syncs."""
+GROUPS: dict[int, tuple[str, BroadcastGroup]] = {}
+"""Names and broadcast groups of this process by sending rank. Joining is slow, so a group is kept for later syncs."""
 MAX_HANDLE = 4096
 """Maximum size of each part of a CUDA IPC handle, in bytes; torch's have from 64 to a few hundred."""
 
@@ -41,7 +41,7 @@ def fetch(
     elif planned == "ipc":
         data = _open_ipc(source, size, device)
     else:
-        data = _broadcast(str(source["rendezvous"]), command, rank, torch.empty(size, dtype=torch.uint8, device=device))
+        data = _broadcast(source, command, rank, torch.empty(size, dtype=torch.uint8, device=device))
     if data.numel() != size:
         raise SyncError(f"a bucket has {data.numel()} bytes, expected {size}")
     return data
@@ -141,20 +141,29 @@ def _handle(source: Mapping[str, Any], name: str) -> bytes:
     return found
 
 
-def _broadcast(rendezvous: str, command: UpdateCommand, rank: int, data: Tensor) -> Tensor:
+def leave_groups() -> None:
+    """Leave all broadcast groups, which ends broadcasts that others wait in."""
+    GROUPS.clear()
+
+
+def _broadcast(source: Mapping[str, Any], command: UpdateCommand, rank: int, data: Tensor) -> Tensor:
+    rendezvous, sender = str(source["rendezvous"]), _count(source, "sender", below=command.senders)
     name = f"{command.group}@{rendezvous}"  # a restarted sender opens another rendezvous
     try:
-        if name not in GROUPS:
-            GROUPS.clear()
-            GROUPS[name] = BroadcastGroup.join(
-                command.backend,
-                rendezvous=rendezvous,
-                rank=command.first_rank + rank,
-                size=command.size,
-                timeout=timedelta(seconds=command.timeout_s),
+        if sender not in GROUPS or GROUPS[sender][0] != name:
+            GROUPS.pop(sender, None)
+            GROUPS[sender] = (
+                name,
+                BroadcastGroup.join(
+                    command.backend,
+                    rendezvous=rendezvous,
+                    rank=command.first_rank + rank,
+                    size=command.size,
+                    timeout=timedelta(seconds=command.timeout_s),
+                ),
             )
-        GROUPS[name].broadcast(data)
+        GROUPS[sender][1].broadcast(data)
     except (RuntimeError, ValueError) as error:
-        GROUPS.clear()
+        leave_groups()
         raise SyncAbortedError(f"the broadcast failed: {one_line(error)}") from None
     return data

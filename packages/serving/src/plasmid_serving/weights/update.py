@@ -64,7 +64,8 @@ class Update:
     def _end(self, error: Exception) -> None:
         """Stop the trainer's ranks and the server's processes from waiting any longer."""
         with contextlib.suppress(RuntimeError):
-            self._server.control.end_update(self._command.token, self._command.ranks, encode_error(error))
+            command = self._command
+            self._server.control.end_update(command.token, command.ranks, encode_error(error), senders=command.senders)
 
     async def _run(self) -> SyncReceipt:
         server, command = self._server, self._command

@@ -14,6 +14,7 @@ from plasmid.components import BuildContext
 from plasmid.protocols import Finish, ScoresRef, SyncPlan, TrainReport
 from plasmid.types import Floats, Role, SyncReceipt
 from plasmid.types.batch import BatchRef
+from plasmid.types.receipts import merge_receipts
 from plasmid.utils.waiting import run_together
 
 from ..batches.rank_batch import RankBatch
@@ -165,8 +166,9 @@ class RankedTrainer:
         return self._parts.in_batch_order(parts, await self._ranks.call_each(Rank.logprobs, parts))
 
     async def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Send all weights over the plan's wire; return rank 0's receipt."""
-        return (await self._ranks.with_timeout(self._sync_timeout_s).call_all(Rank.send, plan, version))[0]
+        """Send all weights over the plan's wire; return the receipt of all of them."""
+        receipts = await self._ranks.with_timeout(self._sync_timeout_s).call_all(Rank.send, plan, version)
+        return merge_receipts(receipts) if plan.wire.senders == "divided" else receipts[0]
 
     async def save(self, path: Path) -> Finish | None:
         """Write the sharded state into the folder; see `protocols.Trainer` for the result."""

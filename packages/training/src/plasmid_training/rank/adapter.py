@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
 import torch
 from plasmid.errors import CheckpointError, one_line
 from plasmid.utils.json_text import read_json
+from plasmid_models.sync import Round, divide
 from torch import Tensor
 
-from .backend import RankModel
+from .backend import RankModel, ShareSource
 
 BASE = "base.json"
 """File in the checkpoint of an adapter that identifies its base."""
@@ -30,6 +32,32 @@ def sent_tensors(
         with adapter.disable():
             yield from policy.weights(dtype=dtype, device=device)
     yield from adapter.weights(dtype=dtype, device=device)
+
+
+def divided_tensors(
+    policy: RankModel,
+    mode: Literal["merged", "with_base", "alone"],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    bucket_bytes: int,
+) -> tuple[list[Round], Iterator[list[tuple[str, Tensor]]]]:
+    """Return the rounds of a weight sync that all ranks divide among them, and this rank's tensors in each round."""
+    adapter = policy.adapter
+    sources: list[tuple[ShareSource, AbstractContextManager[None]]] = []
+    if adapter is None or mode == "merged":
+        sources.append((policy, nullcontext()))
+    else:
+        sources += [(policy, adapter.disable())] if mode == "with_base" else []
+        sources.append((adapter, nullcontext()))
+    rounds = [divide(source.gatherables(dtype), bucket_bytes=bucket_bytes) for source, _ in sources]
+
+    def tensors() -> Iterator[list[tuple[str, Tensor]]]:
+        for (source, context), own in zip(sources, rounds, strict=True):
+            with context:
+                yield from source.shares(own, dtype=dtype, device=device)
+
+    return [one for own in rounds for one in own], tensors()
 
 
 def check_has_adapter(path: Path, *, saved: bool, expected: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from plasmid_models.source import Source
+from plasmid_models.sync import Gatherable, Round
 from torch import Tensor
 
 from ..batches.collate import Microbatch
@@ -41,7 +42,22 @@ class RankOptimizer(Protocol):
         """Clip the gradients, take one step and clear them."""
 
 
-class Adapter(Protocol):
+class ShareSource(Protocol):
+    """Weights that the ranks can divide among them for a sync, without each gathering all of them."""
+
+    def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
+        """Return all weights, the same on every rank, with their bytes in ``dtype``."""
+
+    def shares(
+        self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield, in every round, the tensors of the weights that this rank sends; a list for each round.
+
+        A round's gathers are complete when its list is yielded.
+        """
+
+
+class Adapter(ShareSource, Protocol):
     """A low-rank adapter of a policy. Only the adapter is trained; the policy's own weights, its base, are frozen."""
 
     def disable(self) -> AbstractContextManager[None]:
@@ -54,7 +70,7 @@ class Adapter(Protocol):
         """Return the ``adapter_config.json`` of the `peft` package; ``base`` is the folder of the base model."""
 
 
-class RankModel(Protocol):
+class RankModel(ShareSource, Protocol):
     """This rank's part of one model. A policy outputs `TokenScores`; a critic outputs values [P] of P scored tokens."""
 
     @property

@@ -25,7 +25,7 @@ from plasmid_models.folder import dtype_of
 from plasmid_models.folder_writer import ChangeConfig, FolderWriter, classifier_config
 from plasmid_models.lora.peft_folder import write_adapter
 from plasmid_models.source import Source, source
-from plasmid_models.sync import send_weights
+from plasmid_models.sync import send_share, send_weights
 from plasmid_models.sync.rendezvous import Rendezvous, connect
 
 from ..batches.rank_batch import RankBatch
@@ -34,7 +34,7 @@ from ..learning_settings import CriticLearning
 from ..memory import Memory, trim_heap
 from ..objective.token_recorder import TokenRecorder
 from ..offload import OffloadedMemory
-from .adapter import sent_tensors
+from .adapter import divided_tensors, sent_tensors
 from .backend import PendingSave, RankBackend, RankModel
 from .building import build_learner
 from .calls import RankPosition, RankSetup, reference_folder
@@ -164,12 +164,15 @@ class RankProcess(ConnectedProcess):
             return self._learner.logprobs(batch, batch.fetch())
 
     def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Send all weights of the policy. Raises the errors of the plan's `Wire`."""
+        """Send all weights of the policy, or this rank's share. Raises the errors of the plan's `Wire`."""
         dtype = dtype_of("model", Path(self._config.model.path)) if plan.dtype == "auto" else plan.dtype
-        policy = self._learner.policy.model
-        tensors = sent_tensors(policy, plan.adapter, dtype=getattr(torch, dtype), device=self._device)
+        policy, rank = self._learner.policy.model, self._setup.rank
+        form = {"dtype": getattr(torch, dtype), "device": self._device}
         with self._memory.phase("sync"):
-            return send_weights(tensors, plan=plan, version=version, rank=self._setup.rank)
+            if plan.wire.senders == "divided":
+                rounds, shares = divided_tensors(policy, plan.adapter, bucket_bytes=plan.bucket_bytes, **form)
+                return send_share(shares, rounds, plan=plan, version=version, rank=rank)
+            return send_weights(sent_tensors(policy, plan.adapter, **form), plan=plan, version=version, rank=rank)
 
     def save(self, path: Path) -> bool:
         """Start writing this rank's shards; return True if `finish_shards` must be called. Raises `CheckpointError`."""
