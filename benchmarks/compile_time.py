@@ -1,0 +1,258 @@
+"""Measure how long compiled layers take to compile with an empty cache, how many graphs they need, and their speed.
+
+    python benchmarks/random_qwen3.py 0.6b models/qwen3-0.6b-random
+    python benchmarks/compile_time.py models/qwen3-0.6b-random --out benchmarks/results/compile-h100.json
+
+Each variant is a process with its own, empty cache of TorchInductor; with ``--warm`` a second process follows on the
+same cache. The process starts a trainer of one rank as `rl train` does, trains on a small batch, then on a large one,
+each a single microbatch, then scores and trains on both sizes again, and then times both. Neither size should equal a
+size of the model: TorchDynamo would first assume that the two are always equal.
+``--trainer megatron`` measures the other trainer, ``--rows`` packed rows or dense blocks. On the CPU:
+
+    python benchmarks/compile_time.py TINY_MODEL --device cpu --small 80 --large 320 --variant default
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+VARIANTS = {
+    "default": {},
+    "guarded": {"triton.mix_order_reduction_non_strict_mode": False},
+    "unguarded": {"triton.mix_order_reduction_non_strict_mode": True},
+    "unfused": {"triton.mix_order_reduction": False},
+    "one-config": {"triton.autotune_pointwise": False},
+    "workers-ready": {},
+}
+"""Options of TorchInductor that differ from those of `compile_layers`. With ``workers-ready``, the processes that
+compile kernels have started before the first compilation."""
+SHORT = 380
+"""Tokens of a sample in packed rows."""
+PROMPT = 100
+
+
+def make_batch(index, tokens, args):
+    """Create a batch of one microbatch of ``tokens`` tokens: samples of `SHORT` tokens, or two samples of half."""
+    from plasmid.types.batch import BatchRef, GroupRef, Rows
+    from plasmid.types.shared_groups import LocalRef
+
+    draw = np.random.default_rng(index)
+    size = tokens // 2 if args.rows == "dense" else min(SHORT, tokens // 2)
+    count = tokens // size
+    lengths = np.full(count, size, np.int64)
+    if args.rows == "packed":
+        lengths -= draw.integers(0, size // 4, count)
+    total, given = int(lengths.sum()), min(PROMPT, size // 4)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    mask = np.ones(total, np.bool_)
+    for start in offsets[:-1]:
+        mask[start : start + given] = False
+    ids = tuple(f"{index}.0/{i}" for i in range(count))
+    rows = Rows(
+        sample_ids=ids,
+        offsets=offsets,
+        token_ids=draw.integers(0, args.vocab, total).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -3.0, 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        temperatures=np.ones(count, np.float32),
+    )
+    group = GroupRef(
+        id=index,
+        prompt_id="row:0",
+        sample_ids=ids,
+        rollout_ids=ids,
+        lengths=lengths,
+        prompt_lengths=np.full(count, given, np.int64),
+        loss_tokens=lengths - given,
+        rewards=draw.normal(size=count),
+        components={},
+        truncated=np.zeros(count, np.bool_),
+        errors=(),
+        oldest_version=0,
+        rows=LocalRef(rows),
+        whole=LocalRef(None),
+    )
+    return BatchRef(index=index, groups=(group,))
+
+
+def recipe(args):
+    """Return the recipe of a trainer of one rank."""
+    from plasmid.config.load import resolve
+
+    trainer = {"kind": args.trainer, "lr": 1e-6, "dtype": args.dtype, "compile": True, "microbatch_tokens": args.large}
+    return resolve(
+        {
+            "model": {"path": str(args.model)},
+            "data": {"kind": "files", "path": "unused.jsonl"},
+            "trainer": trainer,
+            "algorithm": {"kind": "grpo"},
+            "rollout": {"kind": "hf"},
+            "rewards": [{"kind": "random"}],
+            "placement": {"trainer_ranks": 1, "device": args.device},
+            "run": {"batches": 1000, "prompts_per_batch": 1, "samples_per_prompt": 2, "train_timeout_s": 600.0},
+        }
+    )
+
+
+def add_options(options):
+    """Have every later `torch.compile` use these options of TorchInductor, in addition to its own."""
+    import torch
+
+    original = torch.compile
+
+    def compile_with_options(function, **given):
+        merged = {**(given.pop("options", None) or {}), **options}
+        return original(function, options=merged, **given)
+
+    torch.compile = compile_with_options
+
+
+async def measure(args):
+    """Return seconds and graphs of the first and later steps of one variant, in this process."""
+    from plasmid.components import BuildContext
+    from plasmid.protocols import Bundle
+    from plasmid.types import Role
+    from plasmid_runtime.cluster.local import LocalCluster
+
+    begin = time.perf_counter()
+    config = recipe(args)
+    bundles = (Bundle(gpu=0 if args.device == "cuda" else None),)
+    context = BuildContext(cluster=LocalCluster(), config=config, run_dir=args.folder, bundles=bundles)
+    trainer = await config.trainer.build(context)
+    import torch
+
+    if args.process == "workers-ready":
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wait_pool_ready()
+    row = {"trainer": args.trainer, "rows": args.rows, "start_s": time.perf_counter() - begin}
+    count, seconds = 0, {}
+
+    def graphs():
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    async def step(tokens, *, score=False):
+        nonlocal count
+        batch, count = make_batch(count, tokens, args), count + 1
+        start = time.perf_counter()
+        scores = await trainer.score(batch, (Role.POLICY,) if score else ())
+        scored = time.perf_counter()
+        await trainer.train(batch, scores)
+        return scored - start if score else time.perf_counter() - scored
+
+    try:
+        for name, tokens, score in (
+            ("train_small", args.small, False),
+            ("train_large", args.large, False),
+            ("score_small", args.small, True),
+            ("score_large", args.large, True),
+        ):
+            seconds[name] = await step(tokens, score=score)
+            row[f"graphs_after_{name}"] = graphs()
+        row["first_s"] = seconds
+        for name, tokens in (("small", args.small), ("large", args.large)):
+            row[f"step_{name}_s"] = statistics.median([await step(tokens) for _ in range(args.steps)])
+    finally:
+        await trainer.close()
+    spent = torch._dynamo.utils.calculate_time_spent()
+    row["phases_s"] = {name: round(value, 2) for name, value in sorted(spent.items()) if value >= 0.05}
+    counters = torch._dynamo.utils.counters
+    row["cache"] = {name: dict(counters[name]) for name in ("inductor", "aot_autograd") if name in counters}
+    if args.device == "cuda":
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
+
+
+def run_variant(args, argv, name, cache):
+    """Measure a variant in a new process with this cache folder."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, *argv, "--process", name, "--folder", folder]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not finished within {args.timeout} s"}
+    if done.returncode:
+        return {"error": (done.stdout + done.stderr)[-3000:]}
+    return json.loads(done.stdout.splitlines()[-1]) | {"process_s": time.perf_counter() - start}
+
+
+def line(row):
+    if "error" in row:
+        return f"| {row['variant']} | failed: {row['error'].strip().splitlines()[-1][:160]} |"
+    first = row["first_s"]
+    graphs = [row[f"graphs_after_{name}"] for name in first]
+    return (
+        f"| {row['variant']} | {' | '.join(f'{value:.1f}' for value in first.values())} | "
+        f"{', '.join(map(str, graphs))} | {row['step_small_s']:.4f} | {row['step_large_s']:.4f} | "
+        f"{row['process_s']:.0f} |"
+    )
+
+
+def arguments(argv):
+    import torch
+
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: guarded and unguarded")
+    parser.add_argument("--warm", action="store_true", help="run each variant a second time on its cache")
+    parser.add_argument("--trainer", default="fsdp")
+    parser.add_argument("--rows", choices=("packed", "dense"), default="packed")
+    parser.add_argument("--small", type=int, default=2000, help="tokens of the small microbatch")
+    parser.add_argument("--large", type=int, default=16384, help="tokens of the large microbatch")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each size that are timed after compilation")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per process")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--out", type=Path, help="JSON file to add the rows to")
+    parser.add_argument("--process", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.model = args.model.absolute()
+    args.vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    return args
+
+
+def main():
+    import torch
+
+    argv = sys.argv[1:]
+    args = arguments(argv)
+    if args.process:
+        add_options(VARIANTS[args.process])
+        print(json.dumps(asyncio.run(measure(args))))
+        return
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    about = {"device": where, "torch": torch.__version__, "model": args.model.name}
+    about |= {"small": args.small, "large": args.large, "cores": len(os.sched_getaffinity(0))}
+    print(
+        f"{about}\n| | train small s | train large s | score small s | score large s | graphs after | step small s",
+        end="",
+    )
+    print(" | step large s | process s |\n|---|---|---|---|---|---|---|---|---|")
+    report = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
+    for name in args.variant or ("guarded", "unguarded"):
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in ("", ", warm") if args.warm else ("",):
+                row = about | {"variant": name + kind} | run_variant(args, argv, name, Path(folder))
+                print(line(row), flush=True)
+                report.append(row)
+                if args.out:
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
