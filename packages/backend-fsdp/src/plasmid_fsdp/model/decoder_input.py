@@ -88,12 +88,17 @@ def _decoder_input(batch: Microbatch, attention: str, dtype: torch.dtype) -> Dec
     return _pack(batch) if width is None else _pad(batch, width, masked=False)
 
 
+def _positions(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return [1, t] the position of each token of a packed row in its sample."""
+    return torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+
+
 def _pack(batch: Microbatch) -> DecoderInput:
     device, lengths = batch.token_ids.device, batch.lengths
     bounds = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     arguments = {
         "input_ids": batch.token_ids[None],
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(device),
+        "position_ids": _positions(lengths, device),
         "attention_mask": None,
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
@@ -109,7 +114,7 @@ def _pack_invariant(batch: Microbatch) -> DecoderInput:
     device, lengths = batch.token_ids.device, batch.lengths
     arguments = {
         "input_ids": batch.token_ids[None],
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(device),
+        "position_ids": _positions(lengths, device),
         "attention_mask": None,
         "spans": Spans.packed(lengths, device),
         "bounds": torch.tensor([0, *lengths]).cumsum(0).int().to(device),

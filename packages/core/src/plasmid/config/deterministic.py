@@ -19,11 +19,11 @@ def find_deterministic_errors(config: RunConfig) -> Iterator[str]:
         return
     trainer, engine = config.trainer, config.rollout
     if not trainer.is_batch_invariant():
-        yield f"{KEY}: trainer {kind_of(trainer)!r} has no batch-invariant kernels; use 'fsdp', or remove the setting"
+        yield f"{KEY}: trainer {kind_of(trainer)!r} has no batch-invariant kernels; use another, or remove the setting"
     if engine is not None and not engine.is_batch_invariant():
         yield (
-            f"{KEY}: engine {kind_of(engine)!r} does not compute with the trainer's kernels; use 'hf', or remove the "
-            "setting"
+            f"{KEY}: engine {kind_of(engine)!r} does not compute with the trainer's kernels; use one that "
+            "does, or remove the setting"
         )
     if config.run.max_staleness:
         yield (

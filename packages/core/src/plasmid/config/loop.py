@@ -23,7 +23,7 @@ class LoopConfig(Settings):
     """Seed of all random numbers in the run."""
     deterministic: bool = False
     """Compute trainer and engine with batch-invariant kernels, so that both give a token the same log-probability, bit
-    by bit, and two runs are identical. For trainer ``fsdp`` with engine ``hf`` and max_staleness = 0; slower."""
+    by bit, and two runs are identical; slower. Requires max_staleness = 0, and trainer and engine with such kernels."""
     batches: Annotated[int, MAY_CHANGE] = Field(100, ge=1)
     """Number of batches to train on; fewer if the data ends first."""
     prompts_per_batch: int = Field(32, ge=1)

@@ -96,7 +96,8 @@ class _RowMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return (grads[0] / ctx.shape[-1])[..., None].expand(ctx.shape)
+        grad: Tensor = grads[0] / ctx.shape[-1]
+        return grad[..., None].expand(ctx.shape)
 
 
 def row_mean(x: Tensor) -> Tensor:
