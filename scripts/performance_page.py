@@ -88,6 +88,35 @@ def step() -> Table:
     return [*head, "start, s"], (cells(row) for row in [*read("step-h100")[1:2], *read("step-h200")])
 
 
+def phases() -> Table:
+    """The parts of a step in a run, and of engine and trainer alone."""
+    found = read("step-phases-h100")
+    names = ("sample", "score", "train", "transfer", "pause", "resume", "rest", "step")
+    rows = [[name, number(found["step"][name], 3), number(found["apart"].get(name), 3)] for name in names]
+    return ["s", "in the run", "apart"], [*rows, ["sum of the parts", "", number(found["apart"]["sum"], 3)]]
+
+
+def asynchronous() -> Table:
+    parts = ("batch", "sample", "train", "pause", "transfer")
+
+    def cells(name: str, found: Row) -> Sequence[str]:
+        seconds = [number(found["medians_s"][part], 2) for part in parts]
+        return [name, number(found["tokens_per_s"], 0), *seconds]
+
+    head = ["", "tok/s", "batch, s", "waiting for samples, s", "training, s", "pause of the engine, s", "transfer, s"]
+    return head, (cells(*item) for item in read("async-h100")["rates"].items())
+
+
+def on_policy() -> Table:
+    found = read("on-policy-h100")["products_bfloat16"].items()
+    head = ["rows x in x out", "batch-invariant, us", "torch, us", "ratio"]
+
+    def cells(size: str, own: float, torch: float) -> Sequence[str]:
+        return [size.replace("x", " x "), number(own), number(torch), number(own / torch)]
+
+    return head, (cells(size, row["invariant_us"], row["torch_us"]) for size, row in found)
+
+
 def ceiling_of(row: Row, rows: Sequence[Row]) -> Row | None:
     """The fastest plain loop on the same samples and kind of GPU: of the same run if it has one."""
     same = [r for r in rows if "packed, compiled" in r["name"] and r["device"] == row["device"]]
@@ -179,7 +208,10 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "sampling": sampling,
     "whole-runs": lambda: listed("whole-runs-h200"),
     "step": step,
+    "step-phases": phases,
+    "asynchronous": asynchronous,
     "smollm2-sums": lambda: listed("smollm2-sums-h200"),
+    "on-policy": on_policy,
     "training": training,
     "adapters": lambda: trainer_rows("lora-h200"),
     "experts": lambda: trainer_rows("experts-h200"),

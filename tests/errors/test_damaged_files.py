@@ -91,7 +91,8 @@ def test_a_damaged_file_is_one_clear_line(finished, tmp_path, command):
             assert not problem, f"{damage.__name__}: {problem}"
             codes[damage] = code
             assert not code or command == "compare" or Path(name).name in err or "batch-000002" in err, err
-    assert sum(code != 0 for code in codes.values()) >= 5, codes
+    least = 4 if command == "view" else 5  # a flipped bit of metrics.jsonl may only give another number
+    assert sum(code != 0 for code in codes.values()) >= least, codes
 
 
 @pytest.mark.long
