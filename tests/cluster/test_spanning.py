@@ -31,7 +31,7 @@ def test_a_server_over_two_machines_is_trained_with(two_machines, job):
     code, out = job.train("spanning.toml", environment=two_machines.environment)
     assert code == 0, out
     assert "batch 2/2" in out
-    run = job.folder / "runs/spanning"
+    run = job.folder / "runs/job"  # the first recipe names the run
     told = [
         json.loads((run / f"engines/{name}/arguments.json").read_text()) for name in ("engine-0", "engine-0-node-1")
     ]
