@@ -134,6 +134,10 @@ class FSDPEstimate:
 
     def scoring_seconds(self, shape: ModelShape) -> float:
         """Return the seconds of the forward passes of one model before training."""
+        return self.seconds_of(shape, SCORING, exchanges=1)
+
+    def seconds_of(self, shape: ModelShape, passes: Passes, *, exchanges: float) -> float:
+        """Return the seconds of ``passes`` over a rank's tokens, with ``exchanges`` among context-parallel ranks."""
         device, load = self.context.device, self.context.load
         assert device is not None
         computed = compute_seconds(
@@ -141,9 +145,9 @@ class FSDPEstimate:
             device,
             tokens=load.tokens / self.ranks,
             sample_tokens=load.sample_tokens,
-            passes=SCORING,
+            passes=passes,
         )
-        return computed + self.exchange_seconds(shape, device, passes=1)
+        return computed + self.exchange_seconds(shape, device, passes=exchanges)
 
     def states(self, table: str, learning: OptimizerSettings) -> dict[str, float] | None:
         """Return the bytes of one model's weights and optimizer state on one rank; None if there is no such model."""
@@ -236,14 +240,7 @@ class FSDPEstimate:
         adapter = settings.lora is not None and table == "model"
         recomputed = 1.0 if settings.activation_checkpointing else 1 - self.activations(shape).budget
         passes = Passes.training(recomputed=recomputed, adapter=adapter)
-        computed = compute_seconds(
-            self.activations(shape),
-            device,
-            tokens=load.tokens / self.ranks,
-            sample_tokens=load.sample_tokens,
-            passes=passes,
-        )
-        computed += self.exchange_seconds(shape, device, passes=2 + recomputed)
+        computed = self.seconds_of(shape, passes, exchanges=2 + recomputed)
         count = max(load.steps, -(-load.tokens // (self.ranks * self.microbatch)))
         sent = 0.0
         if self.ranks > 1:
