@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from plasmid_runtime.cluster.watch import stack_dumps
 from plasmid_runtime.cluster.watch.inspection import look
 from plasmid_serving.dialect import Program
 from plasmid_serving.processes.launch import API_KEY_VARIABLE
@@ -54,3 +55,24 @@ def test_stacks_are_those_of_the_moment(pids, tmp_path):
     for _ in range(2):
         (server,) = (one for one in look(os.getpid(), tmp_path, with_stacks=False).servers if one.pid == pids["server"])
         assert server.stacks.count("in answer\n") == 1
+
+
+def test_stacks_of_a_process_that_is_killed_after_it_wrote_them_are_kept(pids, tmp_path, monkeypatch):
+    """A weight sync that fails meanwhile restarts the server."""
+    file = stack_dumps.stacks_memory(pids["scheduler"])
+    kill = os.kill
+
+    def kill_after_writing(pid, number):
+        kill(pid, number)
+        if (pid, number) == (pids["scheduler"], signal.SIGCONT):
+            wait_until(lambda: "in main\n" in file.read_text() or "<module>" in file.read_text())
+            kill(pid, signal.SIGKILL)
+            wait_until(lambda: not file.exists())
+
+    monkeypatch.setattr(os, "kill", kill_after_writing)
+    assert "in schedule\n" in stack_dumps.dump_stacks({pids["scheduler"]: file})[pids["scheduler"]]
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.01)

@@ -324,8 +324,16 @@ class PlainEpisode:
         pass
 
 
-def children() -> set[psutil.Process]:
-    return {one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE}
+def environment_processes() -> set[psutil.Process]:
+    """Return the processes of environments and their forks; servers of earlier tests may start others meanwhile."""
+    return {one for one in psutil.Process().children(recursive=True) if is_of_environment(one)}
+
+
+def is_of_environment(process: psutil.Process) -> bool:
+    try:
+        return any("plasmid_workflows.episodes.server" in part for part in process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
 
 
 def play_isolated(actions, tmp_path, chatml, environment=None, **settings):
@@ -345,7 +353,7 @@ def play_isolated(actions, tmp_path, chatml, environment=None, **settings):
 
 
 def test_each_episode_has_a_process_and_one_that_hangs_or_dies_costs_its_sample_alone(chatml, tmp_path):
-    before, threads = children(), set(threading.enumerate())
+    threads = set(threading.enumerate())
     good, hung, dead, raised = play_isolated(
         [["go", "end"], ["hang"], ["die"], ["raise"]], tmp_path, chatml, step_timeout_s=5.0
     )
@@ -355,8 +363,8 @@ def test_each_episode_has_a_process_and_one_that_hangs_or_dies_costs_its_sample_
     assert hung.error == "environment 'plain': step did not finish within step_timeout_s = 5"
     assert dead.error == "environment 'plain': step raised an error: its process has ended"
     assert raised.error == "environment 'plain': step raised RuntimeError: no more"
-    _, alive = psutil.wait_procs(children() - before, timeout=10)
-    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    psutil.wait_procs(environment_processes(), timeout=10)
+    assert not environment_processes()
     assert not [one for one in set(threading.enumerate()) - threads if one.name == "environment"]
 
 
@@ -370,14 +378,13 @@ class Broken(Plain):
 
 
 def test_an_environment_that_cannot_be_opened_says_so_before_any_rollout(chatml, tmp_path):
-    before = children()
     with pytest.raises(ConfigError) as caught:
         play_isolated([["end"]], tmp_path, chatml, environment=Broken())
     assert str(caught.value) == (
         "workflow.environment: cannot be opened in a separate process: RuntimeError: no board; `isolated = False` in "
         "its class runs episodes in the rollout worker"
     )
-    assert not children() - before
+    assert not environment_processes()
 
 
 def test_an_environment_with_async_methods_is_played_in_the_worker(chatml, tmp_path):

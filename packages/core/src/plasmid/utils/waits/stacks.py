@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 from .ledger import LEDGER
 
@@ -88,21 +89,18 @@ def _is_library(file: str) -> bool:
     return "site-packages" in file or file.startswith((sys.base_prefix, "<"))
 
 
-def wait_until_grown(file: Path, size: int, *, timeout_s: float, quiet_s: float = 0.2) -> str:
+def wait_until_grown(file: BinaryIO, size: int, *, timeout_s: float, quiet_s: float = 0.2) -> str:
     """Return the text appended to a file after ``size`` bytes, once it has not grown for ``quiet_s``; empty if none."""
     end, seen, since = time.monotonic() + timeout_s, size, time.monotonic()
     while time.monotonic() < end:
-        now = file.stat().st_size if file.exists() else size
+        now = os.fstat(file.fileno()).st_size
         if now != seen:
             seen, since = now, time.monotonic()
         elif seen > size and time.monotonic() - since >= quiet_s:
             break
         time.sleep(0.05)
-    if seen <= size:
-        return ""
-    with file.open("rb") as opened:
-        opened.seek(size)
-        return opened.read().decode(errors="replace")
+    file.seek(size)
+    return file.read().decode(errors="replace")
 
 
 def locate_in_dump(dump: str) -> str:

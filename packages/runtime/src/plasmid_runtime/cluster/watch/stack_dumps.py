@@ -6,8 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 from plasmid.protocols import ProcessState
@@ -81,15 +82,21 @@ def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
 
     Continues stopped processes. The text of a process that does not write is empty.
     """
-    sizes = {pid: _size(file) for pid, file in files.items() if _catches(pid, STACKS_SIGNAL)}
-    for pid in sizes:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, STACKS_SIGNAL)
-            os.kill(pid, signal.SIGCONT)
-    end, dumps = time.monotonic() + DUMP_S, dict.fromkeys(files, "")
-    for pid, size in sizes.items():
-        with suppress(OSError):  # it has ended
-            dumps[pid] = wait_until_grown(files[pid], size, timeout_s=max(LEAST_S, end - time.monotonic()))
+    dumps = dict.fromkeys(files, "")
+    with ExitStack() as stack:
+        opened: dict[int, BinaryIO] = {}  # before the signal, as the file of a process that ends meanwhile disappears
+        for pid, file in files.items():
+            with suppress(OSError):
+                if _catches(pid, STACKS_SIGNAL):
+                    opened[pid] = stack.enter_context(file.open("rb"))
+        sizes = {pid: os.fstat(file.fileno()).st_size for pid, file in opened.items()}
+        for pid in opened:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, STACKS_SIGNAL)
+                os.kill(pid, signal.SIGCONT)
+        end = time.monotonic() + DUMP_S
+        for pid, file in opened.items():
+            dumps[pid] = wait_until_grown(file, sizes[pid], timeout_s=max(LEAST_S, end - time.monotonic()))
     return dumps
 
 
@@ -116,13 +123,6 @@ def _read(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
