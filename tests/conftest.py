@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import resource
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 from hypothesis import settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the shell started pytest in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or processes that tests interrupt would ignore it, too
 
 settings.register_profile("plasmid", deadline=None)  # a busy machine is no error
 settings.load_profile("plasmid")
