@@ -61,9 +61,13 @@ class _SourceLoader(SourceFileLoader):
     """Neither writes nor reads compiled files, which miss a change of the same size within the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the source."""
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
-        return code
+        """Compile the source, if it has changed since this process compiled it."""
+        return _compile(self.get_data(self.path), self.path)
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: bytes, path: str) -> CodeType:
+    return compile(source, path, "exec", dont_inherit=True)
 
 
 def import_file(path: Path, name: str, *, again: bool = False) -> ModuleType:

@@ -34,7 +34,7 @@ class ObserverQueues:
     @staticmethod
     def of(plugins: pluggy.PluginManager, *extra: object, capacity: int = 1024) -> ObserverQueues:
         """Create queues for every plugin of the manager with observer hooks, and for the ``extra`` objects."""
-        named = [(name, plugin) for name, plugin in plugins.list_name_plugin() if plugin is not None]
+        named = [(name, plugin) for name, plugin in plugins.list_name_plugin() if _observes(plugins, plugin)]
         return ObserverQueues([*named, *((observer_name(o), o) for o in extra)], capacity=capacity)
 
     @staticmethod
@@ -67,6 +67,11 @@ class ObserverQueues:
         for lane in self._lanes:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
             lane.report(alive=lane.thread.is_alive())
+
+
+def _observes(plugins: pluggy.PluginManager, plugin: object) -> bool:
+    """Return True if a plugin of the manager has an observer hook."""
+    return any(caller.name in OBSERVER_HOOKS for caller in plugins.get_hookcallers(plugin) or ())
 
 
 class TrackerObserver:
