@@ -66,7 +66,13 @@ def make_model(family, path):
     return perturb_vectors(path), {"experts_implementation": "eager"} if has_experts else {}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "DeepSeek-V3"])
+QUICK_FAMILIES = ("llama", "gemma3_text", "gpt_oss", "DeepSeek-V3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [n if n in QUICK_FAMILIES else pytest.param(n, marks=pytest.mark.long) for n in (*FAMILIES, "DeepSeek-V3")],
+)
 def test_two_ranks_compute_every_token_as_one(family, two_processes, tmp_path):
     path, options = make_model(family, tmp_path / "model")
     check_split(two_processes, 2, path, tmp_path, options)

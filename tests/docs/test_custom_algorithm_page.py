@@ -20,6 +20,7 @@ def check(reader):
         assert weight == pytest.approx(1 - 0.5 * age)
 
 
+@pytest.mark.long
 def test_the_page_works_from_top_to_bottom(checkout):
     reader = Reader(checkout, in_one_process=True)
     reader.read(PAGE)

@@ -46,7 +46,6 @@ READ = [
 ]
 LONG = set(READ) - {
     "docs/quickstart.md",
-    "docs/debugging-rewards.md",
     "docs/python.md",
     "docs/sglang.md",
     "docs/workflows/single-turn.md",

@@ -26,6 +26,7 @@ def check(printed: dict[str, str]) -> None:
     assert "plasmid-reward-closeness 0.1.0" in printed["rl plugins"]
 
 
+@pytest.mark.long
 def test_the_page_works_from_top_to_bottom(checkout):
     reader = Reader(checkout, in_one_process=True)
     reader.read(PAGE)

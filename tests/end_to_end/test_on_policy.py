@@ -22,13 +22,20 @@ def mismatch(metrics):
     return [m["train/logprob_diff_max"] for m in metrics]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2"])
+def families(quick):
+    """The fixture `model` for these families, of which all but one make a long test."""
+    names = [n if n == quick else pytest.param(n, marks=pytest.mark.long) for n in ("llama", "qwen3", "qwen2")]
+    return pytest.mark.parametrize("model", names, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     """A width that is no multiple of vectors or tiles."""
     path = tmp_path_factory.mktemp("models") / request.param
     return make_tiny_model(path, family=request.param, hidden_size=72, intermediate_size=50, head_dim=18)
 
 
+@families("qwen2")
 def test_trainer_and_engine_agree_to_the_bit_in_two_identical_runs(job, model):
     for name in ("first", "second"):
         job.run(settings(job.folder / name, model))
@@ -38,6 +45,7 @@ def test_trainer_and_engine_agree_to_the_bit_in_two_identical_runs(job, model):
     assert (found.num_equal, found.difference) == (3, "")
 
 
+@families("qwen3")
 def test_without_the_setting_they_differ(job, model):
     job.run(settings(job.folder / "plain", model, deterministic=False))
     assert max(mismatch(job.metrics("plain"))) > 0
@@ -48,6 +56,7 @@ def drawn(folder):
     return {s.id: (s.token_ids.tolist(), s.rollout_logprobs.tolist()) for g in read_samples(file) for s in g.samples}
 
 
+@families("qwen3")
 def test_samples_do_not_depend_on_the_batch(job, model):
     for name, size in (("alone", 1), ("together", 64)):
         job.run(settings(job.folder / name, model, batches=1) | {"rollout": {"max_batch": size}})
@@ -56,7 +65,14 @@ def test_samples_do_not_depend_on_the_batch(job, model):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "bfloat16"}, {"lora": {"rank": 4}}, {"activation_checkpointing": True}, {"microbatch_samples": 3}],
+    [
+        {"dtype": "bfloat16"},
+        {"lora": {"rank": 4}},
+        *(
+            pytest.param(c, marks=pytest.mark.long)
+            for c in ({"activation_checkpointing": True}, {"microbatch_samples": 3})
+        ),
+    ],
 )
 def test_it_holds_for_other_settings_of_the_trainer(job, tiny_model, changes):
     dtype = {"dtype": changes["dtype"]} if "dtype" in changes else {}

@@ -264,7 +264,8 @@ def kill_runs(folder, max_staleness, kills, seed=1):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_run_killed_at_random_moments_draws_nothing_again(tmp_path, max_staleness):
     counts = kill_runs(tmp_path, max_staleness, kills=3)
     assert counts["resumed"] >= 2
