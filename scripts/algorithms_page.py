@@ -22,8 +22,8 @@ HEAD = """\
 
 `[algorithm] kind = "..."` selects the advantage and the loss. Both are pure functions of tensors, computed on the
 trainer's ranks from their own samples, with the same result for every split over ranks and microbatches.
-`rl options grpo` prints every setting of one (`rl options algorithm/dapo` where another component has the same name);
-[configuration](configuration.md#algorithm) has those of all. To write your own, see
+`rl options grpo` prints all settings of one algorithm (`rl options algorithm/dapo` if another component has the same
+name); [configuration](configuration.md#algorithm) lists those of all algorithms. To write your own, see
 [write an algorithm](plugins/algorithms.md).
 
 | kind | formula | paper | when to use | own options, with defaults |
@@ -40,18 +40,18 @@ TAIL = """
 
 - **Standard deviation of GRPO**: divisor n - 1, `std_eps` 1e-6 added to it (TRL adds 1e-4, OpenRLHF 1e-9: set
   `std_eps`). `std_form = "population"` has the divisor n; `"leave-one-out"` takes mean and deviation of the prompt's
-  other rollouts, as NeMo-RL does, which gives far larger advantages if the others nearly agree. A group whose rewards
+  other rollouts, as NeMo-RL does; this gives far larger advantages if the others nearly agree. A group whose rewards
   are all equal has advantage 0, and so does a group of one rollout.
 - **Several samples of one rollout** (fan-out) count once in a group's statistics, with their mean reward, and once in
   `reduction = "per-rollout"`.
 - **KL in the reward** is subtracted before anything else is computed: in group methods from the sample's reward
   (summed over its tokens), in `ppo` and `reinforce-plus-plus` from the reward of each token. It is the KL of the
   policy before the first step.
-- **KL in the loss**: with d the log-probability of the policy minus that of the reference, `k1` and `k2` are exact
-  for every d. `k3` clamps d at -20 from below: a token that is more than e^20 times likelier under the reference has
-  gradient 0. `low_var_kl` is k3 within -10..10, with gradient 0 beyond (d below -2.6 or above 11). verl clamps d at
-  20 on both sides and its k3 always to 10. `unbiased_kl` multiplies the estimate by the ratio to the old policy; with
-  `old_policy = "decoupled"` that is the trainer's policy, not the engine's.
+- **KL in the loss**: with d the log-probability of the policy minus that of the reference, `k1` and `k2` are exact for
+  every d. `k3` clamps d to at least -20: a token that is more than e^20 times likelier under the reference has
+  gradient 0. `low_var_kl` is k3 clamped to -10..10, with gradient 0 outside (d below -2.6 or above 11). verl clamps d
+  to -20..20 and always clamps its k3 to at most 10. `unbiased_kl` multiplies the estimate by the ratio to the old
+  policy; with `old_policy = "decoupled"` that is the trainer's policy, not the engine's.
 - **Clipping has an effect from the second step on a batch**: in the first step the ratio is 1, unless the old policy is
   `rollout`. With `run.steps_per_batch = 1`, clipping of ratio and value changes nothing.
 - **Whitening** is over all loss tokens of the batch on all ranks, in two passes in fp64, with the divisor n - 1. `ppo`
@@ -69,7 +69,7 @@ step: `kl`, `chi2`, `ess` (effective sample size, 1 is best), and percentiles of
 |---|---|---|
 | `trainer` | the trainer's probability before the first step | nothing: the mismatch is ignored |
 | `rollout` | the engine's probability | nothing: the ratio itself corrects, and the clip bounds it |
-| `decoupled` | the trainer's probability before the first step | trainer over engine, as `correction` says |
+| `decoupled` | the trainer's probability before the first step | trainer over engine, as `correction` specifies |
 
 | `correction` | known as |
 |---|---|
@@ -109,10 +109,10 @@ reference.update_every = 50
 ```
 
 The KL in the loss or in the reward is measured to the reference: the policy's initial model, or `reference.path`.
-With `update_every`, the policy replaces it after every so many batches, so that the KL bounds the change since then and
-not since the start. The reference must have the policy's architecture; an adapter (LoRA) is refused, because its
-reference is the base model. Checkpoints contain the reference once it was replaced (`trainer-reference/`, in fp32), and
-a resumed run continues bit for bit.
+The policy replaces the reference every `update_every` batches, so that the KL bounds the change since then and not
+since the start. The reference must have the policy's architecture; an adapter (LoRA) is refused, because its reference
+is the base model. Once the reference has been replaced, checkpoints contain it (`trainer-reference/`, in fp32), and a resumed
+run continues bit for bit.
 
 ## On-policy distillation
 
@@ -123,9 +123,9 @@ algorithm.kind = "opd"
 path = "Qwen/Qwen3-8B"
 ```
 
-samples from the policy and trains on the teacher's log-probabilities of the sampled tokens (Agarwal et al. 2023, arXiv
-2306.13649); it needs no rewards. The trainer loads the teacher, keeps it in host memory and moves it to the GPU to
-score a batch. A teacher that is too large for that can be a server, which the run does not start:
+This samples from the policy and trains on the teacher's log-probabilities of the sampled tokens (Agarwal et al. 2023,
+arXiv 2306.13649); it needs no rewards. The trainer loads the teacher, keeps it in host memory and moves it to the GPU
+to score a batch. A teacher that is too large for that can be a server, which the run does not start:
 
 ```toml
 algorithm.kind = "opd"
@@ -141,19 +141,19 @@ python -m sglang.launch_server --model-path Qwen/Qwen3-235B-A22B --tp 8 --port 3
 vllm serve Qwen/Qwen3-235B-A22B --tensor-parallel-size 8 --port 30000
 ```
 
-- SGLang is asked by `/generate` with `logprob_start_len`, vLLM by `/v1/completions` with `prompt_logprobs` and token
-  ids; servers of other makes have neither. `teacher.api` selects one, `auto` detects it.
-- Rollout workers send each finished sample once, while others are still sampled. `teacher_logprobs` travels with the
-  sample to the trainer, and is stored in the sample files and in checkpoints: a resumed run asks again only for samples
-  of unfinished groups, and `--replay` asks no server. `rl plan` counts no memory for the teacher.
+- SGLang is queried through `/generate` with `logprob_start_len`, vLLM through `/v1/completions` with `prompt_logprobs`
+  and token ids; other servers support neither. `teacher.api` selects one, `auto` detects it.
+- Rollout workers send each finished sample once, while others are still being sampled. `teacher_logprobs` travels with
+  the sample to the trainer, and is stored in the sample files and in checkpoints: a resumed run repeats requests only
+  for samples of unfinished groups, and `--replay` contacts no server. `rl plan` counts no memory for the teacher.
 - At the start, the run compares the server's encoding of a text and of all special tokens (`/tokenize`) with its own,
-  and refuses a different tokenizer. Every response must be about the tokens that were sent.
-- Requests are retried as `attempts` and `backoff_s` say, within `run.rollout_timeout_s`. If there is no valid response,
-  the rollout fails; too many failed rollouts (`run.max_failed`) end the run with the server's error.
+  and refuses a different tokenizer. Every response must contain the tokens that were sent.
+- Requests are retried according to `attempts` and `backoff_s`, within `run.rollout_timeout_s`. If there is no valid
+  response, the rollout fails; too many failed rollouts (`run.max_failed`) end the run with the server's error.
 - Servers compute log-probabilities of given tokens at temperature 1 over the whole vocabulary. `sampling.temperature`
   must be 1 (or 0), and restricted sampling with kept sets is refused; a teacher in the trainer supports both.
-- The teacher's numerics are the server's: in bf16, its log-probabilities depend slightly on how requests were batched.
-  Runs are only repeatable bit by bit with a server that is deterministic (SGLang: `--enable-deterministic-inference`).
+- The server determines the numerics: in bf16, its log-probabilities depend slightly on how requests were batched.
+  Runs are reproducible bit for bit only with a deterministic server (SGLang: `--enable-deterministic-inference`).
 
 Only the sampled token's log-probability is used; a loss over the teacher's top-k tokens is not available.
 
@@ -164,7 +164,7 @@ algorithm.kind = "sft"
 data = { kind = "demonstrations", path = "chats.jsonl" }
 ```
 
-needs no `[rollout]` and no rewards. The assistant's text is found by rendering the messages
+This needs no `[rollout]` and no rewards. The assistant's text is found by rendering the messages
 before and after each of its turns with the chat template; prompt and answer are tokenized separately, as in sampling.
 If the template renders earlier turns differently once later ones follow, an error names the row;
 `data.train_on = "last"` then trains on the last turn only.

@@ -93,7 +93,7 @@ def phases() -> Table:
     found = read("step-phases-h100")
     names = ("sample", "score", "train", "transfer", "pause", "resume", "rest", "step")
     rows = [[name, number(found["step"][name], 3), number(found["apart"].get(name), 3)] for name in names]
-    return ["s", "in the run", "apart"], [*rows, ["sum of the parts", "", number(found["apart"]["sum"], 3)]]
+    return ["s", "in the run", "separately"], [*rows, ["sum of the parts", "", number(found["apart"]["sum"], 3)]]
 
 
 def asynchronous() -> Table:
