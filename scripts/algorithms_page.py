@@ -111,8 +111,8 @@ reference.update_every = 50
 The KL in the loss or in the reward is measured to the reference: the policy's initial model, or `reference.path`.
 The policy replaces the reference every `update_every` batches, so that the KL bounds the change since then and not
 since the start. The reference must have the policy's architecture; an adapter (LoRA) is refused, because its reference
-is the base model. Once the reference has been replaced, checkpoints contain it (`trainer-reference/`, in fp32), and a resumed
-run continues bit for bit.
+is the base model. Once the reference has been replaced, checkpoints contain it (`trainer-reference/`, in fp32), and a
+resumed run continues bit for bit.
 
 ## On-policy distillation
 

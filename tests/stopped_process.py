@@ -29,5 +29,5 @@ def hang_report_of(folder, model, rollout, name):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (report,) = (folder / "run/hangs").glob("*/report.txt")
-    assert "no end of engine-0: health check (rollout.health_timeout_s)" in report.read_text()
+    assert "missed deadline: engine-0: health check (rollout.health_timeout_s)" in report.read_text()
     return report

@@ -104,7 +104,7 @@ OTHER_EPS = ("GLM-4.7-Flash", "Moonlight")
 @pytest.mark.long
 @pytest.mark.parametrize("family", OTHER_EPS)
 def test_norms_that_it_would_compute_differently_are_refused(family, processes, tmp_path):
-    with pytest.raises(ModelError, match=r"trainer\.transformer_engine: would take rms_norm_eps = 1e-05 for the norms"):
+    with pytest.raises(ModelError, match=r"trainer\.transformer_engine: would use rms_norm_eps = 1e-05 for the norms"):
         compare(processes, tmp_path / "model", family)
 
 

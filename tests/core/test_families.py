@@ -62,9 +62,13 @@ def test_each_plugin_may_know_a_part_of_a_family():
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        ({"layouts": {"x": list}}, {"layouts": {"x": list}}, "layouts of trainer 'x' are already known from plugin"),
-        ({"tool_calls": "glm"}, {"tool_calls": "hermes"}, "tool_calls are already known from plugin 'Plugin'"),
-        ({"reasoning": "think"}, {"reasoning": "text"}, "reasoning are already known from plugin 'Plugin'"),
+        (
+            {"layouts": {"x": list}},
+            {"layouts": {"x": list}},
+            "plugin 'Plugin' already registers layouts of trainer 'x'",
+        ),
+        ({"tool_calls": "glm"}, {"tool_calls": "hermes"}, "plugin 'Plugin' already registers tool_calls"),
+        ({"reasoning": "think"}, {"reasoning": "text"}, "plugin 'Plugin' already registers reasoning"),
     ],
 )
 def test_two_plugins_that_disagree_are_named(first, second, said):

@@ -98,7 +98,9 @@ def test_a_stopped_rank_is_named_with_the_one_that_waits_for_it(folder):
     assert re.fullmatch(pattern, ended.error), ended.error
     assert "in stop_here" in ended.read("trainer-1.txt")
     assert "in all_reduce" in ended.read("trainer-0.txt")
-    assert re.search(r"no end of trainer-[01]\.train: waiting for [34]\.\d s, limit 3 s", ended.read("report.txt"))
+    assert re.search(
+        r"missed deadline: trainer-[01]\.train: waiting for [34]\.\d s, limit 3 s", ended.read("report.txt")
+    )
     assert "trainer.train (run.train_timeout_s): waiting for " in ended.read("driver.txt")
 
 

@@ -131,7 +131,7 @@ def test_an_existing_target_is_kept(tiny_model, tmp_path):
     (tmp_path / "out/precious").write_text("x")
     with pytest.raises(ModelError) as error:
         convert(tiny_model, tmp_path / "out", reader=HF(), writer=HF())
-    assert str(error.value) == f"{tmp_path}/out: exists already; remove it or choose another target"
+    assert str(error.value) == f"{tmp_path}/out: already exists; remove it or choose another target"
     assert (tmp_path / "out/precious").read_text() == "x"
 
 

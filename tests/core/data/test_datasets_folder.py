@@ -98,7 +98,7 @@ def test_folders_and_splits_that_are_not_there_are_named(saved, tmp_path):
         (tmp_path / name).mkdir()
         parquet.write_table(datasets.Dataset.from_list(ROWS).data.table, tmp_path / name / "train.parquet")
     assert refused(tmp_path) == (
-        "data.path: D has several data sets with a split 'train'; set the folder of one: D/easy or D/hard"
+        "data.path: D has several datasets with a split 'train'; set the folder of one: D/easy or D/hard"
     )
 
 

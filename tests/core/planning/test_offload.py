@@ -51,8 +51,13 @@ def moved(config):
             (False, True),
             "of 1",
         ),
-        ((), "h200", (True, True), "moving less would leave too little free memory"),
-        (("placement.offload_engine=false",), "h200", (True, False), "moving less would leave too little free memory"),
+        ((), "h200", (True, True), "offloading less would leave too little free memory"),
+        (
+            ("placement.offload_engine=false",),
+            "h200",
+            (True, False),
+            "offloading less would leave too little free memory",
+        ),
         (("placement.colocated=false",), "h200", (False, False), ""),
         ((), None, (False, False), ""),
     ],
@@ -67,7 +72,7 @@ def test_only_what_does_not_fit_is_moved(recipe, changes, device, expected, reas
 @pytest.mark.parametrize(
     ("names", "changes", "expected", "reason"),
     [
-        (["NVIDIA H200"], (), (True, True), "moving less would leave too little free memory"),
+        (["NVIDIA H200"], (), (True, True), "offloading less would leave too little free memory"),
         (["NVIDIA H200"], ("placement.device=cpu",), (False, False), ""),
         (["NVIDIA H200"], ("placement.offload_trainer=true", "placement.offload_engine=true"), (True, True), ""),
         (["NVIDIA T1000"], (), (True, True), "the memory of the GPUs is unknown here"),

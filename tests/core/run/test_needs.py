@@ -204,7 +204,7 @@ def test_settings_that_alter_probabilities_are_for_evaluation(runner, name, valu
     [
         ({"regex": "a", "ebnf": "b"}, "sampling: regex and ebnf both constrain the completion; remove one"),
         ({"logit_bias": {"five": 1.0}}, "sampling: logit_bias must have token ids as keys, got 'five'"),
-        ({"stop_regex": [""]}, "sampling: stop_regex holds an empty expression, which ends every completion at once; "),
+        ({"stop_regex": [""]}, "sampling: stop_regex contains an empty expression, which would end every completion; "),
         ({"min_new_tokens": 300}, "sampling.min_new_tokens: must be at most max_new_tokens = 256, got 300"),
     ],
     ids=["grammars", "logit_bias", "stop_regex", "min_new_tokens"],

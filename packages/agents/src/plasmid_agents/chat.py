@@ -67,7 +67,7 @@ class ChatRequest:
     model: str = "policy"
     """The model name in the request; the reply repeats it."""
     unfollowed: tuple[str, ...] = ()
-    """Options of the request that the run does not follow: ``temperature = 0.2 (the run samples at 1)``."""
+    """Options of the request that the run does not support: ``temperature = 0.2 (the run samples at 1)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ class AgentWorkflow(Workflow):
     reasoning. If false, the conversation as the template renders it starts another sample."""
     unfollowed: Literal["refuse", "ignore"] = "refuse"
     """How to handle request options that the run does not support (a different temperature, a forced tool, a
-    response format, a seed): refuse them with an error that names it, or ignore the option."""
+    response format, a seed): refuse the request with an error that names the option, or ignore the option."""
     environment: tuple[str, ...] = ()
     """Names of additional environment variables to pass to agents, such as keys for their tools. Agents always get
     ``PATH``, ``HOME``, the locale and similar variables, and those of the policy's server."""

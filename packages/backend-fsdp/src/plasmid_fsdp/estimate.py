@@ -263,7 +263,7 @@ class FSDPEstimate:
         return seconds
 
     def exchange_seconds(self, shape: ModelShape, device: Accelerator, *, passes: float) -> float:
-        """Return the seconds in which context-parallel ranks exchange tokens for heads, ``passes`` times a layer."""
+        """Return the seconds in which context-parallel ranks exchange tokens for heads, ``passes`` times per layer."""
         size, nodes = self.settings.context_parallel, self.context.config.placement.nodes
         within = 1 if size <= self.ranks // nodes else nodes
         numbers = shape.layers * (shape.query + 2 * shape.keys + shape.value) * (1 - 1 / size)

@@ -1,6 +1,6 @@
 """Checks for GPUs and TransformerEngine before ranks are started.
 
-Megatron-Core requires CUDA everywhere. A package may make it run without, for tests; none of Plasmid's does.
+Megatron-Core requires CUDA everywhere. A package for tests may let it run without CUDA; Plasmid has no such package.
 """
 
 from __future__ import annotations

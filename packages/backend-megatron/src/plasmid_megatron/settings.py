@@ -43,7 +43,7 @@ NOT_SUPPORTED = {
     "variable_seq_lengths": "packs microbatches of any length",
     "attention_dropout": "trains without dropout, as the engine samples without",
     "hidden_dropout": "trains without dropout, as the engine samples without",
-    "mtp_num_layers": "trains no layers that predict further tokens",
+    "mtp_num_layers": "does not train multi-token prediction layers",
     "hybrid_context_parallel": "has one layout of context parallelism",
 }
 OF_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")

@@ -60,7 +60,7 @@ def stage_folder(target: Path, job: Mapping[str, Any] | None = None) -> Iterator
 
 def _check_target(target: Path) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ModelError(f"{target}: exists already; remove it or choose another target")
+        raise ModelError(f"{target}: already exists; remove it or choose another target")
 
 
 class _BusyError(ModelError):

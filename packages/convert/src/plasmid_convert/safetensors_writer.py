@@ -26,7 +26,7 @@ ALIGNMENT = 16
 
 
 class _Shard:
-    """One output file. The header needs all sizes, so the data are kept in a temporary file until `finish`."""
+    """One output file. The header needs all sizes, so the data is kept in a temporary file until `finish`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

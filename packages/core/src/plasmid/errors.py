@@ -10,7 +10,7 @@ from pathlib import Path
 
 SHOWN = 3
 EXIT_MISTAKE = 2
-"""Exit code of `rl` after an error that repeats: a wrong setting, bad data, code of a user that raises."""
+"""Exit code of `rl` after an error that a retry would repeat: a wrong setting, bad data, a user's code that raises."""
 EXIT_RETRY = 75
 """Exit code after a process died or did not answer: trying again may help. It is `EX_TEMPFAIL` of sysexits.h."""
 

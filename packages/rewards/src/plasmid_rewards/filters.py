@@ -49,8 +49,8 @@ class MaxDuplicates(Filter):
     fraction: float = Field(0.5, ge=0, lt=1)
     """Maximum fraction of duplicates to keep. Among n equal samples, n - 1 are duplicates."""
     similarity: float = Field(1.0, gt=0, le=1)
-    """Similarity from which a sample is a duplicate. 1 compares texts exactly, ignoring white space. Smaller values
-    compare the Jaccard index of the samples' sets of 3-grams of generated tokens."""
+    """Minimum similarity of a duplicate to another sample. 1 compares texts exactly, ignoring white space. Smaller
+    values compare the Jaccard index of the samples' sets of 3-grams of generated tokens."""
 
     def __call__(self, group: PromptGroup) -> bool:
         samples = finished(group)

@@ -49,7 +49,7 @@ FIXED = (
 
 
 UNSUPPORTED = {
-    "disaggregation_mode": "servers of the run do both; start servers yourself and set rollout.urls",
+    "disaggregation_mode": "each server of the run does prefill and decoding; to split them, set rollout.urls",
     "quantization": "weight syncs send unquantized weights; remove it",
     "enable_return_routed_experts": "follows from trainer.routing_replay; set that instead",
     "enable_lora": "weight syncs send adapters merged into the weights; remove it",
@@ -139,7 +139,7 @@ class SGLang(ServersConfig):
         return {} if self.urls else {"sglang": "plasmid-sglang[server]"}
 
     def split_error(self, ranks: Sequence[int]) -> str:
-        """Return why a server cannot have so many ranks on each of its machines; empty if it can."""
+        """Return why a server cannot have these numbers of ranks on its machines; empty if it can."""
         count, pipeline = len(ranks), self.server_args.get("pp_size", 1)
         if len(set(ranks)) > 1:
             return f"{' + '.join(map(str, ranks))} GPUs on {count} machines; SGLang requires the same number on each"
@@ -148,7 +148,7 @@ class SGLang(ServersConfig):
         return ""
 
     def gives_experts(self) -> bool:
-        """Return whether servers of the run's own record experts; those of a pipeline record only some layers."""
+        """Return whether the run's own servers record experts of all layers; with pipeline parallelism they do not."""
         return not self.urls and int(self.server_args.get("pp_size", 1)) == 1
 
     def gives_kept_sets(self) -> bool:

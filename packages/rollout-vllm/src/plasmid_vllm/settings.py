@@ -116,7 +116,7 @@ class VLLM(ServersConfig):
             yield f"python: no program {self.python!r} on this machine; `make vllm` creates .venv-vllm/bin/python"
 
     def split_error(self, ranks: Sequence[int]) -> str:
-        """Return why a server cannot have so many ranks on each of its machines; empty if it can."""
+        """Return why a server cannot have these numbers of ranks on its machines; empty if it can."""
         return f"{len(ranks)} machines; a vLLM server runs on one" if len(ranks) > 1 else ""
 
     def gives_kept_sets(self) -> bool:

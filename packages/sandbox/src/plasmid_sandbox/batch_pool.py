@@ -56,7 +56,7 @@ class BatchPool(WorkerPool):
         try:
             while calls:
                 self._answer(calls)
-        except Exception as error:  # noqa: BLE001  boundary: nobody else sees an error in a pool's thread
+        except Exception as error:  # noqa: BLE001  boundary: an error in a pool's thread is reported nowhere else
             for _, future in calls:
                 future.set_exception(error)
 

@@ -28,7 +28,7 @@ from .confinement.linux import PR_SET_DUMPABLE, prctl
 from .memory_group import memory_group
 
 GRACE_S = 5.0
-"""Time that a launcher has beyond its deadline to end by itself, in seconds."""
+"""Time that a launcher has beyond its deadline to end on its own, in seconds."""
 BOOT = """import sys, types
 package = types.ModuleType("confinement")
 package.__path__ = [sys.argv[1]]

@@ -105,7 +105,7 @@ def _full_completion(request: GenerateRequest) -> Completion:
 
 
 def _max_bytes(request: GenerateRequest, num_tokens: int) -> int:
-    """Return the maximum response size for so many tokens.
+    """Return the maximum response size for this many tokens.
 
     With kept sets, each token has a list of token ids; with experts, each token of the prompt, too, has its experts.
     """

@@ -161,7 +161,7 @@ class ServersConfig(RolloutEngineConfig):
         return self
 
     def split_error(self, ranks: Sequence[int]) -> str:
-        """Return why a server cannot have so many ranks on each of its machines; empty if it can."""
+        """Return why a server cannot have these numbers of ranks on its machines; empty if it can."""
         return ""
 
     def has_router(self) -> bool:

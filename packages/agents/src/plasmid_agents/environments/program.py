@@ -92,7 +92,7 @@ class _Serving:
 
 
 class OpenEnv:
-    """A server of OpenEnv: the policy's reply is an action, and it reads the resulting observation."""
+    """A server of OpenEnv: the policy's reply is an action, and the policy reads the resulting observation."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._client = importlib.import_module("openenv.core.generic_client").GenericEnvClient

@@ -1,4 +1,4 @@
-"""Shared parts of the request formats: validated bodies, and the fields that a run does not follow."""
+"""Shared parts of the request formats: validated bodies, and the fields that a run does not support."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _location(path: Sequence[int | str], data: Any) -> Iterator[str]:
 
 
 def unfollowed(body: Body, sampling: SamplingParams, *, no_effect: frozenset[str]) -> Iterator[str]:
-    """Yield the unknown fields of a body that the run does not follow."""
+    """Yield the unknown fields of a body that the run does not support."""
     for name, value in (body.model_extra or {}).items():
         if name in SAMPLED:
             own = getattr(sampling, name)

@@ -1,4 +1,4 @@
-"""One context-parallel rank's part of a decoder input, and the exchange around attention that makes samples whole.
+"""One context-parallel rank's part of a decoder input, and the all-to-all before and after attention.
 
 B rows of W tokens (B is 1 if samples are packed), C ranks, n tokens of each rank, h heads, d head size.
 """

@@ -17,7 +17,7 @@ INVARIANT = "plasmid_invariant"
 
 
 class _Attention(torch.autograd.Function):
-    """The backward pass is that of PyTorch's packed attention, computed anew: its sums may depend on the batch."""
+    """The backward pass recomputes attention with PyTorch's packed kernels, whose sums may depend on the batch."""
 
     @staticmethod
     def forward(

@@ -31,7 +31,7 @@ from ..weights.shards import ADAPTER, LAYER, Weight, experts_per_rank, hf_names,
 from .layers import LowRank, attach
 
 ORDER = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Linear layers of a decoder layer, experts excepted, in the order of transformers' models."""
+"""Linear layers of a decoder layer, except experts, in the order of transformers' models."""
 MATRICES = ("lora_A", "lora_B")
 
 

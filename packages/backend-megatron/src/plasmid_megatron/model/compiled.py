@@ -59,7 +59,7 @@ def _prepare(layer: Any, *, splits_weights: bool) -> None:
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Recompute a module in the backward pass as torch does, which `torch.compile` captures, instead of as Megatron."""
+    """Recompute a module in the backward pass with torch's checkpointing, which `torch.compile` captures."""
 
     def run(*args: Any, **options: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)

@@ -28,8 +28,8 @@ def engine_block_spec(config: TransformerConfig, *, chunk: int | None) -> Any:
         )
     if config.multi_latent_attention and config.layernorm_epsilon != LATENT_EPS:
         raise ModelError(
-            f"trainer.transformer_engine: would take rms_norm_eps = {config.layernorm_epsilon:g} for the norms of "
-            f"compressed queries, keys and values, which have {LATENT_EPS:g}; remove the setting"
+            f"trainer.transformer_engine: would use rms_norm_eps = {config.layernorm_epsilon:g} for the norms of "
+            f"compressed queries, keys and values, whose epsilon is {LATENT_EPS:g}; remove the setting"
         )
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
 

@@ -121,7 +121,7 @@ class Family:
 
 
 class Plain(Family):
-    """A family as mbridge knows it."""
+    """A family that mbridge supports without changes."""
 
     def __init__(self, model_type: str) -> None:
         self.bridge = _MODEL_REGISTRY[model_type]

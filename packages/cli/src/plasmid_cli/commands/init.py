@@ -16,14 +16,14 @@ LEAST_GPUS = {"0.6b": 1, "4b": 4, "8b": 4, "30b-a3b": 8}
 OF_ENGINES = ("engine_ranks", "colocated", "offload_trainer", "offload_engine", "rollout_workers")
 """Placement settings that are used only in runs with an engine."""
 
-Task = Annotated[str | None, typer.Argument(metavar="TASK", help="Data set to train on; lists all if omitted.")]
+Task = Annotated[str | None, typer.Argument(metavar="TASK", help="Dataset to train on; lists all if omitted.")]
 Size = Annotated[str, typer.Option("--size", metavar="SIZE", help="Size of the model: 0.6b, 4b, 8b, 30b-a3b.")]
 Gpus = Annotated[int, typer.Option("--gpus", metavar="N", help="GPUs of one machine: 1, 4, 8.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Recipe to write; TASK.toml by default.")]
 
 
 def init(task: Task = None, size: Size = "0.6b", gpus: Gpus = 1, out: Out = None) -> None:
-    """Write a recipe for a known data set: rl init gsm8k --size 4b --gpus 4
+    """Write a recipe for a known dataset: rl init gsm8k --size 4b --gpus 4
 
     Edit the recipe, then check it: rl train gsm8k.toml --dry-run
     """

@@ -14,7 +14,7 @@ KEY = "run.deterministic"
 
 
 def find_deterministic_errors(config: RunConfig) -> Iterator[str]:
-    """Yield the settings with which trainer and engine cannot agree to the bit."""
+    """Yield errors for settings with which trainer and engine cannot give bitwise equal results."""
     if not config.run.deterministic:
         return
     trainer, engine = config.trainer, config.rollout
@@ -36,6 +36,6 @@ def find_deterministic_errors(config: RunConfig) -> Iterator[str]:
     for place, sampling in config.samplings().items():
         for name, value in sampling.restrictions.items():
             yield (
-                f"{place}.{name}: {value} with {KEY}: the trainer normalizes over the remaining tokens in another "
+                f"{place}.{name}: {value} with {KEY}: the trainer normalizes over the remaining tokens in a different "
                 "order than the engine; remove it"
             )

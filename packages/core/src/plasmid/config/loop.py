@@ -22,8 +22,8 @@ class LoopConfig(Settings):
     seed: int = Field(0, ge=0)
     """Seed of all random numbers in the run."""
     deterministic: bool = False
-    """Compute trainer and engine with batch-invariant kernels, so that both give a token the same log-probability, bit
-    by bit, and two runs are identical; slower. Requires max_staleness = 0, and trainer and engine with such kernels."""
+    """Compute trainer and engine with batch-invariant kernels, so that their log-probabilities are bitwise
+    equal and two runs are identical; slower. Requires max_staleness = 0, and trainer and engine with such kernels."""
     batches: Annotated[int, MAY_CHANGE] = Field(100, ge=1)
     """Number of batches to train on; fewer if the data ends first."""
     prompts_per_batch: int = Field(32, ge=1)
@@ -35,8 +35,8 @@ class LoopConfig(Settings):
     sync_every: int = Field(1, ge=1)
     """Interval between weight publications, in batches."""
     max_staleness: int = Field(0, ge=0)
-    """Maximum lag of a token behind the trainer, in policy versions. 0 is on-policy; from 1, the engine samples while
-    the trainer trains."""
+    """Maximum lag of a token behind the trainer, in policy versions. 0 is on-policy; with 1 or more, the engine samples
+    while the trainer trains."""
     over_sampling: float = Field(1.0, ge=1.0, le=16.0)
     """Factor on the number of groups in flight, to compensate for filtered ones. Requires max_staleness >= 1."""
     max_dropped: Annotated[int, MAY_CHANGE] = Field(1000, ge=1)
@@ -68,7 +68,8 @@ class LoopConfig(Settings):
     probabilities to the sampled tokens, in nats per token; 0 never warns."""
 
     pass_threshold: Annotated[float, MAY_CHANGE] = 1.0
-    """Reward from which a sample counts as passed in the metrics ``reward/pass@1`` and ``reward/pass@<samples>``."""
+    """Minimum reward of a sample that counts as passed in the metrics ``reward/pass@1`` and
+    ``reward/pass@<samples>``."""
 
     profile: Annotated[tuple[Positive, ...], MAY_CHANGE] = ()
     """Batches (counted from 1) in which each trainer rank records a ``torch.profiler`` trace of training. Traces, for

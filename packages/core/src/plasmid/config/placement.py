@@ -38,11 +38,11 @@ class PlacementConfig(Settings):
     colocated: bool = False
     """Run trainer and engines on the same GPUs, in alternation."""
     offload_trainer: Literal["auto"] | bool = "auto"
-    """Move the trainer to host memory while the engine samples; ``auto`` does if the GPUs have too little memory for
-    both."""
+    """Move the trainer to host memory while the engine samples; ``auto`` does so if the GPUs have too little memory
+    for both."""
     offload_engine: Literal["auto"] | bool = "auto"
-    """Release the engine's GPU memory while the trainer trains; ``auto`` does if the GPUs have too little memory for
-    both."""
+    """Release the engine's GPU memory while the trainer trains; ``auto`` does so if the GPUs have too little memory
+    for both."""
     eval_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
     """GPUs (on the CPU: processes) of the separate engine for evaluation sets with mode = "engine"."""
     reference_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)

@@ -55,7 +55,7 @@ def find_profile_errors(profiles: Mapping[str, Profile], rewards: Sequence[Rewar
 
 
 def check_named(facts: DataFacts, profiles: Mapping[str, Profile]) -> None:
-    """Raise `DataError` if the data select a profile that the recipe does not define."""
+    """Raise `DataError` if the data selects a profile that the recipe does not define."""
     for name, where in facts.profiles.items():
         if name not in profiles:
             raise DataError(f"{where}: {_unknown(name, profiles)}")

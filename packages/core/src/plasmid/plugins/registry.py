@@ -116,7 +116,7 @@ def find_families(manager: pluggy.PluginManager) -> dict[str, ModelFamily]:
                 found[name] = found[name].merge(family) if name in found else family
             except ValueError as error:
                 raise PluginError(
-                    f"plugin {owner!r}: family {name!r}: {error} are already known from plugin {owners[name][-1]!r}"
+                    f"plugin {owner!r}: family {name!r}: plugin {owners[name][-1]!r} already registers {error}"
                     f"; remove one{_disable_hint(*owners[name], owner)}"
                 ) from None
             owners.setdefault(name, []).append(owner)

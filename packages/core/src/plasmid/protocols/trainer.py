@@ -46,8 +46,8 @@ class Wire(Protocol):
     """Describes how to send weights to an engine. Created by the engine and pickled to the trainer's ranks."""
 
     senders: Literal["first", "all", "divided"]
-    """Sending ranks: only rank 0; all ranks, each all weights (IPC); or all ranks, each a share of the buckets. Buckets
-    of one sync have different indices, and the last index is marked."""
+    """Sending ranks: only rank 0; all ranks, each of which sends all weights (IPC); or all ranks, each of which sends a
+    share of the buckets. Buckets of one sync have different indices, and the last index is marked."""
 
     def open(self, *, rank: int, version: int) -> Sender:
         """Start sending one version from this rank."""

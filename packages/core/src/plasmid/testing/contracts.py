@@ -39,9 +39,9 @@ async def check_trainer(
             await finish()
         await trainer.load(folder / "contract")
         assert trainer.step == step, "load must restore the number of steps"
-        assert await _logprobs(trainer, batch) == saved, "load must restore the policy exactly, bit by bit"
+        assert await _logprobs(trainer, batch) == saved, "load must restore the policy exactly, bit for bit"
         again = await _check_step(trainer, replace(batch, index=1), roles)
-        assert again == losses, "training after load must repeat the same losses, bit by bit"
+        assert again == losses, "training after load must repeat the same losses, bit for bit"
         before = await _logprobs(trainer, batch)
         await trainer.offload()
         await trainer.onload()

@@ -147,7 +147,7 @@ class FakeTrainer:
 
 
 class FakeWire:
-    """Implements `protocols.Wire` without a transfer: both fakes return receipts that they make up."""
+    """Implements `protocols.Wire` without a transfer: both fakes return synthetic receipts."""
 
     senders: Literal["first", "all", "divided"] = "first"
 

@@ -145,7 +145,7 @@ def _token_rewards(sample: Sample) -> Floats | None:
 
 
 def _join_optional(parts: Sequence[tuple[Floats | None, int]]) -> Floats | None:
-    """Concatenate values of so many tokens each, NaN for parts without any; None if no part has any."""
+    """Concatenate parts, given with their numbers of tokens; NaN for parts without values, None if no part has any."""
     if all(values is None for values, _ in parts):
         return None
     return np.concatenate([np.full(n, np.nan, np.float32) if values is None else values for values, n in parts])

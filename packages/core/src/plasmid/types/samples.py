@@ -92,7 +92,7 @@ class SamplingParams(BaseModel):
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must be at least 0, got {min(self.stop_token_ids)}")
         if "" in self.stop_regex:
-            raise ValueError("stop_regex holds an empty expression, which ends every completion at once; remove it")
+            raise ValueError("stop_regex contains an empty expression, which would end every completion; remove it")
         if wrong := [token for token in self.logit_bias if not (token.isascii() and token.isdigit())]:
             raise ValueError(f"logit_bias must have token ids as keys, got {wrong[0]!r}")
         if len(grammars := [name for name in self.GRAMMARS if getattr(self, name)]) > 1:

@@ -19,7 +19,7 @@ class LateMessageError(Exception):
 
 
 class MessageTooLongError(Exception):
-    """The message is longer than any answer needs to be."""
+    """The message exceeds the maximum size of an answer."""
 
 
 class ConnectionClosedError(Exception):

@@ -11,7 +11,7 @@ line and paragraph separators."""
 
 
 def escape_unprintable(text: str) -> str:
-    r"""Escape what acts on a terminal or is invisible, as ``\x1b`` or ``\u202e``. Keeps line feeds and tabs."""
+    r"""Escape terminal control and invisible characters, as ``\x1b`` or ``\u202e``. Keeps line feeds and tabs."""
     return text if text.isprintable() else "".join(map(_escape, text))
 
 

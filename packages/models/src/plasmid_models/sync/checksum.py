@@ -15,8 +15,8 @@ from torch import Tensor
 ROW = 1 << 16
 """Number of 32-bit words per row; all rows share one table of factors. Changing it changes the checksums."""
 _ROWS_AT_ONCE = {"cpu": 1, "cuda": 128}
-"""Rows per operation, which bounds the extra memory (8 bytes a word). One row fits a core's cache; GPUs need more work
-per launch."""
+"""Rows per operation, which bounds the extra memory (8 bytes per word). One row fits a core's cache; GPUs need more
+work per launch."""
 RowSums = Callable[[Tensor, Tensor], Tensor]
 _ROW_FACTOR = 0x9E3779B97F4A7C15
 _MODULUS = 1 << 64

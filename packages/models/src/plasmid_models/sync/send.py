@@ -33,7 +33,7 @@ def send_weights(named_tensors: Iterable[Named], *, plan: SyncPlan, version: int
 def send_share(
     tensors: Iterable[list[Named]], rounds: Sequence[Round], *, plan: SyncPlan, version: int, rank: int
 ) -> SyncReceipt:
-    """Send this rank's share of the tensors over the plan's wire, one bucket a round; returns the share's receipt.
+    """Send this rank's share of the tensors over the plan's wire, one bucket per round; returns the share's receipt.
 
     All ranks call it together with the same ``rounds``. ``tensors`` yields this rank's tensors in every round. A rank
     sends its bucket only after all gathers of the round, so no gather waits for a receiver that waits for an earlier

@@ -1,4 +1,4 @@
-"""Parsers for the test formats of programming data sets."""
+"""Parsers for the test formats of programming datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converters for rows of known programming data sets, for ``data.apply``."""
+"""Converters for rows of known programming datasets, for ``data.apply``."""
 
 from __future__ import annotations
 

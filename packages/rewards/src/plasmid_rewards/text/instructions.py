@@ -19,7 +19,7 @@ ORDINARY = "This is a plain text. It has some words.\n\nIt has two paragraphs, t
 class Instructions(PooledReward):
     """Checks each instruction of the row with the package if-verifiable.
 
-    The row has ``instruction_id_list`` and ``kwargs``, one table per instruction, as in the published data sets.
+    The row has ``instruction_id_list`` and ``kwargs``, one table per instruction, as in the published datasets.
     Checkers run in workers without network access, so the NLTK data that some of them need must already be installed.
     """
 
@@ -116,7 +116,7 @@ class Instructions(PooledReward):
 
 
 class IFEval(Instructions):
-    """1.0 if all IFEval instructions of the row are followed, else 0.0; also 0.0 for the text is empty.
+    """1.0 if all IFEval instructions of the row are followed, else 0.0; also 0.0 if the text is empty.
 
     Zhou et al. 2023, https://arxiv.org/abs/2311.07911. Needs the extra ``ifeval``.
     """
@@ -126,7 +126,7 @@ class IFEval(Instructions):
 
 
 class IFBench(Instructions):
-    """1.0 if all IFBench instructions of the row are followed, else 0.0; also 0.0 for the text is empty.
+    """1.0 if all IFBench instructions of the row are followed, else 0.0; also 0.0 if the text is empty.
 
     Pyatkin et al. 2025, https://arxiv.org/abs/2507.02833. Needs the extra ``ifeval``, and NLTK data for some rows.
     """

@@ -55,7 +55,7 @@ class Judge(WebReward):
     rubric: str = RUBRIC
     """Prompt template; {prompt}, {response}, {target}, {low}, {high} and {mark} are filled in. {mark} is a word that
     does not occur in the texts, for the names of tags around them. In a rubric without it, closing tags of the
-    rubric are defused inside the texts."""
+    rubric are escaped inside the texts."""
     low: float = Field(0.0, allow_inf_nan=False)
     """Grade that maps to 0."""
     high: float = Field(10.0, allow_inf_nan=False)
@@ -182,7 +182,7 @@ class Judge(WebReward):
 
 
 def _break_tags(text: str, rubric: str) -> str:
-    """Defuse the tags that the rubric closes by inserting a space after their first character."""
+    """Escape the tags that the rubric closes: insert a space after their first character."""
     names = {re.escape(name) for name in re.findall(r"</([\w-]+)>", rubric)}
     return re.sub(rf"<(?=\s*/?\s*(?:{'|'.join(names)})\b)", "< ", text, flags=re.IGNORECASE) if names else text
 

@@ -90,7 +90,7 @@ def _forget_samples(folder: RunFolder, state: RunState, *, buffered: Sequence[in
     for path in folder.samples.glob("*-*.parquet"):  # batch-000012, end-000012 and eval-<set>-000012
         number = path.stem.rpartition("-")[2]
         if not (number.isdecimal() and path.name.startswith(("batch-", "end-", "eval-"))):
-            continue  # of somebody else
+            continue  # not a sample file of this run
         late = int(number) > state.batch
         if not late and path.stem.startswith("end-"):
             try:

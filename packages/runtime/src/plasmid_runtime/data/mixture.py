@@ -143,7 +143,7 @@ class MixtureStream(PromptStream):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position. Raises `CheckpointError` if sources or data have changed."""
+        """Continue from a saved position. Raises `CheckpointError` if the sources or their data have changed."""
         if set(state["sources"]) != set(self._streams):
             then, now = (", ".join(sorted(names)) for names in (state["sources"], self._streams))
             raise CheckpointError(f"data.sources: must be the sources of the checkpoint, {then}, got {now}")

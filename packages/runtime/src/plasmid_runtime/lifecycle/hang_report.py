@@ -114,7 +114,7 @@ class HangReporter:
         lines = [
             time.strftime("%Y-%m-%d %H:%M:%S"),
             f"phase: {phase or 'start'}",
-            *(f"no end of {wait}" for wait in waits),
+            *(f"missed deadline: {wait}" for wait in waits),
             "queues:",
             *(f"  {name}: {count:g}" for name, count in depths.items()),
             "processes:",

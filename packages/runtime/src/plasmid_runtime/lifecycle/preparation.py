@@ -65,9 +65,9 @@ def prepare_run(
     check(config, training=training, unused=mode.unused_tables(), weights=not lacking)
     models = plan_models(config) if training else []
     if reason:
-        models.append(("moved out of GPU memory", _offloaded(config), reason))
+        models.append(("offloaded while idle", _offloaded(config), reason))
         if not dry_run:
-            log.info("moved out of GPU memory: %s (%s)", _offloaded(config), reason)
+            log.info("offloaded while idle: %s (%s)", _offloaded(config), reason)
     models += [
         ("weights to download", name, f"rl train downloads them; to do it now: hf download {name}") for name in lacking
     ]

@@ -1,4 +1,4 @@
-"""Sample store: one Parquet file per batch, one row per sample, restored bit by bit.
+"""Sample store: one Parquet file per batch, one row per sample, restored bit for bit.
 
 Replays and checkpoints use these files, and any Parquet reader can open them.
 """

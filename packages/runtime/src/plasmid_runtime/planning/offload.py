@@ -51,7 +51,7 @@ def choose_offload(config: RunConfig, make: Callable[[RunConfig], Plan]) -> tupl
         peak = max((usage.total for usage in plan.usages), default=math.inf)
         if peak <= (1 - MARGIN) * plan.limit and plan.trainer and plan.engine:
             return changed, f"{peak / GIB:.0f} of {plan.limit / GIB:.0f} GiB in use according to the plan"
-    return _replace(config, trainer=True, engine=True), "moving less would leave too little free memory"
+    return _replace(config, trainer=True, engine=True), "offloading less would leave too little free memory"
 
 
 def _is_shared(config: RunConfig) -> bool:

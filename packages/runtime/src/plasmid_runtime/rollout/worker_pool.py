@@ -39,7 +39,7 @@ class WorkerPool:
     """Turns of unfinished jobs at the last `snapshot`."""
 
     async def open(self, client: EngineClient, teacher: TeacherClient | None = None, *, limit_s: float) -> None:
-        """Open the components of every process, which may ask the engine and the teacher from now on."""
+        """Open the components of every process, which may send requests to the engine and the teacher from now on."""
         await run_together(call(actor, limit_s, RolloutWorker.open, client, teacher) for actor in self.actors)
 
     async def roll_out(self, job: Job) -> GroupRef:

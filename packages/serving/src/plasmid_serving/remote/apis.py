@@ -74,7 +74,7 @@ class ServerApi(Component, slot="server_apis"):
     def token_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[Any]:
         """Return the log-probabilities [L - first], unchecked, of a response to `scoring_payload`, which is untrusted.
 
-        Raises the errors of `completion`, also if the response is about other tokens.
+        Raises the errors of `completion`, also if the response is for different tokens.
         """
         raise NotImplementedError(f"{kind_of(self)}: can_score, but has no token_logprobs")
 

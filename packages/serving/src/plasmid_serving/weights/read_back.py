@@ -1,7 +1,7 @@
 """Check that loaded tensors are in the engine's parameters, which the engine fuses, pads and shards in its own way.
 
 This works without knowledge of the architecture. A tensor is loaded once as NaN, which reveals where it goes. Then it
-is loaded again, and these places must hold the tensor, or this process's part of it, bit by bit.
+is loaded again, and these places must hold the tensor, or this process's part of it, bit for bit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def equals_sent(got: Tensor, sent: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield the parts with so many elements. With padding after the tensor, the rank that holds its end has a
+    """Yield the parts with this many elements. With padding after the tensor, the rank that holds its end has a
     shorter part."""
     if size == tensor.numel():
         yield tensor

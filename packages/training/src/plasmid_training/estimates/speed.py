@@ -17,7 +17,7 @@ LINEAR_SHARE = 0.48
 FP32_SHARE = 0.65
 """The same in float32."""
 EAGER_PASSES = 19.0
-"""Number of times that uncompiled layers read or write their kept activations more than compiled ones."""
+"""Number of additional times that layers read or write their kept activations if they are not compiled."""
 ATTENTION_SHARE = {"packed": 0.33, "dense": 0.667}
 """Fraction of the vendor's FLOP/s that attention reaches on long samples: FlashAttention-2 packed, cuDNN dense."""
 ATTENTION_BYTES = {"packed": 175.0, "dense": 108.0}

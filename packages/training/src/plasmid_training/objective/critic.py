@@ -24,7 +24,7 @@ def compute_returns(
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Compute [T] the targets of the values of this rank's tokens, 0 outside of the loss mask. Called once a batch."""
+    """Compute [T] the targets of the values of this rank's tokens, 0 outside the loss mask. Called once per batch."""
     inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
     return scatter_to_tokens(call_returns(algorithm, inputs), rows)
 

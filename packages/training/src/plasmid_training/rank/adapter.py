@@ -61,7 +61,7 @@ def divided_tensors(
 
 
 def check_has_adapter(path: Path, *, saved: bool, expected: bool) -> None:
-    """Raise `CheckpointError` if a checkpoint has an adapter and the trainer has none, or the other way round."""
+    """Raise `CheckpointError` if a checkpoint has an adapter and the trainer has none, or vice versa."""
     if saved != expected:
         has, change = ("an adapter", "set") if saved else ("full weights", "remove")
         raise CheckpointError(f"{path}: the checkpoint has {has}; {change} trainer.lora to resume from it")

@@ -68,4 +68,4 @@ class LocalReports:
         self._count, self._next_at = self._count + 1, now + INTERVAL_S
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"{self._name}-{self._count}.txt"
-        write_text(path, f"no end of {wait}\n{describe_process()}")
+        write_text(path, f"missed deadline: {wait}\n{describe_process()}")

@@ -78,7 +78,7 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
         others = found.setdefault(split, [])
         if others and others[0].parent != file.parent:
             raise DataError(
-                f"data.path: {folder} has several data sets with a split {split!r}; set the folder of one: "
+                f"data.path: {folder} has several datasets with a split {split!r}; set the folder of one: "
                 f"{others[0].parent} or {file.parent}"
             )
         others.append(file)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 LIMIT = 20.0
-"""Largest absolute difference of log-probabilities that is exponentiated: e^20 is 4.9e8. Past it the value is constant
-and has no gradient; without a limit one token would turn the gradient into infinity, or 0 * infinity."""
+"""Largest absolute difference of log-probabilities that is exponentiated: e^20 is 4.9e8. Beyond it the value is
+constant and has no gradient; without a limit, one token could make the gradient infinite or NaN."""
 
 
 def exp_difference(difference: Tensor) -> Tensor:
