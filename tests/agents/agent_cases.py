@@ -166,7 +166,7 @@ async def served(tokenizer, script, *, settings=None, keep_alive_s=5.0, **rollou
     await server.start()
     one = Served(make_rollout(tokenizer, script, **rollout), settings or make_settings())
     try:
-        with server.serving(one.session) as (one.url, one.key):
+        with server.serve_session(one.session) as (one.url, one.key):
             yield one
     finally:
         await one.session.close()

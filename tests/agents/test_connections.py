@@ -40,7 +40,7 @@ def test_parallel_sessions_of_one_server_do_not_mix(tokenizer):
         echo = ScriptedEngine(tokenizer, lambda text: text[-20:].upper())
         rollouts = [make_rollout(tokenizer, echo, name=f"5/{i}") for i in range(8)]
         sessions = [Session(rollout, make_settings()) for rollout in rollouts]
-        contexts = [server.serving(session) for session in sessions]
+        contexts = [server.serve_session(session) for session in sessions]
         urls = [context.__enter__()[0] for context in contexts]
         await asyncio.gather(*(talk(url, number) for number, url in enumerate(urls)))
         for context in contexts:

@@ -119,7 +119,7 @@ def test_a_program_that_died_is_started_anew(tokenizer, service):
     ],
 )
 def test_what_goes_wrong_is_an_error_of_the_sample(tokenizer, service, prompt, error, monkeypatch):
-    monkeypatch.setattr("plasmid_agents.launch.service.LONGEST", 4096)
+    monkeypatch.setattr("plasmid_agents.launch.service.MAX_LINE_BYTES", 4096)
     (sample,) = roll_out(tokenizer, {"kind": "agent", "service": service}, [prompt])
     assert error in sample.error
     assert sample.stop_reason is StopReason.ERROR

@@ -56,7 +56,7 @@ async def talk(chat_model, config, cluster):
     session = Session(rollout, make_settings())
     server = AgentServer(host="127.0.0.1", advertised="127.0.0.1")
     await server.start()
-    with server.serving(session) as (url, key):
+    with server.serve_session(session) as (url, key):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
             asked = asyncio.create_task(client.chat.completions.create(model="m", messages=ASKED))
             while not (await engine.metrics())["engine/running"]:

@@ -70,7 +70,7 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
         ({"lora": {}, "freeze": ["mlp"]}, "freeze has no effect with lora, which trains only the adapter; remove it"),
         ({"transformer": {"moe_grouped_gemm": True}}, "transformer.moe_grouped_gemm = true needs transformer_engine"),
         ({"transformer": {"transformer_impl": "local"}}, "transformer_impl follows from trainer.transformer_engine"),
-        ({"transformer": {"mtp_num_layers": 1}}, "mtp_num_layers cannot be set: trainer 'megatron' trains no"),
+        ({"transformer": {"mtp_num_layers": 1}}, "mtp_num_layers cannot be set: trainer 'megatron' does not"),
         ({"transformer": {"fp8": "e4m3"}}, "fp8 cannot be set: trainer 'megatron' computes in float32 or bfloat16"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 from plasmid import load_config
-from plasmid_cli.commands.init import LEAST_GPUS, RECIPES
+from plasmid_cli.commands.init import MIN_GPUS, RECIPES
 from plasmid_cli.main import app
 
 TASKS = sorted(file.stem for file in (RECIPES / "tasks").glob("*.toml"))
@@ -18,7 +18,7 @@ def rl(*argv):
 def test_there_is_a_task_of_each_sort():
     assert TASKS == ["dapo-math-17k", "dapo-math-python", "gsm8k", "mbpp", "no-robots"]
     assert sorted(int(file.stem) for file in (RECIPES / "gpus").glob("*.toml")) == list(GPUS)
-    assert {file.stem for file in (RECIPES / "sizes").glob("*.toml")} == set(LEAST_GPUS)
+    assert {file.stem for file in (RECIPES / "sizes").glob("*.toml")} == set(MIN_GPUS)
 
 
 def test_every_task_says_whether_it_was_run():
@@ -30,7 +30,7 @@ def test_every_task_says_whether_it_was_run():
 @pytest.mark.parametrize("task", TASKS)
 def test_what_is_written_resolves(task, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for size, least in LEAST_GPUS.items():
+    for size, least in MIN_GPUS.items():
         for gpus in (number for number in GPUS if number >= least):
             file = f"{task}-{size}-{gpus}.toml"
             assert rl("init", task, "--size", size, "--gpus", gpus, "--out", file) == 0
@@ -67,7 +67,7 @@ def test_without_a_task_all_are_listed_in_80_columns(capsys, monkeypatch):
     assert max(len(line.rstrip()) for line in lines) <= 80
     listed = [tuple(line.split()[:2]) for line in lines if not line.startswith(" ")]
     assert [name for what, name in listed if what == "--size"] == ["0.6b", "4b", "8b", "30b-a3b"]
-    assert {name for _, name in listed} == {*TASKS, *LEAST_GPUS, *map(str, GPUS)}
+    assert {name for _, name in listed} == {*TASKS, *MIN_GPUS, *map(str, GPUS)}
 
 
 def test_rows_of_mbpp_become_prompts_with_tests():

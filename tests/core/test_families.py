@@ -10,7 +10,7 @@ from plasmid.plugins.registry import find_families, load_file, load_plugins, loa
 from plasmid.settings.validation import validate
 from plasmid_agents import Agent
 from plasmid_workflows import CalculatorTool, Tools
-from plasmid_workflows.tools.formats import find_parser, guarded
+from plasmid_workflows.tools.formats import find_parser, guard_parser
 from plasmid_workflows.tools.tool_calls import PARSERS
 
 PLUGIN = """
@@ -117,7 +117,7 @@ def test_auto_takes_the_format_of_the_family(shouting, tmp_path):
 
 
 def test_a_guarded_parser_returns_what_the_parser_returns():
-    assert guarded(PARSERS["glm"])("<tool_call>f</tool_call>") == PARSERS["glm"]("<tool_call>f</tool_call>")
+    assert guard_parser(PARSERS["glm"])("<tool_call>f</tool_call>") == PARSERS["glm"]("<tool_call>f</tool_call>")
 
 
 def test_an_unknown_family_is_refused_at_the_start_of_a_run(tmp_path):

@@ -15,7 +15,7 @@ from plasmid.utils.log_files import STACKS_SIGNAL, last_lines
 from plasmid.utils.waiting import deadline, run_in_thread, within
 from plasmid.utils.waits.ledger import LEDGER
 from plasmid.utils.waits.stacks import locate_in_dump
-from plasmid_runtime.cluster.watch.inspection import look
+from plasmid_runtime.cluster.watch.inspection import inspect_process
 
 CHILD = """
 import sys, time
@@ -124,18 +124,20 @@ def test_a_process_that_is_stuck_or_stopped_writes_its_stacks(child, stopped):
         os.kill(pid, signal.SIGSTOP)
         while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-    sight = look(pid, log, with_stacks=True)
-    assert sight.condition == ("stopped by a signal" if stopped else "not responding")
-    assert re.fullmatch(r"stuck \(<string>:\d\)", sight.position)
-    assert "in stuck" in sight.text
+    snapshot = inspect_process(pid, log, with_stacks=True)
+    assert snapshot.condition == ("stopped by a signal" if stopped else "not responding")
+    assert re.fullmatch(r"stuck \(<string>:\d\)", snapshot.position)
+    assert "in stuck" in snapshot.text
 
 
 def test_a_process_that_does_not_take_the_signal_is_not_ended_by_it(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert look(process.pid, tmp_path / "none.log", with_stacks=True).text.startswith("no stacks were written")
+        assert inspect_process(process.pid, tmp_path / "none.log", with_stacks=True).text.startswith(
+            "no stacks were written"
+        )
         assert process.poll() is None
         process.kill()
-    assert look(process.pid, tmp_path / "none.log", with_stacks=True).condition == "ended"
+    assert inspect_process(process.pid, tmp_path / "none.log", with_stacks=True).condition == "ended"
     assert STACKS_SIGNAL is signal.SIGUSR2
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plasmid.errors import RewardError
 from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import F1, GPQA, Dapo, DeepScaler, Distinct, Math
-from plasmid_rewards.mathematics.boxed_text import last_boxed, unboxed
+from plasmid_rewards.mathematics.boxed_text import last_boxed, remove_boxes
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ THINKING = [
 
 def test_a_target_of_thousands_of_open_boxes_is_read_in_one_pass():
     text, started = r"So \boxed{" * 20_000 + "3}", time.process_time()
-    assert unboxed(text) == "3"
+    assert remove_boxes(text) == "3"
     assert time.process_time() - started < 2  # 400 s when every box looked for its own end
 
 

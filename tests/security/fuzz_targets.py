@@ -385,10 +385,10 @@ def answers() -> list[bytes]:
 
 
 def check_boxes(data: bytes) -> None:
-    from plasmid_rewards.mathematics.boxed_text import after_thinking, last_boxed, unboxed
+    from plasmid_rewards.mathematics.boxed_text import after_thinking, last_boxed, remove_boxes
 
     text = mutations.decoded(data)
-    for read in (last_boxed, unboxed, after_thinking):
+    for read in (last_boxed, remove_boxes, after_thinking):
         read(text)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from plasmid_runtime.cluster.watch import stack_dumps
-from plasmid_runtime.cluster.watch.inspection import look
+from plasmid_runtime.cluster.watch.inspection import inspect_process
 from plasmid_serving.dialect import Program
 from plasmid_serving.processes.launch import API_KEY_VARIABLE
 from plasmid_serving.processes.server import spawn
@@ -35,8 +35,8 @@ def test_every_process_of_a_server_is_asked_for_its_stacks(pids, tmp_path):
     os.kill(pids["scheduler"], signal.SIGSTOP)
     while psutil.Process(pids["scheduler"]).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    sight = look(os.getpid(), tmp_path / "none.log", with_stacks=False)
-    states = {one.pid: one for one in sight.servers}
+    snapshot = inspect_process(os.getpid(), tmp_path / "none.log", with_stacks=False)
+    states = {one.pid: one for one in snapshot.servers}
     for name, function in (("server", "answer"), ("scheduler", "schedule"), ("detokenizer", "detokenize")):
         assert f"in {function}\n" in states[pids[name]].stacks, name
     stopped = states[pids["scheduler"]]
@@ -47,13 +47,17 @@ def test_every_process_of_a_server_is_asked_for_its_stacks(pids, tmp_path):
     assert deaf.stacks.startswith(f"process {pids['deaf']} ({psutil.Process(pids['deaf']).name()}) writes no stacks\n")
     assert "State:\tS (sleeping)" in deaf.stacks and f"thread {pids['deaf']} (" in deaf.stacks
     assert pids["sleep"] not in states  # it would be ended by the signal
-    assert f"  {pids['sleep']} sleeping, in the kernel at " in sight.text
+    assert f"  {pids['sleep']} sleeping, in the kernel at " in snapshot.text
     assert psutil.Process(pids["sleep"]).is_running()
 
 
 def test_stacks_are_those_of_the_moment(pids, tmp_path):
     for _ in range(2):
-        (server,) = (one for one in look(os.getpid(), tmp_path, with_stacks=False).servers if one.pid == pids["server"])
+        (server,) = (
+            one
+            for one in inspect_process(os.getpid(), tmp_path, with_stacks=False).servers
+            if one.pid == pids["server"]
+        )
         assert server.stacks.count("in answer\n") == 1
 
 

@@ -18,7 +18,7 @@ from plasmid.errors import ConfigError
 from plasmid.plugins.hookspecs import hookimpl
 from plasmid_cli.main import cli
 from plasmid_runtime.control import protocol, server
-from plasmid_runtime.control.client import Watcher, ask
+from plasmid_runtime.control.client import Watcher, send_command
 
 
 class Phases:
@@ -53,7 +53,7 @@ class Running:
 
     def stop(self):
         with contextlib.suppress(ConfigError):  # it has ended, or is ending
-            ask(self.folder, "stop")
+            send_command(self.folder, "stop")
         self.thread.join(60)
         return self.result
 
@@ -98,15 +98,15 @@ def test_a_run_is_paused_saved_resumed_and_stopped(start, capsys):
 
 def test_a_paused_run_can_be_stopped(start):
     run = start()
-    ask(run.folder, "pause")
+    send_command(run.folder, "pause")
     run.phases.wait("paused")
-    assert ask(run.folder, "stop") == "the run saves and stops"
+    assert send_command(run.folder, "stop") == "the run saves and stops"
     assert run.stop().interrupted
 
 
 def test_a_checkpoint_between_batches_of_a_sync_waits_for_the_sync(start):
     run = start(run={"batches": 100_000, "sync_every": 4})
-    ask(run.folder, "checkpoint")
+    send_command(run.folder, "checkpoint")
     run.phases.wait("save")
     assert next(batch for phase, batch in run.phases.seen if phase == "save") % 4 == 0
 
@@ -118,7 +118,7 @@ def test_a_watcher_is_told_what_happens_until_the_end(start):
     assert hello == {"event": "attached", "recipe": hello["recipe"], "batches": 100_000, "prompts_per_batch": 4}
     assert next(m for m in messages if m["event"] == "batch_finished")["metrics"]["reward/mean"] >= 0
     assert next(m for m in messages if m["event"] == "phase_started")["phase"] in ("sample", "score", "train", "sync")
-    ask(run.folder, "stop")
+    send_command(run.folder, "stop")
     saved = next(m for m in messages if m["event"] == "checkpoint_saved")
     assert saved["path"].startswith(str(run.folder))
     assert next(m for m in messages if m["event"] == "run_ended")
@@ -135,7 +135,7 @@ def test_ctrl_c_detaches_and_leaves_the_run_alone(start):
     finally:
         process.kill()
     assert process.returncode == 0 and "detached; the run continues" in out and "Traceback" not in err
-    assert ask(run.folder, "pause").startswith("the run pauses")
+    assert send_command(run.folder, "pause").startswith("the run pauses")
 
 
 def test_a_folder_with_a_long_path_works(make_runner, capsys):
@@ -143,7 +143,7 @@ def test_a_folder_with_a_long_path_works(make_runner, capsys):
     run = Running(runner, {})
     try:
         assert len(str(run.folder)) > 200
-        assert ask(run.folder, "pause").startswith("the run pauses")
+        assert send_command(run.folder, "pause").startswith("the run pauses")
     finally:
         run.stop()
 
@@ -158,7 +158,7 @@ def test_only_the_owner_may_connect(start, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"belongs to user 777, not 12345; only the user who started a run can attach"
     ):
-        ask(run.folder, "pause")
+        send_command(run.folder, "pause")
 
 
 def test_the_run_refuses_connections_of_other_users(start, monkeypatch):
@@ -169,7 +169,7 @@ def test_the_run_refuses_connections_of_other_users(start, monkeypatch):
 
     monkeypatch.setattr(server, "check_peer", refuse)
     with pytest.raises(ConfigError, match="no answer"):
-        ask(run.folder, "stop")
+        send_command(run.folder, "stop")
     assert run.thread.is_alive()
     monkeypatch.undo()
 
@@ -186,7 +186,7 @@ def test_bytes_of_other_programs_are_refused_and_harm_nothing(start, sent):
         connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):  # it closed before it had read everything
             assert connection.recv(100) == b""
-    assert ask(run.folder, "pause").startswith("the run pauses")
+    assert send_command(run.folder, "pause").startswith("the run pauses")
 
 
 def test_a_watcher_that_does_not_read_is_dropped(runner, monkeypatch):
@@ -228,7 +228,7 @@ def test_what_answers_for_a_run_is_not_believed(tmp_path):
         thread = threading.Thread(target=lambda r=reply: _ignore_errors(answer, r))
         thread.start()
         with pytest.raises(ConfigError, match=r"the answer is not from a run"):
-            ask(tmp_path, "pause")
+            send_command(tmp_path, "pause")
         thread.join(30)
     listener.close()
 
@@ -240,10 +240,10 @@ def _ignore_errors(function, argument):
 
 def test_a_run_that_is_not_going_on_is_one_line(runner, tmp_path):
     with pytest.raises(ConfigError, match=r"nothing: not the folder of a run$"):
-        ask(tmp_path / "nothing", "pause")
+        send_command(tmp_path / "nothing", "pause")
     runner.run({"run": {"batches": 1}})
     with pytest.raises(ConfigError, match=rf"run: no run is active here; the last one was process {os.getpid()} on"):
-        ask(runner.folder / "run", "pause")
+        send_command(runner.folder / "run", "pause")
 
 
 def test_the_socket_of_a_killed_run_is_replaced_and_another_file_is_not(tmp_path, caplog):

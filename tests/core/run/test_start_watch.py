@@ -27,11 +27,11 @@ def test_changes_of_the_ledger_are_emitted_once():
     found = []
     watching = watch(found)
     with LEDGER.enter("trainer-0.start", 60), LEDGER.enter("engine-0-node-1.start", 60):
-        watching.look()
-        watching.look()
+        watching.update()
+        watching.update()
         with LEDGER.enter("trainer-0.join", 60), LEDGER.enter("canary of version 0 (run.sync_timeout_s)", 60):
-            watching.look()
-    watching.look()
+            watching.update()
+    watching.update()
     names = [waits for waits, _ in found]
     assert names == [
         {"trainer-0": "starting and importing", "engine-0-node-1": "starting and importing"},
@@ -46,9 +46,9 @@ def test_a_part_takes_from_its_first_wait_to_its_last():
     watching = watch(found)
     with LEDGER.enter("trainer-0.start", 60) as wait:
         wait.since -= 5
-        watching.look()
+        watching.update()
     with LEDGER.enter("trainer-1.join", 60):
-        watching.look()
+        watching.update()
     assert found[-1][1]["trainer"] >= 5
 
 

@@ -66,7 +66,7 @@ class ChatRequest:
     """Report the number of tokens at the end of the stream, too."""
     model: str = "policy"
     """The model name in the request; the reply repeats it."""
-    unfollowed: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
     """Options of the request that the run does not support: ``temperature = 0.2 (the run samples at 1)``."""
 
 

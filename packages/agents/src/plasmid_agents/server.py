@@ -106,7 +106,7 @@ class AgentServer:
             await self._runner.cleanup()
 
     @contextlib.contextmanager
-    def serving(self, session: Session) -> Iterator[tuple[str, str]]:
+    def serve_session(self, session: Session) -> Iterator[tuple[str, str]]:
         """Serve a session. Yields its URL, to which APIs append ``/v1``, and its API key."""
         key = secrets.token_hex(16)
         self._sessions[key] = session

@@ -144,10 +144,10 @@ class Session:
 
     def prepare(self, request: ChatRequest) -> PreparedRequest:
         """Validate a request and determine its tokens. Raises `RequestError`."""
-        if request.unfollowed and self._settings.unfollowed == "refuse":
+        if request.unsupported and self._settings.unfollowed == "refuse":
             raise RequestError(
                 Problem.BAD_REQUEST,
-                f"the run does not support: {'; '.join(request.unfollowed)}; remove it from the request, or set "
+                f"the run does not support: {'; '.join(request.unsupported)}; remove it from the request, or set "
                 'workflow.unfollowed = "ignore"',
             )
         left = self._remaining_tokens()
@@ -233,7 +233,7 @@ class Session:
             samples.append(self._rollout.sample(given, parts, text=text, metadata=about, **fields))
         return samples
 
-    def failed(self, prompt: Prompt, error: str) -> list[Sample]:
+    def make_failed_samples(self, prompt: Prompt, error: str) -> list[Sample]:
         """Return one sample with the error. It contains the branch that ended last, if there is one."""
         branches = self._tree.branches()
         if not branches:

@@ -144,7 +144,7 @@ class AgentWorkflow(Workflow):
         session = Session(rollout, self)
         error: str | None = None
         result = Result()
-        with self._server.serving(session) as (url, key):
+        with self._server.serve_session(session) as (url, key):
             task = Task.of(prompt, url=url, key=key, seed=seed_of(self._seed, rollout.id))
             try:
                 result = await asyncio.wait_for(self.run_agent(task, self._environment), self.timeout_s)
@@ -158,7 +158,7 @@ class AgentWorkflow(Workflow):
         if session.error is not None:
             raise RolloutFailed(session.error)
         if error is not None:
-            return session.failed(prompt, error)
+            return session.make_failed_samples(prompt, error)
         if not session.num_turns:
             raise RolloutFailed("the agent sent no request to the policy; check that it uses the given base URL")
         return session.samples(prompt, answer=result.answer, metadata=result.metadata)

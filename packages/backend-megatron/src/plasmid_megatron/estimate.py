@@ -71,7 +71,7 @@ class MegatronEstimate:
         return layers_of_stages(self.settings, self.context.models["model"]) or [-(-self.shape.layers // parts)] * parts
 
     @property
-    def recomputed(self) -> bool:
+    def recomputes_layers(self) -> bool:
         """Whether whole layers are recomputed in the backward pass."""
         return self.settings.transformer.get("recompute_granularity") == "full"
 
@@ -169,7 +169,7 @@ class MegatronEstimate:
         flying = min(len(self.stages) - stage, self.microbatches)
         if not train:
             kept = {"activations": of_layer}
-        elif self.recomputed:
+        elif self.recomputes_layers:
             kept = {
                 "activations": flying * activations.boundaries(tokens, self.stages[stage]) / split,
                 "one layer computed again": of_layer,
@@ -225,7 +225,7 @@ class MegatronEstimate:
             yield PhaseEstimate(
                 phase="score", memory=self.peak_memory(train=False), seconds=seconds, basis=f"forward passes of {names}"
             )
-        recomputed = 1.0 if self.recomputed else 1 - self.activations.budget
+        recomputed = 1.0 if self.recomputes_layers else 1 - self.activations.budget
         passes = Passes.training(recomputed=recomputed, adapter=self.settings.lora is not None)
         seconds = None if device is None else self.seconds(passes, steps=load.steps)
         basis = f"{load.steps} x {self.microbatches} microbatches of {int(self.microbatch):,} tokens at most"

@@ -46,7 +46,7 @@ NOT_SUPPORTED = {
     "mtp_num_layers": "does not train multi-token prediction layers",
     "hybrid_context_parallel": "has one layout of context parallelism",
 }
-OF_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")
+TRANSFORMER_ENGINE_FIELDS = ("moe_grouped_gemm", "moe_permute_fusion", "use_te_activation_func")
 """Fields of Megatron's configuration that have an effect with TransformerEngine only."""
 COUNT_TOKENS = (
     "moe_aux_loss_coeff",
@@ -160,7 +160,7 @@ class Megatron(LoRATrainerConfig):
             yield "lora needs transformer_engine = false: layers of TransformerEngine cannot have an adapter"
         if self.lora is not None and self.transformer.get("moe_shared_expert_overlap"):
             yield "lora needs transformer.moe_shared_expert_overlap = false, which splits the layers of shared experts"
-        for name in () if self.transformer_engine else OF_ENGINE:
+        for name in () if self.transformer_engine else TRANSFORMER_ENGINE_FIELDS:
             if self.transformer.get(name):
                 yield f"transformer.{name} = true needs transformer_engine = true"
         if self.routing_replay and self.pipeline_parallel > 1 and self.transformer.get("recompute_granularity"):

@@ -14,7 +14,7 @@ from plasmid_models.fp8_blocks import is_in_blocks, without_blocks
 from plasmid_models.tokenization.tokenizer_files import has_tokenizer
 
 PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
-OF_WEIGHTS = ("metadata.json", "latest_checkpointed_iteration.txt")
+CHECKPOINT_FILES = ("metadata.json", "latest_checkpointed_iteration.txt")
 """Files of Megatron checkpoints that match `PATTERNS` but are not companions."""
 STATE = "state.json"
 """File in the folder of a run's checkpoint, the parent of the trainer's folder."""
@@ -113,7 +113,7 @@ def copy_files(source: Path, target: Path) -> None:
     """
     for pattern in PATTERNS:
         for file in sorted(source.glob(pattern)):
-            if file.is_file() and not file.name.endswith(".index.json") and file.name not in OF_WEIGHTS:
+            if file.is_file() and not file.name.endswith(".index.json") and file.name not in CHECKPOINT_FILES:
                 copy_file(file, source, target / file.name)
     config = target / "config.json"
     if config.is_file() and is_in_blocks(read_config(config)):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .distributed_files import DistributedFiles
 
-METADATA, OF_MEGATRON = ".metadata", "metadata.json"
+METADATA, MEGATRON_METADATA = ".metadata", "metadata.json"
 CRITIC = "critic."
 ADAPTER = ".lora_A"
 """Suffix of the name of one adapter matrix of each adapted layer."""
@@ -49,7 +49,7 @@ class DCP(Converter):
 
     def recognises(self, path: Path) -> bool:
         weights = weights_folder(path)
-        return weights is not None and not (weights / OF_MEGATRON).is_file()
+        return weights is not None and not (weights / MEGATRON_METADATA).is_file()
 
     def open_tensors(self, path: Path) -> _OpenDCP:
         from .distributed_files import DistributedFiles
@@ -185,6 +185,6 @@ def _weights(path: Path) -> Path:
     found = weights_folder(path)
     if found is None:
         raise ModelError(f"{path}: not in torch's distributed format (it has no {METADATA})")
-    if (found / OF_MEGATRON).is_file():
+    if (found / MEGATRON_METADATA).is_file():
         raise ModelError(f"{path}: in Megatron's distributed format; read it with --from torch_dist")
     return found

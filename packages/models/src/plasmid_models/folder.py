@@ -17,12 +17,12 @@ from .fp8_blocks import KEY, Block, block_size, dequantize_slices
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}
 NOT_COMPANIONS = {INDEX, "pytorch_model.bin.index.json", "metadata.json"}
-OF_TORCH_DIST = (".metadata", "metadata.json")
+TORCH_DIST_FILES = (".metadata", "metadata.json")
 
 
 def is_torch_dist(path: Path) -> bool:
     """Return True if the folder's weights are in Megatron's distributed format."""
-    return all((path / name).is_file() for name in OF_TORCH_DIST)
+    return all((path / name).is_file() for name in TORCH_DIST_FILES)
 
 
 def check_folder(where: str, path: Path, *, torch_dist: bool = False) -> None:

@@ -94,7 +94,9 @@ def check_unnamed(reward: Reward) -> Reward:
     return check_unweighted(reward)
 
 
-async def ask(reward: Reward, prompt: Prompt, samples: Sequence[Sample], *, catches_faults: bool = True) -> list[Score]:
+async def score_samples(
+    reward: Reward, prompt: Prompt, samples: Sequence[Sample], *, catches_faults: bool = True
+) -> list[Score]:
     """Score samples with a reward. Raises `RewardError` if it times out or returns anything but scores."""
     where, start = kind_of(reward), asyncio.ensure_future
     return await call_reward(reward, prompt, samples, where=where, start=start, catches_faults=catches_faults)
@@ -114,7 +116,7 @@ class Aggregate(Combined):
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Score]:
         rewards = self.children()
-        columns = await asyncio.gather(*(ask(reward, prompt, samples) for reward in rewards))
+        columns = await asyncio.gather(*(score_samples(reward, prompt, samples) for reward in rewards))
         return [self._score(row, reward_names(rewards)) for row in zip(*columns, strict=True)]
 
     def _score(self, scores: Sequence[Score], names: Sequence[str]) -> Score:
@@ -170,9 +172,9 @@ class Gate(Combined):
     """Value of samples that do not pass."""
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Score]:
-        conditions = await ask(self.condition, prompt, samples)
+        conditions = await score_samples(self.condition, prompt, samples)
         passing = [s for s, c in zip(samples, conditions, strict=True) if c.value >= self.at_least]
-        scores = iter(await ask(self.reward, prompt, passing))
+        scores = iter(await score_samples(self.reward, prompt, passing))
         return [self._score(c, next(scores) if c.value >= self.at_least else None) for c in conditions]
 
     def _score(self, condition: Score, score: Score | None) -> Score:
@@ -195,7 +197,7 @@ class Part(Combined):
     """Value for samples on which the reward failed and that lack the component."""
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Score]:
-        return [self._score(score) for score in await ask(self.reward, prompt, samples)]
+        return [self._score(score) for score in await score_samples(self.reward, prompt, samples)]
 
     def _score(self, score: Score) -> Score:
         if self.key not in score.components and score.error is None:
@@ -217,7 +219,7 @@ class Boxed(Combined):
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Score]:
         inside = [last_boxed(sample.text) for sample in samples]
         shown = [replace(s, text=text) for s, text in zip(samples, inside, strict=True) if text is not None]
-        scores = iter(await ask(self.reward, prompt, shown))
+        scores = iter(await score_samples(self.reward, prompt, shown))
         return [Score(value=self.missing, error="no box") if text is None else next(scores) for text in inside]
 
 
@@ -287,4 +289,4 @@ class RewardWork:
     def answer(self, given: tuple[Prompt, list[Sample]]) -> list[Any]:
         """Score the samples."""
         prompt, samples = given
-        return pack_scores(asyncio.run(ask(self.reward, prompt, samples, catches_faults=False)))
+        return pack_scores(asyncio.run(score_samples(self.reward, prompt, samples, catches_faults=False)))

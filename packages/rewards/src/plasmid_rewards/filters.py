@@ -14,14 +14,14 @@ from plasmid.plugins.functions import FunctionName
 from pydantic import Field, field_validator
 
 
-def finished(group: PromptGroup) -> list[Sample]:
+def finished_samples(group: PromptGroup) -> list[Sample]:
     """Return the samples whose rollout did not fail. Only these are trained on."""
     return [sample for sample in group.samples if sample.stop_reason is not StopReason.ERROR]
 
 
 def rewards(group: PromptGroup) -> NDArray[np.float64]:
-    """Return the [n] rewards of the `finished` samples."""
-    return np.array([sample.reward for sample in finished(group)], np.float64)
+    """Return the [n] rewards of the `finished_samples`."""
+    return np.array([sample.reward for sample in finished_samples(group)], np.float64)
 
 
 class MaxTruncated(Filter):
@@ -32,7 +32,7 @@ class MaxTruncated(Filter):
     """Maximum fraction of truncated samples to keep."""
 
     def __call__(self, group: PromptGroup) -> bool:
-        samples = finished(group)
+        samples = finished_samples(group)
         cut = sum(sample.stop_reason is StopReason.LENGTH for sample in samples)
         return len(samples) > 0 and cut <= self.fraction * len(samples)
 
@@ -53,7 +53,7 @@ class MaxDuplicates(Filter):
     values compare the Jaccard index of the samples' sets of 3-grams of generated tokens."""
 
     def __call__(self, group: PromptGroup) -> bool:
-        samples = finished(group)
+        samples = finished_samples(group)
         repeats = self._num_near(samples) if self.similarity < 1 else self._num_equal(samples)
         return len(samples) > 0 and repeats <= self.fraction * len(samples)
 
@@ -97,7 +97,7 @@ class LengthRange(Filter):
             )
 
     def __call__(self, group: PromptGroup) -> bool:
-        lengths = [sample.num_generated for sample in finished(group)]
+        lengths = [sample.num_generated for sample in finished_samples(group)]
         if not lengths:
             return False
         length = {"mean": float(np.mean(lengths)), "shortest": min(lengths), "longest": max(lengths)}[self.of]

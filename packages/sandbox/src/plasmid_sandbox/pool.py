@@ -17,7 +17,7 @@ from typing import Any, Literal
 from plasmid.errors import IsolationError, RaisedError, one_line
 from plasmid.utils.child_environment import child_environment
 from plasmid.utils.messages import (
-    LONGEST,
+    MAX_ANSWER_BYTES,
     NUMBER,
     ConnectionClosedError,
     LateMessageError,
@@ -176,7 +176,7 @@ class _Worker:
     def receive(self, timeout_s: float) -> bytes:
         """Receive the answer to the next call. Raises `LateMessageError`, `Closed` or `TooLong`."""
         assert self._process.stdout is not None
-        message = receive(self._process.stdout.fileno(), timeout_s, longest=NUMBER.size + LONGEST)
+        message = receive(self._process.stdout.fileno(), timeout_s, longest=NUMBER.size + MAX_ANSWER_BYTES)
         if message[: NUMBER.size] != NUMBER.pack(self._num_answers):
             raise WrongCallError
         self._num_answers += 1

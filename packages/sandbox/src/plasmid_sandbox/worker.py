@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from plasmid.errors import PlasmidError, one_line, sample_fault
 from plasmid.plugins.registry import load_file
 from plasmid.utils.messages import (
-    LONGEST,
+    MAX_ANSWER_BYTES,
     NUMBER,
     ConnectionClosedError,
     LateMessageError,
@@ -164,7 +164,7 @@ def _answers(work: Work, calls: list[Any], setup: dict[str, Any]) -> Iterator[by
 def _receive(reading: int, child: int, setup: dict[str, Any]) -> tuple[bytes, bool]:
     """Return a fork's next answer, unvalidated (the pool validates it), and whether the fork can give more."""
     try:
-        return receive(reading, setup["timeout_s"], longest=LONGEST), True
+        return receive(reading, setup["timeout_s"], longest=MAX_ANSWER_BYTES), True
     except LateMessageError:
         failed = f"no answer within call_timeout_s = {setup['timeout_s']:g}"
     except MessageTooLongError:

@@ -18,7 +18,7 @@ from plasmid_sandbox.confinement.supervisor import supervisor_command
 
 from .task import AgentFailed, Result, Task
 
-LONGEST = 1 << 20
+MAX_ANSWER_BYTES = 1 << 20
 """Maximum size of the answer in bytes, taken from the end of standard output."""
 END_S = 15.0
 """Time limit for a cancelled program to end, in seconds."""
@@ -120,7 +120,7 @@ class SupervisedProcess:
 
 
 def _tail(file: BinaryIO) -> str:
-    """Return the last `LONGEST` bytes of a file as text."""
+    """Return the last `MAX_ANSWER_BYTES` bytes of a file as text."""
     descriptor = file.fileno()
-    start = max(0, os.fstat(descriptor).st_size - LONGEST)
-    return os.pread(descriptor, LONGEST, start).decode("utf-8", errors="replace")
+    start = max(0, os.fstat(descriptor).st_size - MAX_ANSWER_BYTES)
+    return os.pread(descriptor, MAX_ANSWER_BYTES, start).decode("utf-8", errors="replace")

@@ -71,7 +71,7 @@ START_S = 120.0
 """Time limit for importing an agent, in seconds."""
 END_S = 15.0
 """Time limit for a cancelled agent to end, in seconds."""
-LONGEST = 64 << 20
+MAX_RESULT_BYTES = 64 << 20
 """Maximum size of one result, in bytes."""
 BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -127,7 +127,7 @@ class FunctionHost:
         ours, theirs = socket.socketpair()
         with theirs:
             await self._send_socket(theirs)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_RESULT_BYTES)
         work = {"arguments": task.arguments(), "environment": task.environment(), **self._settings}
         try:
             writer.write(json.dumps(work, default=str).encode() + b"\n")

@@ -15,9 +15,9 @@ from plasmid.utils.printable import escape_unprintable
 from .commands import SupervisedProcess, find_search_path
 from .task import AgentFailed, Result, Task
 
-LONGEST = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 """Maximum length of one line, in bytes."""
-NOISE = 20
+MAX_LOGGED_LINES = 20
 """Maximum number of other output lines to log per process."""
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class ServiceHost:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**self._environment, "PATH": find_search_path()},
-            limit=LONGEST,
+            limit=MAX_LINE_BYTES,
         )
         self._program, self._last_error = program, ""
         ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -147,7 +147,7 @@ class ServiceHost:
             for text in chunk.decode(errors="replace").splitlines():
                 if text.strip():
                     count, self._last_error = count + 1, escape_unprintable(text.strip())[-300:]
-                    if count <= NOISE:
+                    if count <= MAX_LOGGED_LINES:
                         log.info("%s: %s", self._name, self._last_error)
 
     async def close(self) -> None:

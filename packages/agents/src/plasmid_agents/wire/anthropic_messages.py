@@ -10,7 +10,7 @@ from plasmid.types import Message, SamplingParams
 from pydantic import Field
 
 from ..chat import Call, ChatRequest, Problem, Reply, RequestError, add_tool_names, assistant_message
-from .fields import Body, Content, TextPart, content_text, pieces, read, unfollowed
+from .fields import Body, Content, TextPart, content_text, find_unsupported, pieces, read
 
 NO_EFFECT = frozenset(("metadata", "service_tier", "cache_control", "inference_geo", "betas"))
 """Fields that do not affect the text."""
@@ -109,7 +109,7 @@ def parse_count(data: object, sampling: SamplingParams) -> ChatRequest:
 
 
 def _request(body: CountBody, sampling: SamplingParams, **fields: Any) -> ChatRequest:
-    unsupported = list(unfollowed(body, sampling, no_effect=NO_EFFECT))
+    unsupported = list(find_unsupported(body, sampling, no_effect=NO_EFFECT))
     choice = body.tool_choice or ToolChoice(type="auto")
     if choice.type in ("any", "tool"):
         unsupported.append(f"tool_choice = {choice.type}")
@@ -121,7 +121,7 @@ def _request(body: CountBody, sampling: SamplingParams, **fields: Any) -> ChatRe
         messages=add_tool_names([*system, *(m for message in body.messages for m in _messages(message))]),
         tools=() if choice.type == "none" else tuple(_function(tool) for tool in body.tools or ()),
         one_call=choice.disable_parallel_tool_use,
-        unfollowed=tuple(unsupported),
+        unsupported=tuple(unsupported),
         **fields,
     )
 

@@ -62,7 +62,7 @@ def _location(path: Sequence[int | str], data: Any) -> Iterator[str]:
             data = data[part]
 
 
-def unfollowed(body: Body, sampling: SamplingParams, *, no_effect: frozenset[str]) -> Iterator[str]:
+def find_unsupported(body: Body, sampling: SamplingParams, *, no_effect: frozenset[str]) -> Iterator[str]:
     """Yield the unknown fields of a body that the run does not support."""
     for name, value in (body.model_extra or {}).items():
         if name in SAMPLED:

@@ -11,7 +11,7 @@ from plasmid.types import Message, SamplingParams
 from pydantic import Field
 
 from ..chat import Call, ChatRequest, Problem, Reply, RequestError, add_tool_names, assistant_message
-from .fields import Body, Content, content_text, pieces, read, unfollowed
+from .fields import Body, Content, content_text, find_unsupported, pieces, read
 
 NO_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -105,7 +105,7 @@ class ChatBody(CommonFields):
 def parse(data: object, sampling: SamplingParams) -> ChatRequest:
     """Parse a request for a turn. Raises `RequestError`."""
     body = read(ChatBody, data)
-    unsupported = list(unfollowed(body, sampling, no_effect=NO_EFFECT))
+    unsupported = list(find_unsupported(body, sampling, no_effect=NO_EFFECT))
     tools: tuple[Mapping[str, Any], ...] = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or ())
     if body.tool_choice == "none":
         tools = ()
@@ -120,7 +120,7 @@ def parse(data: object, sampling: SamplingParams) -> ChatRequest:
         tools=tools,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         one_call=body.parallel_tool_calls is False,
-        unfollowed=tuple(unsupported),
+        unsupported=tuple(unsupported),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from plasmid.types import SamplingParams
 
 from ..chat import ChatRequest, Problem, Reply, RequestError
-from .fields import pieces, read, unfollowed
+from .fields import find_unsupported, pieces, read
 from .openai_chat import NO_EFFECT, CommonFields, event, refusal, refusal_event, usage
 
 __all__ = ["answer", "events", "parse", "refusal", "refusal_event"]
@@ -31,7 +31,7 @@ def parse(data: object, sampling: SamplingParams) -> ChatRequest:
         **body.shared(),
         text=prompts[0],
         max_tokens=body.max_tokens,
-        unfollowed=tuple(unfollowed(body, sampling, no_effect=NO_EFFECT)),
+        unsupported=tuple(find_unsupported(body, sampling, no_effect=NO_EFFECT)),
     )
 
 

@@ -78,7 +78,7 @@ class ShardedAdapter:
     def config(self, base: str) -> dict[str, Any]:
         return adapter_config(self._settings.spec(), base=base, adapted=self.layers.keys(), linear=self._linear)
 
-    def merging(self, device: torch.device) -> dict[str, LayerMerge]:
+    def layer_merges(self, device: torch.device) -> dict[str, LayerMerge]:
         """Return a function per adapted weight that merges the adapter into it. All ranks call this together."""
         whole = dict(self.weights(dtype=torch.float32, device=device))
         return {

@@ -31,7 +31,7 @@ class RoutingReplay:
     def _wrap(self, layer: int, block: nn.Module, experts: Any) -> None:
         forward, num_experts = block.forward, int(experts.num_experts)
 
-        def replaying(*args: Any, **options: Any) -> Any:
+        def replay(*args: Any, **options: Any) -> Any:
             if self.experts is None:
                 return forward(*args, **options)
             choice = _Choice(self.experts[:, layer].long(), num_experts)
@@ -42,7 +42,7 @@ class RoutingReplay:
                 raise ModelError(f"trainer.routing_replay: {name} does not choose experts by topk; remove the setting")
             return output
 
-        block.forward = replaying
+        block.forward = replay
 
 
 class _Choice(TorchFunctionMode):

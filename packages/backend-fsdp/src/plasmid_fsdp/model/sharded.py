@@ -94,7 +94,7 @@ class ShardedModel:
             yield list(whole_tensors(named, layout, dtype=dtype, device=device, changes=changes, owners=owners))
 
     def _changes(self, device: torch.device) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        return self.adapter.merging(device) if self.adapter is not None and self.adapter.is_on else EMPTY
+        return self.adapter.layer_merges(device) if self.adapter is not None and self.adapter.is_on else EMPTY
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         return self.module.layout.sizes(self.module.named(), dtype)

@@ -46,7 +46,7 @@ class Backbone(GPTModel):  # type: ignore[misc]
             transformer_layer_spec=block_spec(config, chunk=chunk, family=architecture.family),
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **stage),
-            share_embeddings_and_output_weights=self.shares_embedding and architecture.tied,
+            share_embeddings_and_output_weights=self.shares_embedding and architecture.is_tied,
             **(arguments | stage | {"vocab_size": architecture.bridge.padded_vocab_size}),
         )
         if self.position_embedding_type == "rope" and not config.multi_latent_attention:

@@ -62,7 +62,7 @@ class Architecture:
         return self.bridge.config
 
     @property
-    def tied(self) -> bool:
+    def is_tied(self) -> bool:
         """True if the head shares the weight of the embedding."""
         return bool(getattr(self.hf, "tie_word_embeddings", False))
 

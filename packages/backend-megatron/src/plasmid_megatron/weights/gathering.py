@@ -61,7 +61,7 @@ def model_weights(chunks: Sequence[nn.Module], architecture: Architecture) -> li
     last = mpu.is_pipeline_last_stage(ignore_virtual=True)
     first = mpu.is_pipeline_first_stage(ignore_virtual=True)
     # with several pipeline ranks, the last one has a copy of the tied embedding as its output layer
-    has_copy = architecture.tied and last and not first
+    has_copy = architecture.is_tied and last and not first
     return [w for w in weights(chunks) if not (has_copy and w.name == "output_layer.weight")]
 
 

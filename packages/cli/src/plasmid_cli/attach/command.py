@@ -19,7 +19,7 @@ Command = Annotated[
 
 def attach(run: Run, command: Command = "watch") -> None:
     """Watch, pause, save or stop an active run: rl attach runs/sums pause"""
-    from plasmid_runtime.control.client import ask
+    from plasmid_runtime.control.client import send_command
 
     from ..output import output_console, print_line
     from .watching import show
@@ -27,4 +27,4 @@ def attach(run: Run, command: Command = "watch") -> None:
     if command == "watch":
         show(run, output_console())
     else:
-        print_line(ask(run, command))
+        print_line(send_command(run, command))

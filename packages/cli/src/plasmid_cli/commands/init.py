@@ -11,9 +11,9 @@ import typer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 NUMBER = re.compile(r"[\d.]+")
-LEAST_GPUS = {"0.6b": 1, "4b": 4, "8b": 4, "30b-a3b": 8}
+MIN_GPUS = {"0.6b": 1, "4b": 4, "8b": 4, "30b-a3b": 8}
 """Minimum number of GPUs to train each size."""
-OF_ENGINES = ("engine_ranks", "colocated", "offload_trainer", "offload_engine", "rollout_workers")
+ENGINE_PLACEMENT = ("engine_ranks", "colocated", "offload_trainer", "offload_engine", "rollout_workers")
 """Placement settings that are used only in runs with an engine."""
 
 Task = Annotated[str | None, typer.Argument(metavar="TASK", help="Dataset to train on; lists all if omitted.")]
@@ -36,8 +36,8 @@ def init(task: Task = None, size: Size = "0.6b", gpus: Gpus = 1, out: Out = None
         return
     parts = {"TASK": ("tasks", task), "--size": ("sizes", size), "--gpus": ("gpus", str(gpus))}
     files = [_find(argument, *part) for argument, part in parts.items()]
-    if gpus < LEAST_GPUS[size]:
-        raise ConfigError(f"--gpus: must be at least {LEAST_GPUS[size]} for a model of {size}, got {gpus}")
+    if gpus < MIN_GPUS[size]:
+        raise ConfigError(f"--gpus: must be at least {MIN_GPUS[size]} for a model of {size}, got {gpus}")
     target = out or Path(f"{task}.toml")
     if target.suffix != ".toml":
         raise ConfigError(f"--out {target}: not a recipe; its name must end in .toml")
@@ -64,7 +64,7 @@ def _recipe(files: list[Path]) -> str:
 
 
 def _without_engine(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    placement = {name: value for name, value in recipe["placement"].items() if name not in OF_ENGINES}
+    placement = {name: value for name, value in recipe["placement"].items() if name not in ENGINE_PLACEMENT}
     return {name: value for name, value in {**recipe, "placement": placement}.items() if name != "rollout"}
 
 

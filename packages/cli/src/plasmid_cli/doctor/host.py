@@ -30,8 +30,8 @@ class Finding:
     """Suggested fix; empty if none is needed."""
 
 
-LEAST_SHARED = 1 << 30
-LEAST_DISK, MUCH_DISK = 2 << 30, 20 << 30
+MIN_SHARED_MEMORY = 1 << 30
+MIN_DISK, ENOUGH_DISK = 2 << 30, 20 << 30
 GLIBC_OF_SGLANG = (2, 34)
 DRIVERS = {13: 580, 12: 525}
 """Minimum driver for each major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility)."""
@@ -65,7 +65,7 @@ def check_shared_memory(size: int) -> Iterator[Finding]:
     text = f"{size / (1 << 30):.1f} GiB in /dev/shm"
     fix = (
         ""
-        if size >= LEAST_SHARED
+        if size >= MIN_SHARED_MEMORY
         else "give the container more shared memory: docker run --shm-size=16g, or --ipc=host"
     )
     yield Finding("warning" if fix else "ok", "shared memory", text, fix)
@@ -81,10 +81,10 @@ def check_disk(environment: Mapping[str, str]) -> Iterator[Finding]:
         text = f"{free / (1 << 30):.1f} GiB free for {what}, in {place}"
         if not os.access(there, os.W_OK):
             yield Finding("error", "disk", f"{place} is not writable", "change its owner, or use another folder")
-        elif free < MUCH_DISK:
+        elif free < ENOUGH_DISK:
             fix = {"runs": "run.dir", "models": "HF_HOME", "temporary files": "TMPDIR"}[what]
             yield Finding(
-                "error" if free < LEAST_DISK else "warning", "disk", text, f"free space, or set {fix} to a larger disk"
+                "error" if free < MIN_DISK else "warning", "disk", text, f"free space, or set {fix} to a larger disk"
             )
         else:
             yield Finding("ok", "disk", text)

@@ -24,7 +24,7 @@ from plasmid_runtime.observe.journal import Entry
 from .plan_rows import plan_rows
 from .run_data import RunData
 from .summary import cost_rows
-from .tokens import LONGEST_CHARACTER, TokenTexts
+from .tokens import MAX_CHARACTER_TOKENS, TokenTexts
 from .view import ShownSample, read_samples_of, token_versions
 
 
@@ -211,7 +211,7 @@ def _split(texts: TokenTexts, token_ids: NDArray[Any], kept: NDArray[np.int64], 
     found: list[str] = []
     for part in np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1):
         # a character may consist of several tokens
-        before = max(0, int(part[0]) - LONGEST_CHARACTER) if len(part) else start
+        before = max(0, int(part[0]) - MAX_CHARACTER_TOKENS) if len(part) else start
         tokens = texts.split(token_ids[before : int(part[-1]) + 1].tolist()) if len(part) else []
         found += tokens[len(tokens) - len(part) :]
     return found

@@ -23,7 +23,7 @@ MAX_SHOWN = 20_000
 """Maximum tokens or characters of a text to print; longer texts show the first and last half of that."""
 MAX_REMEMBERED = 1_000_000
 """Maximum number of cached texts of token pairs; decoding takes most of the time of a report."""
-LONGEST_CHARACTER = 8
+MAX_CHARACTER_TOKENS = 8
 """Maximum number of tokens of a character; longer sequences are treated as invalid."""
 
 
@@ -72,7 +72,7 @@ class TokenTexts:
             # decode with the preceding token, because many decoders drop the first token's leading space
             before = self._decode(ids[max(0, start - 1) : start])
             text = self._decode(ids[max(0, start - 1) : end])[len(before) :]
-            complete = not text.endswith(REPLACEMENT) or end - start >= LONGEST_CHARACTER or end == len(ids)
+            complete = not text.endswith(REPLACEMENT) or end - start >= MAX_CHARACTER_TOKENS or end == len(ids)
             texts.append(text if complete else "")
             start = end if complete else start
         return texts
@@ -86,7 +86,7 @@ class TokenTexts:
         for part in parts:
             if part.start > cut:
                 text.append(omission_line(surplus, "tokens"), style="dim")
-            before = max(0, part.start - LONGEST_CHARACTER)  # a character may start there
+            before = max(0, part.start - MAX_CHARACTER_TOKENS)  # a character may start there
             tokens = self.split(token_ids[before : part.stop])[part.start - before :]
             for position, token in zip(part, tokens, strict=True):
                 text.append(escape_unprintable(token), style=style(position))

@@ -29,7 +29,7 @@ CLEANUP_S = 30.0
 """Maximum time for remaining processes of a dead run (`RayWatch`, resource trackers) to end, in seconds."""
 KILL_S = 10.0
 """Maximum time for killed processes to end, in seconds."""
-LONGEST_CAUSE = 300
+MAX_CAUSE_LENGTH = 300
 FINAL = (0, EXIT_MISTAKE, INTERRUPTED)
 """Exit codes after which the run is not restarted."""
 STOP_SIGNALS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
@@ -60,7 +60,7 @@ class Attempt:
         text = " ".join(self.error.split()) or f"exit code {code}"
         if code < 0:
             text = f"killed by {signal.Signals(-code).name}"
-        return text if len(text) <= LONGEST_CAUSE else f"{text[:LONGEST_CAUSE]} ..."
+        return text if len(text) <= MAX_CAUSE_LENGTH else f"{text[:MAX_CAUSE_LENGTH]} ..."
 
     def place(self) -> str:
         """Return in which batch the process ended."""

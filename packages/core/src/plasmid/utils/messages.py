@@ -10,7 +10,7 @@ import time
 HEAD = struct.Struct(">Q")
 NUMBER = struct.Struct(">Q")
 """Prefix of an answer: the number of answers the worker has sent before."""
-LONGEST = 8 << 20
+MAX_ANSWER_BYTES = 8 << 20
 """Maximum size of an answer, in bytes."""
 
 

@@ -18,7 +18,7 @@ from plasmid.utils.messages import ConnectionClosedError, LateMessageError, Mess
 
 TIMEOUT_S = 20.0
 """Maximum time to render one conversation; most take less than a millisecond."""
-LONGEST = 64 << 20
+MAX_RENDERED_BYTES = 64 << 20
 """Maximum size of one rendered conversation, in bytes."""
 
 
@@ -45,13 +45,13 @@ class Renderer:
             number = self._known.setdefault(key, len(self._known))
             try:
                 send(process.stdin.fileno(), pickle.dumps((number, key if is_new else None, arguments)))
-                answer = receive(process.stdout.fileno(), TIMEOUT_S, longest=LONGEST)
+                answer = receive(process.stdout.fileno(), TIMEOUT_S, longest=MAX_RENDERED_BYTES)
             except LateMessageError:
                 self._end()
                 raise RenderError(f"it does not finish within {TIMEOUT_S:g} s") from None
             except MessageTooLongError:
                 self._end()
-                raise RenderError(f"its output exceeds {LONGEST >> 20} MiB") from None
+                raise RenderError(f"its output exceeds {MAX_RENDERED_BYTES >> 20} MiB") from None
             except ConnectionClosedError:
                 self._end()
                 raise RenderError("its process has ended; it may need too much memory") from None

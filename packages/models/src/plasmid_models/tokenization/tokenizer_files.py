@@ -14,8 +14,8 @@ from plasmid.utils.safe_files import check_entries
 FAST = "tokenizer.json"
 FILES = (FAST, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 """Files of which one is enough for a folder to have a tokenizer."""
-MOST_IDS, MORE_IDS = 2, 1 << 20
-"""Limit of token ids: MOST_IDS x number of tokens + MORE_IDS, because the ids of some vocabularies have gaps."""
+MAX_ID_RATIO, EXTRA_IDS = 2, 1 << 20
+"""Limit of token ids: MAX_ID_RATIO x number of tokens + EXTRA_IDS, because the ids of some vocabularies have gaps."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -42,7 +42,7 @@ def check_tokenizer_files(folder: Path) -> None:
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [one.get("id") for one in added if isinstance(one, dict)] if isinstance(added, list) else []
     numbers = [id_ for id_ in ids if isinstance(id_, int | float)]
-    most = MOST_IDS * len(numbers) + MORE_IDS
+    most = MAX_ID_RATIO * len(numbers) + EXTRA_IDS
     if numbers and max(numbers) >= most:  # tables have a row for each id up to the maximum
         raise ModelError(f"model.path: {folder / FAST} has {len(numbers)} tokens, but a token id of {most} or more")
 

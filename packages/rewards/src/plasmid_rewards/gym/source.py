@@ -25,9 +25,9 @@ HELD_OUT = 0.25
 """Fraction of all questions that are held out: training never draws them, evaluation sets draw only them."""
 TRIES = 32
 """Number of seeds to try for a question of the right split before another family is drawn."""
-LONG_IN_A_ROW = 200
+MAX_CONSECUTIVE_LONG = 200
 """Maximum number of consecutive prompts that are too long; more end the run with an error."""
-NONE_IN_A_ROW = 10
+MAX_CONSECUTIVE_EMPTY = 10
 """Maximum number of consecutive draws in which all tries belonged to the other split."""
 log = logging.getLogger(__name__)
 
@@ -128,14 +128,14 @@ class GymStream(PromptStream):
         if self._source.size != "endless" and self._drawn >= self._source.size:
             return None
         found_none = 0
-        for _ in range(LONG_IN_A_ROW):
+        for _ in range(MAX_CONSECUTIVE_LONG):
             prompt, excluded = self._prompt(self._next)
             self._next += 1
             self.excluded += excluded
             found_none = found_none + 1 if prompt is None else 0
-            if found_none == NONE_IN_A_ROW:
+            if found_none == MAX_CONSECUTIVE_EMPTY:
                 raise DataError(
-                    f"data.families: {NONE_IN_A_ROW} consecutive draws gave only tasks for "
+                    f"data.families: {MAX_CONSECUTIVE_EMPTY} consecutive draws gave only tasks for "
                     f"{'training' if self._key[0] == EVALUATION else 'evaluation'}; the families "
                     "have too few distinct tasks: add families, or set options that give more"
                 )
@@ -146,7 +146,7 @@ class GymStream(PromptStream):
                 return prompt
             self._too_long += 1
         raise DataError(
-            f"data.max_prompt_tokens: {LONG_IN_A_ROW} consecutive prompts are longer than "
+            f"data.max_prompt_tokens: {MAX_CONSECUTIVE_LONG} consecutive prompts are longer than "
             f"{self._source.max_prompt_tokens} tokens; raise it, or remove families"
         )
 

@@ -49,7 +49,7 @@ def _content(text: str, start: int, closing_braces: Mapping[int, int]) -> str | 
     return text[start + 1 : closing_braces[start]].strip() if start in closing_braces else None
 
 
-def unboxed(text: str) -> str:
+def remove_boxes(text: str) -> str:
     """Remove the boxes around the parts of a target, and join several parts with commas."""
     closing_braces = _matching_braces(text)
     contents = [_content(text, box.end(), closing_braces) for box in BOX.finditer(text)]

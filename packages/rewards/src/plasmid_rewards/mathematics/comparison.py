@@ -55,7 +55,7 @@ def compare_expressions(target: str, answer: str, decimals: int) -> bool | None:
     Exact numbers and polynomials are compared exactly. A number with a decimal point is compared to ``decimals``
     places.
     """
-    texts = tight(target), tight(answer)
+    texts = strip_spacing(target), strip_spacing(answer)
     if texts[0] == texts[1]:
         return True
     numbers = [number for number in map(read_rational, (target, answer)) if number is not None]
@@ -66,7 +66,7 @@ def compare_expressions(target: str, answer: str, decimals: int) -> bool | None:
     return polynomials[0] == polynomials[1] if len(polynomials) == 2 else None
 
 
-def tight(expression: str) -> str:
+def strip_spacing(expression: str) -> str:
     """Remove spaces and purely visual commands, so that equal expressions are equal texts."""
     text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", expression)
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)

@@ -15,11 +15,11 @@ from pydantic import Field
 from ..extras import import_extra
 from ..pooled import PooledReward
 from ..targets import read_targets
-from .boxed_text import last_boxed, unboxed
+from .boxed_text import last_boxed, remove_boxes
 from .comparison import compare_expressions, reduce_comparison
 from .fast_math import speed_up
 
-LONGEST = 1000
+MAX_ANSWER_LENGTH = 1000
 """Maximum length of an answer, in characters. Longer ones would only slow down the parser."""
 SEEN_BEFORE = (
     *(
@@ -73,15 +73,17 @@ class Math(PooledReward):
         answer = last_boxed(text)
         if not answer:
             return Score(value=0.0, components={"found": 0.0}, error="no boxed answer")
-        if len(answer) > LONGEST:
-            return Score(value=0.0, components={"found": 0.0}, error=f"the answer has more than {LONGEST} characters")
+        if len(answer) > MAX_ANSWER_LENGTH:
+            return Score(
+                value=0.0, components={"found": 0.0}, error=f"the answer has more than {MAX_ANSWER_LENGTH} characters"
+            )
         return answer
 
     def judge_quickly(self, prompt: Prompt, text: str) -> Score | None:
         targets, answer = self._targets(prompt), self.read_answer(text)
         if isinstance(answer, Score):
             return answer
-        if any(len(target) > LONGEST for target in targets):
+        if any(len(target) > MAX_ANSWER_LENGTH for target in targets):
             return None
         verdicts = [self._equal(target, answer, parse=False) for target in targets]
         if None in verdicts and True not in verdicts:
@@ -95,7 +97,7 @@ class Math(PooledReward):
         return Score(value=float(any(self._equal(target, answer) for target in targets)), components={"found": 1.0})
 
     def _targets(self, prompt: Prompt) -> list[str]:
-        targets = [unboxed(str(target)) for target in read_targets(prompt, str(self.kind))]
+        targets = [remove_boxes(str(target)) for target in read_targets(prompt, str(self.kind))]
         if not all(targets):
             raise RewardError(f"{self.kind}: prompt {prompt.id} has an empty target; remove the row")
         return targets

@@ -20,9 +20,9 @@ NUMBER = re.compile(
     r"(?:[eE][-+]?\d+)?",
     re.ASCII,
 )
-LONGEST = 400
+MAX_NUMBER_LENGTH = 400
 """Maximum length of a number, in characters. Python would take long to convert longer ones."""
-EXACT = Context(prec=2 * LONGEST, Emax=10**6, Emin=-(10**6))
+EXACT = Context(prec=2 * MAX_NUMBER_LENGTH, Emax=10**6, Emin=-(10**6))
 
 
 class Number(Reward):
@@ -72,7 +72,7 @@ def find_number(text: str, *, pick: Literal["first", "last"] = "last", after: st
             return None
     matches = NUMBER.finditer(text)
     match = next(matches, None) if pick == "first" else next(iter(deque(matches, maxlen=1)), None)
-    if match is None or len(match[0]) > LONGEST:
+    if match is None or len(match[0]) > MAX_NUMBER_LENGTH:
         return None
     try:
         return EXACT.create_decimal(match[0].replace(",", "").replace("\u2212", "-"))

@@ -18,7 +18,7 @@ from plasmid.errors import PlasmidError
 from plasmid.plugins.registry import versions
 
 from . import model_files
-from .watch.inspection import Sight, look
+from .watch.inspection import ProcessSnapshot, inspect_process
 
 SHARED_S = 15.0
 """Maximum time for a new file to appear on another machine, in seconds; network file systems cache listings."""
@@ -72,9 +72,9 @@ class NodeAgent:
         except PlasmidError as error:
             return str(error).splitlines()
 
-    async def look(self, pid: int, log_file: Path, with_stacks: bool) -> Sight:
-        """Call `inspection.look`."""
-        return await asyncio.to_thread(look, pid, log_file, with_stacks=with_stacks)
+    async def inspect_process(self, pid: int, log_file: Path, with_stacks: bool) -> ProcessSnapshot:
+        """Call `inspection.inspect_process`."""
+        return await asyncio.to_thread(inspect_process, pid, log_file, with_stacks=with_stacks)
 
     def close(self) -> None:
         """Do nothing; there are no resources to release."""

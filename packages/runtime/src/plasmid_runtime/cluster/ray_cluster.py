@@ -27,7 +27,7 @@ from .node_agent import NodeAgent
 from .process import ActorProcess, Machine, ProcessId, RayActor, RayStore, await_ref
 from .watch.control_watch import ControlWatch
 from .watch.daemons import RayDaemons
-from .watch.inspection import LOOK_S, look
+from .watch.inspection import SNAPSHOT_S, inspect_process
 from .watch.machines import Machines
 from .watch.ray_watch import RayWatch
 
@@ -145,13 +145,15 @@ class _SpawnedActor:
             report = await asyncio.wait_for(await_ref(actor.handle.report.remote()), INSPECT_S)
         given = process.pid, Path(actor.log_file), report is None
         if agent is None or agent is actor:
-            sight = await asyncio.to_thread(look, given[0], given[1], with_stacks=given[2])
+            snapshot = await asyncio.to_thread(inspect_process, given[0], given[1], with_stacks=given[2])
         else:
-            sight = await call(agent, INSPECT_S + LOOK_S, NodeAgent.look, *given)
-        position = sight.position if report is None else report.position
-        text = sight.text if report is None else f"{report.text}{sight.text}"
-        own = ProcessState(name=actor.name, pid=process.pid, condition=sight.condition, position=position, stacks=text)
-        return (own, *(replace(one, name=f"{actor.name}/{one.name}") for one in sight.servers))
+            snapshot = await call(agent, INSPECT_S + SNAPSHOT_S, NodeAgent.inspect_process, *given)
+        position = snapshot.position if report is None else report.position
+        text = snapshot.text if report is None else f"{report.text}{snapshot.text}"
+        own = ProcessState(
+            name=actor.name, pid=process.pid, condition=snapshot.condition, position=position, stacks=text
+        )
+        return (own, *(replace(one, name=f"{actor.name}/{one.name}") for one in snapshot.servers))
 
 
 class RayCluster:

@@ -16,8 +16,8 @@ from .protocol import MAX_REPLY, SOCKET, Command, connect, decode, encode
 TIMEOUT_S = 10.0
 
 
-def ask(folder: Path, command: Command) -> str:
-    """Send a command to a run and return its answer. Raises `ConfigError` if it refuses or is not running here."""
+def send_command(folder: Path, command: Command) -> str:
+    """Send a command to a run and return its answer. Raises `ConfigError` if the run refuses or does not run here."""
     with _open(folder) as connection:
         _send(connection, command)
         answer = next(_messages(folder, connection, TIMEOUT_S), {})

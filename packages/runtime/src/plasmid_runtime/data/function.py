@@ -18,7 +18,7 @@ from .rows.prompt_rows import as_prompt, check_chat_settings
 from .settings import PromptColumns
 from .within import seed_for
 
-LONG_IN_A_ROW = 200
+MAX_CONSECUTIVE_LONG = 200
 """Maximum number of consecutive too long prompts before the run ends with an error."""
 
 
@@ -67,7 +67,7 @@ class FunctionStream(PromptStream):
 
     def draw(self) -> Prompt | None:
         """Return the next prompt, or None after `size` rows."""
-        for _ in range(LONG_IN_A_ROW):
+        for _ in range(MAX_CONSECUTIVE_LONG):
             if self._source.size != "endless" and self._next >= self._source.size:
                 return None
             prompt = self._prompt(self._next)
@@ -76,8 +76,8 @@ class FunctionStream(PromptStream):
                 self._drawn += 1
                 return prompt
         raise DataError(
-            f"data.max_prompt_tokens: {LONG_IN_A_ROW} consecutive prompts are longer than {self._source.limit} tokens; "
-            "raise it, or make the function return shorter ones"
+            f"data.max_prompt_tokens: {MAX_CONSECUTIVE_LONG} consecutive prompts are longer than {self._source.limit} "
+            "tokens; raise it, or make the function return shorter ones"
         )
 
     def _fits(self, prompt: Prompt) -> bool:

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny
 
 from .within import relocate_errors, seed_for
 
-MOST_COUNTED = 100_000
+MAX_SIMULATED_DRAWS = 100_000
 """Maximum number of draws simulated to find when the first source ends, which takes about a second."""
 
 
@@ -183,7 +183,7 @@ class MixtureStream(PromptStream):
         if self._mixture.exhausted == "go-on":
             return sum(known.values()) if len(known) == len(each) else None
         drawn = Counter[str]()
-        for number in range(MOST_COUNTED if known else 0):
+        for number in range(MAX_SIMULATED_DRAWS if known else 0):
             name = self._pick(number, [])
             if drawn[name] == known.get(name):
                 return number

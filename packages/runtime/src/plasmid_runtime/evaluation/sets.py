@@ -15,7 +15,7 @@ from plasmid.types import Prompt
 
 from ..data.within import relocate_message
 
-MOST_VALUES = 64
+MAX_VALUES = 64
 """Maximum number of values of the column ``by``, since each adds several metrics."""
 NO_VALUE = "none"
 """Value of prompts without the column."""
@@ -68,9 +68,9 @@ def values_of(settings: EvalConfig, prompts: Sequence[Prompt], where: str) -> tu
     if set(found) == {NO_VALUE}:
         has = ", ".join(sorted({name for prompt in prompts for name in prompt.metadata})) or "none"
         raise ConfigError(f"{where}.by: no row has a column {settings.by!r}; columns are {has}")
-    if different > MOST_VALUES:
+    if different > MAX_VALUES:
         raise ConfigError(
-            f"{where}.by: must have at most {MOST_VALUES} values, but column {settings.by!r} has {different}; choose a "
+            f"{where}.by: must have at most {MAX_VALUES} values, but column {settings.by!r} has {different}; choose a "
             "coarser column"
         )
     return tuple(found)

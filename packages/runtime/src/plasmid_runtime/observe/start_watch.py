@@ -44,18 +44,18 @@ class StartWatch:
     def opening_cluster(self) -> Iterator[None]:
         """List the start of Ray, which blocks the event loop, as a wait."""
         with LEDGER.enter("ray.start", inf):
-            self.look()
+            self.update()
             yield
-            self.look()  # updates the duration of Ray's start
-        self.look()
+            self.update()  # updates the duration of Ray's start
+        self.update()
 
     @asynccontextmanager
     async def polling(self) -> AsyncIterator[None]:
-        """Call `look` every `POLL_S` seconds while the context is active."""
+        """Call `update` every `POLL_S` seconds while the context is active."""
 
         async def poll() -> None:
             while True:
-                self.look()
+                self.update()
                 await asyncio.sleep(POLL_S)
 
         task = asyncio.create_task(poll())
@@ -65,9 +65,9 @@ class StartWatch:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            self.look()
+            self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read the ledger, and emit an event if the waits have changed."""
         now, waits = time.monotonic(), dict[str, str]()
         for wait in LEDGER.waits():

@@ -16,8 +16,8 @@ from plasmid.plugins.registry import load_plugins
 from .plan import Plan
 
 MakePlan = Callable[[RunConfig], Plan]
-MOST_SETTINGS = 3
-LEAST_TOKENS = 1024
+MAX_SETTINGS = 3
+MIN_TOKENS = 1024
 """Minimum microbatch to propose, in tokens."""
 
 
@@ -37,11 +37,11 @@ def find_change(plan: Plan, make: MakePlan) -> Change | None:
     """
     plugins = load_plugins(files=map(Path, plan.config.plugins))
     here, further = tuple(_list_cheap_changes(plan)), tuple(_list_costly_changes(plan))
-    for most in range(1, MOST_SETTINGS + 1):
+    for most in range(1, MAX_SETTINGS + 1):
         found = _find_fitting(plan, plugins, make, [_flatten(chosen) for chosen in combinations(here, most)])
         if found is not None:
             return found
-    for most in range(MOST_SETTINGS):
+    for most in range(MAX_SETTINGS):
         together = [_flatten((one, *chosen)) for one in further for chosen in combinations(here, most)]
         found = _find_fitting(plan, plugins, make, together)
         if found is not None:
@@ -108,7 +108,7 @@ def _list_cheap_changes(plan: Plan) -> Iterator[tuple[str, ...]]:
 def _list_trainer_changes(plan: Plan) -> Iterator[tuple[str, ...]]:
     trainer = plan.config.trainer
     tokens = getattr(trainer, "microbatch_tokens", 0)
-    while tokens // 2 >= LEAST_TOKENS:
+    while tokens // 2 >= MIN_TOKENS:
         tokens //= 2
         yield (f"trainer.microbatch_tokens={tokens}",)
     if getattr(trainer, "activation_checkpointing", True) is False:

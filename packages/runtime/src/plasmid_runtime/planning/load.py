@@ -19,11 +19,11 @@ PROMPT_TOKENS = 256
 """Assumed length of a prompt, in tokens."""
 DEMONSTRATION_TOKENS = 768
 """Assumed length of the answer in a demonstration, in tokens."""
-DRAWN = 0.5
+RESPONSE_FRACTION = 0.5
 """Assumed mean length of completions, as a fraction of ``max_new_tokens``."""
-READ = 64
+MEASURED_PROMPTS = 64
 """Number of prompts whose lengths are measured."""
-LONGEST_DEMONSTRATION = 4
+DEMONSTRATION_RATIO = 4
 """Assumed ratio of the longest demonstration to the mean."""
 
 
@@ -49,7 +49,7 @@ def read_lengths(config: RunConfig, given: Lengths) -> Lengths:
     try:
         stream = config.data.stream(prompt_encoder(config.model), seed=config.run.seed)
         try:
-            while len(prompts) < READ and (prompt := stream.draw()) is not None:
+            while len(prompts) < MEASURED_PROMPTS and (prompt := stream.draw()) is not None:
                 prompts.append(prompt)
         finally:
             stream.close()
@@ -82,11 +82,11 @@ def batch_load(config: RunConfig, model: Mapping[str, Any], lengths: Lengths) ->
         assumed.append(f"a mean of {prompt:,} tokens per prompt (--prompt-tokens)")
     if needs.demonstrations:
         response = lengths.response if lengths.response is not None else DEMONSTRATION_TOKENS
-        longest = lengths.longest or LONGEST_DEMONSTRATION * (prompt + response)
+        longest = lengths.longest or DEMONSTRATION_RATIO * (prompt + response)
         if lengths.response is None:
             assumed.append(f"a mean of {response:,} tokens per answer (--response-tokens)")
     else:
-        response = lengths.response if lengths.response is not None else max(1, round(DRAWN * most))
+        response = lengths.response if lengths.response is not None else max(1, round(RESPONSE_FRACTION * most))
         longest = longest_prompt + most
         if lengths.response is None:
             assumed.append(f"a mean of {response:,} tokens per completion, half of the maximum (--response-tokens)")

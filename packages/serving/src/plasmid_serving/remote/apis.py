@@ -15,10 +15,10 @@ from plasmid_models.tokenization.tokenizer import Tokenizer
 
 STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ERROR}
 
-MOST_TOKENS, FEW_TOKENS = 2, 16
+MAX_TOKEN_RATIO, EXTRA_TOKENS = 2, 16
 """A text is tokenized again and may then have more tokens than were generated: at most this factor, and this many
 more."""
-LEAST_LOGPROB, ROUNDING = -1e4, 1e-3
+MIN_LOGPROB, ROUNDING = -1e4, 1e-3
 """Range of log-probabilities: some servers return -9999 for a probability of 0; rounding can yield more than 0."""
 MAX_REASON = 1000
 """Maximum length of a server's error message, in characters."""
@@ -139,8 +139,8 @@ def check_logprobs(values: list[Any], count: int) -> Floats:
     """Return a server's log-probabilities as [count] float32. Raises ValueError for anything that cannot be one."""
     check_count(len(values), count)
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST_LOGPROB <= value <= ROUNDING:
-            raise ValueError(f"got the log-probability {value!r:.100}; it must be a number from {LEAST_LOGPROB:g} to 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_LOGPROB <= value <= ROUNDING:
+            raise ValueError(f"got the log-probability {value!r:.100}; it must be a number from {MIN_LOGPROB:g} to 0")
     return np.minimum(np.array(values, np.float32), np.float32(0))
 
 
@@ -162,7 +162,7 @@ def make_completion(
 ) -> Completion:
     """Build a completion from a server's response. Raises ValueError for an invalid one."""
     stop = STOPS.get(reason, StopReason.STOP)
-    if len(ids) > MOST_TOKENS * remaining_tokens(request) + FEW_TOKENS:
+    if len(ids) > MAX_TOKEN_RATIO * remaining_tokens(request) + EXTRA_TOKENS:
         raise ValueError(f"got {len(ids)} tokens, at most {remaining_tokens(request)} were requested")
     if len(ids) and ids.min() < 0:
         raise ValueError(f"got token {ids.min()}")

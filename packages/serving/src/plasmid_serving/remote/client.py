@@ -19,10 +19,10 @@ from plasmid.utils.json_client import JsonClient, RequestOptions, ServerFailure
 from .apis import ServedModel, ServerApi, failed_completion
 from .settings import Server, ServerAccess
 
-LONGEST_PAUSE_S = 20.0
+MAX_PAUSE_S = 20.0
 INVALID = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 """Errors raised when reading an invalid response."""
-LEAST_BYTES = 1 << 20
+MIN_RESPONSE_LIMIT = 1 << 20
 """Minimum limit on the response size, in bytes, for short completions."""
 BYTES_PER_TOKEN = 1024
 """Generous limit on the response size per token with its log-probability, in bytes."""
@@ -76,7 +76,7 @@ class ServerClient:
 
     async def _ask(self, request: GenerateRequest) -> Completion:
         try:
-            most = LEAST_BYTES + request.sampling.max_new_tokens * BYTES_PER_TOKEN
+            most = MIN_RESPONSE_LIMIT + request.sampling.max_new_tokens * BYTES_PER_TOKEN
             answer = await self.json.post(self._api.payload(request, self._served), path=self._api.path, max_bytes=most)
             return self._api.completion(request, answer, self._served)
         except ServerFailure as error:
@@ -93,9 +93,9 @@ class ServerConnection(JsonClient):
         asking = RequestOptions(
             attempts=settings.attempts,
             backoff_s=settings.backoff_s,
-            max_backoff_s=LONGEST_PAUSE_S,
+            max_backoff_s=MAX_PAUSE_S,
             connect_timeout_s=settings.connect_timeout_s,
-            max_bytes=LEAST_BYTES,
+            max_bytes=MIN_RESPONSE_LIMIT,
         )
         super().__init__(
             settings.url,

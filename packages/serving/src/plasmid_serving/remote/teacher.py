@@ -15,7 +15,7 @@ from plasmid.utils.json_client import ServerFailure
 from plasmid_models.tokenization.tokenizer import Tokenizer
 
 from .apis import ServedModel, ServerApi, check_logprobs
-from .client import INVALID, LEAST_BYTES, ServerConnection
+from .client import INVALID, MIN_RESPONSE_LIMIT, ServerConnection
 from .discovery import ANSWER_S, find_server
 from .settings import ServerTeacher
 
@@ -40,7 +40,7 @@ class TeacherServer:
 
     async def score(self, token_ids: Ints, *, first: int, deadline_s: float) -> Floats:
         payload = self._api.scoring_payload(token_ids, first=first, model=self._served)
-        most = LEAST_BYTES + len(token_ids) * BYTES_PER_TOKEN
+        most = MIN_RESPONSE_LIMIT + len(token_ids) * BYTES_PER_TOKEN
         try:
             work = self._json.post(payload, path=self._api.path, max_bytes=most)
             answer = await asyncio.wait_for(work, deadline_s)

@@ -36,21 +36,21 @@ class BatchRanks:
         """Return the shares of all ranks in rank order."""
         parts = split(
             batch,
-            num_ranks=len(self.reporting),
+            num_ranks=len(self.reporting_ranks),
             microbatching=self._microbatching,
             with_metadata=self._with_metadata,
         )
         return [parts[position.part] for position in self._positions]
 
     @property
-    def reporting(self) -> list[int]:
+    def reporting_ranks(self) -> list[int]:
         """The rank of every part whose results are used."""
         return [rank for rank, position in enumerate(self._positions) if position.reports]
 
     def in_batch_order(self, parts: Sequence[RankBatch], values: Sequence[tuple[Floats, ...]]) -> tuple[Floats, ...]:
         """Return the values of every sample from those of all ranks."""
         by_sample: dict[int, Floats] = {}
-        for rank in self.reporting:
+        for rank in self.reporting_ranks:
             by_sample |= dict(zip(parts[rank].samples, values[rank], strict=True))
         return tuple(by_sample[i] for i in range(len(by_sample)))
 

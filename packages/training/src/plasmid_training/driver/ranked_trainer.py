@@ -144,7 +144,7 @@ class RankedTrainer:
             raise ValueError(f"the scores belong to batch {scores.batch}, not to batch {batch.index}")
         parts = [_with_scores(part, scores.received) for part in self._parts.split(batch)]
         reports = await self._ranks.call_each(Rank.train, parts)
-        steps = reports[self._parts.reporting[0]]
+        steps = reports[self._parts.reporting_ranks[0]]
         self._step = int(steps[-1]["train/step"])
         reference, every = self._frozen.get(Role.REFERENCE), self._reference_every
         if reference is not None and every and (batch.index + 1) % every == 0:

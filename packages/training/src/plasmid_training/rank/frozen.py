@@ -30,8 +30,8 @@ class HostWeights:
         """Start as a copy of the live weights."""
         self._policy = policy
         self._copies = [_host_copy(shard.detach()) for shard in policy.shards()]
-        self.has_followed = False
-        """True after the first `follow`: checkpoints must then contain these weights."""
+        self.was_replaced = False
+        """True after the first `copy_live`: checkpoints must then contain these weights."""
 
     @contextmanager
     def activate(self) -> Iterator[RankModel]:
@@ -56,9 +56,9 @@ class HostWeights:
                 shard.copy_(before)
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def copy_live(self) -> None:
         """Replace these weights by the live ones."""
-        self.has_followed = True
+        self.was_replaced = True
         for copy, shard in zip(self._copies, self._policy.shards(), strict=True):
             copy.copy_(shard)
 

@@ -206,7 +206,7 @@ class Learner:
         """
         reports = self._train_models(batch, rows, scores, recorder)
         if self.reference is not None and (batch.index + 1) % self.reference_every == 0:
-            self.reference.follow()
+            self.reference.copy_live()
         return reports
 
     def _train_models(

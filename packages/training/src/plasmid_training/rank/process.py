@@ -199,7 +199,7 @@ class RankProcess(ConnectedProcess):
         reference, folder = self._learner.reference, reference_folder(path)
         if reference is not None and folder.is_dir():
             reference.fill(Source(where="reference", path=folder, trust_remote_code=False))
-            reference.has_followed = True
+            reference.was_replaced = True
         self._score_cache.clear()
         return self._learner.policy.step
 
@@ -255,6 +255,6 @@ class RankProcess(ConnectedProcess):
 
     def _save_reference(self, path: Path) -> None:
         """Write the reference next to the checkpoint if the policy has replaced it; in fp32, which is lossless."""
-        if self._learner.reference is not None and self._learner.reference.has_followed:
+        if self._learner.reference is not None and self._learner.reference.was_replaced:
             with self._learner.reference.activate() as model:
                 self._export(reference_folder(path), model, "model", None, dtype=torch.float32)

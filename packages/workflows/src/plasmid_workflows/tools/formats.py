@@ -44,7 +44,7 @@ def find_parser(key: str, format: str, model_type: str) -> Parser:
         return PARSERS[format]
     found = family_of(model_type).tool_calls
     if callable(found):
-        return guarded(found)
+        return guard_parser(found)
     if found not in PARSERS:
         problem = f"has the format {found!r}, which does not exist" if found else "is not known to any plugin"
         raise ConfigError(f"{key}: model type {model_type!r} {problem}; set it to one of {', '.join(sorted(PARSERS))}")
@@ -56,7 +56,7 @@ def family_of(model_type: str) -> ModelFamily:
     return loaded_families().get(model_type, ModelFamily(model_type=model_type))
 
 
-def guarded(parser: Parser) -> Parser:
+def guard_parser(parser: Parser) -> Parser:
     """Return a plugin's parser whose exceptions and wrong results become invalid calls, whose error the policy sees."""
 
     def parse(text: str) -> Parsed:

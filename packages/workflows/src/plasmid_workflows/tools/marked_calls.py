@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .parsing import LONGEST, Parsed, ToolCall, parse_named_call, parse_or_text, split_blocks
+from .parsing import MAX_CALL_LENGTH, Parsed, ToolCall, parse_named_call, parse_or_text, split_blocks
 
 DEEPSEEK_BEGIN, DEEPSEEK_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEP = (
     "<\uff5c" + name.replace(" ", "\u2581") + "\uff5c>"
@@ -28,7 +28,7 @@ def glm(text: str) -> Parsed:
     Values are JSON or, if they are not, text.
     """
     rest, bodies = split_blocks(text, "<tool_call>", "</tool_call>")
-    return Parsed(text=rest, calls=tuple(_from_keys(body[:LONGEST]) for body in bodies))
+    return Parsed(text=rest, calls=tuple(_from_keys(body[:MAX_CALL_LENGTH]) for body in bodies))
 
 
 def deepseek_v3(text: str) -> Parsed:

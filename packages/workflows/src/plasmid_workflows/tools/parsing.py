@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-LONGEST = 100_000
+MAX_CALL_LENGTH = 100_000
 """Maximum length of one call that is parsed, in characters."""
 
 
@@ -76,7 +76,7 @@ def call_of(value: Any) -> ToolCall:
 def parse_json(text: str) -> tuple[Any, str | None]:
     """Return the value, or the reason why it is invalid."""
     try:
-        return json.loads(text[:LONGEST]), None
+        return json.loads(text[:MAX_CALL_LENGTH]), None
     except (ValueError, RecursionError) as error:
         return None, f"the call is not valid JSON: {reason_of(error)}"
 

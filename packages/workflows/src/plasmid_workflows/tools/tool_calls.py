@@ -21,7 +21,7 @@ from .marked_calls import (
     kimi_k2,
 )
 from .parsing import (
-    LONGEST,
+    MAX_CALL_LENGTH,
     Parsed,
     Parser,
     ToolCall,
@@ -58,7 +58,7 @@ def llama3(text: str) -> Parsed:
         return Parsed(text=text)
     values, error = _json_values(body)
     calls = [call_of(value) for value in values if isinstance(value, dict) and "name" in value]
-    if error is not None and (found >= 0 or '"name"' in body[:LONGEST]):
+    if error is not None and (found >= 0 or '"name"' in body[:MAX_CALL_LENGTH]):
         calls.append(ToolCall(name="", error=error))
     return Parsed(text=text[: max(found, 0)], calls=tuple(calls)) if calls else Parsed(text=text)
 
@@ -137,7 +137,7 @@ def _from_list(body: str) -> list[ToolCall]:
 def _json_values(text: str) -> tuple[list[Any], str | None]:
     """Return consecutive JSON values, separated by nothing, spaces or semicolons, and the error in the rest."""
     values: list[Any] = []
-    decoder, text, at = json.JSONDecoder(), text[:LONGEST], 0
+    decoder, text, at = json.JSONDecoder(), text[:MAX_CALL_LENGTH], 0
     try:
         while at < len(text) and text[at] == "{":
             value, at = decoder.raw_decode(text, at)
@@ -150,7 +150,7 @@ def _json_values(text: str) -> tuple[list[Any], str | None]:
 
 
 def _from_xml(body: str) -> ToolCall:
-    found = FUNCTION.match(body[:LONGEST])
+    found = FUNCTION.match(body[:MAX_CALL_LENGTH])
     if found is None:
         return ToolCall(name="", error="a call is <function=NAME> with <parameter=NAME> inside")
     arguments = {name.strip(): parse_or_text(value.strip("\n")) for name, value in PARAMETER.findall(found[2])}
@@ -159,7 +159,7 @@ def _from_xml(body: str) -> ToolCall:
 
 def _from_python(body: str) -> Iterator[ToolCall]:
     try:
-        tree = ast.parse(body[:LONGEST].strip())
+        tree = ast.parse(body[:MAX_CALL_LENGTH].strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield ToolCall(name="", error=f"the call is not valid Python: {reason_of(error)}")
         return

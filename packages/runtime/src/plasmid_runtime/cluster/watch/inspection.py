@@ -14,8 +14,8 @@ from plasmid.utils.waits.stacks import describe_process, locate_in_dump
 
 from .stack_dumps import DUMP_S, condition_of, describe_kernel_state, dump_stacks, inspect_children
 
-LOOK_S = 3 * DUMP_S
-"""Maximum time of `look`, in seconds."""
+SNAPSHOT_S = 3 * DUMP_S
+"""Maximum time of `inspect_process`, in seconds."""
 MAX_REPORTS = 20
 """Maximum number of reports of missed deadlines per process; most such deadlines only cost a sample."""
 INTERVAL_S = 10.0
@@ -23,7 +23,7 @@ INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ProcessSnapshot:
     """State of a process as seen from its machine."""
 
     condition: str
@@ -33,7 +33,7 @@ class Sight:
     """Its child processes that can write their stacks on request, which are the processes of a server."""
 
 
-def look(pid: int, log_file: Path, *, with_stacks: bool) -> Sight:
+def inspect_process(pid: int, log_file: Path, *, with_stacks: bool) -> ProcessSnapshot:
     """Return the state of a process on this machine. With ``with_stacks``, makes it write its stacks to its log.
 
     A stopped process is continued, because it could not write otherwise. Server processes always write their stacks.
@@ -43,14 +43,14 @@ def look(pid: int, log_file: Path, *, with_stacks: bool) -> Sight:
         condition = condition_of(process)
         children = process.children(recursive=True)
     except psutil.NoSuchProcess:
-        return Sight("ended")
+        return ProcessSnapshot("ended")
     servers, others = inspect_children(children)
     text = "".join(f"  {line}\n" for line in others)
     if not with_stacks or condition == "ended":
-        return Sight(condition, text=f"child processes:\n{text}" if text else "", servers=servers)
+        return ProcessSnapshot(condition, text=f"child processes:\n{text}" if text else "", servers=servers)
     dump = dump_stacks({pid: log_file})[pid]
     found = dump or f"no stacks were written\n{describe_kernel_state(pid)}"
-    return Sight(condition or "not responding", locate_in_dump(dump), f"{found}\n{text}\n", servers)
+    return ProcessSnapshot(condition or "not responding", locate_in_dump(dump), f"{found}\n{text}\n", servers)
 
 
 class LocalReports:

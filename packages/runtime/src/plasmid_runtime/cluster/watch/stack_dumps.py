@@ -17,7 +17,7 @@ from plasmid.utils.waits.stacks import locate_in_dump, wait_until_grown
 
 DUMP_S = 3.0
 """Maximum time for processes to write their stacks, in seconds."""
-LEAST_S = 0.5
+MIN_STACKS_S = 0.5
 """Minimum time to read the stacks of each of several processes, in seconds."""
 CONDITIONS = {
     psutil.STATUS_STOPPED: "stopped by a signal",
@@ -89,14 +89,14 @@ def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
             with suppress(OSError):
                 if _catches(pid, STACKS_SIGNAL):
                     opened[pid] = stack.enter_context(file.open("rb"))
-        sizes = {pid: os.fstat(file.fileno()).st_size for pid, file in opened.items()}
+        sizes = {pid: os.fstat(reader.fileno()).st_size for pid, reader in opened.items()}
         for pid in opened:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, STACKS_SIGNAL)
                 os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + DUMP_S
-        for pid, file in opened.items():
-            dumps[pid] = wait_until_grown(file, sizes[pid], timeout_s=max(LEAST_S, end - time.monotonic()))
+        for pid, reader in opened.items():
+            dumps[pid] = wait_until_grown(reader, sizes[pid], timeout_s=max(MIN_STACKS_S, end - time.monotonic()))
     return dumps
 
 

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping
 
 Number = int | float
-LONGEST = 500
+MAX_EXPRESSION_LENGTH = 500
 """Maximum length of an expression, in characters."""
 LARGEST = 10**100
 """Bound on the absolute value of every intermediate result."""
@@ -25,8 +25,8 @@ BINARY: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
 
 def evaluate(expression: str) -> Number:
     """Evaluate numbers, ``+ - * / // % **`` and parentheses. Raises `ValueError` with the reason."""
-    if len(expression) > LONGEST:
-        raise ValueError(f"an expression must have at most {LONGEST} characters")
+    if len(expression) > MAX_EXPRESSION_LENGTH:
+        raise ValueError(f"an expression must have at most {MAX_EXPRESSION_LENGTH} characters")
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):

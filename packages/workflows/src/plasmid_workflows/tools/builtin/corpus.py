@@ -13,7 +13,7 @@ from plasmid.errors import DataError
 from plasmid.utils.json_text import parse_json
 
 WORD = re.compile(r"\w+")
-LONGEST_QUERY = 64
+MAX_QUERY_WORDS = 64
 """Maximum number of words in a query."""
 
 
@@ -39,7 +39,7 @@ class Corpus:
 
     def search(self, query: str, *, limit: int) -> list[Hit]:
         """Return the best documents that contain any of the query's words."""
-        words = WORD.findall(query)[:LONGEST_QUERY]
+        words = WORD.findall(query)[:MAX_QUERY_WORDS]
         if not words:
             return []
         wanted = " OR ".join(f'"{word}"' for word in words)
