@@ -1,4 +1,4 @@
-"""Asynchronous training on two GPUs, beside its engine alone and its trainer alone.
+"""Compare asynchronous training on two GPUs with its engine alone and its trainer alone.
 
     python benchmarks/async_step.py --tiny --out benchmarks/results/async-cpu.json
     python benchmarks/async_step.py benchmarks/gpu/qwen3-random.toml --device cuda --prompt-tokens 125 --staleness 2
@@ -105,7 +105,7 @@ def measure(args):
 
 
 def ratio_of(rates):
-    """The rate of the asynchronous run over the smaller one of those measured alone; None before one was measured."""
+    """Return the rate of the asynchronous run over the smaller of the other two; None if neither was measured."""
     alone = [found["tokens_per_s"] for name, found in rates.items() if name != "asynchronous"]
     return rates["asynchronous"]["tokens_per_s"] / min(alone) if alone else None
 

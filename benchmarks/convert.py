@@ -26,7 +26,7 @@ PIECE_BYTES = 16 << 20
 
 
 def drop_from_cache(folder):
-    """Make the next reading of the files come from the disk."""
+    """Drop the files from the page cache, so that they are read from the disk next time."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

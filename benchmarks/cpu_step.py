@@ -183,7 +183,7 @@ def main(argv=None):
 
 
 def report_of(args, steps, parts, load):
-    """What was measured so far: medians of the steps, and the peer's over ours."""
+    """Return the medians of the steps so far, and the ratios of TRL's to Plasmid's."""
     report = {"steps": args.steps, "repeats": args.repeats, "reference": args.reference, "set": args.set, "load": load}
     report |= {"trl_weights": args.trl_weights, "cores": os.cpu_count(), "plasmid_parts": parts}
     for name, found in steps.items():

@@ -1,10 +1,10 @@
-"""The whole synchronous step of a run, split, beside the sum of its phases measured apart.
+"""Compare a synchronous step of a run, by phase, with the same phases measured separately.
 
     python benchmarks/step.py --tiny --out benchmarks/results/step-cpu.json
     python benchmarks/step.py benchmarks/gpu/qwen3-random.toml --device cuda --prompt-tokens 125 --new-tokens 256
 
-The recipe runs three times: whole; with its engine alone (``rl train --rollouts-only``); and with its trainer alone, on
-the samples of the first run (``--replay``). Then trainer and engine are started once more, and only weights are sent.
+The recipe runs three times: in full; with its engine alone (``rl train --rollouts-only``); and with its trainer alone,
+on the samples of the first run (``--replay``). Then trainer and engine start once more, and only weights are sent.
 Figures are medians over the batches but the first ``--skip``, of the metrics that every run writes. With
 ``--trl-python`` TRL's `GRPOTrainer`, with `transformers` as its engine, samples and trains as many tokens.
 """
@@ -74,7 +74,7 @@ def inline(value):
 
 
 def prompt_of(tokenizer, count, number):
-    """A text of ``count`` tokens that no other number has."""
+    """Return a text of ``count`` tokens that is different for each number."""
     words = f"{number}"
     while len(tokenizer.encode(words)) < count:
         words += " a"
@@ -91,7 +91,7 @@ def run(items, folder, name, *options):
 
 
 def start_of(run):
-    """The line of a run's log that splits its start; empty if it has none."""
+    """Return the line of a run's log with the phases of its start; empty if it has none."""
     lines = (run / "logs" / "driver.log").read_text().splitlines()
     return next((line.partition("started in ")[2] for line in lines if "started in " in line), "")
 
@@ -186,7 +186,7 @@ def timed(name, function, *args):
 
 
 def compare(found, apart):
-    """The phases apart, the ratio of the step to their sum, and what is idle during a step."""
+    """Return the phases measured separately, the ratio of the step to their sum, and what is idle during a step."""
     alone = sum(apart.values())
     idle = {
         "engine": found["step"] - apart["sample"],
@@ -202,7 +202,7 @@ def save(args, report):
 
 
 def show(report):
-    """Print the split, the phases apart, and what was idle."""
+    """Print the phases of the step, the phases measured separately, and what was idle."""
     print(f"{'seconds of a step':<20} {'in the run':>11} {'apart':>9}")
     for name, seconds in report["step"].items():
         alone = report["apart"].get(name)

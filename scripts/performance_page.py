@@ -22,7 +22,7 @@ def read(name: str) -> Any:
 
 
 def device_of(row: Row) -> str:
-    """The short name of a GPU, such as H100."""
+    """Return the short name of a GPU, such as H100."""
     return next(word for word in row["device"].split() if re.fullmatch(r"[A-Z]+\d+", word))
 
 
