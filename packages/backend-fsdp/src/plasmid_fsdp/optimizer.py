@@ -11,6 +11,8 @@ from plasmid_training.rank.backend import Update
 from plasmid_training.rank.peers import PeerRanks
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from .optimizer_settings import OptimizerSettings
 from .weights.shards import local
@@ -95,9 +97,32 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, n
     if finite:
         if 0 < max_norm < norm:
             torch._foreach_mul_(_grads(parameters), max_norm / norm)
-        optimizer.step()
+        _step_shards(optimizer)
     optimizer.zero_grad(set_to_none=True)
     return finite
+
+
+@torch.no_grad()
+def _step_shards(optimizer: Optimizer) -> None:
+    """Do what ``optimizer.step()`` does, with this rank's shards as plain tensors.
+
+    For sharded tensors, torch dispatches each step in Python, and computes the sharding of the fused update anew for
+    every process group.
+    """
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.grad is not None]
+        states = [optimizer.state[p] for p in trained]
+        weights, grads = [local(p) for p in trained], [local(p.grad) for p in trained]
+        options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": False}
+        if isinstance(optimizer, AdamW):
+            first, second = ([local(state[name]) for state in states] for name in ADAMW_STATE)
+            beta1, beta2 = group["betas"]
+            options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": False, "fused": True}
+            adamw(weights, grads, first, second, [], [state["step"] for state in states], **options)
+        else:
+            buffers = [local(state["momentum_buffer"]) if state else None for state in states]
+            options |= {"momentum": group["momentum"], "nesterov": group["nesterov"], "dampening": 0}
+            sgd(weights, grads, buffers, **options)
 
 
 def _grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
