@@ -1,4 +1,4 @@
-"""Reference and teacher on ranks of their own: the same numbers, bit for bit, as on the trainer's ranks."""
+"""Reference, teacher and critic on ranks of their own: the same numbers, bit for bit, as on the trainer's ranks."""
 
 import asyncio
 
@@ -7,9 +7,10 @@ from fsdp_cases import fit, largest_difference, make_batch, make_config, weights
 from fsdp_processes import ProcessCluster, Processes
 from megatron_cases import make_config as megatron_config
 from plasmid.components import BuildContext
-from plasmid.errors import ActorDiedError, ModelError
+from plasmid.errors import ActorDiedError, CheckpointError, ModelError
 from plasmid.protocols import Bundle
 from plasmid_models.testing import make_tiny_model
+from safetensors.torch import load_file
 
 MONITOR = {"algorithm": {"monitor_kl": True, "kl_estimator": "k1", "kl_coef": 0.1}}
 
@@ -21,10 +22,11 @@ class RoleRanks:
         self.model, self.run_dir, self.processes, self._make = model, run_dir, processes, make
         self._trainer = None
 
-    async def start(self, *, num_ranks=1, reference_ranks=0, teacher_ranks=0, **options):
+    async def start(self, *, num_ranks=1, **options):
+        """A trainer and its configuration; ``<model>_ranks`` among the options is a number of ranks."""
         await self.close()
-        place = {"trainer_ranks": num_ranks, "reference_ranks": reference_ranks, "teacher_ranks": teacher_ranks}
-        config = self._make(self.model, placement=place, **options)
+        place = {name: options.pop(name) for name in [*options] if name.endswith("_ranks")}
+        config = self._make(self.model, placement={"trainer_ranks": num_ranks, **place}, **options)
         self._trainer = await config.trainer.build(
             BuildContext(
                 cluster=ProcessCluster(self.processes),
@@ -98,6 +100,98 @@ def test_a_teacher_on_ranks_of_its_own_teaches_the_same(role_ranks, options, tmp
     shared, apart = asyncio.run(run(0)), asyncio.run(run(1))
     assert apart[0] == shared[0]
     assert (shared[1], apart[1]) == ({"trainer-0"}, {"trainer-0", "teacher-0"})
+
+
+PPO = {
+    "algorithm": {"kind": "ppo", "critic_warmup": 1, "reward_kl_coef": 0.1, "value_clip": 0.05},
+    "trainer": {"lr": 0.02, "critic": {"lr": 0.03, "export": True, "head_std": 0.1}},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async_save"])
+def test_a_critic_on_ranks_of_its_own_learns_the_same(role_ranks, in_background, tmp_path):
+    """Metrics and both models equal those of shared ranks; a resume from either is exact with the other."""
+    batches = [make_batch(index=index, steps=2) for index in range(4)]
+    options = PPO | {"trainer": PPO["trainer"] | {"async_save": in_background}}
+
+    async def start(alone):
+        return await role_ranks.start(critic_ranks=alone, **options)
+
+    async def finish(trainer, config, name):
+        reports = await fit(trainer, config, *batches[2:])
+        await trainer.export(tmp_path / name)
+        return reports, [load_file(tmp_path / folder / "model.safetensors") for folder in (name, f"{name}-critic")]
+
+    async def run(name, alone):
+        trainer, config = await start(alone)
+        reports = await fit(trainer, config, *batches[:2])
+        write_rest = await trainer.save(tmp_path / name / "trainer")
+        later, weights = await finish(trainer, config, f"{name}-final")
+        assert (write_rest is not None) == in_background
+        if write_rest is not None:
+            await write_rest()
+        return reports + later, weights
+
+    async def resume(saved, alone):
+        trainer, config = await start(alone)
+        await trainer.load(tmp_path / saved / "trainer")
+        assert trainer.step == 2
+        return await finish(trainer, config, f"{saved}-again-{alone}")
+
+    shared, apart = asyncio.run(run("shared", 0)), asyncio.run(run("apart", 1))
+    assert apart[0] == shared[0]
+    assert [report["train/step"] for report in apart[0]] == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert all(report["train/critic_grad_norm"] > 0 and "train/value_loss" in report for report in apart[0])
+    assert {folder.name for folder in (tmp_path / "apart").iterdir()} == {"trainer", "trainer-critic"}
+    assert not (tmp_path / "shared/trainer-critic").exists()
+    resumed = [asyncio.run(resume(saved, alone)) for saved in ("shared", "apart") for alone in (0, 1)]
+    for reports, weights in [*resumed, (apart[0][4:], apart[1])]:
+        assert reports == shared[0][4:]
+        assert [largest_difference(*both) for both in zip(weights, shared[1], strict=True)] == [0, 0]
+
+
+@BOTH
+def test_checkpoints_with_a_critic_of_its_own_are_of_runs_with_a_critic(role_ranks, tmp_path):
+    without = {"algorithm": {"kind": "grpo"}}
+
+    async def save(name, **options):
+        trainer, _ = await role_ranks.start(**options)
+        await trainer.save(tmp_path / name / "trainer")
+
+    async def load(name, **options):
+        trainer, _ = await role_ranks.start(**options)
+        await trainer.load(tmp_path / name / "trainer")
+
+    asyncio.run(save("apart", critic_ranks=1, **PPO))
+    with pytest.raises(CheckpointError, match=r"trainer: the checkpoint belongs to a different algorithm: it has a cr"):
+        asyncio.run(load("apart", **without))
+    asyncio.run(save("plain", **without))
+    with pytest.raises(CheckpointError, match=r"trainer: the checkpoint belongs to a different algorithm: it has no c"):
+        asyncio.run(load("plain", critic_ranks=1, **PPO))
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_a_critic_may_have_another_number_of_ranks(counts, tiny_model, tmp_path):
+    processes, batches = Processes(3), [make_batch(index=index, num_groups=3, steps=3) for index in range(3)]
+    ranks = RoleRanks(tiny_model, tmp_path, processes)
+
+    async def run(num_ranks, critic_ranks):
+        trainer, config = await ranks.start(num_ranks=num_ranks, critic_ranks=critic_ranks, **PPO)
+        return await fit(trainer, config, *batches), {name.split("/")[1] for name in await trainer.metrics()}
+
+    try:
+        expected, _ = asyncio.run(run(1, 0))
+        found, names = asyncio.run(run(*counts))
+        asyncio.run(ranks.close())
+    finally:
+        processes.shutdown()
+    assert names == {f"{part}-{i}" for part, n in zip(("trainer", "critic"), counts, strict=True) for i in range(n)}
+    compared = ("value_loss", "critic_grad_norm", "return_mean", "explained_variance", "loss", "grad_norm")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in (f"train/{name}" for name in compared if f"train/{name}" in theirs):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)])

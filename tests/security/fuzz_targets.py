@@ -277,7 +277,7 @@ def megatron_state() -> Iterator[Check]:
     def check(data: bytes) -> None:
         Path("trainer/common.pt").write_bytes(data)
         try:
-            load_state(Path("trainer"), {})
+            load_state(Path("trainer"), {}, set())
         except CheckpointError as error:
             if "the checkpoint belongs to a different algorithm" not in str(
                 error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -81,8 +81,8 @@ class FSDPBackend:
         steps = steps if self._saves_optimizer else {}
         return save_state(path, self._trained, steps, in_background=self._settings.async_save)
 
-    def load(self, path: Path) -> Mapping[str, int]:
-        return load_state(path, self._trained)
+    def load(self, path: Path, roles: Collection[str]) -> Mapping[str, int]:
+        return load_state(path, {role: model for role, model in self._trained.items() if role in roles}, roles)
 
     def close(self) -> None:
         self._trained.clear()

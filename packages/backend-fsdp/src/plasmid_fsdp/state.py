@@ -40,7 +40,7 @@ def save_state(
     """
     numbers = {STEPS[role]: torch.tensor(step) for role, step in steps.items()}
     tensors = _weights(models) | (_optimizer_states(models) if steps else {})
-    state, adapter = tensors | numbers | _generators(), models["policy"].adapter
+    state, adapter = tensors | numbers | _generators(), _adapter(models)
     with raise_write_errors(path):
         if in_background:
             return PendingSave(path, state, write_first=partial(_save_base, path, adapter))
@@ -49,12 +49,12 @@ def save_state(
     return None
 
 
-def load_state(path: Path, models: Mapping[str, ShardedModel]) -> dict[str, int]:
+def load_state(path: Path, models: Mapping[str, ShardedModel], roles: Collection[str]) -> dict[str, int]:
     """Load weights and optimizer states in place; return the optimizer steps of each model.
 
-    From a checkpoint without optimizer states, the optimizers are reset and the steps are 0. Random generators are
-    restored on ranks that existed when the checkpoint was saved. Raises `CheckpointError` if the checkpoint cannot be
-    read, or is from another model or optimizer.
+    ``roles`` are all models that the checkpoint must contain. From a checkpoint without optimizer states, the
+    optimizers are reset and the steps are 0. Random generators are restored on ranks that existed when the checkpoint
+    was saved. Raises `CheckpointError` if the checkpoint cannot be read, or is from another model or optimizer.
     """
     try:
         metadata = TensorReader(path).read_metadata()
@@ -63,8 +63,8 @@ def load_state(path: Path, models: Mapping[str, ShardedModel]) -> dict[str, int]
     has_optimizer = any(name in metadata.state_dict_metadata for name in STEPS.values())
     states = _optimizer_states(models)
     tensors = _weights(models) | (states if has_optimizer else {})
-    _check(path, tensors, metadata)
-    _check_base(path, models["policy"].adapter)
+    _check(path, tensors, metadata, models, roles)
+    _check_base(path, _adapter(models))
     numbers = {STEPS[role]: torch.tensor(0) for role in models if has_optimizer}
     generators = {name: value for name, value in _generators().items() if name in metadata.state_dict_metadata}
     try:
@@ -98,11 +98,19 @@ def _optimizer_states(models: Mapping[str, ShardedModel]) -> dict[str, Any]:
     }
 
 
-def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
-    saved = metadata.state_dict_metadata
-    if _has_critic(saved) != _has_critic(expected):
-        has = "a critic" if _has_critic(saved) else "no critic"
+def _check(
+    path: Path,
+    expected: Mapping[str, Any],
+    metadata: Metadata,
+    models: Collection[str],
+    roles: Collection[str],
+) -> None:
+    every = metadata.state_dict_metadata
+    has_critic = any(_role_of(name) == "critic" for name in every)
+    if has_critic != ("critic" in roles):
+        has = "a critic" if has_critic else "no critic"
         raise CheckpointError(f"{path}: the checkpoint belongs to a different algorithm: it has {has}")
+    saved = {name: entry for name, entry in every.items() if _role_of(name) in models}
     check_has_adapter(path, saved=_has_adapter(saved), expected=_has_adapter(expected))
     for part, hint in (
         ("weights.", "the checkpoint belongs to a different model"),
@@ -122,8 +130,13 @@ def _check(path: Path, expected: Mapping[str, Any], metadata: Metadata) -> None:
             )
 
 
-def _has_critic(names: Collection[str]) -> bool:
-    return any(name.startswith(f"weights.{PREFIXES['critic']}") for name in names)
+def _role_of(name: str) -> str:
+    """Return the model that a weight or an optimizer state belongs to."""
+    return "critic" if name.partition(".")[2].startswith(PREFIXES["critic"]) else "policy"
+
+
+def _adapter(models: Mapping[str, ShardedModel]) -> ShardedAdapter | None:
+    return models["policy"].adapter if "policy" in models else None
 
 
 def _has_adapter(names: Collection[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -58,8 +58,8 @@ class MegatronBackend:
     def save(self, path: Path, steps: Mapping[str, int]) -> PendingSave:
         return save_state(path, self._trained, steps, copy=self._settings.async_save)
 
-    def load(self, path: Path) -> Mapping[str, int]:
-        return load_state(path, self._trained)
+    def load(self, path: Path, roles: Collection[str]) -> Mapping[str, int]:
+        return load_state(path, {role: model for role, model in self._trained.items() if role in roles}, roles)
 
     def close(self) -> None:
         self._trained.clear()

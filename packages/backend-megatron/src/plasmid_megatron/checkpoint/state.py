@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,6 +16,7 @@ from plasmid.errors import CheckpointError
 from plasmid_training.rank.adapter import check_base, check_has_adapter, save_base
 from plasmid_training.rank.state import failure_cause, generator_states, set_generators
 
+from ..lora.adapter import ParallelAdapter
 from ..model.network import Network
 from ..upstream.compat import load_distributed_optimizer, refuse_pickled_code
 from .resplit import is_split_alike, merge_states, tensors
@@ -34,17 +35,17 @@ def save_state(path: Path, models: Trained, steps: Mapping[str, int], *, copy: b
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True, exist_ok=True)
-            if (adapter := models["policy"].adapter) is not None:
+            if (adapter := _adapter(models)) is not None:
                 save_base(path, adapter.base)
         dist.barrier()
         return PendingSave(path, _state(models, steps, loading=False), copy=copy)
 
 
-def load_state(path: Path, models: Trained) -> Mapping[str, int]:
+def load_state(path: Path, models: Trained, roles: Collection[str]) -> Mapping[str, int]:
     """Load weights and optimizer states; return the optimizer steps of each model. All ranks call it.
 
-    Random generators are restored if the number of ranks is the same. Raises `CheckpointError` if the checkpoint cannot
-    be read, or is from another model or optimizer.
+    ``roles`` are all models that the checkpoint must contain. Random generators are restored if the number of ranks is
+    the same. Raises `CheckpointError` if the checkpoint cannot be read, or is from another model or optimizer.
     """
     try:
         with refuse_pickled_code(path):
@@ -52,13 +53,15 @@ def load_state(path: Path, models: Trained) -> Mapping[str, int]:
     except Exception as error:  # boundary: corrupt files may raise anything
         raise CheckpointError(f"{path}: cannot read the trainer state: {failure_cause(error)}") from error
     steps = _steps(path, common)
-    if set(steps) != set(models):
+    if set(steps) != set(roles):
         has = "a critic" if "critic" in steps else "no critic"
         raise CheckpointError(f"{path}: the checkpoint belongs to a different algorithm: it has {has}")
-    adapter = models["policy"].adapter
-    check_has_adapter(path, saved="adapter" in common, expected=adapter is not None)
+    adapter = _adapter(models)
+    if "policy" in models:
+        check_has_adapter(path, saved="adapter" in common, expected=adapter is not None)
     if adapter is not None:
         check_base(path, adapter.base)
+    steps = {name: steps[name] for name in models}
     wanted = _state(models, steps, loading=True)
     if common.get("num_ranks") != dist.get_world_size():
         del wanted["generators"]
@@ -76,6 +79,10 @@ def load_state(path: Path, models: Trained) -> Mapping[str, int]:
     if "generators" in state:
         set_generators(state["generators"])
     return steps
+
+
+def _adapter(models: Trained) -> ParallelAdapter | None:
+    return models["policy"].adapter if "policy" in models else None
 
 
 def _steps(path: Path, common: object) -> Mapping[str, int]:

@@ -50,6 +50,9 @@ class PlacementConfig(Settings):
     with the reference on the trainer's ranks."""
     teacher_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
     """GPUs (on the CPU: processes) of the teacher alone, likewise; 0 scores with the teacher on the trainer's ranks."""
+    critic_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
+    """GPUs (on the CPU: processes) of the critic alone, which then scores and is trained at the same time as the
+    policy; 0 trains the critic on the trainer's ranks."""
     rollout_workers: int = Field(1, ge=1, le=MAX_PROCESSES)
     """Number of processes that run workflows, rewards and filters."""
     threads: Literal["auto"] | Positive = "auto"
@@ -75,7 +78,11 @@ class PlacementConfig(Settings):
     @property
     def role_ranks(self) -> Mapping[Role, int]:
         """Number of ranks of each model that does not share those of the trainer."""
-        counts = {Role.REFERENCE: self.reference_ranks, Role.TEACHER: self.teacher_ranks}
+        counts = {
+            Role.REFERENCE: self.reference_ranks,
+            Role.TEACHER: self.teacher_ranks,
+            Role.CRITIC: self.critic_ranks,
+        }
         return {role: count for role, count in counts.items() if count}
 
     def slots(self, *, trainers: int, engines: int, evals: int) -> Slots:
@@ -141,8 +148,8 @@ def find_placement_errors(config: RunConfig) -> Iterator[str]:
 def _loads(config: RunConfig, role: Role) -> bool:
     """Return True if a model is loaded for the role; a teacher that is a server is not."""
     needs = config.algorithm.needs()
-    if role is Role.REFERENCE:
-        return needs.reference
+    if role is not Role.TEACHER:
+        return needs.reference if role is Role.REFERENCE else needs.critic
     return needs.teacher and config.teacher is not None and config.teacher.model_path() is not None
 
 

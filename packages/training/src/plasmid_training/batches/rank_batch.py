@@ -56,6 +56,8 @@ class RankBatch:
     """[n] number of leading tokens that each sample shares with its group in a microbatch; empty if there are none."""
     received: Mapping[Role, tuple[Floats, ...]] = field(default_factory=dict)
     """[n] scores of each sample by models on ranks of their own (`ScoresRef.received`)."""
+    returns: tuple[Floats, ...] = ()
+    """[n] targets of each sample's values, for the training of a critic on ranks of its own."""
     groups: tuple[Ref[PromptGroup], ...] = ()
     """All groups of the batch, if the algorithm needs metadata of samples (`Needs.metadata`)."""
 

@@ -44,16 +44,22 @@ class ScoreCache:
         entry.scores.update(scores)
 
     def take(self, batch: RankBatch) -> tuple[Rows, dict[Role, Tensor]]:
-        """Return the rank's samples and their scores, and remove them from the cache.
+        """Return the rank's samples and their scores as `read` does, and remove them from the cache."""
+        found = self.read(batch)
+        self._entries.pop(batch.index, None)
+        return found
+
+    def read(self, batch: RankBatch) -> tuple[Rows, dict[Role, Tensor]]:
+        """Return the rank's samples and their scores.
 
         If the batch was split differently when it was scored, the ranks exchange scores. Raises ValueError if a sample
         was not scored.
         """
-        entry = self._entries.pop(batch.index, None)
+        entry = self._entries.get(batch.index)
         if entry is None:
             return batch.fetch(), {}
         if not self._ranks.any(entry.rows.sample_ids != _ids(batch)):
-            return entry.rows, entry.scores
+            return entry.rows, dict(entry.scores)
         known = {role: _by_id(entry.rows, values) for role, values in entry.scores.items()}
         parts = self._ranks.gather(known)
         rows = batch.fetch()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 
 from plasmid.components import BuildContext
 from plasmid.protocols import Actor, Bundle, Resources
@@ -14,7 +13,7 @@ from plasmid.types.batch import BatchRef
 
 from ..batches.rank_batch import RankBatch, split
 from ..batches.schedule import Microbatching
-from ..rank.calls import ConnectedRank, FrozenRank, MakeBackend, RankPosition, RankSetup, launch, name_of
+from ..rank.calls import ConnectedRank, MakeBackend, RankPosition, RankSetup, ScoringRank, launch, name_of
 from .group import RankGroup
 
 
@@ -54,25 +53,10 @@ class BatchRanks:
             by_sample |= dict(zip(parts[rank].samples, values[rank], strict=True))
         return tuple(by_sample[i] for i in range(len(by_sample)))
 
-
-class FrozenRanks:
-    """A reference or teacher on ranks of its own."""
-
-    def __init__(self, ranks: BatchRanks) -> None:
-        self.ranks = ranks
-
     async def score(self, batch: BatchRef) -> tuple[Floats, ...]:
-        """Return the log-probabilities [L] of each sample, in batch order."""
-        parts = self.ranks.split(batch)
-        return self.ranks.in_batch_order(parts, await self.ranks.group.call_each(FrozenRank.score, parts))
-
-    async def load(self, path: Path) -> None:
-        """Replace the weights by those of a Hugging Face folder."""
-        await self.ranks.group.call_all(FrozenRank.load, path.absolute())
-
-    async def save(self, path: Path) -> None:
-        """Write a Hugging Face folder if the weights were replaced."""
-        await self.ranks.group.call_all(FrozenRank.save, path.absolute())
+        """Return the scores [L] of each sample by a model on ranks of its own, in batch order."""
+        parts = self.split(batch)
+        return self.in_batch_order(parts, await self.group.call_each(ScoringRank.score, parts))
 
 
 async def start_groups(

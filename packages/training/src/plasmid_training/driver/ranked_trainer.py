@@ -7,6 +7,9 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from itertools import chain
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,8 @@ from plasmid.utils.waiting import run_together
 
 from ..batches.rank_batch import RankBatch
 from ..batches.schedule import Microbatching
-from ..rank.calls import ConnectedRank, MakeBackend, Rank, reference_folder
-from .batch_ranks import BatchRanks, FrozenRanks, start_groups
+from ..rank.calls import ConnectedRank, FrozenRank, MakeBackend, Rank, TrainedRank, reference_folder
+from .batch_ranks import BatchRanks, start_groups
 from .group import RankGroup
 
 log = logging.getLogger(__name__)
@@ -101,11 +104,13 @@ class RankedTrainer:
         """``groups`` are the trainer's ranks, by `Role.POLICY`, and those of the models on ranks of their own."""
         self._parts = BatchRanks(groups[Role.POLICY], microbatching=microbatching, with_metadata=with_metadata)
         self._ranks = self._parts.group
-        self._frozen = {
-            role: FrozenRanks(BatchRanks(group, microbatching=microbatching))
+        self._apart = {
+            role: BatchRanks(group, microbatching=microbatching)
             for role, group in groups.items()
             if role is not Role.POLICY
         }
+        critic = self._apart.get(Role.CRITIC)
+        self._trained = [self._ranks] if critic is None else [self._ranks, critic.group]
         self._sync_timeout_s = sync_timeout_s
         self._saves_behind = async_save
         self._reference_every, self._run_dir = reference_every, run_dir
@@ -118,45 +123,52 @@ class RankedTrainer:
 
     async def connect(self, timeout_s: float) -> None:
         """Connect the ranks and load the models."""
-        every = [self._parts, *(frozen.ranks for frozen in self._frozen.values())]
-        await run_together(ranks.connect(timeout_s) for ranks in every)
+        await run_together(ranks.connect(timeout_s) for ranks in (self._parts, *self._apart.values()))
 
     async def score(self, batch: BatchRef, roles: Sequence[Role]) -> ScoresRef:
         """Compute per-token scores of all samples, by all groups of ranks concurrently.
 
         The trainer's ranks keep theirs until the batch has been trained.
         """
-        own = tuple(role for role in roles if role not in self._frozen)
-        others = [role for role in roles if role in self._frozen]
+        own = tuple(role for role in roles if role not in self._apart)
+        others = [role for role in roles if role in self._apart]
 
         async def score_own() -> tuple[Floats, ...]:
             if own:
                 await self._ranks.call_each(Rank.score, self._parts.split(batch), own)
             return ()
 
-        _, *scores = await run_together([score_own(), *(self._frozen[role].score(batch) for role in others)])
+        _, *scores = await run_together([score_own(), *(self._apart[role].score(batch) for role in others)])
         received: dict[Role, tuple[Floats, ...]] = dict(zip(others, scores, strict=True))
         return ScoresRef(batch=batch.index, roles=tuple(roles), received=received)
 
     async def train(self, batch: BatchRef, scores: ScoresRef) -> TrainReport:
-        """Take ``batch.steps`` optimizer steps, and let the policy replace the reference if that is due."""
+        """Take ``batch.steps`` optimizer steps, and let the policy replace the reference if that is due.
+
+        A critic on ranks of its own is trained while the policy is.
+        """
         if scores.batch != batch.index:
             raise ValueError(f"the scores belong to batch {scores.batch}, not to batch {batch.index}")
         parts = [_with_scores(part, scores.received) for part in self._parts.split(batch)]
-        reports = await self._ranks.call_each(Rank.train, parts)
-        steps = reports[self._parts.reporting_ranks[0]]
-        self._step = int(steps[-1]["train/step"])
-        reference, every = self._frozen.get(Role.REFERENCE), self._reference_every
+        training = [_train(self._parts, parts)]
+        critic = self._apart.get(Role.CRITIC)
+        if critic is not None:
+            returns = self._parts.in_batch_order(parts, await self._ranks.call_each(Rank.returns, parts))
+            values = {Role.CRITIC: scores.received[Role.CRITIC]}
+            training.append(_train(critic, [_with_scores(part, values, returns) for part in critic.split(batch)]))
+        reports = await run_together(training)
+        self._step = int(reports[0][-1]["train/step"])
+        reference, every = self._apart.get(Role.REFERENCE), self._reference_every
         if reference is not None and every and (batch.index + 1) % every == 0:
-            await self._replace(reference)
-        return TrainReport(steps=steps)
+            await self._replace(reference.group)
+        return TrainReport(steps=tuple(reduce(or_, step) for step in zip(*reports, strict=True)))
 
-    async def _replace(self, reference: FrozenRanks) -> None:
+    async def _replace(self, reference: RankGroup) -> None:
         """Replace the weights of a reference on ranks of its own by those of the policy, through the run folder."""
         folder = self._run_dir.absolute() / NEW_REFERENCE
         try:
             await self._ranks.call_all(Rank.write_policy, folder)
-            await reference.load(folder)
+            await reference.call_all(FrozenRank.load, folder)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -172,9 +184,10 @@ class RankedTrainer:
 
     async def save(self, path: Path) -> Finish | None:
         """Write the sharded state into the folder; see `protocols.Trainer` for the result."""
-        if Role.REFERENCE in self._frozen:
-            await self._frozen[Role.REFERENCE].save(reference_folder(path))
-        if not any(await self._ranks.call_all(Rank.save, path.absolute())):
+        if Role.REFERENCE in self._apart:
+            await self._apart[Role.REFERENCE].group.call_all(FrozenRank.save, reference_folder(path.absolute()))
+        pending = await run_together(group.call_all(TrainedRank.save, path.absolute()) for group in self._trained)
+        if not any(chain(*pending)):
             return None
         if self._saves_behind:
             return self._finish_save
@@ -182,17 +195,21 @@ class RankedTrainer:
         return None
 
     async def _finish_save(self) -> None:
-        await self._ranks.call_first(Rank.commit_save, await self._ranks.call_all(Rank.finish_shards))
+        async def finish(group: RankGroup) -> None:
+            await group.call_first(TrainedRank.commit_save, await group.call_all(TrainedRank.finish_shards))
+
+        await run_together(finish(group) for group in self._trained)
 
     async def load(self, path: Path) -> None:
         """Restore a saved state exactly, also with another number of ranks."""
-        if Role.REFERENCE in self._frozen and reference_folder(path).is_dir():
-            await self._frozen[Role.REFERENCE].load(reference_folder(path))
-        self._step = (await self._ranks.call_all(Rank.load, path.absolute()))[0]
+        if Role.REFERENCE in self._apart and reference_folder(path).is_dir():
+            await self._apart[Role.REFERENCE].group.call_all(FrozenRank.load, reference_folder(path.absolute()))
+        loaded, *_ = await run_together(group.call_all(TrainedRank.load, path.absolute()) for group in self._trained)
+        self._step = loaded[0][Role.POLICY.value]
 
     async def export(self, path: Path) -> None:
         """Export a Hugging Face folder."""
-        await self._ranks.call_all(Rank.export, path.absolute())
+        await run_together(group.call_all(TrainedRank.export, path.absolute()) for group in self._trained)
 
     async def offload(self) -> None:
         """Move the models on the trainer's ranks off the GPU; other ranks share no GPU with an engine."""
@@ -212,9 +229,18 @@ class RankedTrainer:
         await asyncio.gather(*(group.stop() for group in self._groups()))
 
     def _groups(self) -> list[RankGroup]:
-        return [self._ranks, *(frozen.ranks.group for frozen in self._frozen.values())]
+        return [self._ranks, *(ranks.group for ranks in self._apart.values())]
 
 
-def _with_scores(part: RankBatch, received: Mapping[Role, tuple[Floats, ...]]) -> RankBatch:
-    """Return a rank's share with the scores of its samples."""
-    return replace(part, received={role: tuple(values[i] for i in part.samples) for role, values in received.items()})
+async def _train(ranks: BatchRanks, parts: Sequence[RankBatch]) -> tuple[dict[str, float], ...]:
+    """Train the models of a group; return the metrics of every optimizer step."""
+    reports = await ranks.group.call_each(TrainedRank.train, parts)
+    return reports[ranks.reporting_ranks[0]]
+
+
+def _with_scores(
+    part: RankBatch, received: Mapping[Role, tuple[Floats, ...]], returns: Sequence[Floats] = ()
+) -> RankBatch:
+    """Return a rank's share with the scores of its samples and, if given, the targets of their values."""
+    own = {role: tuple(values[i] for i in part.samples) for role, values in received.items()}
+    return replace(part, received=own, returns=tuple(returns[i] for i in part.samples) if returns else ())

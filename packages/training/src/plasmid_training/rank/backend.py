@@ -5,7 +5,7 @@ All trainers share the rest of this folder. Every method is collective: all rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,8 +154,11 @@ class RankBackend(Protocol):
         Returns a handle if files are still being written, else None. Raises `CheckpointError`.
         """
 
-    def load(self, path: Path) -> Mapping[str, int]:
-        """Load what `save` wrote on any number of ranks; return the steps. Raises `CheckpointError`."""
+    def load(self, path: Path, roles: Collection[str]) -> Mapping[str, int]:
+        """Load the trained models of this rank from what `save` wrote on any number of ranks; return their steps.
+
+        ``roles`` are all models that the folder must contain. Raises `CheckpointError`.
+        """
 
     def close(self) -> None:
         """Release the models and destroy the process groups of `open`; torch's default group still exists."""

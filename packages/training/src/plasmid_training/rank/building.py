@@ -18,7 +18,7 @@ from .peers import PeerRanks
 
 def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> Learner:
     """Load all models that the algorithm needs; the process groups must exist. Raises `ModelError`."""
-    run, algorithm, needs = config.run, config.algorithm, config.algorithm.needs()
+    run, algorithm, needs, apart = config.run, config.algorithm, config.algorithm.needs(), config.placement.role_ranks
     warmup = algorithm.critic_warmup if isinstance(algorithm, ActorCritic) else 0
     policy = backend.build_policy(source(config, "model"))
     on_gpu, moves = peers.device.type == "cuda", bool(config.reference.update_every)
@@ -32,18 +32,14 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
             swap=on_gpu or (role is Role.REFERENCE and moves),
         )
         for role, needed in ((Role.REFERENCE, needs.reference), (Role.TEACHER, needs.teacher and has_teacher(config)))
-        if needed and role not in config.placement.role_ranks
+        if needed and role not in apart
     }
     steps = max(0, run.batches - warmup) * run.steps_per_batch
     trained = TrainedModel(policy, algorithm=algorithm, peers=peers, total_steps=steps)
-    critic = None
-    if isinstance(algorithm, ActorCritic):
-        model, steps = backend.build_critic(source(config, "critic")), run.batches * run.steps_per_batch
-        trained_critic = TrainedModel(model, algorithm=algorithm, peers=peers, total_steps=steps)
-        critic = Critic(trained=trained_critic, algorithm=algorithm, peers=peers)
+    has_critic = isinstance(algorithm, ActorCritic) and Role.CRITIC not in apart
     return Learner(
         policy=trained,
-        critic=critic,
+        critic=build_critic(config, backend, peers) if has_critic else None,
         critic_warmup=warmup,
         frozen=frozen,
         reference=_moving_reference(config, frozen.get(Role.REFERENCE)),
@@ -52,6 +48,14 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
         peers=peers,
         step_metrics=backend.step_metrics,
     )
+
+
+def build_critic(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> Critic:
+    """Load the critic; the process groups must exist. Raises `ModelError`."""
+    assert isinstance(config.algorithm, ActorCritic), "only these have a critic"
+    model, steps = backend.build_critic(source(config, "critic")), config.run.batches * config.run.steps_per_batch
+    trained = TrainedModel(model, algorithm=config.algorithm, peers=peers, total_steps=steps)
+    return Critic(trained=trained, algorithm=config.algorithm, peers=peers)
 
 
 def _moving_reference(config: RunConfig, reference: FrozenModel | None) -> HostWeights | None:

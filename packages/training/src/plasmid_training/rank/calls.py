@@ -1,6 +1,7 @@
 """Remote interface of ranks, and their start-up arguments. Imports no torch, because the driver uses it.
 
-Therefore `Rank` and `FrozenRank` are protocols with one implementation each, in modules that import torch.
+Therefore `Rank`, `FrozenRank` and `CriticRank` are protocols with one implementation each, in modules that import
+torch.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ def reference_folder(path: Path) -> Path:
     return path.with_name(f"{path.name}-reference")
 
 
+def critic_folder(path: Path) -> Path:
+    """Return the folder of a critic on ranks of its own for the trainer's checkpoint in ``path``."""
+    return path.with_name(f"{path.name}-critic")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
     """Position of a rank among the data-parallel ranks, known after `Rank.join`."""
@@ -79,11 +85,15 @@ class ConnectedRank(Protocol):
         """Return memory metrics of this process and its GPU."""
 
 
-class FrozenRank(ConnectedRank, Protocol):
-    """Methods of a reference or teacher on ranks of its own; `FrozenProcess` implements them."""
+class ScoringRank(ConnectedRank, Protocol):
+    """Method of every model on ranks of its own."""
 
     def score(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] log-probabilities of the loss tokens of each of this rank's samples; 0 for other tokens."""
+        """Return [L] scores (log-probabilities or values) of the loss tokens of each of this rank's samples; else 0."""
+
+
+class FrozenRank(ScoringRank, Protocol):
+    """Methods of a reference or teacher on ranks of its own; `FrozenProcess` implements them."""
 
     def load(self, path: Path) -> None:
         """Replace the weights by those of a Hugging Face folder. Raises `ModelError`."""
@@ -92,20 +102,11 @@ class FrozenRank(ConnectedRank, Protocol):
         """Write a Hugging Face folder if the weights were replaced. Raises `CheckpointError`."""
 
 
-class Rank(ConnectedRank, Protocol):
-    """Methods of the trainer's ranks; `RankProcess` implements them."""
-
-    def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
-        """Compute and cache the scores of this rank's samples."""
+class TrainedRank(ConnectedRank, Protocol):
+    """Methods of all ranks with trained models."""
 
     def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
-        """Train on a batch with its cached scores, if any; return the metrics of every optimizer step."""
-
-    def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] log-probabilities of each of this rank's samples."""
-
-    def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Send all weights of the policy. Raises the errors of the plan's `Wire`."""
+        """Train on a scored batch; return the metrics of every optimizer step."""
 
     def save(self, path: Path) -> bool:
         """Start writing this rank's shards; return True if `finish_shards` must be called. Raises `CheckpointError`."""
@@ -116,11 +117,31 @@ class Rank(ConnectedRank, Protocol):
     async def commit_save(self, written: Sequence[bytes]) -> None:
         """Finish the checkpoint that all ranks have written; called on the first rank. Raises `CheckpointError`."""
 
-    def load(self, path: Path) -> int:
-        """Load this rank's shards; return the policy's optimizer step. Raises `CheckpointError`."""
+    def load(self, path: Path) -> dict[str, int]:
+        """Load this rank's shards; return the optimizer step of each model, by role. Raises `CheckpointError`."""
 
     def export(self, path: Path) -> None:
         """Gather all weights and write them as Hugging Face folders on rank 0. Raises `CheckpointError`."""
+
+
+class CriticRank(ScoringRank, TrainedRank, Protocol):
+    """Methods of a critic on ranks of its own; `CriticProcess` implements them."""
+
+
+class Rank(TrainedRank, Protocol):
+    """Methods of the trainer's ranks; `RankProcess` implements them."""
+
+    def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
+        """Compute and cache the scores of this rank's samples."""
+
+    def returns(self, batch: RankBatch) -> tuple[Floats, ...]:
+        """Return [L] the targets of the critic's values of each of this rank's samples, which are scored."""
+
+    def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
+        """Return [L] log-probabilities of each of this rank's samples."""
+
+    def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
+        """Send all weights of the policy. Raises the errors of the plan's `Wire`."""
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory; no effect if they are there."""
@@ -140,8 +161,9 @@ def launch(make_backend: MakeBackend, setup: RankSetup) -> ConnectedRank:
     """Create the rank, in its own process."""
     config = resolve(setup.config)
     backend = make_backend(config, setup.device)
+    from .critic_process import CriticProcess
     from .frozen_process import FrozenProcess
     from .process import RankProcess
 
-    make = RankProcess if setup.role is Role.POLICY else FrozenProcess
+    make = {Role.POLICY: RankProcess, Role.CRITIC: CriticProcess}.get(setup.role, FrozenProcess)
     return make(setup, config, backend)

@@ -129,19 +129,16 @@ class Critic:
         """Return values [T]: for each loss token of the rank, the value of the text before it; 0 for other tokens."""
         return token_outputs(self.trained.model, batch, replace(rows, experts=None), device=self.peers.device)
 
-    def train(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> tuple[dict[str, float], ...]:
-        """Fit the values to the algorithm's returns: take all optimizer steps of a batch, return the metrics of each.
+    def train(self, batch: RankBatch, rows: Rows, old_values: Tensor, returns: Tensor) -> tuple[dict[str, float], ...]:
+        """Fit the values to the returns [T]: take all optimizer steps of a batch, return the metrics of each.
 
-        ``train/explained_variance`` is computed from the values before the first step.
+        ``old_values`` [T] are those before the first step, for ``train/explained_variance`` and clipping.
         """
-        rows, old_values = replace(rows, experts=None), scores[Role.CRITIC]
-        returns = torch.zeros(len(rows.token_ids), device=self.peers.device)
+        rows = replace(rows, experts=None)
         batch_metrics: dict[str, float] = {}
         if self.peers.has_loss:
-            all_reduce, device = self.peers.all_reduce, self.peers.device
-            returns = compute_returns(self.algorithm, batch, rows, scores, all_reduce=all_reduce, device=device)
-            mask = torch.from_numpy(rows.loss_mask).to(device)
-            explained = explained_variance(old_values[mask], returns[mask], all_reduce)
+            mask = torch.from_numpy(rows.loss_mask).to(self.peers.device)
+            explained = explained_variance(old_values[mask], returns[mask], self.peers.all_reduce)
             batch_metrics = {} if explained is None else {"train/explained_variance": explained}
         loss = partial(self._loss, old_values, returns)
         reports = []
@@ -166,6 +163,7 @@ class Learner:
 
     policy: TrainedModel
     critic: Critic | None
+    """None without a critic, and for a critic on ranks of its own."""
     critic_warmup: int
     """Number of batches at the start of the run in which only the critic is trained."""
     frozen: Mapping[Role, FrozenModel]
@@ -199,7 +197,7 @@ class Learner:
     def train(
         self, batch: RankBatch, rows: Rows, scores: RoleScores, recorder: TokenRecorder | None = None
     ) -> tuple[dict[str, float], ...]:
-        """Train on a batch; return the metrics of every optimizer step of policy, critic, or both.
+        """Train on a batch; return the metrics of every optimizer step of the models on these ranks.
 
         During the critic's warm-up, only the critic is trained. ``recorder`` stores values of each loss token of the
         policy, such as advantages.
@@ -212,13 +210,22 @@ class Learner:
     def _train_models(
         self, batch: RankBatch, rows: Rows, scores: RoleScores, recorder: TokenRecorder | None
     ) -> tuple[dict[str, float], ...]:
-        if self.critic is None:
-            return self._train_policy(batch, rows, scores, recorder)
         if batch.index < self.critic_warmup:
-            step = {"train/step": float(self.policy.step)}
-            return tuple(report | step for report in self.critic.train(batch, rows, scores))
-        reports = self._train_policy(batch, rows, scores, recorder)
-        return tuple(a | b for a, b in zip(reports, self.critic.train(batch, rows, scores), strict=True))
+            reports: tuple[dict[str, float], ...] = ({"train/step": float(self.policy.step)},) * len(batch.steps)
+        else:
+            reports = self._train_policy(batch, rows, scores, recorder)
+        if self.critic is None:
+            return reports
+        values = self.critic.train(batch, rows, scores[Role.CRITIC], self.returns(batch, rows, scores))
+        return tuple(a | b for a, b in zip(reports, values, strict=True))
+
+    def returns(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> Tensor:
+        """Return the algorithm's targets [T] of the critic's values; 0 outside of the loss mask."""
+        assert isinstance(self.algorithm, ActorCritic), "only these have a critic"
+        if not self.peers.has_loss:
+            return torch.zeros(len(rows.token_ids), device=self.peers.device)
+        all_reduce, device = self.peers.all_reduce, self.peers.device
+        return compute_returns(self.algorithm, batch, rows, scores, all_reduce=all_reduce, device=device)
 
     def trained_models(self) -> Mapping[str, TrainedModel]:
         """Return the policy and, if there is one, the critic, by role."""

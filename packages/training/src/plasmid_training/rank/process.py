@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import chain
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from plasmid.config.run import RunConfig
+from plasmid.errors import CheckpointError
 from plasmid.protocols import SyncPlan
 from plasmid.types import Floats, Role, SyncReceipt
 from plasmid.types.batch import Rows
@@ -32,12 +33,14 @@ from ..batches.rank_batch import RankBatch
 from ..batches.score_cache import ScoreCache
 from ..learning_settings import CriticLearning
 from ..memory import Memory, trim_heap
+from ..objective.objective import RoleScores
 from ..objective.token_recorder import TokenRecorder
 from ..offload import OffloadedMemory
 from .adapter import divided_tensors, sent_tensors
 from .backend import PendingSave, RankBackend, RankModel
 from .building import build_learner
-from .calls import RankPosition, RankSetup, reference_folder
+from .calls import RankPosition, RankSetup, critic_folder, reference_folder
+from .learner import Critic, TrainedModel, per_sample
 from .peers import PeerRanks
 from .profiling import write_profile
 
@@ -120,12 +123,94 @@ class ConnectedProcess(ABC):
                 pass
 
 
-class RankProcess(ConnectedProcess):
-    """One rank of a trainer."""
+class TrainedProcess(ConnectedProcess):
+    """One rank of models that are trained, with their checkpoints. Implements `calls.TrainedRank`."""
 
     def __init__(self, setup: RankSetup, config: RunConfig, backend: RankBackend) -> None:
         super().__init__(setup, config, backend)
         self._pending_save: PendingSave | None = None
+
+    @abstractmethod
+    def _trained_models(self) -> Mapping[str, TrainedModel]:
+        """Return the trained models on this rank, by role."""
+
+    @abstractmethod
+    def _train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
+        """Train on a scored batch; return the metrics of every optimizer step."""
+
+    def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
+        """Train on a scored batch; return the metrics of every optimizer step."""
+        with self._memory.phase("train"), self._profile(batch.index + 1):
+            metrics = self._train(batch)
+        if self._device.type == "cpu":
+            trim_heap()
+        return metrics
+
+    def save(self, path: Path) -> bool:
+        """Start writing this rank's shards; return True if `finish_shards` must be called. Raises `CheckpointError`."""
+        steps = {role: model.step for role, model in self._trained_models().items()}
+        folder = critic_folder(path) if self._setup.role is Role.CRITIC else path
+        self._pending_save = self._backend.save(folder, steps)
+        return self._pending_save is not None
+
+    async def finish_shards(self) -> bytes:
+        """Wait for the shards of a save; this rank may train meanwhile. Raises `CheckpointError`."""
+        assert self._pending_save is not None, "no save is pending"
+        return await self._pending_save.finish_shards()
+
+    async def commit_save(self, written: Sequence[bytes]) -> None:
+        """Finish the checkpoint that all ranks have written; called on the first rank. Raises `CheckpointError`."""
+        assert self._pending_save is not None, "no save is pending"
+        await asyncio.to_thread(self._pending_save.commit, written)
+
+    def load(self, path: Path) -> dict[str, int]:
+        """Load this rank's shards; return the optimizer step of each model, by role. Raises `CheckpointError`.
+
+        The critic may have been saved on ranks of its own or on the trainer's, wherever it is now.
+        """
+        models, steps = self._trained_models(), dict[str, int]()
+        for folder, roles in _saved_folders(path, has_critic=self._config.algorithm.needs().critic):
+            if not models.keys().isdisjoint(roles):
+                steps |= self._backend.load(folder, roles)
+        for role, model in models.items():
+            model.step = steps[role]
+        return steps
+
+    def _export_critic(self, path: Path, critic: Critic) -> None:
+        """Write the critic next to the exported policy ``path``, if `[trainer.critic]` says so."""
+        learning = critic.trained.model.learning
+        if isinstance(learning, CriticLearning) and learning.export:
+            self._export(path.with_name(f"{path.name}-critic"), critic.trained.model, "critic", classifier_config)
+
+    def _profile(self, number: int) -> AbstractContextManager[None]:
+        """Profile the training of batch ``number`` (from 1) if it is in ``run.profile``."""
+        if number not in self._config.run.profile:
+            return nullcontext()
+        stem = self._setup.run_dir / "profiles" / f"batch-{number:06d}-{self._setup.name}"
+        return write_profile(stem, self._device)
+
+    def _on_device(self, values: Sequence[Floats]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *values])).to(self._device)
+
+
+def _saved_folders(path: Path, *, has_critic: bool) -> list[tuple[Path, set[str]]]:
+    """Return the folders of the trainer's checkpoint ``path`` with the models in each. Raises `CheckpointError`.
+
+    The policy comes last: the random generators of the trainer's ranks are those of its folder.
+    """
+    policy, critic, apart = Role.POLICY.value, Role.CRITIC.value, critic_folder(path)
+    if not apart.is_dir():
+        return [(path, {policy, critic} if has_critic else {policy})]
+    if not has_critic:
+        raise CheckpointError(f"{path}: the checkpoint belongs to a different algorithm: it has a critic")
+    return [(apart, {critic}), (path, {policy})]
+
+
+class RankProcess(TrainedProcess):
+    """One rank of a trainer."""
+
+    def __init__(self, setup: RankSetup, config: RunConfig, backend: RankBackend) -> None:
+        super().__init__(setup, config, backend)
         self._offloaded = OffloadedMemory()
 
     def _load_models(self, peers: PeerRanks) -> None:
@@ -142,17 +227,17 @@ class RankProcess(ConnectedProcess):
             rows = self._score_cache.rows(batch)
             self._score_cache.put(batch, rows, {role: self._learner.score(batch, rows, role) for role in roles})
 
-    def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
-        """Train on a batch with its cached scores, if any; return the metrics of every optimizer step."""
-        with self._memory.phase("train"), self._profile(batch.index + 1):
-            rows, scores = self._score_cache.take(batch)
-            scores |= {role: self._on_device(values) for role, values in batch.received.items()}
-            recorder = self._token_recorder(batch.index + 1, rows)
-            metrics = self._learner.train(batch, rows, scores, recorder)
+    def returns(self, batch: RankBatch) -> tuple[Floats, ...]:
+        """Return [L] the targets of the critic's values of each of this rank's samples, which are scored."""
+        rows, scores = self._score_cache.read(batch)
+        return per_sample(self._learner.returns(batch, rows, self._add_received(scores, batch)), rows)
+
+    def _train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
+        rows, scores = self._score_cache.take(batch)
+        recorder = self._token_recorder(batch.index + 1, rows)
+        metrics = self._learner.train(batch, rows, self._add_received(scores, batch), recorder)
         if recorder is not None:
             recorder.write(token_values_file(self._setup.run_dir, batch.index + 1, self._setup.rank))
-        if self._device.type == "cpu":
-            trim_heap()
         return metrics
 
     def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
@@ -177,31 +262,17 @@ class RankProcess(ConnectedProcess):
     def save(self, path: Path) -> bool:
         """Start writing this rank's shards; return True if `finish_shards` must be called. Raises `CheckpointError`."""
         self._save_reference(path)
-        steps = {role: model.step for role, model in self._learner.trained_models().items()}
-        self._pending_save = self._backend.save(path, steps)
-        return self._pending_save is not None
+        return super().save(path)
 
-    async def finish_shards(self) -> bytes:
-        """Wait for the shards of a save; this rank may train meanwhile. Raises `CheckpointError`."""
-        assert self._pending_save is not None, "no save is pending"
-        return await self._pending_save.finish_shards()
-
-    async def commit_save(self, written: Sequence[bytes]) -> None:
-        """Finish the checkpoint that all ranks have written; called on the first rank. Raises `CheckpointError`."""
-        assert self._pending_save is not None, "no save is pending"
-        await asyncio.to_thread(self._pending_save.commit, written)
-
-    def load(self, path: Path) -> int:
-        """Load this rank's shards; return the policy's optimizer step. Raises `CheckpointError`."""
-        steps = self._backend.load(path)
-        for role, model in self._learner.trained_models().items():
-            model.step = steps[role]
+    def load(self, path: Path) -> dict[str, int]:
+        """Load this rank's shards; return the optimizer step of each model, by role. Raises `CheckpointError`."""
+        steps = super().load(path)
         reference, folder = self._learner.reference, reference_folder(path)
         if reference is not None and folder.is_dir():
             reference.fill(Source(where="reference", path=folder, trust_remote_code=False))
             reference.was_replaced = True
         self._score_cache.clear()
-        return self._learner.policy.step
+        return steps
 
     def export(self, path: Path) -> None:
         """Gather all weights and write them as Hugging Face folders on rank 0. Raises `CheckpointError`.
@@ -216,16 +287,12 @@ class RankProcess(ConnectedProcess):
             if self._setup.rank == 0:
                 named = ((f"{name}.weight", tensor) for name, tensor in tensors)
                 write_adapter(path.with_name(f"{path.name}-adapter"), adapter.config(str(base)), named)
-        critic = self._learner.critic
-        if critic is not None:
-            learning = critic.trained.model.learning
-            if isinstance(learning, CriticLearning) and learning.export:
-                target = path.with_name(f"{path.name}-critic")
-                self._export(target, critic.trained.model, "critic", classifier_config)
+        if self._learner.critic is not None:
+            self._export_critic(path, self._learner.critic)
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory; no effect if they are there."""
-        for trained in self._learner.trained_models().values():
+        for trained in self._trained_models().values():
             trained.model.offload(self._offloaded)
         gc.collect()
         torch.cuda.empty_cache()
@@ -238,15 +305,12 @@ class RankProcess(ConnectedProcess):
         """Write the policy as a Hugging Face folder in fp32, which is lossless. Raises `CheckpointError`."""
         self._export(path, self._learner.policy.model, "model", None, dtype=torch.float32)
 
-    def _profile(self, number: int) -> AbstractContextManager[None]:
-        """Profile the training of batch ``number`` (from 1) if it is in ``run.profile``."""
-        if number not in self._config.run.profile:
-            return nullcontext()
-        stem = self._setup.run_dir / "profiles" / f"batch-{number:06d}-trainer-{self._setup.rank}"
-        return write_profile(stem, self._device)
+    def _trained_models(self) -> Mapping[str, TrainedModel]:
+        return self._learner.trained_models()
 
-    def _on_device(self, values: Sequence[Floats]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *values])).to(self._device)
+    def _add_received(self, scores: RoleScores, batch: RankBatch) -> RoleScores:
+        """Return the scores with those by models on ranks of their own."""
+        return {**scores, **{role: self._on_device(values) for role, values in batch.received.items()}}
 
     def _token_recorder(self, number: int, rows: Rows) -> TokenRecorder | None:
         """Return the recorder for batch ``number`` (from 1) if due, on one rank of each replica; else None."""
