@@ -194,6 +194,25 @@ def test_a_critic_may_have_another_number_of_ranks(counts, tiny_model, tmp_path)
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.long
+def test_pipeline_ranks_without_a_loss_pass_returns_on(tiny_model, tmp_path):
+    """Only the last rank of a pipeline computes returns and values: the driver takes them from it."""
+    processes, batches = Processes(4), [make_batch(index=index) for index in range(3)]
+    ranks = RoleRanks(tiny_model, tmp_path, processes, megatron_config)
+    trainer = PPO["trainer"] | {"pipeline_parallel": 2}
+
+    async def run(critic_ranks):
+        handle, config = await ranks.start(num_ranks=2, critic_ranks=critic_ranks, **PPO | {"trainer": trainer})
+        return await fit(handle, config, *batches)
+
+    try:
+        shared, apart = asyncio.run(run(0)), asyncio.run(run(2))
+        asyncio.run(ranks.close())
+    finally:
+        processes.shutdown()
+    assert apart == shared and apart[-1]["train/critic_grad_norm"] > 0
+
+
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
 def test_groups_may_have_different_numbers_of_ranks(counts, tiny_model, tmp_path):
     """Every rank of the trainer gets the scores of its own samples: the KL is that of one rank, up to rounding."""

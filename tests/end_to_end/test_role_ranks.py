@@ -1,4 +1,4 @@
-"""A reference with processes of its own on a real cluster, from the recipe on."""
+"""Reference and critic with processes of their own on a real cluster, from the recipe on."""
 
 import os
 import subprocess
@@ -18,6 +18,16 @@ def recipe_of(job, batches):
         path.read_text().replace("rewards =", "algorithm.kl_coef = 0.1\nreference.update_every = 2\nrewards =")
     )
     return path
+
+
+PPO = """algorithm = { kind = "ppo", critic_warmup = 1, reward_kl_coef = 0.1 }
+trainer.critic = { lr = 0.02, export = true }"""
+
+
+def ppo_recipe(job, batches, kind="fsdp"):
+    path = job.write_recipe(batches)
+    text = path.read_text().replace('algorithm.kind = "grpo"', PPO).replace("export = false }", "every = 2 }")
+    path.write_text(text.replace('trainer.kind = "fsdp"', f'trainer.kind = "{kind}"'))
 
 
 def start(folder, *settings):
@@ -57,18 +67,41 @@ def test_a_reference_with_its_own_process_trains_the_same_and_resumes_exactly(jo
     assert list((job.folder / "apart/checkpoints").glob("batch-*/trainer-reference/model.safetensors"))
 
 
-@pytest.mark.long
-def test_a_killed_reference_ends_the_run_with_its_name(job):
-    recipe_of(job, 1000)
-    process = start(job.folder, "placement.reference_ranks=1")
-    metrics, deadline = job.folder / "runs/digits/metrics.jsonl", time.monotonic() + 200
-    while not metrics.exists() or not metrics.read_text():
+def kill(process, name, run_dir, *, batches):
+    """Kill a process of the run by its name after so many batches: the run ends with its name."""
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 200
+    while not metrics.exists() or metrics.read_text().count("\n") < batches:
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
-    [victim] = (one for one in children if Path(os.readlink(f"/proc/{one.pid}/fd/1")).stem == "reference-0")
+    [victim] = (one for one in children if Path(os.readlink(f"/proc/{one.pid}/fd/1")).stem == name)
     victim.kill()
     _, errors = process.communicate(timeout=200)
     assert process.returncode == EXIT_RETRY and "Traceback" not in errors, errors
     [line] = (line for line in errors.splitlines() if line.startswith("error: "))
-    assert line.startswith("error: reference-0 died during "), line
+    assert line.startswith(f"error: {name} died during "), line
+
+
+@pytest.mark.long
+def test_a_killed_reference_ends_the_run_with_its_name(job):
+    recipe_of(job, 1000)
+    process = start(job.folder, "placement.reference_ranks=1")
+    kill(process, "reference-0", job.folder / "runs/digits", batches=1)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("megatron", marks=pytest.mark.long)])
+def test_a_critic_with_its_own_process_learns_the_same_also_after_it_was_killed(job, kind):
+    ppo_recipe(job, 12, kind)
+    finish(start(job.folder, "run.dir=shared"))
+    apart = job.folder / "apart"
+    kill(start(job.folder, "run.dir=apart", "placement.critic_ranks=1"), "critic-0", apart, batches=3)
+    [saved, *_] = sorted((apart / "checkpoints").glob("batch-*"))
+    assert {"trainer", "trainer-critic"} <= {folder.name for folder in saved.iterdir()}
+    finish(start(job.folder, "run.dir=apart", "placement.critic_ranks=1", "--resume"))
+    assert curve(apart) == curve(job.folder / "shared")
+    values = [entry["train/critic_grad_norm"] for entry in curve(apart)]
+    assert len(values) == 12 and all(values[2:])
+    assert (apart / "logs/critic-0.log").exists()
+    both = [job.folder / name / "final-critic/model.safetensors" for name in ("apart", "shared")]
+    assert both[0].read_bytes() == both[1].read_bytes()

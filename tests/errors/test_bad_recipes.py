@@ -174,6 +174,16 @@ TOGETHER = [
         "run.prompts_per_batch: 16 rollouts per step are fewer than placement.reference_ranks = 500; each rank needs "
         "at least one",
     ),
+    (
+        ["placement.critic_ranks=1"],
+        "placement.critic_ranks: 1 is never read, because algorithm 'grpo' with these settings loads no critic; "
+        "remove it",
+    ),
+    (
+        ["algorithm.kind='ppo'", "placement.critic_ranks=500", "trainer.kind='fsdp'"],
+        "run.prompts_per_batch: 16 rollouts per step are fewer than placement.critic_ranks = 500; each rank needs "
+        "at least one",
+    ),
     (["critic.path='model'"], "critic: algorithm 'grpo' with these settings never reads it; remove the table"),
     (["teacher={path='x'}"], "teacher: algorithm 'grpo' with these settings never reads it; remove the table"),
     (

@@ -110,6 +110,25 @@ def test_a_critic_is_a_second_trained_model(plan):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+def test_a_critic_on_ranks_of_its_own_is_trained_there(plan, kind):
+    small = {**QWEN, "num_hidden_layers": 6}
+    settings = (f"trainer.kind={kind}", "algorithm.kind=ppo", "run.samples_per_prompt=8")
+    models = {"model": QWEN, "critic": small}
+    shared, apart = plan(*settings, models=models), plan(*settings, "placement.critic_ranks=1", models=models)
+    without = plan(f"trainer.kind={kind}", "run.samples_per_prompt=8")
+    assert apart.gpus == shared.gpus + 1 and set(apart.roles) == {"critic"}
+    assert apart.trainer["train"].memory == without.trainer["train"].memory
+    assert apart.seconds["train"] == without.seconds["train"], "the smaller critic is trained in less time"
+    scored, trained = apart.roles["critic"]["score"], apart.roles["critic"]["train"]
+    assert 0 < 2 * scored.seconds < trained.seconds < apart.seconds["train"]
+    assert scored.memory["weights"] == trained.memory["weights"] and trained.memory["optimizer"]
+    assert 0.15 < trained.memory["weights"] / without.trainer["train"].memory["weights"] < 0.5
+    assert "logits" not in trained.memory and trained.memory["activations"] > scored.memory["activations"]
+    assert apart.basis("train").endswith("steps of critic, alone")
+    assert plan(*settings, "placement.critic_ranks=2", models=models).roles["critic"]["train"].seconds < trained.seconds
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
 def test_a_teacher_that_is_a_server_costs_the_trainer_nothing(plan, kind):
     opd = (f"trainer.kind={kind}", "algorithm.kind=opd", "rewards=[]")
     inside = plan(*opd, "teacher.path=auto").trainer["score"]

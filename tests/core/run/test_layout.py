@@ -71,9 +71,9 @@ def test_every_machine_gets_its_share_in_order(trainers, engines, evals, nodes, 
 def test_models_on_ranks_of_their_own_have_the_last_gpus(runner):
     place = {"device": "cuda", "nodes": 2, "trainer_ranks": 2, "engine_ranks": 3, "reference_ranks": 2}
     config = runner.config()
-    config = config.model_copy(update={"placement": PlacementConfig(**place, teacher_ranks=1)})
+    config = config.model_copy(update={"placement": PlacementConfig(**place, critic_ranks=1)})
     layout = Layout.of(config, 0, with_trainer=True, with_engine=True)
-    assert layout.roles == {Role.REFERENCE: (Bundle(1, 1), Bundle(1, 2)), Role.TEACHER: (Bundle(1, 3),)}
+    assert layout.roles == {Role.REFERENCE: (Bundle(1, 1), Bundle(1, 2)), Role.CRITIC: (Bundle(1, 3),)}
     assert layout.shares(1) == (
         Share(gpus=4, cpus=3),
         Share(gpus=4, cpus=3),

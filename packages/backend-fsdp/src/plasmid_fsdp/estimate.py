@@ -19,6 +19,7 @@ from plasmid_training.estimates.speed import (
     link_rate,
     optimizer_seconds,
 )
+from plasmid_training.lora_settings import LoRASettings
 from plasmid_training.teacher_settings import computed_roles
 
 from .optimizer_settings import OptimizerSettings
@@ -43,6 +44,13 @@ class FSDPEstimate:
 
     settings: FSDP
     context: EstimateContext
+    role: Role = Role.POLICY
+    """The model, if it is on ranks of its own; the policy's ranks may have others."""
+
+    @property
+    def lora(self) -> LoRASettings | None:
+        """The model's adapter."""
+        return None if self.role is Role.CRITIC else self.settings.lora
 
     @cached_property
     def dtype_bytes(self) -> int:
@@ -55,7 +63,7 @@ class FSDPEstimate:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Shape of the policy."""
+        """Shape of the policy, or of the model on ranks of its own."""
         return ModelShape.of(self.context.models["model"])
 
     @property
@@ -123,14 +131,17 @@ class FSDPEstimate:
             basis = "offload and onload of the trainer" if offload else ""
             yield PhaseEstimate(phase="sync", memory=on_gpu | sent, seconds=offload, basis=basis)
 
-    def frozen(self) -> PhaseEstimate:
-        """Return the phase score of a frozen model on ranks of its own."""
-        weights = 0.0 if self.settings.cpu_offload else self.shape.parameters * self.dtype_bytes / self.shards
-        return PhaseEstimate(
-            phase="score",
-            memory={"weights": weights} | self.forward_memory(),
-            seconds=None if self.context.device is None else self.scoring_seconds(self.shape),
-        )
+    def phases_apart(self) -> Iterator[PhaseEstimate]:
+        """Yield the phase score, and train of a critic, of a model on ranks of its own."""
+        static, estimated = {"weights": self.shape.parameters * self.dtype_bytes / self.shards}, self.context.on_gpu
+        if self.role is Role.CRITIC:
+            static = self.state_bytes(self.shape, self.settings.critic)
+        on_gpu = {"weights": 0.0} if self.settings.cpu_offload else static
+        seconds = self.scoring_seconds(self.shape) if estimated else None
+        yield PhaseEstimate(phase="score", memory=on_gpu | self.forward_memory(), seconds=seconds)
+        if self.role is Role.CRITIC:
+            seconds = self.model_seconds("model") if estimated else None
+            yield PhaseEstimate(phase="train", memory=on_gpu | self.backward_memory(), seconds=seconds)
 
     def scoring_seconds(self, shape: ModelShape) -> float:
         """Return the seconds of the forward passes of one model before training."""
@@ -153,9 +164,15 @@ class FSDPEstimate:
         """Return the bytes of one model's weights and optimizer state on one rank; None if there is no such model."""
         if table not in self.context.models:
             return None
-        shape, lora = ModelShape.of(self.context.models[table]), self.settings.lora
+        lora = self.lora if table == "model" else None
+        return self.state_bytes(ModelShape.of(self.context.models[table]), learning, lora)
+
+    def state_bytes(
+        self, shape: ModelShape, learning: OptimizerSettings, lora: LoRASettings | None = None
+    ) -> dict[str, float]:
+        """Return the bytes of the weights and the optimizer state on one rank of a model that is trained."""
         per_weight = {"adamw": 2 * MASTER, "sgd": MASTER if learning.momentum else 0}[learning.optimizer]
-        if table == "model" and lora is not None:
+        if lora is not None:
             adapter = shape.adapter_parameters(lora.rank, lora.targets)
             weights, trained = shape.parameters * self.dtype_bytes + adapter * MASTER, float(adapter)
         else:
@@ -166,13 +183,13 @@ class FSDPEstimate:
         """Return the bytes of gathered weights on a rank while it computes."""
         if self.gathers_once:
             return float(shape.parameters * self.dtype_bytes)
-        root = shape.embedding * (1 if shape.tied else 2)
+        root = shape.embedding * (1 if shape.tied or self.role is Role.CRITIC else 2)
         return float((root + 2 * shape.layer_parameters) * self.dtype_bytes)
 
     def gradients(self, shape: ModelShape) -> float:
         """Return the bytes of accumulated gradients."""
-        lora = self.settings.lora
-        trained = trained_parameters(shape, self.settings.freeze)
+        lora, learning = self.lora, self.settings.critic if self.role is Role.CRITIC else self.settings
+        trained = trained_parameters(shape, learning.freeze)
         if lora is not None:
             trained = shape.adapter_parameters(lora.rank, lora.targets)
         return trained * MASTER / self.shards if not self.settings.cpu_offload else 0.0
@@ -209,13 +226,15 @@ class FSDPEstimate:
         kept = shape.layers * activations.layer(tokens)
         if self.settings.activation_checkpointing:
             kept = activations.boundaries(tokens, shape.layers)
-            head = self.head(shape, tokens, trained=self.settings.lora is None)
+            head = self.head(shape, tokens, trained=self.lora is None)
             one = activations.layer(tokens)
             return {"activations": kept} | (head if sum(head.values()) > one else {"one layer computed again": one})
-        return {"activations": kept} | self.head(shape, tokens, trained=self.settings.lora is None)
+        return {"activations": kept} | self.head(shape, tokens, trained=self.lora is None)
 
     def head(self, shape: ModelShape, tokens: float, *, trained: bool) -> dict[str, float]:
-        """Return the bytes of the log-probability head."""
+        """Return the bytes of the log-probability head; a value head has one column."""
+        if self.role is Role.CRITIC:
+            return {}
         chunk = self.settings.logprob_chunk
         return head_memory(
             shape,
@@ -237,9 +256,9 @@ class FSDPEstimate:
         device, load = self.context.device, self.context.load
         assert device is not None
         shape, settings = ModelShape.of(self.context.models[table]), self.settings
-        adapter = settings.lora is not None and table == "model"
+        lora = self.lora if table == "model" else None
         recomputed = 1.0 if settings.activation_checkpointing else 1 - self.activations(shape).budget
-        passes = Passes.training(recomputed=recomputed, adapter=adapter)
+        passes = Passes.training(recomputed=recomputed, adapter=lora is not None)
         computed = self.seconds_of(shape, passes, exchanges=2 + recomputed)
         count = max(load.steps, -(-load.tokens // (self.ranks * self.microbatch)))
         sent = 0.0
@@ -248,7 +267,7 @@ class FSDPEstimate:
         if settings.cpu_offload:
             # for every microbatch: weights to the GPU twice, gradients back once
             sent += count * 3 * MASTER * shape.parameters / self.shards / ONLOAD_RATE
-        learned = settings.lora.rank / shape.hidden if adapter and settings.lora else 1.0
+        learned = 1.0 if lora is None else lora.rank / shape.hidden
         steps = load.steps * optimizer_seconds(shape.parameters * learned / self.shards, device)
         steps *= device.bandwidth / HOST_BANDWIDTH if settings.cpu_offload else 1
         return max(computed, sent) + count * MICROBATCH_S + steps

@@ -10,6 +10,7 @@ from plasmid.components import BuildContext, RecipeView
 from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
+from plasmid.types import Role
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.folder import read_config
 from plasmid_models.source import check_models, needed_models
@@ -145,10 +146,10 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
 
         return estimate(self, context)
 
-    def estimate_frozen(self, context: EstimateContext) -> PhaseEstimate | None:
+    def estimate_apart(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
         from .estimate import FSDPEstimate
 
-        return FSDPEstimate(self, context).frozen()
+        return list(FSDPEstimate(self, context, role).phases_apart())
 
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process per rank. Raises `ConfigError` or `ModelError`, if possible before starting any."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from plasmid.types import Role
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.estimates.shape import ModelShape
 from plasmid_training.estimates.activations import Activations, Attention, has_dense_blocks, head_memory
@@ -45,10 +46,12 @@ class MegatronEstimate:
 
     settings: Megatron
     context: EstimateContext
+    role: Role = Role.POLICY
+    """The model, if it is on ranks of its own; the policy's ranks may have others."""
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Shape of the policy."""
+        """Shape of the policy, or of the model on ranks of its own."""
         return ModelShape.of(self.context.models["model"])
 
     @cached_property
@@ -123,7 +126,7 @@ class MegatronEstimate:
     @cached_property
     def adapter_parameters(self) -> int | None:
         """Number of parameters of the adapter; None if the weights are trained."""
-        lora = self.settings.lora
+        lora = None if self.role is Role.CRITIC else self.settings.lora
         return None if lora is None else self.shape.adapter_parameters(lora.rank, lora.targets)
 
     def states(self, stage: int) -> dict[str, float]:
@@ -176,7 +179,7 @@ class MegatronEstimate:
             }
         else:
             kept = {"activations": flying * self.stages[stage] * of_layer}
-        if stage < len(self.stages) - 1:
+        if stage < len(self.stages) - 1 or self.role is Role.CRITIC:  # a value head has one column
             return kept
         chunk = settings.logprob_chunk
         head = head_memory(
@@ -198,13 +201,17 @@ class MegatronEstimate:
         found = [self.states(stage) | self.working_memory(stage, train=train) for stage in range(len(self.stages))]
         return max(found, key=lambda memory: sum(memory.values()))
 
-    def frozen(self) -> PhaseEstimate:
-        """Return the phase score of a frozen model on ranks of its own."""
+    def phases_apart(self) -> Iterator[PhaseEstimate]:
+        """Yield the phase score, and train of a critic, of a model on ranks of its own."""
+        seconds = None if self.context.device is None else self.seconds(SCORING, steps=0)
+        if self.role is Role.CRITIC:
+            yield PhaseEstimate(phase="score", memory=self.peak_memory(train=False), seconds=seconds)
+            yield PhaseEstimate(phase="train", memory=self.peak_memory(train=True), seconds=self.training_seconds())
+            return
         weights = [sum(self.rank_parameters(stage)) * self.dtype_bytes for stage in range(len(self.stages))]
         found = [{"weights": w} | self.working_memory(stage, train=False) for stage, w in enumerate(weights)]
-        seconds = None if self.context.device is None else self.seconds(SCORING, steps=0)
         memory = max(found, key=lambda part: sum(part.values()))
-        return PhaseEstimate(phase="score", memory=memory, seconds=seconds)
+        yield PhaseEstimate(phase="score", memory=memory, seconds=seconds)
 
     def phases(self) -> Iterator[PhaseEstimate]:
         """Yield the phases idle, score, train and sync."""
@@ -225,9 +232,7 @@ class MegatronEstimate:
             yield PhaseEstimate(
                 phase="score", memory=self.peak_memory(train=False), seconds=seconds, basis=f"forward passes of {names}"
             )
-        recomputed = 1.0 if self.recomputes_layers else 1 - self.activations.budget
-        passes = Passes.training(recomputed=recomputed, adapter=self.settings.lora is not None)
-        seconds = None if device is None else self.seconds(passes, steps=load.steps)
+        seconds = self.training_seconds()
         basis = f"{load.steps} x {self.microbatches} microbatches of {int(self.microbatch):,} tokens at most"
         yield PhaseEstimate(phase="train", memory=self.peak_memory(train=True), seconds=seconds, basis=basis)
         if self.context.config.rollout is not None:
@@ -238,6 +243,14 @@ class MegatronEstimate:
             yield PhaseEstimate(
                 phase="sync", memory=static | {"buckets of the sync": 2.0 * bucket}, seconds=seconds, basis=basis
             )
+
+    def training_seconds(self) -> float | None:
+        """Return the seconds of all optimizer steps of a batch; None on a CPU."""
+        if self.context.device is None:
+            return None
+        recomputed = 1.0 if self.recomputes_layers else 1 - self.activations.budget
+        passes = Passes.training(recomputed=recomputed, adapter=self.adapter_parameters is not None)
+        return self.seconds(passes, steps=self.context.load.steps)
 
     def seconds(self, passes: Passes, *, steps: int) -> float:
         """Return the seconds of a batch on the slowest rank, without the communication of expert parallelism."""

@@ -10,6 +10,7 @@ from plasmid.components import BuildContext, PlanRow, RecipeView
 from plasmid.errors import ConfigError
 from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
+from plasmid.types import Role
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from plasmid_training.lora_settings import LoRATrainerConfig
@@ -237,10 +238,10 @@ class Megatron(LoRATrainerConfig):
 
         return estimate(self, context)
 
-    def estimate_frozen(self, context: EstimateContext) -> PhaseEstimate | None:
+    def estimate_apart(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
         from .estimate import MegatronEstimate
 
-        return MegatronEstimate(self, context).frozen()
+        return list(MegatronEstimate(self, context, role).phases_apart())
 
     async def build(self, context: BuildContext) -> Trainer:
         """Start one process per rank. Raises `ConfigError` or `ModelError`, if possible before starting any."""

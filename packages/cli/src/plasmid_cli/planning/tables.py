@@ -25,6 +25,7 @@ PLACES = {
     "engine": "each GPU of the engine",
     "reference": "each GPU of the reference",
     "teacher": "each GPU of the teacher",
+    "critic": "each GPU of the critic",
 }
 ON_CPU = {place: name.replace("GPU", "process") for place, name in PLACES.items()}
 

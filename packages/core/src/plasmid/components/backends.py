@@ -99,7 +99,7 @@ class TrainerConfig(Component, slot="trainer"):
         return ranks
 
     def places_roles(self) -> bool:
-        """Return True if the trainer supports `placement.reference_ranks` and `placement.teacher_ranks`."""
+        """Return True if the trainer supports models on ranks of their own (`PlacementConfig.role_ranks`)."""
         return False
 
     def saves_without_optimizer(self) -> bool:
@@ -124,12 +124,13 @@ class TrainerConfig(Component, slot="trainer"):
         """
         return ()
 
-    def estimate_frozen(self, context: EstimateContext) -> PhaseEstimate | None:
-        """Estimate the phase ``score`` of a frozen model on `placement.trainer_ranks` ranks of its own.
+    def estimate_apart(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
+        """Estimate the phase ``score``, and ``train`` of a critic, of a model on ranks of its own.
 
-        The model's ``config.json`` is ``context.models["model"]``. Returns None if there is no estimate.
+        These are `placement.trainer_ranks` of the context, and the model's ``config.json`` is its
+        ``models["model"]``. Returns nothing if there is no estimate.
         """
-        return None
+        return ()
 
     @abstractmethod
     async def build(self, context: BuildContext) -> Trainer:

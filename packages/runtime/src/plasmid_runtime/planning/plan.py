@@ -61,7 +61,8 @@ RESERVE = 0.05
 PROCESS = 0.7 * GIB
 """Memory of a process on a CPU that has loaded torch, in bytes."""
 PHASES: tuple[Phase, ...] = ("sample", "score", "train", "sync")
-Place = Literal["shared", "trainer", "engine", "reference", "teacher"]
+Place = Literal["shared", "trainer", "engine", "reference", "teacher", "critic"]
+APART: Mapping[Role, Place] = {Role.REFERENCE: "reference", Role.TEACHER: "teacher", Role.CRITIC: "critic"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,13 +91,13 @@ class Plan:
     """Empty if the trainer has no estimates."""
     engine: Mapping[Phase, PhaseEstimate]
     """Empty without an engine that computes in the run, or if it has no estimates."""
-    roles: Mapping[Place, PhaseEstimate] = field(default_factory=dict)
-    """Scoring by the models on ranks of their own."""
+    roles: Mapping[Place, Mapping[Phase, PhaseEstimate]] = field(default_factory=dict)
+    """Models on ranks of their own."""
 
     @cached_property
     def usages(self) -> tuple[Usage, ...]:
         """Memory usages, ordered by place, then by phase."""
-        alone = [usage for place, part in self.roles.items() for usage in self._use_separately(place, {"score": part})]
+        alone = [usage for place, part in self.roles.items() for usage in self._use_separately(place, part)]
         if self.config.placement.colocated and self.engine and self.device is not None:
             return (*self._use_together(), *alone)
         parts = (self._use_separately(place, part) for place, part in self._parts())
@@ -146,9 +147,10 @@ class Plan:
             known = [seconds for seconds in parts if seconds is not None]
             if known:
                 found[phase] = sum(known)
-        alone = [part.seconds for part in self.roles.values() if part.seconds is not None]
-        if alone:  # these score while the trainer does
-            found["score"] = max(found.get("score", 0.0), *alone)
+            alone = [part[phase].seconds for part in self.roles.values() if phase in part]
+            for seconds in alone:  # these score and are trained while the policy is
+                if seconds is not None:
+                    found[phase] = max(found.get(phase, 0.0), seconds)
         return found
 
     @property
@@ -178,7 +180,7 @@ class Plan:
     def basis(self, phase: Phase) -> str:
         """Return how the time of a phase is computed."""
         parts = [part[phase].basis for part in (self.engine, self.trainer) if phase in part]
-        parts += [part.basis for part in self.roles.values() if phase == part.phase]
+        parts += [part[phase].basis for part in self.roles.values() if phase in part]
         return "; ".join(text for text in parts if text)
 
     def facts(self) -> dict[str, str]:
@@ -241,27 +243,29 @@ def make_plan(
     """Plan a recipe whose models have these ``config.json``, by table. Raises `ConfigError`."""
     context = EstimateContext(config=config, models=models, device=device, load=load)
     engine = config.rollout.estimate(context) if config.rollout is not None and config.engine_ranks else ()
+    apart = {APART[role] for role in config.placement.role_ranks}
+    shared = replace(context, models={table: model for table, model in models.items() if table not in apart})
     return Plan(
         config=config,
         device=device,
         load=load,
-        trainer={estimate.phase: estimate for estimate in config.trainer.estimate(context)},
+        trainer={estimate.phase: estimate for estimate in config.trainer.estimate(shared)},
         engine={estimate.phase: estimate for estimate in engine},
         roles=dict(_estimate_roles(context)),
     )
 
 
-def _estimate_roles(context: EstimateContext) -> Iterator[tuple[Place, PhaseEstimate]]:
+def _estimate_roles(context: EstimateContext) -> Iterator[tuple[Place, dict[Phase, PhaseEstimate]]]:
     """Yield the estimates of the models on ranks of their own."""
     config, models = context.config, context.models
     for role, count in config.placement.role_ranks.items():
-        name: Place = "reference" if role is Role.REFERENCE else "teacher"
+        name = APART[role]
         place = config.placement.model_copy(update={"trainer_ranks": count})
         own = replace(
             context,
             config=config.model_copy(update={"placement": place}),
             models={"model": models.get(name, models["model"])},
         )
-        estimate = config.trainer.estimate_frozen(own)
-        if estimate is not None:
-            yield name, replace(estimate, basis=f"forward passes of {name}, alone")
+        work = {"score": f"forward passes of {name}, alone", "train": f"steps of {name}, alone"}
+        estimates = config.trainer.estimate_apart(own, role)
+        yield name, {part.phase: replace(part, basis=work.get(part.phase, "")) for part in estimates}
