@@ -6,9 +6,11 @@ import torch
 from plasmid.testing.batches import make_group, make_sample
 from plasmid.types import Prompt, Role
 from plasmid.types.batch import BatchRef, Rows
+from plasmid_training.algorithms.dr_grpo import DrGRPO
 from plasmid_training.algorithms.grpo import GRPO
 from plasmid_training.algorithms.ppo import PPO
-from plasmid_training.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from plasmid_training.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from plasmid_training.algorithms.rloo import RLOO
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
 from plasmid_training.objective.objective import advantage_inputs
@@ -79,16 +81,44 @@ def over_ranks(num_ranks, compute, roles=()):
     return torch.cat([found[sample] for sample in sorted(found)])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_turns_are_compared_with_the_same_turn_of_other_rollouts(num_ranks):
-    algorithm = GRPO(baseline="turn")
+def divided_by_the_deviation(own, others):
+    std = np.std([own, *others], ddof=1) + 1e-6 if others else 1.0
+    return (own - np.mean([own, *others])) / std
+
+
+def minus_the_mean(own, others):
+    return own - np.mean([own, *others])
+
+
+def minus_the_others(own, others):
+    return own - np.mean(others) if others else 0.0
+
+
+GROUP_BASELINES = {
+    "grpo": (GRPO(baseline="turn"), divided_by_the_deviation),
+    "dr-grpo": (DrGRPO(baseline="turn", constant_length=4), minus_the_mean),
+    "rloo": (RLOO(baseline="turn"), minus_the_others),
+    "reinforce-plus-plus-baseline": (ReinforcePlusPlusBaseline(baseline="turn"), minus_the_mean),
+}
+"""Algorithms, and the advantage of a turn by its own return and those of the same turn in the other rollouts."""
+
+
+WHITENED = "reinforce-plus-plus-baseline"
+"""Needs sums over all ranks; `over_ranks` computes one rank after another."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [(kind, n) for kind in GROUP_BASELINES for n in (1, 2, 3) if kind != WHITENED or n == 1]
+)
+def test_turns_are_compared_with_the_same_turn_of_other_rollouts(kind, num_ranks):
+    algorithm, advantage = GROUP_BASELINES[kind]
     got = over_ranks(num_ranks, lambda inputs: algorithm.policy_advantages(inputs).double())
     expected = []
     for group, i, turn, _, _ in loss_tokens():
-        others = [turn_return(group, j, turn) for j in range(len(TURNS[group])) if turn < len(TURNS[group][j])]
-        own = turn_return(group, i, turn)
-        std = np.std(others, ddof=1) + algorithm.std_eps if len(others) > 1 else 1.0
-        expected.append((own - np.mean(others)) / std)
+        others = [j for j in range(len(TURNS[group])) if j != i and turn < len(TURNS[group][j])]
+        expected.append(advantage(turn_return(group, i, turn), [turn_return(group, j, turn) for j in others]))
+    if kind == WHITENED:
+        expected = (np.array(expected) - np.mean(expected)) / np.sqrt(np.var(expected, ddof=1) + 1e-8)
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 

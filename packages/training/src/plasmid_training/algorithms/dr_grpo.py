@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Literal
 from plasmid.components import Needs
 from pydantic import Field
 
-from .parts.group import group_advantages
+from .parts.group import GroupBaseline, group_advantages
 from .parts.policy_gradient import RewardPolicyGradient
 from .parts.policy_loss import RatioClip
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from plasmid.components.objective_inputs import AdvantageInputs
+    from plasmid.types.batch import BatchTable
     from torch import Tensor
 
 
-class DrGRPO(RatioClip, RewardPolicyGradient):
+class DrGRPO(GroupBaseline, RatioClip, RewardPolicyGradient):
     """GRPO without its biases: no division by the standard deviation, and the same divisor for answers of any length.
 
     Formula: A = r - mean over the rollouts of the prompt; GRPO's token loss, summed and divided by
@@ -35,5 +38,8 @@ class DrGRPO(RatioClip, RewardPolicyGradient):
     def needs(self) -> Needs:
         return replace(super().needs(), groups=True)
 
+    def compare(self, table: BatchTable) -> NDArray[np.float64]:
+        return group_advantages(table, normalize_std=False)
+
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return inputs.spread(group_advantages(self.table(inputs), normalize_std=False))
+        return self.relative_rewards(inputs, self.table(inputs))

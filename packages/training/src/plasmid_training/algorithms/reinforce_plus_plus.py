@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Literal
 from plasmid.components import Needs, Reduction
 from pydantic import Field
 
-from .parts.group import group_advantages
+from .parts.group import GroupBaseline, group_advantages
 from .parts.policy_gradient import RewardPolicyGradient
 from .parts.policy_loss import RatioClip
 from .parts.returns import discounted_sums, token_rewards, whiten
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from plasmid.components.objective_inputs import AdvantageInputs
+    from plasmid.types.batch import BatchTable
     from torch import Tensor
 
 
@@ -38,7 +41,7 @@ class ReinforcePlusPlus(RatioClip, RewardPolicyGradient):
         return whiten(discounted_sums(rewards, inputs.sample_index, self.gamma), inputs)
 
 
-class ReinforcePlusPlusBaseline(RatioClip, RewardPolicyGradient):
+class ReinforcePlusPlusBaseline(GroupBaseline, RatioClip, RewardPolicyGradient):
     """Rewards minus the mean of their prompt group, normalized over all tokens of the batch.
 
     Formula: B = r - mean over the rollouts of the prompt, with r = reward - reward_kl_coef KL;
@@ -54,6 +57,8 @@ class ReinforcePlusPlusBaseline(RatioClip, RewardPolicyGradient):
     def needs(self) -> Needs:
         return replace(super().needs(), groups=True)
 
+    def compare(self, table: BatchTable) -> NDArray[np.float64]:
+        return group_advantages(table, normalize_std=False)
+
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        values = group_advantages(self.table(inputs), normalize_std=False)
-        return whiten(inputs.spread(values), inputs)
+        return whiten(self.relative_rewards(inputs, self.table(inputs)), inputs)

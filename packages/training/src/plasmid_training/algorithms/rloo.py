@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Literal
 
 from plasmid.components import Needs, Reduction
 
-from .parts.group import leave_one_out_advantages
+from .parts.group import GroupBaseline, leave_one_out_advantages
 from .parts.policy_gradient import RewardPolicyGradient
 from .parts.policy_loss import RatioClip
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from plasmid.components.objective_inputs import AdvantageInputs
+    from plasmid.types.batch import BatchTable
     from torch import Tensor
 
 
-class RLOO(RatioClip, RewardPolicyGradient):
+class RLOO(GroupBaseline, RatioClip, RewardPolicyGradient):
     """Rewards minus the mean reward of the prompt's other rollouts.
 
     Formula: A = r - mean of the other rollouts' r, with r = reward - reward_kl_coef KL; token loss -w A, clipped like
@@ -33,8 +36,11 @@ class RLOO(RatioClip, RewardPolicyGradient):
     def needs(self) -> Needs:
         return replace(super().needs(), groups=True)
 
+    def compare(self, table: BatchTable) -> NDArray[np.float64]:
+        return leave_one_out_advantages(table)
+
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return inputs.spread(leave_one_out_advantages(self.table(inputs)))
+        return self.relative_rewards(inputs, self.table(inputs))
 
 
 class ReMax(RatioClip, RewardPolicyGradient):

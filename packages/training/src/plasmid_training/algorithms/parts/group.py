@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -20,37 +21,27 @@ F = NDArray[np.float64]
 StdForm = Literal["sample", "population", "leave-one-out"]
 
 
-class GroupNormalization(Settings):
-    """Settings of group-relative advantages."""
+class GroupBaseline(Settings):
+    """Settings and advantages of algorithms that compare the rollouts of a prompt."""
 
-    normalize_std: bool = True
-    """Divide advantages by the standard deviation of their prompt group; Dr. GRPO does not."""
-    std_form: StdForm = "sample"
-    """Standard deviation of a group of n rollouts. sample: divisor n - 1. population: divisor n. leave-one-out: mean
-    and standard deviation of the other rollouts only, without division if there are fewer than two others or their
-    rewards are equal (as in NeMo-RL)."""
-    std_eps: float = Field(1e-6, gt=0.0, allow_inf_nan=False)
-    """Added to the standard deviation."""
     baseline: Literal["sample", "turn"] = "sample"
     """Quantity that is compared within a prompt group. sample: rewards of whole samples. turn: the return of each turn,
     that is the sum of the rewards from this turn on (Williams 1992), with the returns of the same turn in the other
     rollouts. Without rewards by turn both are equal."""
 
-    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
-        yield from super().find_errors(recipe)
-        for name, shown in (("std_eps", f"{self.std_eps:g}"), ("std_form", repr(self.std_form))):
-            if not self.normalize_std and self._is_set(name):
-                yield f"{name} = {shown} is never read with normalize_std = false; remove it"
+    @abstractmethod
+    def compare(self, table: BatchTable) -> F:
+        """Return [N] advantages of the rewards in this table."""
 
     def relative_rewards(self, inputs: AdvantageInputs, table: BatchTable) -> Tensor:
-        """Return [T] (r - mean) / (std + std_eps) over the rollouts of each prompt, for the token's sample or turn."""
+        """Return [T] the advantage of each token's sample or turn within its prompt group."""
         if self.baseline == "sample" or table.turn_rewards is None or inputs.turn_index is None:
-            return inputs.spread(self._normalize(table))
-        turns = self._normalize_turns(table)
+            return inputs.spread(self.compare(table))
+        turns = self._compare_turns(table)
         index = inputs.sample_index.cpu().numpy(), inputs.turn_index.cpu().numpy()
         return inputs.rollout_logprobs.new_tensor(turns[index])
 
-    def _normalize_turns(self, table: BatchTable) -> F:
+    def _compare_turns(self, table: BatchTable) -> F:
         """Return [N, K] advantages of turns. The rest of a sample's reward belongs to its last turn, so that it is part
         of the return of every turn."""
         assert table.turn_rewards is not None
@@ -67,10 +58,29 @@ class GroupNormalization(Settings):
                 rollout_index=table.rollout_index[here],
                 rewards=after[here, turn],
             )
-            advantages[here, turn] = self._normalize(same)
+            advantages[here, turn] = self.compare(same)
         return advantages
 
-    def _normalize(self, table: BatchTable) -> F:
+
+class GroupNormalization(GroupBaseline):
+    """Advantages (r - mean) / (std + std_eps) within a prompt group, with settings of the division."""
+
+    normalize_std: bool = True
+    """Divide advantages by the standard deviation of their prompt group; Dr. GRPO does not."""
+    std_form: StdForm = "sample"
+    """Standard deviation of a group of n rollouts. sample: divisor n - 1. population: divisor n. leave-one-out: mean
+    and standard deviation of the other rollouts only, without division if there are fewer than two others or their
+    rewards are equal (as in NeMo-RL)."""
+    std_eps: float = Field(1e-6, gt=0.0, allow_inf_nan=False)
+    """Added to the standard deviation."""
+
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        for name, shown in (("std_eps", f"{self.std_eps:g}"), ("std_form", repr(self.std_form))):
+            if not self.normalize_std and self._is_set(name):
+                yield f"{name} = {shown} is never read with normalize_std = false; remove it"
+
+    def compare(self, table: BatchTable) -> F:
         return group_advantages(table, normalize_std=self.normalize_std, std_eps=self.std_eps, std_form=self.std_form)
 
 
