@@ -198,4 +198,5 @@ def test_a_server_of_openenv_is_played(tokenizer, tmp_path):
     assert [sample.error for sample in samples] == [None, None]
     assert [score(sample).value for sample in samples] == [0.75, 0.75]
     assert score(samples[0]).components == {"steps": 2.0, "done": 1.0}
+    assert list(score(samples[0]).token_rewards.values()) == [-0.25, 1.0]
     assert samples[0].metadata["turns"] == 2

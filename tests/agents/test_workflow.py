@@ -15,9 +15,10 @@ from agent_cases import ScriptedEngine, make_rollout, shown
 from plasmid.errors import ConfigError, PluginError
 from plasmid.protocols import RunContext
 from plasmid.settings.validation import validate
-from plasmid.testing.rewards import make_prompt
+from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid.types import StopReason
 from plasmid_agents import Agent
+from plasmid_agents.reported import Reported
 from plasmid_agents.workflow import Format
 from plasmid_sandbox.confinement import landlock
 from plasmid_workflows.execution import execute
@@ -72,6 +73,19 @@ def metadata_file():
 def greedy(prompt):
     for turn in range(10):
         ask(f"{prompt} {turn}")
+
+def plays(prompt):
+    # two turns of one conversation, and a turn of another one between them
+    messages = [{"role": "user", "content": prompt}]
+    for text in ("go on", ""):
+        body = json.dumps({"messages": messages}).encode()
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, body)) as reply:
+            messages.append(json.load(reply)["choices"][0]["message"])
+        messages.append({"role": "user", "content": text})
+        if text:
+            ask("help")
+    return {"reward": 1.75, "turn_rewards": [0.5, -1.0, 2.0]}
 
 def returns_a_number(prompt):
     ask(prompt)
@@ -144,6 +158,27 @@ def test_what_a_function_returns_is_what_rewards_see(tokenizer, agents):
     assert sample.text == "HELLO"
     assert sample.metadata["level"] == 3
     assert one(tokenizer, {"function": f"{agents}:coroutine"}).text == "hello!"
+
+
+def test_rewards_of_turns_belong_to_the_last_tokens_of_the_turns(tokenizer, agents):
+    ((helped, played),), _ = roll_out(tokenizer, {"function": f"{agents}:plays"}, script=("one", "two", "three"))
+    for sample, expected in ((helped, {"two<eos>": -1.0}), (played, {"one<eos>": 0.5, "three<eos>": 2.0})):
+        score = asyncio.run(Reported()(make_prompt(), sample))
+        assert (score.value, score.error) == (1.75, None)
+        turns = {turn: position for turn, position in zip(expected, sorted(score.token_rewards), strict=True)}
+        assert {turn: score.token_rewards[position] for turn, position in turns.items()} == expected
+        for turn, position in turns.items():
+            before = tokenizer.decode(sample.token_ids[: position + 1], keep_special=True)
+            assert before.endswith(f"<assistant>{turn}")
+            assert sample.loss_mask[position]
+
+
+@pytest.mark.parametrize("turns", [[0.5], [0.5, 1.0, 1.0], [0.5, None], [0.5, float("nan")], {"0": 0.5, "1": 1.0}, 3])
+def test_rewards_that_are_not_one_number_per_turn_are_the_failure_value_with_a_reason(turns):
+    metadata = {"reward": 1.5, "turn_rewards": turns, "turn_ends": [3, 7]}
+    score = asyncio.run(Reported(missing=-1.0)(make_prompt(), make_sample(num_generated=8, metadata=metadata)))
+    assert (score.value, score.token_rewards) == (-1.0, {})
+    assert score.error == (f"the agent must return 2 finite numbers as 'turn_rewards', one per turn, got {turns!r}")
 
 
 def test_rollouts_draw_differently_and_repeat_themselves(tokenizer, agents):

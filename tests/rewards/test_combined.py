@@ -50,7 +50,7 @@ def score(reward, *texts, target=12):
     async def work():
         scorer = Scorer([reward])
         await scorer.open(RunContext(seed=0, run_dir=Path()))
-        samples = [make_sample(text, id=f"0/{i}") for i, text in enumerate(texts)]
+        samples = [make_sample(text, id=f"0/{i}", num_generated=10) for i, text in enumerate(texts)]
         scored = await scorer.score(make_prompt(target=target), samples)
         await scorer.close()
         return [sample.score for sample in scored]
@@ -80,6 +80,53 @@ def test_a_recipe_nests_rewards_and_every_part_is_logged():
         "gate.sum.product.exact-match": 1.0,
     }
     assert unformed.components == {"gate": -1.0, "gate.condition.format": 0.0, "gate.open": 0.0}
+
+
+class Turns(Reward):
+    """Rewards two tokens: the first by 0.5, the last by the length of the text."""
+
+    kind: Literal["turns"] = "turns"
+
+    async def __call__(self, prompt, sample):
+        return Score(value=len(sample.text) + 0.5, token_rewards={0: 0.5, sample.num_generated - 1: len(sample.text)})
+
+
+def by_turn(reward, text="abc"):
+    (found,) = score(reward, text)
+    return found.value, found.token_rewards
+
+
+def test_a_sum_adds_the_rewards_of_turns_with_the_weights_of_its_parts():
+    parts = (Turns(weight=2.0), Distinct(), Turns(weight=-1.0))
+    expected = 2.0 * 3.5 + 1.0 - 3.5, {0: 0.5, 9: 3.0}
+    assert by_turn(Sum(rewards=parts), "abc") == expected
+    assert by_turn(Sum(rewards=parts, weight=4.0), "abc") == (4 * expected[0], {0: 2.0, 9: 12.0})
+    assert by_turn(Sum(rewards=(Distinct(), Distinct(name="again")))) == (2.0, {})
+
+
+def test_a_gate_and_a_box_keep_the_rewards_of_turns():
+    gate = Gate(condition=Format(tags=("a",)), reward=Turns(), closed=-1.0)
+    assert by_turn(gate, "<a>b</a>") == (8.5, {0: 0.5, 9: 8.0})
+    assert by_turn(gate, "b") == (-1.0, {})
+    assert by_turn(Boxed(reward=Turns()), r"\boxed{ab}") == (2.5, {0: 0.5, 9: 2.0})
+
+
+def test_the_value_of_a_product_has_no_parts_by_turn():
+    assert by_turn(Product(rewards=(Turns(), Turns(name="again")))) == (12.25, {})
+
+
+def test_a_sum_of_rewards_of_turns_that_is_no_float_is_a_failure():
+    class Huge(Reward):
+        kind: Literal["huge"] = "huge"
+
+        async def __call__(self, prompt, sample):
+            return Score(value=0.0, token_rewards={0: 1e308, 1: -1e308})
+
+    (whole,) = score(Sum(rewards=(Huge(weight=10.0),)), "a")
+    (listed,) = score(Huge(weight=10.0), "a")
+    assert (whole.value, whole.error) == (0.0, "token_rewards has inf at position 0; it must be finite")
+    assert (listed.value, listed.error) == (0.0, "the sum of the rewards is too large for a float")
+    assert whole.token_rewards == listed.token_rewards == {}
 
 
 def test_rewards_of_one_kind_are_numbered_unless_they_have_names():

@@ -15,6 +15,7 @@ from plasmid.testing.rewards import make_prompt, make_sample
 from plasmid_rewards import Isolated, PooledReward, Remote, Sum
 from plasmid_runtime.rollout.scored.scoring import Scorer
 from plasmid_sandbox import pool as worker_pools
+from plasmid_workflows.environment import EnvironmentReward
 
 plugin = load_file(Path(__file__).with_name("untrusted_plugin.py"))
 Rank, Untrusted = plugin.Rank, plugin.Untrusted
@@ -144,6 +145,51 @@ def test_a_reward_of_groups_sees_the_whole_group(tmp_path):
             return await reward.score_group(make_prompt(), [make_sample(t) for t in ("a", "abc", "ab")])
 
     assert [s.value for s in asyncio.run(work())] == [0.0, 1.0, 0.0]
+
+
+def test_rewards_of_turns_come_back_from_the_worker(tmp_path):
+    episode = {"reward": 0.75, "rewards": [1.0, -0.25], "turn_ends": [2, 7], "done": True}
+    sample = make_sample("go", num_generated=8, metadata={"environment": episode})
+
+    async def work():
+        async with opened(Isolated(reward=EnvironmentReward(), workers=1), tmp_path) as reward:
+            return await Scorer([Sum(rewards=(reward,), weight=2.0)]).score(make_prompt(), [sample])
+
+    (scored,) = asyncio.run(work())
+    assert (scored.score.value, scored.score.token_rewards, scored.score.error) == (1.5, {2: 2.0, 7: -0.5}, None)
+
+
+@pytest.mark.parametrize(
+    ("turns", "error"),
+    [
+        ([[-1, 0.5]], "token_rewards has position -1, and the sample has 1 tokens"),
+        ([[0.5, 0.5]], "token_rewards has position 0.5, and the sample has 1 tokens"),
+        ([["0", 0.5]], "token_rewards has position '0', and the sample has 1 tokens"),
+        ([[0, float("inf")]], "a score is not finite"),
+        ([[[0], 0.5]], "the answer cannot be read"),
+        ([0], "the answer cannot be read"),
+        ({"0": 0.5}, "the answer cannot be read"),
+    ],
+)
+def test_forged_rewards_of_turns_are_the_failure_value(tmp_path, monkeypatch, turns, error):
+    async def work():
+        reward = Isolated(reward=Untrusted(), failure_value=-2.0, workers=1)
+        monkeypatch.setattr(Isolated, "_worker_pool", lambda _: Answering([[1.0, {}, None, turns]]))
+        (scored,) = await Scorer([reward]).score(make_prompt(), [make_sample("go")])
+        return scored.score
+
+    found = asyncio.run(work())
+    assert (found.value, found.error) == (-2.0, error)
+
+
+class Answering:
+    """A pool whose worker gives this answer."""
+
+    def __init__(self, value):
+        self.value = value
+
+    async def call(self, given):
+        return worker_pools.Answer(value=self.value)
 
 
 @pytest.mark.long

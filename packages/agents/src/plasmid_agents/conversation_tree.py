@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plasmid.components.rollouts import Codec
 from plasmid.errors import DataError, TemplateError
@@ -29,6 +29,16 @@ class PendingTurn:
 
     transcript: Transcript
     parent: Turn | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Branch:
+    """A conversation from its opening to a last turn."""
+
+    opening: Ints
+    parts: list[Completion | Ints] = field(default_factory=list)
+    turn_ends: list[int | None]
+    """Position of the last token of each turn of the session; None for turns that this branch does not train on."""
 
 
 class ConversationTree:
@@ -104,25 +114,27 @@ class ConversationTree:
                 turn
             )
 
-    def branches(self) -> list[tuple[Ints, list[Completion | Ints]]]:
-        """Return the opening and the parts of every branch, in the order of their last turns.
+    def branches(self) -> list[Branch]:
+        """Return every branch, in the order of their last turns.
 
         A turn shared by several branches is a completion in the first of them and plain tokens in the others, so that
         it is trained on once.
         """
-        trained: set[int] = set()
-        result: list[tuple[Ints, list[Completion | Ints]]] = []
+        untrained = {id(turn.transcript.parts[-1]): number for number, turn in enumerate(self._turns)}
+        result: list[Branch] = []
         for turn in self._turns:
             if turn.continued:
                 continue
-            parts: list[Completion | Ints] = []
+            position = len(turn.transcript.opening) - 1
+            branch = Branch(opening=turn.transcript.opening, turn_ends=[None] * len(self._turns))
             for part in turn.transcript.parts:
-                if isinstance(part, Completion) and id(part) in trained:
-                    parts.append(part.token_ids)
-                    continue
-                parts.append(part)
-                trained.add(id(part))
-            result.append((turn.transcript.opening, parts))
+                ids = part.token_ids if isinstance(part, Completion) else part
+                position += len(ids)
+                number = untrained.pop(id(part), None)
+                branch.parts.append(ids if number is None else part)
+                if number is not None:
+                    branch.turn_ends[number] = position
+            result.append(branch)
         return result
 
 

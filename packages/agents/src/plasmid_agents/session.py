@@ -16,6 +16,7 @@ from plasmid_workflows.tools.parsing import Parsed, Parser
 
 from .chat import Call, ChatRequest, Finish, Problem, Reply, RequestError
 from .conversation_tree import ConversationTree, PendingTurn
+from .reported import TURN_REWARDS
 
 if TYPE_CHECKING:
     from .workflow import AgentWorkflow, Reasoning
@@ -226,11 +227,12 @@ class Session:
         text = self._last if answer is None else answer
         branches = self._tree.branches()
         samples = []
-        for index, (opening, parts) in enumerate(branches):
+        for index, branch in enumerate(branches):
             fields: dict[str, Any] = {"stop_reason": StopReason.LENGTH} if self.is_spent else {}
             about = {**metadata, "branch": index, "branches": len(branches), "turns": self.num_turns}
-            given = replace(prompt, token_ids=opening)
-            samples.append(self._rollout.sample(given, parts, text=text, metadata=about, **fields))
+            about |= {"turn_ends": branch.turn_ends} if TURN_REWARDS in metadata else {}
+            given = replace(prompt, token_ids=branch.opening)
+            samples.append(self._rollout.sample(given, branch.parts, text=text, metadata=about, **fields))
         return samples
 
     def make_failed_samples(self, prompt: Prompt, error: str) -> list[Sample]:
@@ -238,11 +240,11 @@ class Session:
         branches = self._tree.branches()
         if not branches:
             raise RolloutFailed(error)
-        opening, parts = branches[-1]
-        given = replace(prompt, token_ids=opening)
+        branch = branches[-1]
+        given = replace(prompt, token_ids=branch.opening)
         about = {"branches": len(branches), "turns": self.num_turns}
         return [
             self._rollout.sample(
-                given, parts, text=self._last, metadata=about, stop_reason=StopReason.ERROR, error=error
+                given, branch.parts, text=self._last, metadata=about, stop_reason=StopReason.ERROR, error=error
             )
         ]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from plasmid import Prompt, RecipeView, Reward, RunContext, Sample, Score
 from plasmid.components import kind_of
-from plasmid.components.reward_calls import call_reward, is_for_groups
+from plasmid.components.reward_calls import call_reward, is_for_groups, sum_token_rewards
 from plasmid.config.profiles import reward_names
 from plasmid.errors import RewardError
 from plasmid.settings.trust import ACTIVE, INERT
@@ -114,6 +114,10 @@ class Aggregate(Combined):
     def combine(self, scores: Sequence[Score]) -> float:
         """Compute the value of a sample from the scores of the children, in their order."""
 
+    def combine_tokens(self, scores: Sequence[Score]) -> Mapping[int, float]:
+        """Return `Score.token_rewards` of a sample; empty if the value is no sum of those of the children."""
+        return {}
+
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Score]:
         rewards = self.children()
         columns = await asyncio.gather(*(score_samples(reward, prompt, samples) for reward in rewards))
@@ -124,7 +128,8 @@ class Aggregate(Combined):
         parts = {key: value for name, score in named for key, value in components(name, score).items()}
         value, errors = self.combine(scores), [score.error for score in scores if score.error]
         if math.isfinite(value):
-            return Score(value=value, components=parts, error="; ".join(errors) or None)
+            tokens = self.combine_tokens(scores)
+            return Score(value=value, components=parts, error="; ".join(errors) or None, token_rewards=tokens)
         error = "; ".join([*errors, "the value is too large"])
         return Score(value=self.failure(), components=parts, error=error)
 
@@ -138,6 +143,9 @@ class Sum(Aggregate):
 
     def combine(self, scores: Sequence[Score]) -> float:
         return sum(reward.weight * score.value for reward, score in zip(self.rewards, scores, strict=True))
+
+    def combine_tokens(self, scores: Sequence[Score]) -> Mapping[int, float]:
+        return sum_token_rewards(zip([reward.weight for reward in self.rewards], scores, strict=True))
 
 
 class Product(Aggregate):
@@ -182,7 +190,7 @@ class Gate(Combined):
         if score is None:
             return Score(value=self.closed, components={**parts, "open": 0.0}, error=condition.error)
         parts |= components(reward_names([self.reward])[0], score)
-        return Score(value=score.value, components={**parts, "open": 1.0}, error=score.error)
+        return replace(score, components={**parts, "open": 1.0})
 
 
 class Part(Combined):

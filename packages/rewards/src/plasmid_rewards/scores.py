@@ -13,7 +13,8 @@ from plasmid.types import Score
 
 def pack_scores(scores: Sequence[float | Score]) -> list[Any]:
     """Encode scores as JSON values."""
-    return [[s.value, dict(s.components), s.error] if isinstance(s, Score) else [float(s), {}, None] for s in scores]
+    found = [s if isinstance(s, Score) else Score(value=float(s)) for s in scores]
+    return [[s.value, dict(s.components), s.error, list(s.token_rewards.items())] for s in found]
 
 
 def unpack_scores(answer: Any, count: int) -> list[Score] | str:
@@ -24,8 +25,9 @@ def unpack_scores(answer: Any, count: int) -> list[Score] | str:
                 value=float(value),
                 components={str(k): float(v) for k, v in parts.items()},
                 error=error if error is None else str(error),
+                token_rewards={position: float(v) for position, v in tokens},
             )
-            for value, parts, error in answer
+            for value, parts, error, tokens in answer
         ]
     except OverflowError:
         return "a score is too large"
@@ -33,7 +35,7 @@ def unpack_scores(answer: Any, count: int) -> list[Score] | str:
         return "the answer cannot be read"
     if len(scores) != count:
         return f"got {len(scores)} scores for {count} samples"
-    finite = all(math.isfinite(v) for score in scores for v in (score.value, *score.components.values()))
-    if not finite:
+    numbers = [v for s in scores for v in (s.value, *s.components.values(), *s.token_rewards.values())]
+    if not all(map(math.isfinite, numbers)):
         return "a score is not finite"
     return next(filter(None, (find_components_error(score.components) for score in scores)), None) or scores

@@ -106,16 +106,17 @@ class OpenEnv:
 
     async def run(self, task: dict[str, Any]) -> dict[str, Any]:
         messages = list(task["messages"])
-        total, steps, reply, done = 0.0, 0, "", False
+        rewards, reply, done = list[float](), "", False
         async with self._client(base_url=self._url) as client:
             result = await client.reset(seed=task["seed"] % (1 << 31))
-            while not (done := bool(result.done)) and steps < self._max_steps:
+            while not (done := bool(result.done)) and len(rewards) < self._max_steps:
                 messages.append({"role": "user", "content": self._text(result.observation)})
                 reply = await asyncio.to_thread(_ask, task, messages)
                 messages.append({"role": "assistant", "content": reply})
                 result = await client.step(self._parse(reply))
-                total, steps = total + float(result.reward or 0.0), steps + 1
-        return {"answer": reply, "reward": total, "metrics": {"steps": steps, "done": float(done)}}
+                rewards.append(float(result.reward or 0.0))
+        metrics = {"steps": len(rewards), "done": float(done)}
+        return {"answer": reply, "reward": sum(rewards), "turn_rewards": rewards, "metrics": metrics}
 
     def _text(self, observation: Any) -> str:
         if self._observation:

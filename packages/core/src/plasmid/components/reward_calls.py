@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,6 +167,15 @@ def _find_position_error(score: Score, sample: Sample) -> str | None:
         if is_too_large(value) or not math.isfinite(value):
             return f"token_rewards has {value!r} at position {position}; it must be finite"
     return None
+
+
+def sum_token_rewards(parts: Iterable[tuple[float, Score]]) -> dict[int, float]:
+    """Sum the `Score.token_rewards` of several scores of one sample, each multiplied by its weight."""
+    found: dict[int, float] = {}
+    for weight, score in parts:
+        for position, value in score.token_rewards.items():
+            found[position] = found.get(position, 0.0) + weight * value
+    return found
 
 
 def shorten(reason: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pluggy
 from plasmid.components import Reward
-from plasmid.components.reward_calls import call_reward, describe_samples, shorten
+from plasmid.components.reward_calls import call_reward, describe_samples, shorten, sum_token_rewards
 from plasmid.config.profiles import Profile, profile_of, reward_names
 from plasmid.errors import PluginError, RewardError, locate_in_class, one_line
 from plasmid.protocols import RunContext
@@ -173,16 +173,15 @@ class Scorer:
     def _sum(self, chosen: Sequence[int], scores: Sequence[Score]) -> Score:
         total = 0.0
         components: dict[str, float] = {}
-        tokens: dict[int, float] = {}
+        weights = [self._rewards[index].weight for index in chosen]
         for index, score in zip(chosen, scores, strict=True):
             reward, name = self._rewards[index], self._names[index]
             total += reward.weight * score.value
             components[name] = score.value
             components |= {f"{name}.{part}": value for part, value in score.components.items()}
-            for position, value in score.token_rewards.items():
-                tokens[position] = tokens.get(position, 0.0) + reward.weight * value
+        tokens = sum_token_rewards(zip(weights, scores, strict=True))
         errors = [score.error for score in scores if score.error]
-        if not math.isfinite(total):
+        if not all(map(math.isfinite, (total, *tokens.values()))):
             total = sum(self._rewards[index].weight * self._rewards[index].failure() for index in chosen)
             errors.append("the sum of the rewards is too large for a float")
             tokens = {}
