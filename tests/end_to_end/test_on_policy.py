@@ -9,7 +9,7 @@ from plasmid_runtime.observe.sample_store import read_samples
 SETTINGS = {
     "run": {"batches": 3, "deterministic": True},
     "sampling": {"max_new_tokens": 24, "temperature": 1.3},
-    "rollout": {"max_batch": 6},  # samples join and leave the batch
+    "rollout": {"max_batch": 6, "canary_every": 1},  # samples join and leave the batch
     "eval": [],
 }
 
@@ -41,6 +41,7 @@ def test_trainer_and_engine_agree_to_the_bit_in_two_identical_runs(job, model):
         job.run(settings(job.folder / name, model))
         assert mismatch(job.metrics(name)) == [0.0] * 3
         assert [m["train/mismatch_kl"] for m in job.metrics(name)] == [0.0] * 3
+        assert [m["sync/canary_difference"] for m in job.metrics(name)] == [0.0] * 3
     found = compare_runs(*(load_run(job.folder / name) for name in ("first", "second")))
     assert (found.num_equal, found.difference) == (3, "")
 
@@ -77,5 +78,5 @@ def test_samples_do_not_depend_on_the_batch(job, model):
 def test_it_holds_for_other_settings_of_the_trainer(job, tiny_model, changes):
     dtype = {"dtype": changes["dtype"]} if "dtype" in changes else {}
     found = settings(job.folder / "run", tiny_model, steps_per_batch=2) | {"trainer": {"lr": 3e-3, **changes}}
-    job.run(found | {"rollout": {"max_batch": 6, **dtype}})
+    job.run(found | {"rollout": SETTINGS["rollout"] | dtype})
     assert mismatch(job.metrics())[0] == 0.0

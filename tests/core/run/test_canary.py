@@ -4,7 +4,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from plasmid.components import CanaryPlan
+from plasmid.components import CanaryPlan, RolloutEngineConfig
+from plasmid.components import TrainerConfig as TrainerSettings
 from plasmid.errors import EngineError, SyncError
 from plasmid.testing.fakes import FakeEngine, FakeEngineConfig, FakeTrainer, FakeTrainerConfig
 from plasmid_runtime.cluster.local import LocalCluster
@@ -137,6 +138,21 @@ def test_a_run_checks_every_version_before_it_trains_on_it(runner):
     trainer = Trainer(-0.5)
     run_with(runner, Engine(), trainer, tolerance=0.01)
     assert len(trainer.checked) == 2
+
+
+@pytest.mark.parametrize("off_by", [0.0, 1e-7])
+def test_a_deterministic_run_tolerates_no_difference(runner, monkeypatch, off_by):
+    for settings in (TrainerSettings, RolloutEngineConfig):
+        monkeypatch.setattr(settings, "is_batch_invariant", lambda _: True)
+    trainer, changes = Trainer(np.float32(-0.5 + off_by)), {"run": {"batches": 1, "deterministic": True}}
+    if not off_by:
+        run_with(runner, Engine(), trainer, tolerance=0.25, changes=changes)
+        assert len(trainer.checked) == 1 and trainer.step == 1
+        return
+    message = r"differ by \S+ in the mean log-probability of the canary prompt, more than 0; the engine does not have"
+    with pytest.raises(SyncError, match=message):
+        run_with(runner, Engine(), trainer, tolerance=0.25, changes=changes)
+    assert trainer.step == 0
 
 
 @pytest.mark.parametrize(("leaves", "expected"), [(True, [0, 1, 1, 2, 2, 3]), (False, [0, 1, 2, 3])])

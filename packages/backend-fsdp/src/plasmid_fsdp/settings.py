@@ -13,6 +13,7 @@ from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types import Role
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
 from plasmid_models.folder import read_config
+from plasmid_models.kernels.invariant_layers import check_invariant_models
 from plasmid_models.source import check_models, needed_models
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from plasmid_training.lora_settings import LoRATrainerConfig
@@ -81,9 +82,11 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
 
     def _find_variant_settings(self, key: str) -> Iterator[str]:
         """Yield settings that select kernels whose results depend on the batch."""
-        for name, others in (("compile", (True,)), ("share_prefixes", (True,)), ("attention", ("sdpa", "eager"))):
-            if getattr(self, name) in others:
-                yield f"{key}.{name}: must be 'auto' with run.deterministic, got {getattr(self, name)!r}; remove it"
+        for name in ("compile", "share_prefixes"):
+            if getattr(self, name) is True:
+                yield f"{key}.{name}: must be 'auto' or false with run.deterministic, got true; remove it"
+        if self.attention != "auto":
+            yield f"{key}.attention: must be 'auto' with run.deterministic, got {self.attention!r}; remove it"
         if self.context_parallel > 1:
             yield f"{key}.context_parallel: must be 1 with run.deterministic, got {self.context_parallel}; remove it"
 
@@ -139,6 +142,7 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
             if obstacle := self.context_obstacle(read_config(where, folder)):
                 raise ConfigError(f"trainer.context_parallel: {obstacle} ({where}.path = {folder})")
         check_routing_replay(config)
+        check_invariant_models(config)
         self.check_start()
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:

@@ -152,7 +152,10 @@ async def start_engine(settings: HF, context: BuildContext) -> HFEngine:
     config = context.config
     own, theirs = settings.number_type(on_gpu=context.on_gpu), getattr(config.trainer, "dtype", "auto")
     if config.run.deterministic and theirs not in ("auto", own):
-        raise ConfigError(f"rollout.dtype: must equal trainer.dtype = {theirs!r} with run.deterministic, got {own!r}")
+        raise ConfigError(
+            f"rollout.dtype: must equal trainer.dtype = {theirs!r} with run.deterministic, got {own!r}; set it to "
+            f"{theirs!r}"
+        )
 
     async def start(index: int, bundle: Bundle) -> Actor:
         options = WorkerOptions(

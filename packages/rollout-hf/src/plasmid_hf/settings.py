@@ -48,8 +48,8 @@ class HF(RolloutEngineConfig):
     """Interval, in policy versions, at which the log-probabilities of engine and trainer are compared on a fixed
     prompt. The first version is always checked; 0 disables the check."""
     canary_tolerance: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
-    """Maximum mean difference of those log-probabilities, in nats; ``auto`` is 0.02 with dtype = "float32" and 0.25
-    otherwise."""
+    """Maximum mean difference of those log-probabilities, in nats; ``auto`` is 0 with `run.deterministic`, else 0.02
+    with dtype = "float32" and 0.25 otherwise."""
 
     def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
         yield from super().find_errors(recipe)
@@ -57,6 +57,11 @@ class HF(RolloutEngineConfig):
             yield f"kv_block must be a multiple of 16, got {self.kv_block}"
         if isinstance(self.kv_tokens, int) and self.kv_tokens < self.kv_block:
             yield f"kv_tokens must be 'auto' or at least kv_block = {self.kv_block}, got {self.kv_tokens}"
+        if recipe is not None and recipe.deterministic and self.canary_tolerance != "auto":
+            yield (
+                f"{recipe.key}.canary_tolerance: must be 'auto' with run.deterministic, which tolerates no difference, "
+                f"got {self.canary_tolerance:g}; remove it"
+            )
 
     def is_batch_invariant(self) -> bool:
         return True

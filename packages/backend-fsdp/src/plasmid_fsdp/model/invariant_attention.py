@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from plasmid.errors import ModelError
 from plasmid_models.kernels.invariant import Spans, attention
-from plasmid_models.kernels.invariant_modules import without_checks
+from plasmid_models.kernels.invariant_modules import check_attention, without_checks
 from plasmid_training.batches.packed_attention import attend
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -47,14 +46,11 @@ def invariant_attention(
     bounds: Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: [1, t, h, e] from query [1, h, t, d], key and value of a packed row."""
-    if sliding_window is not None and sliding_window < spans.longest:
-        raise ModelError(
-            f"run.deterministic: the model has sliding-window attention (window {sliding_window}), which has no "
-            "batch-invariant kernel here; remove the setting"
-        )
+    check_attention(sliding_window, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     packed = (x[0].transpose(0, 1) for x in (query, key, value))
     return without_checks(_Attention.apply, *packed, spans, bounds, scale)[None], None

@@ -36,6 +36,6 @@ def find_deterministic_errors(config: RunConfig) -> Iterator[str]:
     for place, sampling in config.samplings().items():
         for name, value in sampling.restrictions.items():
             yield (
-                f"{place}.{name}: {value} with {KEY}: the trainer normalizes over the remaining tokens in a different "
-                "order than the engine; remove it"
+                f"{place}.{name}: must not restrict sampling with {KEY}, got {value}: the trainer normalizes over the "
+                "remaining tokens in a different order than the engine; remove it"
             )

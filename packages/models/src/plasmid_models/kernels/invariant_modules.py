@@ -121,6 +121,15 @@ def _invariant(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def check_attention(sliding_window: int | None, sinks: Tensor | None) -> None:
+    """Raise `ModelError` for attention that the batch-invariant kernel does not compute."""
+    if sliding_window is not None or sinks is not None:
+        kind = "attention sinks" if sliding_window is None else f"sliding-window attention (window {sliding_window})"
+        raise ModelError(
+            f"run.deterministic: the model has {kind}, for which there is no batch-invariant kernel; remove the setting"
+        )
+
+
 def without_checks(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Call an attention function outside of `InvariantOps`."""
     with torch._C.DisableTorchFunction():

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from plasmid.config.run import RunConfig
@@ -45,6 +45,7 @@ class PolicySync:
         self.devices = DeviceScheduler(config=self.config, trainer=self.trainer, engine=self.engine)
         plan = None if self.config.rollout is None else self.config.rollout.canary()
         if plan is not None:
+            plan = replace(plan, tolerance=0.0) if self.config.run.deterministic else plan
             ranks, limit_s = self.config.placement.trainer_ranks, self.config.run.sync_timeout_s
             self.canary = Canary(self.engine, self.trainer, plan, copies=ranks, limit_s=limit_s)
 

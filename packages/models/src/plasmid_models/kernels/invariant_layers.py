@@ -1,0 +1,35 @@
+"""Models without batch-invariant kernels, recognized by their configuration. Does not import torch."""
+
+from __future__ import annotations
+
+from plasmid.config.run import RunConfig
+from plasmid.errors import ModelError
+
+from ..estimates.shape import Config, num_experts
+from ..folder import read_config
+from ..source import needed_models
+
+
+def check_invariant_models(config: RunConfig) -> None:
+    """Raise `ModelError` if ``run.deterministic`` does not support one of the recipe's models."""
+    for where, folder in needed_models(config) if config.run.deterministic else ():
+        model = read_config(where, folder)
+        if kind := _find_variant_layers(model.get("text_config") or model):
+            raise ModelError(
+                f"run.deterministic: {where}.path = {folder} has {kind}, for which there are no batch-invariant "
+                "kernels; choose a dense model with full attention, or remove the setting"
+            )
+
+
+def _find_variant_layers(model: Config) -> str | None:
+    """Name layers that have no batch-invariant kernels; None if there are none."""
+    if count := num_experts(model):
+        return f"{count} experts per layer"
+    kinds = model.get("layer_types") or ()
+    for kind in kinds:
+        if kind != "full_attention":
+            return f"layers of kind {kind!r}"
+    window = model.get("sliding_window")
+    if window and not kinds and model.get("use_sliding_window", True):
+        return f"sliding-window attention (window {window})"
+    return None
