@@ -1,16 +1,22 @@
 """Whole runs of several turns: they resume exactly, engine and trainer agree, hooks are heard, a tiny model learns."""
 
+import io
 import json
+import re
 import shutil
 
 import pytest
 from plasmid.config.load import merge, resolve
 from plasmid.types.runs import Mode
+from plasmid_cli.reports.report import report_data
+from plasmid_cli.reports.run_data import load_run
+from plasmid_cli.reports.view import view_samples
 from plasmid_models.testing import make_empty_model
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.journal import read_journal
 from plasmid_runtime.observe.sample_store import read_samples
+from rich.console import Console
 
 HOOKS = """
 from dataclasses import replace
@@ -98,6 +104,23 @@ def test_rewards_of_turns_are_stored_and_change_what_is_trained(game):
         assert len(sample.score.token_rewards) == sample.metadata["turns"]
         assert sum(sample.score.token_rewards.values()) == sample.reward
         assert all(sample.loss_mask[position] for position in sample.score.token_rewards)
+
+
+def test_rewards_of_turns_are_shown_by_rl_view_and_in_the_report(game):
+    game({"run": {"batches": 1}, "workflow": {"environment": {"kind": "guess", "highest": 3, "cost": 0.25}}})
+    loaded, console = load_run(game.folder / "run"), Console(file=io.StringIO(), width=200)
+    view_samples(loaded, console, order="stored", count=100)
+    expected = [list(sample.score.token_rewards.values()) for sample in stored(game.folder / "run")]
+    assert {len(turns) for turns in expected} == {1, 2}
+    shown = re.findall(r"by turn ([-\d., ]*\d)", console.file.getvalue())
+    assert [[float(value) for value in turns.split(", ")] for turns in shown] == expected
+    (file,) = report_data(loaded)["files"]
+    assert [sample["turns"] for sample in sorted(file["samples"], key=numbers_of)] == expected
+
+
+def numbers_of(shown):
+    """Group and index of a sample in the report."""
+    return [int(number) for number in shown["id"].split("/")]
 
 
 def test_hooks_of_a_plugin_file_change_samples_and_batches_of_a_run(game, tmp_path):
