@@ -1,14 +1,16 @@
-"""Writes docs/images/packages.svg and docs/images/make-train.svg: python docs/figures.py
+"""Writes packages.svg, make-train.svg and turn-credit.svg into docs/images: python docs/figures.py
 
-The first is drawn from the imports in `packages/`, the second from the table in benchmarks/results/make-train-cpu.md.
-A test fails if either picture differs from what this script would write.
+The first is drawn from the imports in `packages/`, the second from the table in benchmarks/results/make-train-cpu.md,
+the third from benchmarks/results/turn-credit-cpu.json. A test fails if a picture differs from what this script would
+write.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -133,9 +135,31 @@ def learning_curves() -> dict[int, list[float]]:
 
 def curve_picture() -> str:
     """Held-out reward of `make train` over batches, one line a seed."""
-    curves = learning_curves()
+    curves = sorted(learning_curves().items())
+    lines = [(f"seed {seed}", color, curve) for (seed, curve), color in zip(curves, SERIES, strict=True)]
+    says = "; ".join(f"{label}: {', '.join(map(str, curve))}" for label, _, curve in lines)
+    title = "Held-out reward of make train, three seeds"
+    return reward_chart(title, f"Every 5 batches. {says}.", lines, samples=64)
+
+
+def turn_picture() -> str:
+    """Held-out reward of benchmarks/turn_credit.py over batches: three seeds by turn and three by sample."""
+    report = json.loads((ROOT / "benchmarks/results/turn-credit-cpu.json").read_text(encoding="utf-8"))
+    colors = dict(zip(("turn", "sample"), SERIES, strict=False))
+    lines = [
+        (f"by {baseline}", colors[baseline], curves[baseline])
+        for curves in report["curves"].values()
+        for baseline in colors
+    ]
+    says = "; ".join(f"{label}: {', '.join(map(str, curve))}" for label, _, curve in lines)
+    title = "Held-out reward with credit by turn and by sample, three seeds each"
+    return reward_chart(title, f"Every {report['every']} batches. {says}.", lines, samples=32)
+
+
+def reward_chart(title: str, description: str, lines: Sequence[tuple[str, str, list[float]]], *, samples: int) -> str:
+    """Rewards before training and after every 5 batches of so many samples, as lines with a label and a color."""
     width, height, left, right, top, bottom = 680, 300, 64, 150, 24, 52
-    batches = 5 * (max(map(len, curves.values())) - 1)
+    batches = 5 * (max(len(curve) for _, _, curve in lines) - 1)
 
     def at(batch: float, reward: float) -> tuple[float, float]:
         x = left + batch / batches * (width - left - right)
@@ -149,19 +173,22 @@ def curve_picture() -> str:
     for batch in range(0, batches + 1, 5):
         body.append(text(at(batch, 0)[0], height - bottom + 20, f"{batch}", MUTED, font_size="12.5"))
     middle = (top + height - bottom) / 2
-    body.append(text(at(batches / 2, 0)[0], height - 10, "batches of 64 samples"))
+    body.append(text(at(batches / 2, 0)[0], height - 10, f"batches of {samples} samples"))
     body.append(text(18, middle, "held-out reward", transform=f"rotate(-90 18 {middle:g})"))
-    for (seed, curve), color in zip(sorted(curves.items()), SERIES, strict=True):
+    labels: list[str] = []
+    for label, color, curve in lines:
         points = " ".join("{:g},{:g}".format(*at(5 * i, reward)) for i, reward in enumerate(curve))
         body.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"/>')
-        y = top + 22 * seed + 14
+        if label in labels:
+            continue
+        y = top + 22 * len(labels) + 14
+        labels.append(label)
         body.append(f'<path d="M{width - right + 24} {y - 4}h22" stroke="{color}" stroke-width="2.5"/>')
-        body.append(text(width - right + 54, y, f"seed {seed}", anchor="start"))
-    says = "; ".join(f"seed {seed}: {', '.join(map(str, curve))}" for seed, curve in sorted(curves.items()))
-    return svg(width, height, "Held-out reward of make train, three seeds", f"Every 5 batches. {says}.", body)
+        body.append(text(width - right + 54, y, label, anchor="start"))
+    return svg(width, height, title, description, body)
 
 
-PICTURES = {"packages.svg": packages_picture, "make-train.svg": curve_picture}
+PICTURES = {"packages.svg": packages_picture, "make-train.svg": curve_picture, "turn-credit.svg": turn_picture}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
