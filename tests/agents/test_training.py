@@ -1,6 +1,7 @@
 """Whole runs: the embedded engine behind HTTP, agents with OpenAI's client, samples that are trained on."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,11 @@ def run(prompt):
 def with_helper(prompt):
     run(prompt)
     return run("help: " + prompt)
+
+def scores_itself(prompt, seed):
+    run(prompt)
+    turns = [seed % 7 / 7, seed % 5 / 5]
+    return {"reward": sum(turns), "turn_rewards": turns}
 '''
 
 
@@ -105,6 +111,25 @@ def test_branches_of_one_rollout_count_once(tmp_path, chat_model):
     assert len(by_rollout) == 16
     assert all(len({row["reward"] for row in branches}) == 1 for branches in by_rollout.values())
     assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5
+
+
+def test_rewards_by_turn_of_an_agent_change_what_is_trained(tmp_path, chat_model):
+    changes = {
+        "run": {"batches": 1},
+        "workflow": {"function": f"{tmp_path / 'agent.py'}:scores_itself"},
+        "rewards": [{"kind": "sum", "rewards": [{"kind": "reported", "weight": 2.0}]}],
+    }
+    norms = []
+    for baseline in ("sample", "turn"):
+        train(tmp_path, chat_model, changes | {"algorithm": {"baseline": baseline}})
+        rows, (metrics,) = stored(tmp_path)
+        norms.append(metrics["train/grad_norm"])
+        for row in rows:
+            ends = np.flatnonzero(np.diff(np.array(row["loss_mask"]).astype(int), append=0) == -1)
+            assert [position for position, _ in row["token_rewards"]] == ends.tolist()
+            assert sum(value for _, value in row["token_rewards"]) == pytest.approx(row["reward"])
+        shutil.rmtree(tmp_path / "run")
+    assert norms[0] != norms[1]
 
 
 @pytest.mark.long

@@ -106,6 +106,15 @@ def test_rewards_of_turns_are_stored_and_change_what_is_trained(game):
         assert all(sample.loss_mask[position] for position in sample.score.token_rewards)
 
 
+def test_rewards_of_turns_pass_through_a_sum_of_rewards_in_workers(game):
+    parts = [{"kind": "isolated", "weight": 2.0, "workers": 1, "reward": {"kind": "environment"}}]
+    game({"run": {"batches": 1}, "rewards": [{"kind": "sum", "rewards": parts}]})
+    for sample in stored(game.folder / "run"):
+        assert len(sample.score.token_rewards) == sample.metadata["turns"]
+        expected = [2.0 * reward for reward in sample.metadata["environment"]["rewards"]]
+        assert list(sample.score.token_rewards.values()) == expected
+
+
 def test_rewards_of_turns_are_shown_by_rl_view_and_in_the_report(game):
     game({"run": {"batches": 1}, "workflow": {"environment": {"kind": "guess", "highest": 3, "cost": 0.25}}})
     loaded, console = load_run(game.folder / "run"), Console(file=io.StringIO(), width=200)
