@@ -3,9 +3,13 @@
 import asyncio
 
 import numpy as np
+import pytest
 import torch
+from plasmid.components import AdapterSpec
+from plasmid.errors import SyncError
 from plasmid.types import GenerateRequest, SamplingParams, StopReason
-from plasmid_models.sync import send_weights
+from plasmid_models.lora.layers import insert_adapter, merge
+from plasmid_models.sync import compare, send_weights
 from plasmid_runtime.rollout.in_flight import JobProgress, record_turns
 from plasmid_workflows.execution import Execution
 from plasmid_workflows.testing import Digits
@@ -52,6 +56,34 @@ def changed(model, *, by=0.01, seed=3):
     return list(model.named_parameters())
 
 
+ADAPTER = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
+"""That of `AdapterTrainer`."""
+
+
+def adapted_layers(path):
+    """The layers of the model that get the adapter, by name."""
+    return insert_adapter(plain_model(path), ADAPTER, dtype=torch.float32)
+
+
+def drawn(layers, seed):
+    """Random matrices for the adapted layers, as a trainer names them."""
+    draw, named = torch.Generator().manual_seed(seed), {}
+    for name, layer in layers.items():
+        named[f"{name}.lora_A"] = torch.randn(layer.lora_A.shape, generator=draw)
+        named[f"{name}.lora_B"] = 0.1 * torch.randn(layer.lora_B.shape, generator=draw)
+    return named
+
+
+def merged(path, named):
+    """The model of transformers that base and adapter stand for."""
+    model = plain_model(path)
+    with torch.no_grad():
+        for name in {name.rpartition(".")[0] for name in named}:
+            weight = model.get_parameter(f"{name}.weight")
+            weight.copy_(merge(weight, named[f"{name}.lora_A"], named[f"{name}.lora_B"], ADAPTER.scale))
+    return model
+
+
 async def publish(engine, named_tensors, version, *, ranks=1):
     """One weight sync; returns both receipts."""
     plan = await engine.plan_sync()
@@ -90,3 +122,51 @@ def check_recorded_rollouts(shared):
             assert completion.logprobs[:count].tolist() == turn.completion.logprobs.tolist()
             cut += 0 < count < len(completion.token_ids) and turn.completion.stop_reason is StopReason.ABORT
     assert cut  # on a busy machine some end before the servers stop
+
+
+async def update(engine, named, version):
+    """Pause, publish and resume; returns the plan's way of sending an adapter, and the receipt."""
+    await engine.pause(engine.pause_mode)
+    plan = await engine.plan_sync()
+    sending = asyncio.to_thread(send_weights, named.items(), plan=plan, version=version, rank=0)
+    sent, received = await asyncio.gather(sending, engine.receive(plan, version))
+    compare(sent, received)
+    await engine.resume()
+    return plan.adapter, received
+
+
+def check_adapter_syncs(shared, **settings):
+    """After an adapter alone was sent, servers have exactly the weights of a sync of merged ones."""
+    path, request = shared.model_path, make_request(3, num=12)
+    base, layers = dict(plain_model(path).named_parameters()), adapted_layers(path)
+    adapters = [drawn(layers, seed) for seed in range(3)]
+
+    async def test():
+        modes, receipts, completions, sums = [], [], [], []
+        async with shared.engine(
+            trainer="adapter-trainer", adapter=adapters[0], bucket_bytes=100_000, **settings
+        ) as engine:
+            for version, adapter in enumerate(adapters[1:], 1):
+                mode, receipt = await update(engine, adapter, version)
+                modes.append(mode)
+                receipts.append(receipt)
+                completions.append(await engine.client.generate(request))
+                sums.append(await engine.checksum())
+            await engine.pause("abort")
+            engine.supervisor.remove_from_service = lambda server, error: asyncio.sleep(0)  # the server is shared
+            with pytest.raises(SyncError, match="adapted weights were not sent completely"):
+                await update(engine, dict(list(adapters[0].items())[:-2]), 4)
+            modes.append((await update(engine, {**adapters[1], **base}, 5))[0])
+        async with shared.engine() as engine:
+            for version, adapter in enumerate(adapters[1:], 1):
+                modes.append((await update(engine, dict(merged(path, adapter).named_parameters()), version))[0])
+                assert await engine.checksum() == sums[version - 1]
+        return modes, receipts, completions
+
+    modes, receipts, completions = shared.run(test())
+    assert modes == ["alone", "alone", "with_base", "merged", "merged"]
+    assert sum(tensor.nbytes for tensor in base.values()) > 10 * receipts[0].num_bytes
+    for version, (adapter, completion) in enumerate(zip(adapters[1:], completions, strict=True), 1):
+        assert {span.version for span in completion.versions} == {version}
+        expected = plain_logprobs(merged(path, adapter), request, completion)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)

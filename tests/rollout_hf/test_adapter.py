@@ -2,38 +2,16 @@
 
 import numpy as np
 import pytest
-import torch
 from hf_cases import make_request, plain_logprobs, plain_model, publish, run, started
-from plasmid.components import AdapterSpec
 from plasmid.errors import SyncError
-from plasmid_models.lora.layers import insert_adapter, merge
 from plasmid_models.sync import checksum, compare
 
-SPEC = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
-
-
-def drawn(layers, seed):
-    """Random matrices for the adapted layers, as a trainer names them."""
-    draw, named = torch.Generator().manual_seed(seed), {}
-    for name, layer in layers.items():
-        named[f"{name}.lora_A"] = torch.randn(layer.lora_A.shape, generator=draw)
-        named[f"{name}.lora_B"] = 0.1 * torch.randn(layer.lora_B.shape, generator=draw)
-    return named
-
-
-def merged(path, named):
-    """The model of transformers that base and adapter stand for."""
-    model = plain_model(path)
-    with torch.no_grad():
-        for name in {name.rpartition(".")[0] for name in named}:
-            weight = model.get_parameter(f"{name}.weight")
-            weight.copy_(merge(weight, named[f"{name}.lora_A"], named[f"{name}.lora_B"], SPEC.scale))
-    return model
+from tests.engine_cases import adapted_layers, drawn, merged
 
 
 @pytest.fixture
 def layers(tiny_model):
-    return insert_adapter(plain_model(tiny_model), SPEC, dtype=torch.float32)
+    return adapted_layers(tiny_model)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

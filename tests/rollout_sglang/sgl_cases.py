@@ -30,7 +30,7 @@ START_S = 600
 KEY = "PLASMID_TEST_SERVER_KEY"
 
 
-def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), **settings):
+def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), trainer="no-trainer", **settings):
     """What an engine on this machine's CPU is built with."""
     rollout = {"kind": "sglang", "dtype": "float32", "health_interval_s": 1.0, "health_timeout_s": 60.0, **settings}
     if rollout.get("server_args", {}) is not None:
@@ -40,7 +40,7 @@ def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), 
         {
             "model": {"path": str(model_path)},
             "data": {"path": "none.jsonl"},
-            "trainer": {"kind": "no-trainer"},
+            "trainer": {"kind": trainer},
             "algorithm": {"kind": "grpo"},
             "rewards": [{"kind": "no-reward"}],
             "rollout": rollout,
@@ -93,8 +93,8 @@ class Shared:
         return self._runner.run(work)
 
     @contextlib.asynccontextmanager
-    async def engine(self, **settings):
-        """An engine over the server, which holds the model's own weights as version 0."""
+    async def engine(self, *, adapter=None, **settings):
+        """An engine over the server, which holds the model's own weights as version 0, and their ``adapter``."""
         self._count += 1
         context = make_context(self.model_path, self.run_dir / str(self._count), **settings)
         context = replace(context, cluster=self._context.cluster)
@@ -104,7 +104,7 @@ class Shared:
         try:
             weights = list(plain_model(self.model_path).named_parameters())
             await engine.pause("abort")
-            await publish(engine, weights, 0)
+            await publish(engine, [*(adapter or {}).items(), *weights], 0)
             await engine.resume()
             yield engine
         finally:

@@ -16,6 +16,8 @@ from plasmid_sglang.dialect import SGLangDialect
 from plasmid_workflows.turns import join_completions
 from sgl_cases import changed, make_request, plain_logprobs, plain_model, publish, started
 
+from tests.engine_cases import check_adapter_syncs
+
 WIRES = ["http", "disk", "broadcast"]
 
 
@@ -39,6 +41,11 @@ def test_an_update_makes_the_engine_the_new_model(shared, wire, tmp_path):
     assert sums.keys() == before.keys() and all(sums[name] != before[name] for name in sums)
     assert {span.version for span in after.versions} == {5}
     np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=2e-5)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_adapter_alone_makes_the_engine_the_new_model(shared, wire):
+    check_adapter_syncs(shared, wire=wire, read_back_every=2)
 
 
 def test_files_of_the_disk_wire_are_gone_afterwards(shared):

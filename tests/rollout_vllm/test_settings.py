@@ -22,6 +22,7 @@ VIEW = RecipeView(
     needs=Needs(),
     trainer_kind="fsdp",
     trainer_dtype="auto",
+    trains_adapter=False,
     batches=1,
     max_staleness=0,
     deterministic=False,

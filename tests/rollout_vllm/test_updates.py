@@ -12,7 +12,7 @@ from plasmid_models.sync import compare
 from plasmid_serving.supervisor import Condition
 from vllm_cases import make_context
 
-from tests.engine_cases import changed, make_request, plain_logprobs, plain_model, publish
+from tests.engine_cases import changed, check_adapter_syncs, make_request, plain_logprobs, plain_model, publish
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -42,6 +42,11 @@ def test_an_update_makes_the_engine_the_new_model(shared, wire):
     assert sums.keys() == before.keys() and all(sums[name] != before[name] for name in sums)
     assert {span.version for span in after.versions} == {5}
     np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=2e-5)
+
+
+@pytest.mark.parametrize("wire", ["http", "disk", "broadcast"])
+def test_an_adapter_alone_makes_the_engine_the_new_model(shared, wire):
+    check_adapter_syncs(shared, wire=wire, read_back_every=2)
 
 
 def test_a_tensor_of_another_shape_or_none_at_all_is_refused(shared):

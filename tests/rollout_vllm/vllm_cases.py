@@ -22,7 +22,7 @@ PYTHON = Path(os.environ.get("PLASMID_TEST_VLLM_PYTHON", ROOT / ".venv-vllm" / "
 START_S = 900
 
 
-def make_config(model_path, *, ranks=1, sampling=None, **settings):
+def make_config(model_path, *, ranks=1, sampling=None, trainer="no-trainer", **settings):
     """A recipe that trains nothing."""
     rollout = {"kind": "vllm", "python": str(PYTHON), "dtype": "float32", "health_timeout_s": 60.0, **settings}
     rollout["server_args"] = {"kv_cache_memory_bytes": 64 << 20} | dict(settings.get("server_args", {}))
@@ -30,7 +30,7 @@ def make_config(model_path, *, ranks=1, sampling=None, **settings):
         {
             "model": {"path": str(model_path)},
             "data": {"path": "none.jsonl"},
-            "trainer": {"kind": "no-trainer"},
+            "trainer": {"kind": trainer},
             "algorithm": {"kind": "grpo"},
             "rewards": [{"kind": "no-reward"}],
             "rollout": rollout,
@@ -66,8 +66,8 @@ class Shared:
         return self._runner.run(work)
 
     @contextlib.asynccontextmanager
-    async def engine(self, **settings):
-        """An engine over the server, which holds the model's own weights as version 0."""
+    async def engine(self, *, adapter=None, **settings):
+        """An engine over the server, which holds the model's own weights as version 0, and their ``adapter``."""
         self._count += 1
         context = make_context(self.model_path, self.run_dir / str(self._count), **settings)
         context = replace(context, cluster=self._context.cluster)
@@ -76,7 +76,8 @@ class Shared:
         engine = ServersEngine(servers, settings, context, make_dialect(settings, context))
         try:
             await engine.pause("abort")
-            await publish(engine, list(plain_model(self.model_path).named_parameters()), 0)
+            weights = plain_model(self.model_path).named_parameters()
+            await publish(engine, [*(adapter or {}).items(), *weights], 0)
             await engine.resume()
             yield engine
         finally:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError, SyncError
-from plasmid.protocols import Actor, Bundle, PauseMode, Resources, SyncPlan, call
+from plasmid.protocols import Actor, AdapterSync, Bundle, PauseMode, Resources, SyncPlan, call
 from plasmid.types import SyncReceipt
 
 from .client import ANSWER_S, HFClient
@@ -87,7 +87,7 @@ class HFEngine:
             num_senders=self._num_senders,
             senders="first" if self._num_senders == 1 else "divided",
         )
-        way: Literal["merged", "with_base", "alone"] = "merged"
+        way: AdapterSync = "merged"
         if self._has_adapter:
             way = "alone" if self._has_base else "with_base"
         return SyncPlan(wire=wire, dtype=self._dtype, bucket_bytes=self._settings.bucket_bytes, adapter=way)

@@ -183,7 +183,13 @@ class ServersEngine:
         """Plan a weight sync to every running server. Waits until there is one."""
         await self.supervisor.await_running()
         wire = await self._planner.plan(self.supervisor.running())
-        return SyncPlan(wire=wire, dtype=self._dtype, bucket_bytes=self._settings.bucket_bytes)
+        return SyncPlan(
+            wire=wire,
+            dtype=self._dtype,
+            bucket_bytes=self._settings.bucket_bytes,
+            adapter=wire.command.adapter,
+            adapter_dtype="float32",  # servers merge in fp32, as the trainer does
+        )
 
     async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
         """Update every server of the plan, and restart those that fail. Raises `SyncError` if too few are left."""
@@ -202,6 +208,7 @@ class ServersEngine:
             receipts[server] = await server.begin_update(wire.command_to(server.index), version).result()
 
         failed = await for_each(servers, receive)
+        self._planner.record(receipts)
         if wire.command.folder:
             shutil.rmtree(wire.command.folder, ignore_errors=True)
         at_fault = [server for server, error in failed.items() if not isinstance(error, SyncAbortedError)]

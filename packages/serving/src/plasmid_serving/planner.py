@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from plasmid.errors import ConfigError
+from plasmid.protocols import AdapterSync
 
 from .supervisor import ManagedServer, for_each
 from .weights.command import Transport, UpdateCommand
@@ -17,6 +18,7 @@ from .weights.errors import sync_failure
 from .weights.sender import ServersWire
 
 if TYPE_CHECKING:
+    from plasmid.components import AdapterSpec
     from plasmid.config.run import RunConfig
 
     from .settings import ServersConfig
@@ -36,6 +38,9 @@ class Planner:
         self._backend = "nccl" if on_gpu else "gloo"
         self._count = self._restarts = 0
         """Number of syncs, and number of restarts of all servers at the last read-back."""
+        self._adapter = sent_adapter(settings, config, on_gpu=on_gpu)
+        self._with_base: frozenset[str] = frozenset()
+        """Servers that have received the base of the adapter."""
         self._group, self._members = "", tuple[str, ...]()
         self._first_ranks: dict[int, int] = {}
 
@@ -57,6 +62,8 @@ class Planner:
             ranks=ranks,
             senders=self._trainer_ranks if senders == "divided" else 1,
             verify=self._verifies(running),
+            adapter=self._adapter_sync(reached),
+            adapter_scale=self._adapter.scale if self._adapter is not None else 0.0,
             flush_cache=self._flush_cache,
             folder=str(self._folder / f"weights-{token}") if self.transport == "disk" else "",
             timeout_s=self.timeout_s,
@@ -72,6 +79,16 @@ class Planner:
             senders=senders,
         )
 
+    def record(self, updated: Iterable[ManagedServer]) -> None:
+        """Record the servers that completed a sync, and so have the base of an adapter."""
+        if self._adapter is not None:
+            self._with_base = frozenset(map(_life, updated))
+
+    def _adapter_sync(self, servers: Sequence[ManagedServer]) -> AdapterSync:
+        if self._adapter is None:
+            return "merged"
+        return "alone" if self._with_base.issuperset(map(_life, servers)) else "with_base"
+
     def _verifies(self, running: Sequence[ManagedServer]) -> bool:
         """Return whether this sync reads parameters back: the first, every k-th, and the one after a restart."""
         self._count += 1
@@ -85,7 +102,7 @@ class Planner:
 
     async def _form_group(self, running: Sequence[ManagedServer]) -> None:
         """Keep the group while its members stay the same; else form a new one without servers that do not respond."""
-        members = tuple(f"{server.name}.{server.restarts}" for server in running)
+        members = tuple(map(_life, running))
         if members == self._members:
             return
         failed = await for_each(running, lambda server: server.connection.loads(timeout_s=ANSWER_S))
@@ -93,6 +110,26 @@ class Planner:
         self._first_ranks = {s.index: 1 + place * s.connection.info.ranks for place, s in enumerate(answering)}
         self._members = () if failed else members
         self._group = uuid.uuid4().hex
+
+
+def _life(server: ManagedServer) -> str:
+    """Return a name that changes when the server is restarted."""
+    return f"{server.name}.{server.restarts}"
+
+
+def sent_adapter(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> AdapterSpec | None:
+    """Return the adapter that syncs send alone; None if they send whole weights. Raises `ConfigError`."""
+    spec = config.trainer.adapter()
+    if spec is None or settings.adapter_sync == "merged":
+        return None
+    if not settings.urls and not (on_gpu and config.placement.offload_engine):
+        return spec
+    if settings.adapter_sync == "adapter":
+        raise ConfigError(
+            'rollout.adapter_sync: "adapter" requires servers that keep their weights, but placement.offload_engine '
+            'is true; set it to false, or set rollout.adapter_sync = "merged"'
+        )
+    return None
 
 
 def transport_of(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> Transport:

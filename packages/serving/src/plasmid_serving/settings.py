@@ -61,6 +61,10 @@ class ServersConfig(RolloutEngineConfig):
     read_back_every: int = Field(10, ge=0)
     """Interval, in weight syncs, at which the engine's own parameters are compared with what was sent. The first
     sync is always checked; 0 disables the check."""
+    adapter_sync: Literal["auto", "adapter", "merged"] = "auto"
+    """With `trainer.lora`: send only the adapter's matrices, which servers merge into copies of the base's weights in
+    host memory (``adapter``), or all weights, merged by the trainer (``merged``). ``auto`` is adapter, but merged for
+    servers at `urls` and with `placement.offload_engine`, because both lose their weights between syncs."""
     canary_tolerance: Literal["auto"] | Annotated[float, Field(gt=0.0)] = "auto"
     """Maximum mean difference between the log-probabilities of engine and trainer, in nats, on a completion that the
     engine samples after every sync; ``auto`` is 0.02 with dtype = "float32" and 0.25 otherwise."""
@@ -90,7 +94,14 @@ class ServersConfig(RolloutEngineConfig):
             yield f'wire: must be "disk" with urls, got {self.wire!r}; set "disk" or remove it'
         if self.urls and self.read_back_every:
             yield "read_back_every: must be 0 with urls, because parameters of these servers cannot be read"
+        if self.urls and self.adapter_sync == "adapter":
+            yield 'adapter_sync: must be "merged" with urls, whose servers load complete models; remove it'
         if recipe is not None:
+            if self.adapter_sync != "auto" and not recipe.trains_adapter:
+                yield (
+                    f"rollout.adapter_sync: {self.adapter_sync!r} has no effect without an adapter (trainer.lora); "
+                    "remove it"
+                )
             yield from self._placement_errors(recipe.placement)
 
     def _group_errors(self, recipe: RecipeView | None) -> Iterator[str]:

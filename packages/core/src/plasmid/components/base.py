@@ -30,6 +30,8 @@ class RecipeView:
     trainer_kind: str
     trainer_dtype: str
     """`trainer.dtype`; ``auto`` if the trainer has no such setting."""
+    trains_adapter: bool
+    """Whether the trainer trains an adapter instead of the policy's weights."""
     batches: int
     """`run.batches`."""
     max_staleness: int

@@ -210,6 +210,7 @@ class RunConfig(Settings):
             needs=self.algorithm.needs(),
             trainer_kind=kind_of(self.trainer),
             trainer_dtype=getattr(self.trainer, "dtype", "auto"),
+            trains_adapter=self.trainer.adapter() is not None,
             batches=self.run.batches,
             max_staleness=self.run.max_staleness,
             deterministic=self.run.deterministic,

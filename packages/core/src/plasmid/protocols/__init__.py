@@ -3,10 +3,11 @@
 from .cluster import Actor, Bundle, Cluster, Node, ProcessState, Ref, Resources, Share, Store, call
 from .context import RunContext
 from .engine import EngineClient, PauseMode, RolloutEngine, TeacherClient
-from .trainer import Bucket, Finish, ScoresRef, Sender, SyncPlan, Trainer, TrainReport, Wire
+from .trainer import AdapterSync, Bucket, Finish, ScoresRef, Sender, SyncPlan, Trainer, TrainReport, Wire
 
 __all__ = [
     "Actor",
+    "AdapterSync",
     "Bucket",
     "Bundle",
     "Cluster",

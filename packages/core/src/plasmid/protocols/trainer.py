@@ -53,6 +53,11 @@ class Wire(Protocol):
         """Start sending one version from this rank."""
 
 
+AdapterSync = Literal["merged", "with_base", "alone"]
+"""Weights to send of a policy with an adapter: merged weights, the adapter and then its base, or only the adapter if
+the engine has received the base before."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SyncPlan:
     """Parameters of the transfer of one policy version to one engine. Valid for one sync."""
@@ -62,9 +67,9 @@ class SyncPlan:
     """Dtype to which weights are cast before sending; ``auto`` is the model's dtype."""
     bucket_bytes: int = 256 << 20
     """Maximum size of a bucket, in bytes; a larger tensor is sent alone."""
-    adapter: Literal["merged", "with_base", "alone"] = "merged"
-    """Weights to send of a policy with an adapter: merged weights, base and adapter, or only the adapter if the engine
-    has received the base before."""
+    adapter: AdapterSync = "merged"
+    adapter_dtype: str = ""
+    """Dtype to which the adapter's matrices are cast before sending, if they are not merged; empty for ``dtype``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

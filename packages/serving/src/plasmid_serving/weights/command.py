@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from plasmid.protocols import AdapterSync
+
 Transport = Literal["ipc", "broadcast", "disk", "http"]
 HEADER = ("index", "names", "shapes", "dtypes", "checksum", "is_last")
 """Fields of a `Bucket` that announce it."""
@@ -25,6 +27,10 @@ class UpdateCommand:
     """Number of trainer ranks that send a share of the buckets."""
     verify: bool = False
     """Read the parameters back."""
+    adapter: AdapterSync = "merged"
+    """Weights that are sent of a policy with an adapter. The processes merge an adapter that is sent."""
+    adapter_scale: float = 0.0
+    """Factor on the product of an adapter's matrices."""
     flush_cache: bool = True
     """Drop cached prefixes of the older policy."""
     folder: str = ""

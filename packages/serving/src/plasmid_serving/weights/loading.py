@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from plasmid.errors import SyncError
@@ -20,6 +21,7 @@ from . import read_back
 from .command import UpdateCommand
 from .control import ControlAddress
 from .errors import encode_error
+from .merging import AdapterMerger
 from .receiver import Receiver
 
 
@@ -73,23 +75,36 @@ class Loader:
     def __init__(self, model: nn.Module, fusions: Fusions, command: UpdateCommand) -> None:
         self._model, self._fusions, self._command = model, fusions, command
         self._buffer = FusionBuffer(model, fusions)
+        self._merger = None if command.adapter == "merged" else AdapterMerger(model, command)
         self._verified: set[str] = set()
         """Parameters that were read back."""
 
+    @torch.no_grad()
     def load(self, bucket: Bucket) -> None:
         """Load the next bucket. Raises `SyncError`."""
-        named = self._buffer.add(list(unpack(bucket)))
-        if bucket.is_last and (left := self._buffer.waiting()):
+        named = unpack(bucket)
+        for batch in [list(named)] if self._merger is None else self._merger.merge(named):
+            self._load(self._buffer.add(batch))
+        if bucket.is_last:
+            self._finish()
+
+    def _load(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._model.load_weights(named)  # type: ignore[operator]
+        is_complete = self._command.ranks == 1
+        if self._merger is not None and not is_complete:
+            self._merger.cut(named, partial(read_back.find_part, self._model, named, self._fusions))
+        if self._command.verify:
+            self._verified |= read_back.verify(self._model, named, self._fusions, complete=is_complete)
+
+    def _finish(self) -> None:
+        if left := self._buffer.waiting():
             raise SyncError(
                 f"tensor {left[0]!r} was sent without the tensors that {self._fusions.program} fuses it with"
             )
-        with torch.no_grad():
-            self._model.load_weights(named)  # type: ignore[operator]
-            if self._command.verify:
-                complete = self._command.ranks == 1
-                self._verified |= read_back.verify(self._model, named, self._fusions, complete=complete)
-                if bucket.is_last:
-                    self._check_complete()
+        if self._merger is not None:
+            self._merger.finish(self._verified if self._command.verify else None)
+        if self._command.verify and self._command.adapter != "alone":
+            self._check_complete()
 
     def _check_complete(self) -> None:
         missing = sorted({name for name, _ in self._model.named_parameters()} - self._verified)

@@ -6,8 +6,10 @@ is loaded again, and these places must hold the tensor, or this process's part o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from .loading import Fusions
 
+Part = tuple[slice, ...]
+"""Index of a part of a tensor; empty for all of it."""
 LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
 
 
@@ -29,8 +33,7 @@ def verify(model: nn.Module, named: Sequence[tuple[str, Tensor]], fusions: Fusio
     touched: set[str] = set()
     sent = dict(named)
     for name, tensor in named:
-        partners = fusions.partners(parameters.keys(), name)
-        others = [(partner, sent[partner]) for partner in partners if partner != name]
+        others = _partners(name, sent, fusions, parameters.keys())
         model.load_weights([(name, torch.full_like(tensor, torch.nan)), *others])  # type: ignore[operator]
         places = _places(parameters, name)
         model.load_weights([(name, tensor), *others])  # type: ignore[operator]
@@ -41,6 +44,36 @@ def verify(model: nn.Module, named: Sequence[tuple[str, Tensor]], fusions: Fusio
                 raise SyncError(f"the engine's parameter {own!r} differs from the sent tensor {name!r}")
         touched |= places.keys()
     return touched
+
+
+def find_part(
+    model: nn.Module, named: Sequence[tuple[str, Tensor]], fusions: Fusions, name: str, tensor: Tensor
+) -> Part | None:
+    """Return the part of a loaded tensor that this process's parameters hold; None if they hold nothing of it.
+
+    ``named`` are the tensors that were loaded with it. Loads a random tensor in its place, because parts of the tensor
+    itself may be equal, then the tensor again.
+    """
+    parameters = dict(model.named_parameters())
+    others = _partners(name, dict(named), fusions, parameters.keys())
+    model.load_weights([(name, torch.full_like(tensor, torch.nan)), *others])  # type: ignore[operator]
+    places = _places(parameters, name)
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    random = torch.rand(tensor.shape, generator=generator, device=tensor.device).to(tensor.dtype)
+    model.load_weights([(name, random), *others])  # type: ignore[operator]
+    found = [parameters[own].detach()[mask] for own, mask in places.items()]
+    model.load_weights([(name, tensor), *others])  # type: ignore[operator]
+    if not found:
+        return None
+    parts = _parts(tensor.shape, found[0].numel())
+    return next((part for part in parts if all(_equal(own, random[part]) for own in found)), ())
+
+
+def _partners(
+    name: str, sent: Mapping[str, Tensor], fusions: Fusions, parameters: AbstractSet[str]
+) -> list[tuple[str, Tensor]]:
+    """Return the other tensors that must be loaded in the same call."""
+    return [(partner, sent[partner]) for partner in fusions.partners(parameters, name) if partner != name]
 
 
 def _places(parameters: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -69,24 +102,28 @@ def equals_sent(got: Tensor, sent: Tensor) -> bool:
     """Return whether ``got``, read in row-major order, is the tensor or the part that one of several ranks holds."""
     if got.numel() == 0 or got.numel() > sent.numel():
         return False
-    return any(torch.equal(_bits(got), _bits(part.to(got.dtype))) for part in _parts(sent, got.numel()))
+    if got.numel() == sent.numel() and sent.dim() == 2 and _equal(got, sent.T):
+        return True
+    return any(_equal(got, sent[part]) for part in _parts(sent.shape, got.numel()))
 
 
-def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
+def _parts(shape: Sequence[int], size: int) -> Iterator[Part]:
     """Yield the parts with this many elements. With padding after the tensor, the rank that holds its end has a
     shorter part."""
-    if size == tensor.numel():
-        yield tensor
-        if tensor.dim() == 2:
-            yield tensor.T
+    if size == math.prod(shape):
+        yield ()
         return
-    for dim in range(tensor.dim()):
-        length = tensor.shape[dim]
-        count, odd = divmod(size * length, tensor.numel())
+    for dim, length in enumerate(shape):
+        count, odd = divmod(size * length, math.prod(shape))
         if odd:
             continue
-        yield tensor.narrow(dim, length - count, count)
-        yield from (tensor.narrow(dim, first, count) for first in range(0, length - count + 1, count))
+        for first in (length - count, *range(0, length - count + 1, count)):
+            yield (*(slice(None),) * dim, slice(first, first + count), *(slice(None),) * (len(shape) - dim - 1))
+
+
+def _equal(got: Tensor, sent: Tensor) -> bool:
+    """Return whether two tensors have the same elements, bit by bit, in row-major order."""
+    return torch.equal(_bits(got), _bits(sent.to(got.dtype)))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from plasmid.errors import CheckpointError, one_line
+from plasmid.protocols import AdapterSync
 from plasmid.utils.json_text import read_json
 from plasmid_models.sync import Round, divide
 from torch import Tensor
@@ -20,44 +21,43 @@ BASE = "base.json"
 """File in the checkpoint of an adapter that identifies its base."""
 
 
-def sent_tensors(
-    policy: RankModel, mode: Literal["merged", "with_base", "alone"], *, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a weight sync; ``mode`` is `SyncPlan.adapter`."""
-    adapter = policy.adapter
-    if adapter is None or mode == "merged":
-        yield from policy.weights(dtype=dtype, device=device)
-        return
-    if mode == "with_base":
-        with adapter.disable():
-            yield from policy.weights(dtype=dtype, device=device)
-    yield from adapter.weights(dtype=dtype, device=device)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights:
+    """What one weight sync sends of a policy. An adapter comes before its base, from which servers keep its layers."""
 
+    policy: RankModel
+    mode: AdapterSync
+    dtype: torch.dtype
+    adapter_dtype: torch.dtype
+    device: torch.device
 
-def divided_tensors(
-    policy: RankModel,
-    mode: Literal["merged", "with_base", "alone"],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    bucket_bytes: int,
-) -> tuple[list[Round], Iterator[list[tuple[str, Tensor]]]]:
-    """Return the rounds of a weight sync that all ranks divide among them, and this rank's tensors in each round."""
-    adapter = policy.adapter
-    sources: list[tuple[ShareSource, AbstractContextManager[None]]] = []
-    if adapter is None or mode == "merged":
-        sources.append((policy, nullcontext()))
-    else:
-        sources += [(policy, adapter.disable())] if mode == "with_base" else []
-        sources.append((adapter, nullcontext()))
-    rounds = [divide(source.gatherables(dtype), bucket_bytes=bucket_bytes) for source, _ in sources]
+    def _sources(self) -> Iterator[tuple[ShareSource, torch.dtype, AbstractContextManager[None]]]:
+        """Yield what sends weights, in order: its dtype, and the context in which it sends them."""
+        adapter = self.policy.adapter
+        if adapter is None or self.mode == "merged":
+            yield self.policy, self.dtype, nullcontext()
+            return
+        yield adapter, self.adapter_dtype, nullcontext()
+        if self.mode == "with_base":
+            yield self.policy, self.dtype, adapter.disable()
 
-    def tensors() -> Iterator[list[tuple[str, Tensor]]]:
-        for (source, context), own in zip(sources, rounds, strict=True):
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors."""
+        for source, dtype, context in self._sources():
             with context:
-                yield from source.shares(own, dtype=dtype, device=device)
+                yield from source.weights(dtype=dtype, device=self.device)
 
-    return [one for own in rounds for one in own], tensors()
+    def divided(self, bucket_bytes: int) -> tuple[list[Round], Iterator[list[tuple[str, Tensor]]]]:
+        """Return the rounds in which all ranks send their shares, and this rank's tensors in each round."""
+        sources = list(self._sources())
+        rounds = [divide(source.gatherables(dtype), bucket_bytes=bucket_bytes) for source, dtype, _ in sources]
+
+        def tensors() -> Iterator[list[tuple[str, Tensor]]]:
+            for (source, dtype, context), own in zip(sources, rounds, strict=True):
+                with context:
+                    yield from source.shares(own, dtype=dtype, device=self.device)
+
+        return [one for own in rounds for one in own], tensors()
 
 
 def check_has_adapter(path: Path, *, saved: bool, expected: bool) -> None:

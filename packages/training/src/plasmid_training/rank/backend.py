@@ -43,7 +43,10 @@ class RankOptimizer(Protocol):
 
 
 class ShareSource(Protocol):
-    """Weights that the ranks can divide among them for a sync, without each gathering all of them."""
+    """Weights for a sync. The ranks can divide them, without each gathering all of them."""
+
+    def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield all whole weights by name. All ranks iterate together."""
 
     def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
         """Return all weights, the same on every rank, with their bytes in ``dtype``."""

@@ -36,7 +36,7 @@ from ..memory import Memory, trim_heap
 from ..objective.objective import RoleScores
 from ..objective.token_recorder import TokenRecorder
 from ..offload import OffloadedMemory
-from .adapter import divided_tensors, sent_tensors
+from .adapter import SentWeights
 from .backend import PendingSave, RankBackend, RankModel
 from .building import build_learner
 from .calls import RankPosition, RankSetup, critic_folder, reference_folder
@@ -251,13 +251,19 @@ class RankProcess(TrainedProcess):
     def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
         """Send all weights of the policy, or this rank's share. Raises the errors of the plan's `Wire`."""
         dtype = dtype_of("model", Path(self._config.model.path)) if plan.dtype == "auto" else plan.dtype
-        policy, rank = self._learner.policy.model, self._setup.rank
-        form = {"dtype": getattr(torch, dtype), "device": self._device}
+        rank = self._setup.rank
+        sent = SentWeights(
+            policy=self._learner.policy.model,
+            mode=plan.adapter,
+            dtype=getattr(torch, dtype),
+            adapter_dtype=getattr(torch, plan.adapter_dtype or dtype),
+            device=self._device,
+        )
         with self._memory.phase("sync"):
             if plan.wire.senders == "divided":
-                rounds, shares = divided_tensors(policy, plan.adapter, bucket_bytes=plan.bucket_bytes, **form)
+                rounds, shares = sent.divided(plan.bucket_bytes)
                 return send_share(shares, rounds, plan=plan, version=version, rank=rank)
-            return send_weights(sent_tensors(policy, plan.adapter, **form), plan=plan, version=version, rank=rank)
+            return send_weights(sent.tensors(), plan=plan, version=version, rank=rank)
 
     def save(self, path: Path) -> bool:
         """Start writing this rank's shards; return True if `finish_shards` must be called. Raises `CheckpointError`."""
