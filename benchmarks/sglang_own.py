@@ -26,20 +26,21 @@ LIMIT_S = 60
 GROUP = "benchmark"
 
 
-def own_update_ms(url, folder, *, sizes, device, has_sessions):
+def own_update_ms(url, key, folder, *, sizes, device, has_sessions):
     """Return the medians by bucket size for the weights in a folder; the server must have one process and be idle.
 
     With sessions (0.5.23) an update is enclosed by two more calls, which are not timed.
     """
     with tempfile.TemporaryDirectory() as answers:
         answer = Path(answers, "ms.json")
-        mp.spawn(_send, args=(url, folder, list(sizes), device, has_sessions, answer), nprocs=1)
+        mp.spawn(_send, args=(url, key, folder, list(sizes), device, has_sessions, answer), nprocs=1)
         return {int(size): ms for size, ms in json.loads(answer.read_text()).items()}
 
 
-def _send(_, url, folder, sizes, device, has_sessions, answer):
+def _send(_, url, key, folder, sizes, device, has_sessions, answer):
     os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as in SGLang
     session = requests.Session()
+    session.headers["Authorization"] = f"Bearer {key}"
 
     def post(path, body):
         response = session.post(f"{url}{path}", json=body, timeout=LIMIT_S)

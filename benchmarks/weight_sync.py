@@ -1,6 +1,7 @@
 """Measure weight syncs of a recipe's trainer and engine: pause, transfer with checksums, resume, and canary.
 
     python benchmarks/weight_sync.py recipes/smollm2-sums-sglang-cpu.toml --syncs 5
+    python benchmarks/weight_sync.py recipes/smollm2-sums-sglang-cpu.toml trainer.lora.rank=16
     python benchmarks/weight_sync.py RECIPE placement.device=cuda placement.colocated=true rollout.read_back_every=0 \\
         --bucket-mib 64 256 1024
 
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plasmid import load_config
-from plasmid.components import CanaryPlan
+from plasmid.components import CanaryPlan, kind_of
 from plasmid_runtime.cluster import open_cluster
 from plasmid_runtime.lifecycle.startup import start_processes
 from plasmid_runtime.loop.call_limits import CallLimits
@@ -80,7 +81,9 @@ async def measure(config, folder, syncs, sizes):
                 version += 1
             found[size] = times[1:], receipt, difference
             say(f"buckets of {size >> 20} MiB: {1000 * statistics.median(row['transfer'] for row in times[1:]):.1f} ms")
-        own = {} if config.placement.colocated else await asyncio.to_thread(own_updates, config, engine, sizes)
+        own = {}
+        if config.placement.device == "cuda" and not config.placement.colocated and kind_of(config.rollout) == "sglang":
+            own = await asyncio.to_thread(own_updates, config, engine, sizes)
         for size, ms in own.items():
             say(f"SGLang's own update in buckets of {size >> 20} MiB: {ms:.1f} ms")
         return found, own
@@ -90,15 +93,16 @@ async def measure(config, folder, syncs, sizes):
 
 def own_updates(config, engine, sizes):
     """Return the milliseconds of SGLang's own update by bucket size; only for one server with one process."""
-    servers = engine.members.running()
-    if len(servers) > 1 or servers[0].abilities.ranks > 1:
+    servers = [server.connection for server in engine.supervisor.running()]
+    if len(servers) > 1 or servers[0].info.ranks > 1:
         return {}
     return own_update_ms(
         servers[0].api.url,
+        servers[0].api.key,
         config.model.path,
         sizes=sizes,
         device=config.placement.device,
-        has_sessions=servers[0].abilities.has_sessions,
+        has_sessions="sessions" in servers[0].info.features,
     )
 
 

@@ -129,7 +129,11 @@ async def update(engine, named, version):
     await engine.pause(engine.pause_mode)
     plan = await engine.plan_sync()
     sending = asyncio.to_thread(send_weights, named.items(), plan=plan, version=version, rank=0)
-    sent, received = await asyncio.gather(sending, engine.receive(plan, version))
+    results = await asyncio.gather(sending, engine.receive(plan, version), return_exceptions=True)
+    for error in results:
+        if isinstance(error, BaseException):
+            raise error
+    sent, received = results
     compare(sent, received)
     await engine.resume()
     return plan.adapter, received

@@ -31,7 +31,7 @@ def recipe(folder, model_path, rollout, **settings):
             "data": {"path": str(folder / "prompts.jsonl")},
             "run": {"dir": str(folder / "run"), **counts, **settings.get("run", {})},
             "sampling": {"max_new_tokens": settings.get("tokens", 8)},
-            "trainer": {"kind": "fsdp", "lr": 1e-3},
+            "trainer": {"kind": "fsdp", "lr": 1e-3, **settings.get("trainer", {})},
             "rollout": {"kind": "sglang", **rollout},
             "algorithm": {"kind": "grpo"},
             "rewards": [{"kind": "random"}],
@@ -139,3 +139,39 @@ def test_every_prompt_is_trained_once_though_servers_die_and_hang(sglang, server
     removed = [record.message for record in caplog.records if "taken out of service" in record.message]
     assert len(removed) >= 2, removed
     assert not servers()
+
+
+class Killer:
+    """Ends the server once."""
+
+    def __init__(self, servers):
+        self.servers = servers
+
+    @hookimpl
+    def batch_finished(self, batch, metrics):
+        if batch == 2:
+            (server,) = self.servers()
+            server.kill()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_run_sends_its_adapter_alone_and_the_base_again_after_a_restart(sglang, servers, tiny_model, tmp_path):
+    rollout = {
+        "dtype": "float32",
+        "server_args": {"max_total_tokens": 4096},
+        "health_interval_s": 1.0,
+        "health_timeout_s": 60.0,
+        "canary_tolerance": 1e-3,
+        "read_back_every": 1,
+    }
+    trainer = {"lr": 1e-2, "lora": {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"]}}
+    config = recipe(tmp_path, tiny_model, rollout, trainer=trainer)
+    run(config, observers=[Killer(servers)], make_cluster=lambda _: LocalCluster())
+    check_batches(tmp_path)
+    metrics = [entry.metrics for entry in read_journal(tmp_path / "run" / "metrics.jsonl")]
+    sizes, whole = [m["sync/bytes"] for m in metrics], (tiny_model / "model.safetensors").stat().st_size
+    assert sizes.count(min(sizes)) >= BATCHES - 2 and min(sizes) < whole / 10 and max(sizes) > 0.9 * whole
+    assert metrics[-1]["engine/restarts"] == 1
+    assert max(m["sync/canary_difference"] for m in metrics) < 1e-4
+    np.testing.assert_allclose([m["train/mismatch_kl"] for m in metrics], 0.0, atol=1e-6)

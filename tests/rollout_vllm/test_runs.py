@@ -42,3 +42,15 @@ def test_a_run_learns_within_what_top_p_left_while_weights_change_in_place(job):
     (_, before), (_, after) = result.evaluations["held-out"]
     assert after > before + 0.3
     assert any(m["rollout/staleness_max"] > 0 for m in job.metrics())
+
+
+def test_a_run_learns_an_adapter_that_the_server_merges(job):
+    trainer = {"lr": 2e-2, "lora": {"rank": 8, "alpha": 16.0}}
+    loop = {"batches": 20, "samples_per_prompt": 8}
+    result = job.run({"run": loop, "trainer": trainer, "rollout": {"read_back_every": 1}})
+    (_, before), (_, after) = result.evaluations["held-out"]
+    assert after > before + 0.3
+    metrics, whole = job.metrics(), (job.model / "model.safetensors").stat().st_size
+    assert max(m["sync/bytes"] for m in metrics) < whole / 4
+    assert max(m["sync/canary_difference"] for m in metrics) < 1e-4
+    assert max(m["train/logprob_diff_max"] for m in metrics) < 1e-4

@@ -42,7 +42,7 @@ UNSUPPORTED = {
     "speculative_config": "weight syncs do not update the draft model",
     "spec_model": "weight syncs do not update the draft model",
     "spec_method": "weight syncs do not update the draft model",
-    "enable_lora": "weight syncs send adapters merged into the weights",
+    "enable_lora": "servers merge the adapter of trainer.lora into the weights",
     "logits_processors": "changes the sampling distribution in a way that the trainer cannot compute",
     "watermark_config": "changes the sampling distribution in a way that the trainer cannot compute",
     "enable_return_routed_experts": "the trainer does not replay expert routing",

@@ -87,7 +87,8 @@ class Planner:
     def _adapter_sync(self, servers: Sequence[ManagedServer]) -> AdapterSync:
         if self._adapter is None:
             return "merged"
-        return "alone" if self._with_base.issuperset(map(_life, servers)) else "with_base"
+        known, self._with_base = self._with_base, frozenset()  # until `record`, no server is known to be complete
+        return "alone" if known.issuperset(map(_life, servers)) else "with_base"
 
     def _verifies(self, running: Sequence[ManagedServer]) -> bool:
         """Return whether this sync reads parameters back: the first, every k-th, and the one after a restart."""
