@@ -8,8 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 from plasmid.config.load import resolve
+from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
-from plasmid_serving.planner import transport_of
+from plasmid_serving.planner import sent_adapter, transport_of
 from plasmid_sglang.dialect import server_arguments
 from plasmid_sglang.launch import skip_other_models
 from plasmid_sglang.schema import NEWEST, SHIPPED, argument_errors, extract, installed_version, schema_of
@@ -126,6 +127,14 @@ def test_every_mistake_in_the_arguments_is_told(tmp_path):
             {"urls": ["http://a:1"], "server_args": None},
             "rollout: read_back_every: must be 0 with urls, because parameters of these servers cannot be read",
         ),
+        (
+            {"urls": ["http://a:1"], "server_args": None, "read_back_every": 0, "adapter_sync": "adapter"},
+            'rollout: adapter_sync: must be "merged" with urls, whose servers load complete models; remove it',
+        ),
+        (
+            {"adapter_sync": "merged"},
+            "rollout.adapter_sync: 'merged' has no effect without an adapter (trainer.lora); remove it",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(tmp_path, settings, line):
@@ -152,6 +161,30 @@ def test_a_broadcast_is_the_way_between_gpus(tmp_path):
     config = context(tmp_path).config
     assert transport_of(config.rollout, config, on_gpu=True) == "broadcast"
     assert transport_of(config.rollout, config, on_gpu=False) == "disk"
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_servers_that_release_their_weights_get_merged_ones(tmp_path, sleeps):
+    placement = PlacementConfig(device="cuda", colocated=True, offload_engine=sleeps)
+
+    def found(**settings):
+        config = context(tmp_path, trainer="adapter-trainer", **settings).config
+        config = config.model_copy(update={"placement": placement})
+        return sent_adapter(config.rollout, config, on_gpu=True)
+
+    assert (found() is None) == sleeps
+    assert found(adapter_sync="merged") is None
+    errors = list(
+        context(tmp_path, adapter_sync="adapter", trainer="adapter-trainer").config.rollout._placement_errors(placement)
+    )
+    assert [line for line in errors if "adapter_sync" in line] == (
+        [
+            'rollout.adapter_sync: "adapter" requires servers that keep their weights; set '
+            "placement.offload_engine = false, or remove it"
+        ]
+        if sleeps
+        else []
+    )
 
 
 def test_validation_imports_neither_sglang_nor_torch():
@@ -209,7 +242,7 @@ def test_servers_of_others_say_nothing_of_sets(tmp_path):
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode: 'prefill' is not supported"),
         ({"quantization": "fp8"}, "quantization: 'fp8' is not supported: weight syncs send unquantized"),
         ({"enable_return_routed_experts": True}, "enable_return_routed_experts: True is not supported"),
-        ({"enable_lora": True}, "enable_lora: True is not supported: weight syncs send adapters merged"),
+        ({"enable_lora": True}, "enable_lora: True is not supported: servers merge the adapter of"),
         (
             {"tokenizer_worker_num": 2},
             "tokenizer_worker_num: must be 1, got 2: with more, SGLang does not check the",

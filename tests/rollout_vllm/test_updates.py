@@ -12,7 +12,18 @@ from plasmid_models.sync import compare
 from plasmid_serving.supervisor import Condition
 from vllm_cases import make_context
 
-from tests.engine_cases import changed, check_adapter_syncs, make_request, plain_logprobs, plain_model, publish
+from tests.engine_cases import (
+    adapted_layers,
+    changed,
+    check_adapter_syncs,
+    drawn,
+    make_request,
+    merged,
+    plain_logprobs,
+    plain_model,
+    publish,
+    update,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -117,3 +128,24 @@ def test_two_processes_of_a_server_each_hold_their_part(vllm_python, wide_model,
     assert ranks == {"0", "1"}
     np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=2e-5)
     assert {span.version for span in completion.versions} == {5}
+
+
+def test_two_processes_of_a_server_each_merge_their_part_of_an_adapter(vllm_python, wide_model, tmp_path):
+    base, layers = dict(plain_model(wide_model).named_parameters()), adapted_layers(wide_model)
+    first, second, request = drawn(layers, 1), drawn(layers, 2), make_request(3, num=12)
+
+    async def test():
+        settings = {"trainer": "adapter-trainer", "read_back_every": 1, "wire": "http"}
+        context = make_context(wide_model, tmp_path, ranks=2, gpus_per_engine=2, **settings)
+        engine = await context.config.rollout.build(context)
+        try:
+            modes = [(await update(engine, {**first, **base}, 1))[0], (await update(engine, second, 2))[0]]
+            return modes, await engine.client.generate(request)
+        finally:
+            await engine.close()
+            await context.cluster.close()
+
+    modes, completion = asyncio.run(test())
+    assert modes == ["with_base", "alone"]
+    expected = plain_logprobs(merged(wide_model, second), request, completion)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)

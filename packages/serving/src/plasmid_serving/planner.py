@@ -119,18 +119,9 @@ def _life(server: ManagedServer) -> str:
 
 
 def sent_adapter(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> AdapterSpec | None:
-    """Return the adapter that syncs send alone; None if they send whole weights. Raises `ConfigError`."""
-    spec = config.trainer.adapter()
-    if spec is None or settings.adapter_sync == "merged":
-        return None
-    if not settings.urls and not (on_gpu and config.placement.offload_engine):
-        return spec
-    if settings.adapter_sync == "adapter":
-        raise ConfigError(
-            'rollout.adapter_sync: "adapter" requires servers that keep their weights, but placement.offload_engine '
-            'is true; set it to false, or set rollout.adapter_sync = "merged"'
-        )
-    return None
+    """Return the adapter that syncs send alone; None if they send whole weights."""
+    loses_weights = settings.urls or (on_gpu and config.placement.offload_engine)
+    return None if settings.adapter_sync == "merged" or loses_weights else config.trainer.adapter()
 
 
 def transport_of(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> Transport:

@@ -138,6 +138,11 @@ class ServersConfig(RolloutEngineConfig):
             yield 'rollout.wire: "ipc" requires placement.colocated = true; set it or choose another wire'
         if self.wire == "broadcast" and place.colocated:
             yield 'rollout.wire: "broadcast" requires separate GPUs for trainer and engines; set "auto"'
+        if self.adapter_sync == "adapter" and place.colocated and place.offload_engine is not False:
+            yield (
+                'rollout.adapter_sync: "adapter" requires servers that keep their weights; set '
+                "placement.offload_engine = false, or remove it"
+            )
 
     def _unread_placement(self, place: PlacementConfig) -> Iterator[str]:
         """Yield errors for rank settings, which servers at `urls` ignore because they have no ranks in the run."""
