@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ ON_CPU: Mapping[str, Any] = {
 scheduler without requests from taking a core, which the trainer needs."""
 FRACTIONS = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
 SPECULATIVE = ("accept_length", "accept_rate")
+ABORT_POLL_S = 0.02
+"""Interval between aborts before a pause, in seconds."""
+ABORT_S = 5.0
+"""Maximum time for running requests to end before a pause, in seconds. The pause itself ends those that still run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +129,25 @@ class SGLangDialect:
 
     async def pause(self, api: HttpApi, mode: PauseMode) -> None:
         """Pause generation; ``retract`` keeps requests but drops their KV cache."""
+        if mode == "abort":
+            await self._abort_running(api)
         held = "retract" if self.recompute_kv else "in_place"
         await api.post("/pause_generation", {"mode": held if mode == "in_place" else "abort"})
+
+    async def _abort_running(self, api: HttpApi) -> None:
+        """Abort requests until none runs in two consecutive checks: one may be in transit at the first.
+
+        SGLang's pause aborts them too, but then sleeps for one second before it looks whether they have ended.
+        """
+        idle, deadline = 0, time.monotonic() + ABORT_S
+        while idle < 2:
+            await self.abort(api, "all")
+            running = sum(load.running + load.queued for load in await self.loads(api))
+            idle = 0 if running else idle + 1
+            if running and time.monotonic() > deadline:
+                log.warning("%s: %d requests still run %g s after they were aborted", api.url, running, ABORT_S)
+                return
+            await asyncio.sleep(ABORT_POLL_S)
 
     async def resume(self, api: HttpApi) -> None:
         """Undo `pause`."""

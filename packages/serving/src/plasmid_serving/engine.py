@@ -90,7 +90,7 @@ class ServersEngine:
         self.endpoints = EndpointsFile(folder / "endpoints.json")
         self.supervisor = Supervisor(servers, settings, start_s=start_limit_s(config), changed=self._publish_endpoints)
         self._speeds = Speeds()
-        self._paused = self._draining = False
+        self._paused, self._is_open = False, True
         self._asleep: set[str] = set()
         self._error = ""
         options = ClientOptions(
@@ -136,7 +136,7 @@ class ServersEngine:
             Endpoints(
                 urls=urls,
                 servers=tuple(s.connection.address for s in self.supervisor.running()),
-                is_open=not self._draining,
+                is_open=self._is_open,
                 context_length=min((s.connection.info.context_length for s in self.supervisor.all), default=0),
                 error=self._error,
             )
@@ -146,13 +146,21 @@ class ServersEngine:
         """Do nothing: servers with reproducible sampling do not depend on batch composition."""
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating on every server, and take servers that do not respond out of service."""
-        if mode == "wait" and not self._paused:
-            self._draining = True
+        """Stop generating on every server, and take servers that do not respond out of service.
+
+        Meanwhile clients hold back new requests, which servers would have to end as well, except with ``in_place``.
+        Paused servers keep new requests until `resume`.
+        """
+        self._is_open = mode == "in_place"
+        self._publish_endpoints()
+        try:
+            if mode == "wait" and not self._paused:
+                await self._drain()
+            self._paused = True
+            await self.supervisor.each_running(lambda s: self._dialect.pause(self._api_of(s), mode))
+        finally:
+            self._is_open = True
             self._publish_endpoints()
-            await self._drain()
-        self._paused = True
-        await self.supervisor.each_running(lambda s: self._dialect.pause(self._api_of(s), mode))
 
     async def _drain(self) -> None:
         """Wait until no server has requests in two consecutive checks: a request may be in transit at the first."""
@@ -173,7 +181,7 @@ class ServersEngine:
         if not self.supervisor.serving():
             self.supervisor.check()
             raise SyncError("the engine cannot resume: no server has a complete version")
-        self._paused = self._draining = False
+        self._paused = False
         failed = await for_each(self.supervisor.serving(), lambda s: self._dialect.resume(s.connection.api))
         for server, error in failed.items():
             await self.supervisor.remove_from_service(server, str(error))
