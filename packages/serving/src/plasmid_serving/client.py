@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -47,6 +48,11 @@ class Endpoints:
     """Maximum length of a sample, in tokens."""
     error: str = ""
     """Why the engine can no longer serve."""
+
+    @property
+    def accept_requests(self) -> bool:
+        """Return whether there is a server to which requests may be sent."""
+        return self.is_open and bool(self.urls)
 
 
 class EndpointsFile:
@@ -160,7 +166,8 @@ class ServersClient:
         return await self._loop_client().end_sent(request_ids)
 
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        """Do nothing: servers keep no session state."""
+        """Forget the order in which the sessions began; servers keep no session state."""
+        self._loop_client().slots.end_sessions(session_ids)
 
     async def disconnect(self) -> None:
         """Close the connections of this event loop."""
@@ -169,41 +176,112 @@ class ServersClient:
             await asyncio.gather(*(api.close() for api in here.apis.values()))
 
 
+class RequestSlots:
+    """Slots for open requests. Free slots go to the sessions that began first, once servers accept requests.
+
+    A pause aborts all open requests at once, and rollouts send them again. First come, first served would put them
+    behind those of rollouts that have not begun, so that the oldest groups would become even older with every weight
+    sync.
+    """
+
+    def __init__(self, count: int, can_proceed: Callable[[], bool]) -> None:
+        """``can_proceed`` returns False while slots must not be given out."""
+        self._free, self._can_proceed = count, can_proceed
+        self._sessions: dict[str, int] = {}
+        """Place of each session in the order of their first requests."""
+        self._number = itertools.count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def acquire(self, session_id: str) -> None:
+        """Wait for a slot."""
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place = self._sessions.setdefault(session_id, next(self._number))
+        heapq.heappush(self._waiting, (place, next(self._number), slot))
+        self._give_out()
+        try:
+            await slot
+        except asyncio.CancelledError:
+            if not slot.cancelled():  # it had been given out
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Return a slot."""
+        self._free += 1
+        self._give_out()
+
+    def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """Forget sessions that send no more requests."""
+        for id_ in session_ids:
+            self._sessions.pop(id_, None)
+
+    def _give_out(self) -> None:
+        """Give out free slots, or try again later if servers accept no requests."""
+        while self._waiting and (self._waiting[0][-1].done() or (self._free and self._can_proceed())):
+            slot = heapq.heappop(self._waiting)[-1]
+            if not slot.done():
+                self._free -= 1
+                slot.set_result(None)
+        if self._waiting and self._free and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(POLL_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._timer = None
+        self._give_out()
+
+
 class _LoopClient:
     """The client on one event loop."""
 
     def __init__(self, options: ClientOptions) -> None:
         self._endpoints, self._dialect, self._secret = options.endpoints, options.dialect, options.secret
-        self._slots = asyncio.Semaphore(options.max_requests)
+        self.slots = RequestSlots(options.max_requests, self._can_proceed)
         self.apis: dict[ServerAddress, HttpApi] = {}
         self._open: Counter[ServerAddress] = Counter()
         self._attempt = itertools.count()
         self._sent: dict[str, str] = {}
         """Server-side ids of the requests that a server is processing."""
 
+    def _can_proceed(self) -> bool:
+        """Return whether a request can be sent, or must fail."""
+        endpoints = self._endpoints.read()
+        return endpoints.accept_requests or bool(endpoints.error)
+
     async def generate(self, request: GenerateRequest) -> Completion:
+        """Wait for a slot and send the request, until its deadline."""
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self.slots.acquire(request.session_id)
+        except TimeoutError:
+            return failed_completion(request, f"no answer within {request.deadline_s:g} s: no server is ready")
+        try:
+            return await self._send(request, started)
+        finally:
+            self.slots.release()
+
+    async def _send(self, request: GenerateRequest, started: float) -> Completion:
         """Send to the server with the fewest open requests; on failure retry elsewhere, until the request's
         deadline."""
-        started = time.monotonic()
         why = "no server is ready"
-        async with self._slots:
-            while (left := request.deadline_s - (time.monotonic() - started)) > 0:
-                endpoints = self._endpoints.read()
-                if endpoints.error:
-                    raise EngineError(f"the engine cannot serve: {endpoints.error}")
-                if not (endpoints.is_open and endpoints.urls):
-                    await asyncio.sleep(POLL_S)
-                    continue
-                room = endpoints.context_length - 1 - len(request.token_ids)
-                allowed = min(request.sampling.max_new_tokens - request.num_generated, room)
-                if allowed <= 0:
-                    return _full_completion(request)
-                address = min(endpoints.urls, key=lambda a: self._open[a])
-                try:
-                    return await self._ask(address, request, allowed, left)
-                except _UnavailableError as error:
-                    why = str(error)
-                    await asyncio.sleep(POLL_S)
+        while (left := request.deadline_s - (time.monotonic() - started)) > 0:
+            endpoints = self._endpoints.read()
+            if endpoints.error:
+                raise EngineError(f"the engine cannot serve: {endpoints.error}")
+            if not endpoints.accept_requests:
+                await asyncio.sleep(POLL_S)
+                continue
+            room = endpoints.context_length - 1 - len(request.token_ids)
+            allowed = min(request.sampling.max_new_tokens - request.num_generated, room)
+            if allowed <= 0:
+                return _full_completion(request)
+            address = min(endpoints.urls, key=lambda a: self._open[a])
+            try:
+                return await self._ask(address, request, allowed, left)
+            except _UnavailableError as error:
+                why = str(error)
+                await asyncio.sleep(POLL_S)
         return failed_completion(request, f"no answer within {request.deadline_s:g} s: {why}")
 
     async def _ask(self, address: ServerAddress, request: GenerateRequest, allowed: int, limit_s: float) -> Completion:

@@ -46,7 +46,8 @@ class ServersConfig(RolloutEngineConfig):
     address by which its machines reach each other. Requests need a random key that only the run has; it is sent
     unencrypted."""
     max_requests: int = Field(256, ge=1)
-    """Maximum number of open requests per rollout worker; further requests wait in the worker."""
+    """Maximum number of open requests per rollout worker; further requests wait in the worker, and those of the
+    rollouts that began first are sent first."""
     pause_mode: PauseMode = "abort"
     """Treatment of running requests at a weight sync: they finish first (``wait``), are aborted and sent again
     with their tokens so far (``abort``), or are paused and continue under the new policy (``in_place``)."""
