@@ -1,4 +1,4 @@
-"""Prints the table of families of docs/design/parity.md: python tests/backend_megatron/family_table.py"""
+"""Prints the table of families of docs/design/parity.md: python tests/backend_megatron/family_table.py [FAMILY ...]"""
 
 import asyncio
 import sys
@@ -13,14 +13,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp")]
 from fsdp_cases import whole_rows  # noqa: E402
 from fsdp_processes import Processes  # noqa: E402
 from megatron_cases import ADAM, Ranks, largest_difference, make_batch, outcome, plain_outcome  # noqa: E402
-from megatron_families import FAMILIES, make_family, network_logits, plain_logits  # noqa: E402
+from megatron_families import FAMILIES, make_family, network_logits, plain_logits, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-LAYOUTS = {"one": (1, {}), "tp2": (2, {"tensor_parallel": 2})}
+LAYOUTS = {"one": 1, "tp2": 2}
 
 
 async def row(ranks, folder, family, layout, model, theirs):
-    num_ranks, trainer = LAYOUTS[layout]
+    num_ranks = LAYOUTS[layout]
+    trainer = tensor_parallel(family) if num_ranks > 1 else {}
     rows = whole_rows(make_batch())
     logits = await network_logits(ranks, model, rows, num_ranks=num_ranks, trainer=trainer, folder=folder / "out")
     before, after = (load_file(path / "model.safetensors") for path in (model, folder / "out"))
@@ -38,7 +39,7 @@ async def row(ranks, folder, family, layout, model, theirs):
 async def run(folder, ranks):
     print("| model and layout | tensors changed there and back | logits | gradient norm | weights after a step |")
     print("|---|---|---|---|---|")
-    for family in FAMILIES:
+    for family in sys.argv[1:] or FAMILIES:
         model = make_family(folder / family, family)
         theirs = plain_outcome(model, folder / f"{family}-plain")
         for layout in LAYOUTS:

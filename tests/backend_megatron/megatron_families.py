@@ -25,6 +25,16 @@ LATENT = {
     "head_dim": 8,
     "v_head_dim": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
+"""Rotary positions whose cosines and sines have a factor, 1.21."""
 FAMILIES = {
     "Qwen2": {"family": "qwen2"},
     "Qwen2, tied": {"family": "qwen2", "tied": True},
@@ -87,6 +97,14 @@ FAMILIES = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
         },
     },
+    "gpt-oss": {
+        "family": "gpt_oss",
+        "sliding_window": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "rope_parameters": YARN,
+    },
     "DeepSeek-V3": {
         "family": "deepseek_v3",
         **LATENT,
@@ -119,22 +137,7 @@ SHARED_EXPERT = {
 }
 WINDOWS = {
     "Gemma 3": FAMILIES["Gemma 3"],
-    "gpt-oss": {
-        "family": "gpt_oss",
-        "sliding_window": 6,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "swiglu_limit": 0.5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000.0,
-            "factor": 8.0,
-            "beta_fast": 4.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 32,
-        },
-    },
+    "gpt-oss": FAMILIES["gpt-oss"],
 }
 """Families with a sliding window in some layers."""
 LINEAR = {
@@ -144,6 +147,11 @@ LINEAR = {
 }
 """Families with linear attention."""
 EVERY = FAMILIES | WINDOWS | LINEAR
+
+
+def tensor_parallel(family):
+    """Settings of two tensor-parallel ranks; experts with biases cannot be split into parts."""
+    return {"tensor_parallel": 2} | ({"expert_tensor_parallel": 1} if family == "gpt-oss" else {})
 
 
 def make_family(path, name, **overrides):
@@ -160,8 +168,8 @@ def perturb_vectors(path):
     file = path / "model.safetensors"
     tensors = load_file(file)
     torch.manual_seed(1)
-    for tensor in tensors.values():
-        if tensor.ndim == 1:
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1 or name.endswith("_bias"):
             tensor.add_(torch.randn_like(tensor), alpha=0.1)
     save_file(tensors, file, metadata={"format": "pt"})
     return path

@@ -25,18 +25,19 @@ def with_experts(batch, *, layers=2, choices=2, experts=4, shared=0):
 
 
 def force_experts(lm, experts):
-    """Make the routers of a Qwen3-MoE choose these experts [n, layers, choices] in the next forward passes."""
+    """Make the routers of a Qwen3-MoE or gpt-oss choose experts [n, layers, choices] in the next forward passes."""
     import torch
 
     for index, layer in enumerate(lm.model.layers):
+        router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
 
-        def forward(hidden, gate=layer.mlp.gate, index=index):
+        def forward(hidden, gate=router, index=index):
             given = torch.from_numpy(experts[:, index].astype(np.int64))
-            logits = hidden @ gate.weight.T
+            logits = torch.nn.functional.linear(hidden, gate.weight, getattr(gate, "bias", None))
             own = logits.topk(gate.top_k).indices
             chosen = torch.where(given == 255, own, given)
             probs = logits.softmax(-1)
             weights = torch.stack([row[ids] / row[ids].sum() for row, ids in zip(probs, chosen, strict=True)])
             return logits, weights, chosen
 
-        layer.mlp.gate.forward = forward
+        router.forward = forward

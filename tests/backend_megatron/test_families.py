@@ -10,12 +10,14 @@ from fsdp_cases import whole_rows
 from megatron_cases import ADAM, assert_alike, fit, largest_difference, make_batch, outcome, plain_outcome, weights_of
 from megatron_families import (
     FAMILIES,
+    YARN,
     assert_identical,
     folders_of_families,
     in_bfloat16_with_a_draft_layer,
     make_family,
     network_logits,
     plain_logits,
+    tensor_parallel,
 )
 from plasmid.errors import ModelError
 from plasmid_megatron.settings import Megatron
@@ -56,9 +58,14 @@ def test_a_family_comes_out_as_it_went_in_and_its_logits_are_those_of_transforme
 
 
 @pytest.mark.long
+def test_the_attention_factor_of_yarn_scales_queries_and_keys(ranks, tmp_path):
+    assert_same_network(ranks, make_family(tmp_path / "model", "Qwen3", rope_parameters=YARN), tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_so_do_two_ranks_with_a_part_of_every_matrix_each(family, ranks, models, tmp_path):
-    assert_same_network(ranks, models(family), tmp_path, num_ranks=2, trainer=TP2)
+    assert_same_network(ranks, models(family), tmp_path, num_ranks=2, trainer=tensor_parallel(family))
 
 
 @pytest.mark.parametrize(

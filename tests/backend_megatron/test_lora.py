@@ -213,6 +213,18 @@ def test_shared_experts_learn_what_they_learn_with_fsdp(layout, ranks, by_fsdp, 
     check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_glm_moe), model=tiny_glm_moe)
 
 
+@pytest.fixture(scope="module")
+def tiny_gpt_oss(tmp_path_factory):
+    """A random gpt-oss: sinks, and biases of attention, routers and experts."""
+    return make_family(tmp_path_factory.mktemp("models") / "tiny-gpt-oss", "gpt-oss")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["ep2", "ep2 tp2"])
+def test_attention_with_sinks_learns_what_it_learns_with_fsdp(layout, ranks, by_fsdp, tiny_gpt_oss, tmp_path):
+    check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_gpt_oss), model=tiny_gpt_oss)
+
+
 @pytest.mark.parametrize("targets", [["experts"], ["q_proj", "up_proj"]], ids=str)
 def test_experts_get_no_adapter(targets, ranks, tiny_moe):
     with pytest.raises(ModelError) as error:

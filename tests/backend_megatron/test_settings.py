@@ -71,6 +71,10 @@ def test_fields_of_megatron_are_taken_by_name_and_type():
         ({"transformer": {"moe_grouped_gemm": True}}, "transformer.moe_grouped_gemm = true needs transformer_engine"),
         ({"transformer": {"transformer_impl": "local"}}, "transformer_impl follows from trainer.transformer_engine"),
         ({"transformer": {"mtp_num_layers": 1}}, "mtp_num_layers cannot be set: trainer 'megatron' does not"),
+        (
+            {"transformer": {"softmax_type": "off-by-one"}},
+            "softmax_type cannot be set: trainer 'megatron' takes attention sinks from the model",
+        ),
         ({"transformer": {"fp8": "e4m3"}}, "fp8 cannot be set: trainer 'megatron' computes in float32 or bfloat16"),
     ],
 )
@@ -114,7 +118,7 @@ def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
         (
             {"model_type": "gpt2"},
             "model.path: model type 'gpt2' is not supported by trainer 'megatron'; supported types are deepseek_v3, "
-            "gemma3_text, glm4, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe",
+            "gemma3_text, glm4, glm4_moe, glm4_moe_lite, gpt_oss, llama, qwen2, qwen3, qwen3_moe",
         ),
         (
             {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}},

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_cases import fit, largest_difference, make_batch, weights_of
+from megatron_cases import fit, largest_difference, make_batch
 from megatron_families import make_family
+from megatron_resume import ADAM, assert_continues, resumed, saved
 from plasmid.errors import CheckpointError
 
-ADAM = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01, "optimizer": {"adam_eps": 1e-3}}
 ONE, TP2, PP2, DP2 = (1, {}), (2, {"tensor_parallel": 2}), (2, {"pipeline_parallel": 2}), (2, {})
 PPO = {"kind": "ppo", "critic_warmup": 1}
 CRITIC = {"critic": {"lr": 1e-2, "head_std": 0.1, "export": True}}
@@ -27,37 +27,6 @@ class TouchFile:
 
     def __reduce__(self):
         return Path.touch, (self.path,)
-
-
-def batches():
-    return [make_batch(seed=i, index=i) for i in range(4)]
-
-
-async def saved(ranks, layout, folder, **options):
-    """Two batches, save, two more."""
-    trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
-    await fit(trainer, config, *batches()[:2])
-    await trainer.save(folder / "saved")
-    reports = await fit(trainer, config, *batches()[2:])
-    return reports, await weights_of(trainer, folder / "a")
-
-
-async def resumed(ranks, layout, folder, *, steps=2, **options):
-    """Another batch, load, two batches."""
-    trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
-    await fit(trainer, config, make_batch(seed=99, index=99))
-    await trainer.load(folder / "saved")
-    assert trainer.step == steps
-    reports = await fit(trainer, config, *batches()[2:])
-    return reports, await weights_of(trainer, folder / "b")
-
-
-def assert_continues(ranks, before, after, folder, **options):
-    reports, weights = asyncio.run(saved(ranks, before, folder, **options))
-    again, same = asyncio.run(resumed(ranks, after, folder, **options))
-    assert [r["train/lr"] for r in again] == [r["train/lr"] for r in reports]
-    assert [r["train/grad_norm"] for r in again] == pytest.approx([r["train/grad_norm"] for r in reports], rel=1e-5)
-    assert largest_difference(weights, same) < 2e-6
 
 
 @pytest.mark.parametrize(("before", "after"), [(TP2, PP2), pytest.param(ONE, TP2, marks=pytest.mark.long)], ids=str)

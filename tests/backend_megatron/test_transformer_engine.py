@@ -6,7 +6,7 @@ import multiprocessing
 import pytest
 from fsdp_cases import whole_rows
 from megatron_cases import make_batch
-from megatron_families import FAMILIES, make_family
+from megatron_families import FAMILIES, YARN, make_family
 from plasmid.errors import ConfigError, ModelError
 from plasmid_megatron.device import check_transformer_engine
 from plasmid_megatron.settings import Megatron
@@ -101,6 +101,10 @@ OTHER_EPS = ("GLM-4.7-Flash", "Moonlight")
 """Have latent attention, and norms with another epsilon than those of compressed queries, keys and values."""
 
 
+LOCAL = ("Gemma 3", "gpt-oss")
+"""Have layers that it would compute differently, and are refused."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", OTHER_EPS)
 def test_norms_that_it_would_compute_differently_are_refused(family, processes, tmp_path):
@@ -109,7 +113,16 @@ def test_norms_that_it_would_compute_differently_are_refused(family, processes, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (*OTHER_EPS, "Gemma 3")])
+def test_the_attention_factor_of_yarn_is_refused(processes, tmp_path):
+    model, rows = make_family(tmp_path / "model", "Qwen3", rope_parameters=YARN), whole_rows(make_batch())
+    with pytest.raises(
+        ModelError, match=r"transformer_engine: would ignore the attention factor of model\.path: .* 1\.2"
+    ):
+        asyncio.run(processes.run(0, _compare, model, rows, {}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (*OTHER_EPS, *LOCAL)])
 def test_a_family_of_its_modules_computes_the_same_and_keeps_its_names(family, processes, tmp_path):
     difference, modules, marks, lost = compare(processes, tmp_path / "model", family)
     assert difference < 1e-5 and not lost

@@ -44,6 +44,7 @@ NOT_SUPPORTED = {
     "variable_seq_lengths": "packs microbatches of any length",
     "attention_dropout": "trains without dropout, as the engine samples without",
     "hidden_dropout": "trains without dropout, as the engine samples without",
+    "softmax_type": "takes attention sinks from the model",
     "mtp_num_layers": "does not train multi-token prediction layers",
     "hybrid_context_parallel": "has one layout of context parallelism",
 }

@@ -18,12 +18,15 @@ MODEL_TYPES = (
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "gpt_oss",
     "llama",
     "qwen2",
     "qwen3",
     "qwen3_moe",
 )
 """Built-in families, which were compared with transformers."""
+BIASED_EXPERTS = ("gpt_oss",)
+"""Families whose experts Megatron cannot split into parts, because they have biases."""
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 UNEVEN = {
     "pipeline_model_parallel_layout",
@@ -118,6 +121,11 @@ def _check_experts(settings: Megatron, model: Model) -> None:
     if experts and settings.compile is True:
         raise ConfigError(
             f"trainer.compile: layers with experts cannot be compiled, and the model has {experts}; remove the setting"
+        )
+    if model.get("model_type") in BIASED_EXPERTS and settings.expert_tensor_size > 1:
+        raise ConfigError(
+            f"trainer.expert_tensor_parallel: must be 1 for model type {model['model_type']!r}, whose experts have "
+            f"biases, got {settings.expert_tensor_size}; set it to 1, and split experts with expert_parallel"
         )
     if settings.expert_parallel > 1 and (not experts or experts % settings.expert_parallel):
         raise ConfigError(

@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import grouped_mm, one_hot
 
 ALIGNMENT = 16
 """Bytes that the length of every row must be a multiple of."""
@@ -74,6 +77,73 @@ class _GroupedLinear(torch.autograd.Function):
         if any(ctx.needs_input_grad[2:]):
             of_weights = grouped_mm(grad.mT, x, offs=bounds).unbind()
         return of_x, None, *of_weights
+
+
+class StackedExperts(MegatronModule):  # type: ignore[misc]
+    """The experts of this rank as one tensor per matrix, in the layout of gpt-oss folders, with biases.
+
+    Gate and up are interleaved, and clamped. Expert-parallel ranks split the first dimension, E experts.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None) -> None:
+        """Ignores ``submodules``, the layers of Megatron's experts."""
+        super().__init__(config)
+        assert config.expert_tensor_parallel_size == 1, "Megatron refuses to split experts with biases"
+        self._ranks, self._copies = pg_collection.ep, pg_collection.expt_dp
+        hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        shapes = {
+            "gate_up_proj": (hidden, 2 * inner),
+            "gate_up_proj_bias": (2 * inner,),
+            "down_proj": (inner, hidden),
+            "down_proj_bias": (hidden,),
+        }
+        for name, shape in shapes.items():
+            weight = nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)  # counted in the norm
+            # other ranks of the tensor-parallel group have other experts, or other tokens for the same
+            weight.allreduce = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1  # type: ignore[attr-defined]
+            self.register_parameter(name, weight)
+        self._is_grouped = all(size * weight.element_size() % ALIGNMENT == 0 for size in (hidden, inner))
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Return [t, H] outputs, and None as the bias, of tokens [t, H] sorted by expert and weighted by ``probs``."""
+        counts, limit = tokens_per_expert.to(hidden.device), self.config.activation_func_clamp_value
+        chosen = torch.repeat_interleave(
+            torch.arange(len(counts), device=counts.device), counts, output_size=len(hidden)
+        )
+        # a product, as its backward pass sums in a fixed order, unlike that of indexing
+        members = one_hot(chosen, len(counts)).to(hidden.dtype)  # [t, E]
+        inner = self._product(hidden, self.gate_up_proj, counts) + members @ self.gate_up_proj_bias
+        gate, up = inner[:, ::2].clamp(max=limit), inner[:, 1::2].clamp(-limit, limit)
+        inner = self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
+        out = self._product(inner, self.down_proj, counts) + members @ self.down_proj_bias
+        return (out * probs[:, None]).to(out.dtype), None
+
+    def _product(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """Return [t, out], the product of each expert's tokens with its matrix of ``weight`` [E, in, out]."""
+        if self._is_grouped:
+            out: Tensor = grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
+            return out
+        parts = zip(torch.split(x, counts.tolist()), weight, strict=True)
+        return torch.cat([part @ matrix for part, matrix in parts])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the places of the weights in a checkpoint."""
+        split = (len(sharded_offsets), self._ranks.rank(), self._ranks.size())
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                weight,
+                *sharded_offsets,
+                split,
+                replica_id=(0, 0, self._copies.rank()),
+                prepend_axis_num=len(sharded_offsets),
+            )
+            for name, weight in self.named_parameters()
+        }
 
 
 class RoutingReplay:

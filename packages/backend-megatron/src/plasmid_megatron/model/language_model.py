@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule
+from plasmid.errors import ModelError
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.batches.context_parallel import ContextTokens
@@ -50,12 +51,16 @@ class Backbone(GPTModel):  # type: ignore[misc]
             **(arguments | stage | {"vocab_size": architecture.bridge.padded_vocab_size}),
         )
         if self.position_embedding_type == "rope" and not config.multi_latent_attention:
-            rotary = self.rotary_pos_emb
             with torch.device("cpu"):  # even if the model is built on the meta device
-                rotary.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device)
-                self._local_rotary = local_rotary(source, architecture, rotary)
+                scale_rotary(architecture, self.rotary_pos_emb)
+                self._local_rotary = local_rotary(architecture, self.rotary_pos_emb)
             if config.transformer_impl != IMPL:
                 self.position_embedding_type = "none"  # `PackedAttention` rotates queries and keys
+            elif self.rotary_pos_emb.factor != 1.0:
+                raise ModelError(
+                    f"trainer.transformer_engine: would ignore the attention factor of {source.where}.path: "
+                    f"{source.path}, {self.rotary_pos_emb.factor:g} (rope_parameters); remove the setting"
+                )
         scale = architecture.family.embedding_scale(architecture.hf)
         if self.pre_process and scale != 1.0:
             self.embedding.register_forward_hook(partial(_scale, scale))
@@ -77,8 +82,9 @@ class Backbone(GPTModel):  # type: ignore[misc]
     def _angles(self, packed: Packed, rotary: RotaryEmbedding) -> Tensor:
         """Return `Sequences.rotary` of this rank's tokens."""
         angles = rotary.get_emb(packed.sequences.max_seqlen_q)[:, 0, 0]
-        table = torch.stack((angles.cos(), angles.sin())).to(self.config.params_dtype)
-        return table[:, packed.position_ids[0], None]
+        table = (torch.stack((angles.cos(), angles.sin())) * rotary.factor).to(self.config.params_dtype)
+        chosen: Tensor = table[:, packed.position_ids[0], None]
+        return chosen
 
     def select_predicting(self, packed: Packed) -> Tensor:
         """Return [p, H] hidden states of this rank's tokens that predict a token; on the last pipeline rank only."""
@@ -93,12 +99,18 @@ class Backbone(GPTModel):  # type: ignore[misc]
         return hidden_states
 
 
-def local_rotary(source: Source, architecture: Architecture, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
+def scale_rotary(architecture: Architecture, rotary: RotaryEmbedding, **layers: str) -> None:
+    """Give rotary positions the frequencies of the model, and the factor of cosines and sines, such as YaRN's."""
+    device = rotary.inv_freq.device
+    rotary.inv_freq, rotary.factor = inverse_frequencies(architecture.hf, device, **layers)
+
+
+def local_rotary(architecture: Architecture, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
     """Return the rotary positions of layers with a sliding window; None if all layers have the same."""
     if families.SLIDING not in (architecture.hf.rope_parameters or {}):
         return None
     local = copy.copy(rotary)
-    local.inv_freq = inverse_frequencies(source, architecture.hf, rotary.inv_freq.device, layers=families.SLIDING)
+    scale_rotary(architecture, local, layers=families.SLIDING)
     return local
 
 

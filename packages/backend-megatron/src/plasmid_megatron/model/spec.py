@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 from ..weights.families import Family
 from .attention import PackedAttention
@@ -48,7 +49,7 @@ def _replace_parts(config: TransformerConfig, layer: Any) -> None:
     if config.multi_latent_attention:
         layer.self_attention.module = LatentAttention
     experts = getattr(layer.mlp.submodules, "experts", None)
-    if experts is not None:
+    if experts is not None and experts.module is SequentialMLP:
         experts.module = GroupedExperts
     _replace_norms(layer, NORMS)
     _replace_norms(attention, HEAD_NORMS)

@@ -122,10 +122,10 @@ def _find_family(source: Source, model_type: str) -> families.Family:
     return found
 
 
-def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any, *, layers: str = "full_attention") -> Tensor:
-    """Return [d / 2] the inverse rotary frequencies, with the family's scaling by transformers.
+def inverse_frequencies(hf: PreTrainedConfig, device: Any, *, layers: str = "full_attention") -> tuple[Tensor, float]:
+    """Return [d / 2] the inverse rotary frequencies and the factor of cosines and sines, as in transformers.
 
-    They are those of layers of kind ``layers``, if the config has several. Raises `ModelError`.
+    They are those of layers of kind ``layers``, if the config has several.
     """
     rope, options = hf.rope_parameters or {}, {}
     if layers in rope:
@@ -136,12 +136,9 @@ def inverse_frequencies(source: Source, hf: PreTrainedConfig, device: Any, *, la
         size = int(size * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         unscaled: Tensor = 1.0 / rope.get("rope_theta", hf.rope_theta) ** exponents
-        return unscaled.to(device)
+        return unscaled.to(device), 1.0
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, "cpu", **options)
-    if factor != 1.0:
-        raise ModelError(f"{source.where}.path: {source.path} has rotary positions {kind!r}, which are not supported")
-    result: Tensor = frequencies.to(device)
-    return result
+    return frequencies.to(device), float(factor)
 
 
 def to_upstream(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

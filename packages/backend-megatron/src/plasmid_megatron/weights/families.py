@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+from torch import Tensor
 from torch.nn.functional import gelu
 from transformers import PreTrainedConfig
 
 Table = dict[str, list[str]]
 SLIDING = "sliding_attention"
 """Kind of layers with a sliding window in ``layer_types`` of a config."""
+SWIGLU_ALPHA = 1.702
+"""Factor in the activation of gpt-oss, which configs of older releases of transformers do not have."""
 LAYER = "model.layers.{layer_number}"
 
 
@@ -69,6 +73,44 @@ class Gemma3Bridge(LLMBridge):  # type: ignore[misc]
             softmax_scale=hf.query_pre_attn_scalar**-0.5,
             window_size=(hf.sliding_window - 1, 0),
             window_attn_skip_freq=[int(kind == SLIDING) for kind in hf.layer_types],
+        )
+
+
+class GptOssBridge(LLMBridge):  # type: ignore[misc]
+    """gpt-oss: attention sinks, windows in every other layer, and experts with biases in stacked tensors."""
+
+    _ATTENTION_MAPPING: ClassVar[Table] = {
+        "self_attention.linear_qkv.weight": [f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkv"],
+        "self_attention.linear_qkv.bias": [f"{LAYER}.self_attn.{part}_proj.bias" for part in "qkv"],
+        "self_attention.linear_proj.weight": [f"{LAYER}.self_attn.o_proj.weight"],
+        "self_attention.linear_proj.bias": [f"{LAYER}.self_attn.o_proj.bias"],
+        "self_attention.core_attention.softmax_offset": [f"{LAYER}.self_attn.sinks"],
+    }
+    _MLP_MAPPING: ClassVar[Table] = {
+        f"mlp.{name}": [f"{LAYER}.mlp.{name}"]
+        for name in (
+            "router.weight",
+            "router.bias",
+            "experts.gate_up_proj_bias",  # before the name that is a part of it
+            "experts.gate_up_proj",
+            "experts.down_proj_bias",
+            "experts.down_proj",
+        )
+    }
+
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        return self._build_base_config(
+            add_bias_linear=True,
+            softmax_type="learnable",
+            window_size=(hf.sliding_window - 1, 0),
+            window_attn_skip_freq=[int(kind == SLIDING) for kind in hf.layer_types],
+            num_moe_experts=hf.num_local_experts,
+            moe_router_topk=hf.num_experts_per_tok,
+            moe_ffn_hidden_size=hf.intermediate_size,
+            activation_func=partial(_scaled_silu, getattr(hf, "swiglu_alpha", SWIGLU_ALPHA)),
+            activation_func_clamp_value=hf.swiglu_limit,
+            glu_linear_offset=1.0,
         )
 
 
@@ -157,6 +199,26 @@ class Gemma3(Glm4):
         return float(hf.hidden_size**0.5)
 
 
+class GptOss(Family):
+    """gpt-oss in plain weights; folders in mxfp4 are refused like other quantized ones."""
+
+    bridge = GptOssBridge
+    needs_local_layers = True
+
+    def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
+        if hf.hidden_act != "silu":
+            yield f"hidden_act = {hf.hidden_act!r}"
+        if not hf.attention_bias:
+            yield "attention_bias = false"
+        if hf.sliding_window is None and SLIDING in hf.layer_types:
+            yield "no sliding_window"
+
+    def change_layer(self, layer: Any) -> None:
+        from ..model.experts import StackedExperts
+
+        layer.mlp.submodules.experts.module = StackedExperts
+
+
 class RoutedBySigmoid(Family):
     """Experts chosen by sigmoids and corrections, in groups (DeepSeek-AI 2024)."""
 
@@ -216,6 +278,7 @@ OWN: dict[str, Callable[[], Family]] = {
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
     "glm4_moe_lite": Glm4MoeLite,
+    "gpt_oss": GptOss,
     "deepseek_v3": DeepseekV3,
 }
 
@@ -238,6 +301,10 @@ def prediction_layers(hf: PreTrainedConfig) -> tuple[str, ...]:
     """Return the prefixes of the weights of multi-token prediction (MTP) layers, which are not trained."""
     last, more = int(hf.num_hidden_layers), getattr(hf, "num_nextn_predict_layers", 0) or 0
     return tuple(f"model.layers.{last + number}." for number in range(int(more)))
+
+
+def _scaled_silu(alpha: float, x: Tensor) -> Tensor:
+    return x * torch.sigmoid(alpha * x)
 
 
 def _latent_rope(hf: PreTrainedConfig) -> dict[str, Any]:

@@ -26,6 +26,8 @@ ADAPTER = ".adapter."
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)$")
 """Experts are separate modules, or numbered matrices of one module (TransformerEngine)."""
+STACKED = ".mlp.experts."
+"""Part of the names of tensors with all experts of a rank (`StackedExperts`), and of single experts."""
 DERIVED = (".rotary_emb.inv_freq",)
 
 
@@ -40,6 +42,8 @@ class Weight:
     tensor: Tensor
     expert: int | None
     """The expert's number on this rank."""
+    is_stacked: bool = False
+    """True if the first dimension of the tensor are the experts of this rank."""
 
     def full_name(self, rank: int, per_rank: int) -> str:
         """Return mbridge's name, with the expert's number in the whole model on the expert-parallel ``rank``."""
@@ -62,7 +66,8 @@ def weights(chunks: Sequence[nn.Module]) -> list[Weight]:
             if expert:
                 name = name.replace(expert[0], f".experts.{expert[2]}.weight")
             number = int(expert[1] or expert[3]) if expert else None
-            found.append(Weight(name=name, own_name=own_name, tensor=tensor, expert=number))
+            stacked = expert is None and STACKED in name
+            found.append(Weight(name=name, own_name=own_name, tensor=tensor, expert=number, is_stacked=stacked))
     return found
 
 
@@ -189,12 +194,15 @@ def _misfit(path: Path, where: str, problem: str) -> str:
 
 
 def is_split(weight: Weight) -> bool:
-    """Return True if the tensor is split over tensor-parallel (or expert-tensor-parallel) ranks."""
+    """Return True if the tensor is split over the ranks of `tensor_group`."""
     return bool(getattr(weight.tensor, "tensor_model_parallel", False)) and tensor_group(weight).size() > 1
 
 
 def tensor_group(weight: Weight) -> dist.ProcessGroup:
     """Return the group of ranks that the tensor is split over."""
+    if weight.is_stacked:
+        experts: dist.ProcessGroup = mpu.get_expert_model_parallel_group()
+        return experts
     of_expert = weight.expert is not None
     group: dist.ProcessGroup = (
         mpu.get_expert_tensor_parallel_group() if of_expert else mpu.get_tensor_model_parallel_group()
