@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp"), str(HERE.parent.parent)]
 
 from fsdp_cases import whole_rows  # noqa: E402
 from fsdp_processes import Processes  # noqa: E402
