@@ -13,15 +13,20 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "backend_fsdp"), str(HERE.parent.pa
 from fsdp_cases import whole_rows  # noqa: E402
 from fsdp_processes import Processes  # noqa: E402
 from megatron_cases import ADAM, Ranks, largest_difference, make_batch, outcome, plain_outcome  # noqa: E402
-from megatron_families import FAMILIES, make_family, network_logits, plain_logits, tensor_parallel  # noqa: E402
+from megatron_families import FAMILIES, LINEAR, make_family, network_logits, plain_logits, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-LAYOUTS = {"one": 1, "tp2": 2}
+
+def layouts(family):
+    """Number of ranks, and settings of the trainer; layers with linear attention are not split."""
+    if family not in LINEAR:
+        return {"one": (1, {}), "tp2": (2, tensor_parallel(family))}
+    has_experts = "num_experts" in LINEAR[family]
+    return {"one": (1, {})} | ({"ep2": (2, {"expert_parallel": 2})} if has_experts else {})
 
 
 async def row(ranks, folder, family, layout, model, theirs):
-    num_ranks = LAYOUTS[layout]
-    trainer = tensor_parallel(family) if num_ranks > 1 else {}
+    num_ranks, trainer = layouts(family)[layout]
     rows = whole_rows(make_batch())
     logits = await network_logits(ranks, model, rows, num_ranks=num_ranks, trainer=trainer, folder=folder / "out")
     before, after = (load_file(path / "model.safetensors") for path in (model, folder / "out"))
@@ -39,10 +44,10 @@ async def row(ranks, folder, family, layout, model, theirs):
 async def run(folder, ranks):
     print("| model and layout | tensors changed there and back | logits | gradient norm | weights after a step |")
     print("|---|---|---|---|---|")
-    for family in sys.argv[1:] or FAMILIES:
+    for family in sys.argv[1:] or (*FAMILIES, *LINEAR):
         model = make_family(folder / family, family)
         theirs = plain_outcome(model, folder / f"{family}-plain")
-        for layout in LAYOUTS:
+        for layout in layouts(family):
             await row(ranks, folder, family, layout, model, theirs)
     await ranks.close()
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from megatron_cases import fit, make_batch
-from megatron_families import FAMILIES, in_bfloat16_with_a_draft_layer, make_family
+from megatron_families import EVERY, FAMILIES, LINEAR, in_bfloat16_with_a_draft_layer, make_family
 from plasmid.errors import ModelError
 from plasmid_convert import DCP, HF, compare, convert
 from plasmid_megatron.conversion import MegatronTorch, TorchDistFolder
@@ -27,12 +27,12 @@ def assert_same(left, right, reader=None, other=None):
 @pytest.fixture
 def model(request, tmp_path):
     """One of the random models by its name, or that of a family."""
-    if request.param in FAMILIES:
+    if request.param in EVERY:
         return make_family(tmp_path / "model", request.param)
     return request.getfixturevalue(request.param)
 
 
-MODELS = ["tiny_qwen", "tiny_tied", "tiny_moe", *FAMILIES]
+MODELS = ["tiny_qwen", "tiny_tied", "tiny_moe", *FAMILIES, *LINEAR]
 FAST = ("tiny_moe", "DeepSeek-V3")
 LONG = [name for name in MODELS if name not in FAST]
 

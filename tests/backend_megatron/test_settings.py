@@ -118,7 +118,8 @@ def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
         (
             {"model_type": "gpt2"},
             "model.path: model type 'gpt2' is not supported by trainer 'megatron'; supported types are deepseek_v3, "
-            "gemma3_text, glm4, glm4_moe, glm4_moe_lite, gpt_oss, llama, qwen2, qwen3, qwen3_moe",
+            "gemma3_text, glm4, glm4_moe, glm4_moe_lite, gpt_oss, llama, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, "
+            "qwen3_moe, qwen3_next",
         ),
         (
             {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}},

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from megatron_families import make_family, tensor_parallel
+from megatron_families import make_family
 from plasmid_cli.comparison.runs import compare_runs
 from plasmid_cli.reports.run_data import load_run
 
@@ -85,11 +85,18 @@ def test_megatron_trains_through_the_command_and_resumes_bit_by_bit(folder, tiny
 @pytest.mark.long
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
-    ("name", "model_type"), [("GLM-4", "glm4"), ("Gemma 3", "gemma3_text"), ("gpt-oss", "gpt_oss")]
+    ("name", "model_type", "changes"),
+    [
+        ("GLM-4", "glm4", []),
+        ("Gemma 3", "gemma3_text", []),
+        ("gpt-oss", "gpt_oss", ["trainer.expert_tensor_parallel=1"]),
+        ("gpt-oss", "gpt_oss", ["trainer.expert_tensor_parallel=1", "trainer.expert_parallel=2"]),
+        ("Qwen3-Next", "qwen3_next", ["trainer.tensor_parallel=1", "trainer.expert_parallel=2"]),
+        ("Qwen3.5", "qwen3_5_text", ["trainer.tensor_parallel=1", "trainer.pipeline_parallel=2"]),
+    ],
 )
-def test_other_families_train_through_the_command(name, model_type, folder, tmp_path):
+def test_other_families_train_through_the_command(name, model_type, changes, folder, tmp_path):
     write(folder, make_family(tmp_path / "model", name))
-    changes = [f"trainer.{key}={value}" for key, value in tensor_parallel(name).items()]
     code, out, err = rl(folder, "train", "digits.toml", "run.dir=whole", "run.batches=2", *changes)
     assert code == 0, err
     assert "batch 2/2" in out

@@ -57,6 +57,8 @@ COUNT_TOKENS = (
     "moe_router_bias_update_rate",
 )
 """Fields of Megatron's configuration that make experts depend on the number of tokens in a microbatch."""
+LINEAR_FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Model types with linear attention in some layers."""
 Fields = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
 """String values are not inert (`plasmid.settings.trust`): some name a function or a folder to write to."""
 
@@ -94,10 +96,11 @@ class Megatron(LoRATrainerConfig):
     """Build layers from TransformerEngine's modules, which must be installed. Written against its API, never run."""
     share_prefixes: Literal["auto"] | bool = "auto"
     """Compute the common prefix of a group's samples once per microbatch. ``auto`` does so if it saves at least 20% of
-    the group's tokens on a GPU, 5% on a CPU; requires context_parallel = 1 and a model without latent attention."""
+    the group's tokens on a GPU, 5% on a CPU; requires context_parallel = 1 and a model without latent or linear
+    attention."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with tensor_parallel = 1 and
-    context_parallel = 1, for models without experts, and not with transformer_engine."""
+    context_parallel = 1, for models without experts and linear attention, and not with transformer_engine."""
     activation_memory_budget: float = Field(1.0, ge=0, le=1)
     """Fraction of the activations of compiled layers that is kept for the backward pass; the others are recomputed, the
     cheapest first (selective activation checkpointing). 0 keeps only the inputs of layers."""
@@ -183,6 +186,8 @@ class Megatron(LoRATrainerConfig):
             return "needs transformer_engine = false"
         if model.get("kv_lora_rank"):
             return "needs a model without latent attention"
+        if model.get("model_type") in LINEAR_FAMILIES:
+            return "needs a model without linear attention"
         for name in COUNT_TOKENS:
             if self.transformer.get(name):
                 return (

@@ -10,7 +10,7 @@ from plasmid.errors import ConfigError
 from plasmid.plugins.registry import loaded_families
 from plasmid_models.fp8_blocks import block_size
 
-from .settings import Megatron
+from .settings import LINEAR_FAMILIES, Megatron
 
 MODEL_TYPES = (
     "deepseek_v3",
@@ -22,7 +22,10 @@ MODEL_TYPES = (
     "llama",
     "qwen2",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
 )
 """Built-in families, which were compared with transformers."""
 BIASED_EXPERTS = ("gpt_oss",)
@@ -64,6 +67,8 @@ def check_split(settings: Megatron, model: Model) -> None:
             "trainer.lora: trainer 'megatron' cannot train an adapter of a model with latent attention (MLA); use "
             "trainer 'fsdp', or remove the table"
         )
+    if family in LINEAR_FAMILIES:
+        _check_linear(settings)
     _check_layers(settings, model)
     _check_experts(settings, model)
 
@@ -109,6 +114,23 @@ def _check_layers(settings: Megatron, model: Model) -> None:
         raise ConfigError(
             f"trainer: the model's num_hidden_layers = {layers} cannot be split into {parts} parts "
             f"(pipeline_parallel x virtual_pipeline){uneven}; set transformer.{LAST} for an uneven split"
+        )
+
+
+def _check_linear(settings: Megatron) -> None:
+    """Raise `ConfigError` for settings that layers with linear attention do not support."""
+    for name in ("tensor_parallel", "context_parallel"):
+        if getattr(settings, name) > 1:
+            raise ConfigError(
+                f"trainer.{name}: must be 1 for models with linear attention, whose layers are not split, got "
+                f"{getattr(settings, name)}; use pipeline_parallel or expert_parallel"
+            )
+    if settings.compile is True:
+        raise ConfigError("trainer.compile: layers with linear attention cannot be compiled; remove the setting")
+    if settings.lora is not None:
+        raise ConfigError(
+            "trainer.lora: trainer 'megatron' cannot train an adapter of a model with linear attention; use trainer "
+            "'fsdp', or remove the table"
         )
 
 

@@ -33,9 +33,10 @@ def compile_chunk(chunk: nn.Module, settings: Megatron, config: TransformerConfi
 
 
 def compiles_by_default(settings: Megatron, config: TransformerConfig) -> bool:
-    """Return True if the layers fit into one graph: they are dense and do not communicate."""
+    """Return True if the layers fit into one graph: they are dense, not recurrent, and do not communicate."""
     splits = settings.tensor_parallel > 1 or settings.context_parallel > 1
-    return not (splits or config.num_moe_experts or settings.transformer_engine)
+    is_linear = config.linear_attention_freq is not None
+    return not (splits or config.num_moe_experts or is_linear or settings.transformer_engine)
 
 
 def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None, **communication: Any) -> Tensor:

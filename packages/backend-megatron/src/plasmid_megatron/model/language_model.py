@@ -44,7 +44,7 @@ class Backbone(GPTModel):  # type: ignore[misc]
         arguments.pop("seq_len_interpolation_factor", None)  # rotary positions are scaled below
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, chunk=chunk, family=architecture.family),
+            transformer_layer_spec=block_spec(architecture, chunk=chunk),
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **stage),
             share_embeddings_and_output_weights=self.shares_embedding and architecture.is_tied,

@@ -131,4 +131,5 @@ class Network:
             bounds_on_device=engine,
             # losses of experts would count the padding
             dense=not engine and self.architecture.config.num_moe_experts is None,
+            linear=self.architecture.config.linear_attention_freq is not None,
         )

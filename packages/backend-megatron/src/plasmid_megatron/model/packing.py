@@ -34,7 +34,7 @@ class Sequences(PackedSeqParams):  # type: ignore[misc]
     width: Any = None
     """Length of every sequence if attention is computed over a dense block; None if sequences are packed."""
     block: Any = None
-    """`Block` of the packed sequences, where attention has no packed kernels: on a CPU and in fp32."""
+    """`Block` of the packed sequences, where attention has no packed kernels: on a CPU, in fp32, if linear."""
     shared: Any = None
     """`PrefixLayout` if samples share prefixes; then there are no boundaries of sequences."""
     num_tokens: Any = None
@@ -73,12 +73,13 @@ def pack(
     divisor: int = 1,
     bounds_on_device: bool = False,
     dense: bool = False,
+    linear: bool = False,
 ) -> Packed:
     """Pack a collated microbatch, which is on the CPU, and move this rank's part to the device.
 
     ``dtype`` is that of the computation. Each rank's number of tokens is a multiple of ``divisor``.
     ``bounds_on_device`` also moves the sequence boundaries. With ``dense``, long samples of similar length are padded
-    to one (`dense_width`), for dense attention.
+    to one (`dense_width`), for dense attention. Layers with ``linear`` attention need sequences as a block.
     """
     if batch.prefix_lengths:
         return _pack_shared(batch, device, dtype, divisor)
@@ -87,7 +88,7 @@ def pack(
     if width is not None and count * width % divisor:
         width = None
     lengths = _pad_lengths(list(batch.lengths), cp_size, divisor) if width is None else [width] * count
-    has_kernels = device.type == "cuda" and dtype != torch.float32
+    needs_block = linear or device.type != "cuda" or dtype == torch.float32
     starts = torch.tensor([0, *lengths]).cumsum(0)
     place = torch.cat([start + torch.arange(n) for start, n in zip(starts[:-1], batch.lengths, strict=True)])
     total = int(starts[-1])
@@ -118,7 +119,7 @@ def pack(
             cu_seqlens=on_device,
             order=order.to(device) if cp_size > 1 else None,
             width=width,
-            block=None if has_kernels or width is not None else Block.of(lengths, device),
+            block=Block.of(lengths, device) if needs_block and width is None else None,
         ),
     )
 

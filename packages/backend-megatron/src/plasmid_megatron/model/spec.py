@@ -9,8 +9,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from ..weights.families import Family
+from ..weights.bridge import Architecture
 from .attention import PackedAttention
 from .experts import GroupedExperts
 from .modules import LatentAttention
@@ -21,15 +22,18 @@ NORMS = ("input_layernorm", "pre_mlp_layernorm")
 HEAD_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 
-def block_spec(config: TransformerConfig, *, chunk: int | None, family: Family) -> Any:
+def block_spec(architecture: Architecture, *, chunk: int | None) -> Any:
     """Return the spec of this pipeline rank's layers, for its model chunk ``chunk`` if it has several.
 
-    ``family`` may change each layer.
+    The family may change each layer.
     """
+    config = architecture.config
     ours = config.transformer_impl != IMPL
-    spec = copy.deepcopy(_local_block_spec(config, chunk) if ours else engine_block_spec(config, chunk=chunk))
-    for layer in spec.layer_specs:
-        family.change_layer(layer.submodules)
+    spec = copy.copy(_local_block_spec(config, chunk) if ours else engine_block_spec(config, chunk=chunk))
+    spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # they are one object
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    for number, layer in enumerate(spec.layer_specs, start=first):
+        architecture.family.change_layer(layer.submodules, architecture.hf, number)
         if ours:
             _replace_parts(config, layer.submodules)
     if ours:
@@ -45,14 +49,15 @@ def _local_block_spec(config: TransformerConfig, chunk: int | None) -> Any:
 
 def _replace_parts(config: TransformerConfig, layer: Any) -> None:
     attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
+    if attention is not None:  # a gated delta net has none
+        attention.core_attention = PackedAttention
+        _replace_norms(attention, HEAD_NORMS)
     if config.multi_latent_attention:
         layer.self_attention.module = LatentAttention
     experts = getattr(layer.mlp.submodules, "experts", None)
     if experts is not None and experts.module is SequentialMLP:
         experts.module = GroupedExperts
     _replace_norms(layer, NORMS)
-    _replace_norms(attention, HEAD_NORMS)
 
 
 def _replace_norms(submodules: Any, names: tuple[str, ...]) -> None:

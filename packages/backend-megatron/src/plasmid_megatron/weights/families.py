@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig
 Table = dict[str, list[str]]
 SLIDING = "sliding_attention"
 """Kind of layers with a sliding window in ``layer_types`` of a config."""
+LINEAR = "linear_attention"
+"""Kind of layers with linear attention in ``layer_types`` of a config."""
 SWIGLU_ALPHA = 1.702
 """Factor in the activation of gpt-oss, which configs of older releases of transformers do not have."""
 LAYER = "model.layers.{layer_number}"
@@ -158,8 +160,8 @@ class Family:
         """Return the factor of the input embeddings."""
         return 1.0
 
-    def change_layer(self, layer: Any) -> None:
-        """Change the submodules of one layer's spec, a copy, before Megatron builds it."""
+    def change_layer(self, layer: Any, hf: PreTrainedConfig, number: int) -> None:
+        """Change the submodules of a layer's spec, a copy, before Megatron builds it; ``number`` counts from 0."""
 
 
 class Plain(Family):
@@ -174,7 +176,7 @@ class Glm4(Family):
 
     bridge = Glm4Bridge
 
-    def change_layer(self, layer: Any) -> None:
+    def change_layer(self, layer: Any, hf: PreTrainedConfig, number: int) -> None:
         from ..model.modules import NormedRowParallelLinear
 
         layer.self_attention.submodules.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
@@ -213,7 +215,7 @@ class GptOss(Family):
         if hf.sliding_window is None and SLIDING in hf.layer_types:
             yield "no sliding_window"
 
-    def change_layer(self, layer: Any) -> None:
+    def change_layer(self, layer: Any, hf: PreTrainedConfig, number: int) -> None:
         from ..model.experts import StackedExperts
 
         layer.mlp.submodules.experts.module = StackedExperts
@@ -285,6 +287,15 @@ OWN: dict[str, Callable[[], Family]] = {
 
 def built_in(model_type: str) -> Family:
     """Return one of the built-in families. mbridge has more, which were not compared with transformers."""
+    from .linear_families import LinearAttention  # imports this module
+
+    delta_nets = {
+        "qwen3_next": ("qwen3_next", "Qwen3NextGatedDeltaNet"),
+        "qwen3_5_text": ("qwen3_5", "Qwen3_5GatedDeltaNet"),
+        "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
+    }
+    if model_type in delta_nets:
+        return LinearAttention(*delta_nets[model_type])
     return OWN[model_type]() if model_type in OWN else Plain(model_type)
 
 
@@ -299,6 +310,8 @@ def prepare(hf: PreTrainedConfig) -> None:
 
 def prediction_layers(hf: PreTrainedConfig) -> tuple[str, ...]:
     """Return the prefixes of the weights of multi-token prediction (MTP) layers, which are not trained."""
+    if LINEAR in (getattr(hf, "layer_types", None) or ()):  # the config has no number of them
+        return ("mtp.",)
     last, more = int(hf.num_hidden_layers), getattr(hf, "num_nextn_predict_layers", 0) or 0
     return tuple(f"model.layers.{last + number}." for number in range(int(more)))
 

@@ -58,6 +58,16 @@ class Block:
         index = torch.where(filled, starts[:, None] + columns, starts[:, None])
         return cls(index.to(device), filled.flatten().nonzero()[:, 0].to(device))
 
+    def unpack(self, x: Tensor) -> Tensor:
+        """Unpack [t, ...] to [B, W, ...]."""
+        padded: Tensor = _Unpack.apply(x, self.index, self.inverse)  # type: ignore[no-untyped-call]
+        return padded
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Pack [B * W, ...] to [t, ...]."""
+        packed: Tensor = _Pack.apply(x, self.inverse)  # type: ignore[no-untyped-call]
+        return packed
+
 
 def attend(
     query: Tensor,
@@ -85,10 +95,9 @@ def attend(
         return varlen_attention(query, key, value, bounds, sizes, scale=scale, window=window, sinks=sinks)
     if block is None:
         block = Block.of([end - start for start, end in pairwise(cu_seqlens.tolist())], query.device)
-    query, key, value = (_unpack(x, block) for x in (query, key, value))
-    out = dense_attention(query, key, value, scale=scale, window=window, sinks=sinks).transpose(1, 2).flatten(0, 1)
-    result: Tensor = _Pack.apply(out, block.inverse)  # type: ignore[no-untyped-call]
-    return result
+    query, key, value = (block.unpack(x).transpose(1, 2) for x in (query, key, value))
+    out = dense_attention(query, key, value, scale=scale, window=window, sinks=sinks)
+    return block.pack(out.transpose(1, 2).flatten(0, 1))
 
 
 def dense_attention(
@@ -130,12 +139,6 @@ def masked_attention(
 def _grouped(query: Tensor, key: Tensor) -> dict[str, Any]:
     # no `enable_gqa=h != g`: sizes are symbolic under torch.compile, and a symbolic argument would break the graph
     return {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-
-
-def _unpack(x: Tensor, block: Block) -> Tensor:
-    """Unpack [t, h, d] to [B, h, W, d]."""
-    padded: Tensor = _Unpack.apply(x, block.index, block.inverse)  # type: ignore[no-untyped-call]
-    return padded.transpose(1, 2)
 
 
 class _Unpack(torch.autograd.Function):
