@@ -30,7 +30,7 @@ name); [configuration](configuration.md#algorithm) lists those of all algorithms
 |---|---|---|---|---|
 """
 SHARED = """
-All algorithms have `reduction`. All but `sft` also have:
+All algorithms have `reduction`. All but `gkd` and `sft` also have:
 
 | option | what it does |
 |---|---|
@@ -155,7 +155,39 @@ vllm serve Qwen/Qwen3-235B-A22B --tensor-parallel-size 8 --port 30000
 - The server determines the numerics: in bf16, its log-probabilities depend slightly on how requests were batched.
   Runs are reproducible bit for bit only with a deterministic server (SGLang: `--enable-deterministic-inference`).
 
-Only the sampled token's log-probability is used; a loss over the teacher's top-k tokens is not available.
+### Top tokens
+
+`opd` uses the teacher's log-probability of the sampled token only. `gkd` asks for the teacher's `top_k` most likely
+tokens at each position and minimizes the KL over them, which gives every position a gradient towards all that the
+teacher finds likely:
+
+```toml
+algorithm = { kind = "gkd", top_k = 20 }
+
+[teacher]
+path = "Qwen/Qwen3-8B"
+```
+
+- **The tail.** All other tokens together are one more outcome, with 1 minus the sum of the probabilities, at least
+  1e-6. Merging outcomes can only lower a KL: the loss is a lower bound of the KL over the whole vocabulary, is 0 only
+  if policy and teacher agree on each of the top tokens, and pushes probability that the policy has elsewhere back to
+  them. Other implementations sum over the top tokens alone (verl's `forward_kl_topk`) or renormalize both
+  distributions over them.
+- **Direction.** `divergence = "reverse"` is KL(policy || teacher), as in MiniLLM and `opd`; `"forward"` is
+  KL(teacher || policy). There is no Jensen-Shannon divergence between them.
+- **Gradient.** Of the policy's log-probabilities at the positions of its samples, as in GKD: the loss has no
+  advantages, no ratio to an old policy and no clip, so stale samples need no correction. All log-probabilities are over
+  the whole vocabulary at the sample's temperature, also where top-p, top-k or min-p restricted sampling.
+- **Metrics.** `train/teacher_kl` is the mean of the divergence, `train/teacher_coverage` the teacher's probability of
+  its top tokens together, `train/policy_coverage` the policy's. Raise `top_k` if the teacher's coverage is low.
+- **Cost.** 8 x `top_k` bytes for each token of the loss: in host memory of the ranks, on the way from a teacher on
+  ranks of its own (through the driver) or from a server, and, for a server, in the sample files as `teacher_top`. The
+  policy computes no more logits than with `opd`, in the same chunks.
+- **Teachers**: in the trainer (`fsdp` or `megatron`, with any parallelism), on ranks of its own, or a server. SGLang is
+  asked with `top_logprobs_num`; vLLM with `prompt_logprobs`, which must not exceed its `--max-logprobs` (20). A
+  response without `top_k` tokens of the policy's vocabulary fails the rollout. A teacher in the trainer chooses among
+  the policy's tokens only, if its own vocabulary is larger.
+- An algorithm of your own gets the same log-probabilities with `Needs(teacher=True, teacher_top_k=K)`.
 
 ## Supervised fine-tuning
 

@@ -86,9 +86,10 @@ def test_the_policy_replaces_a_reference_on_ranks_of_its_own(role_ranks, tmp_pat
 @pytest.mark.parametrize(
     "options", [{"seed": 7}, {"seed": 7, "hidden_size": 32, "num_layers": 3}], ids=["same", "other"]
 )
-def test_a_teacher_on_ranks_of_its_own_teaches_the_same(role_ranks, options, tmp_path):
+@pytest.mark.parametrize("algorithm", [{"kind": "opd"}, {"kind": "gkd", "top_k": 6}], ids=["opd", "gkd"])
+def test_a_teacher_on_ranks_of_its_own_teaches_the_same(role_ranks, algorithm, options, tmp_path):
     teacher = make_tiny_model(tmp_path / "teacher", **options)
-    opd = {"algorithm": {"kind": "opd"}, "teacher": {"path": str(teacher)}, "rewards": []}
+    opd = {"algorithm": algorithm, "teacher": {"path": str(teacher)}, "rewards": []}
     batches = [make_batch(index=index, temperature=0.7) for index in range(2)]
 
     async def run(alone):

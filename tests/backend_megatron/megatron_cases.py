@@ -107,7 +107,7 @@ def plain_outcome(model, folder, *, batch=None, algorithm=None):
     scores = {role: torch.from_numpy(before) for role in algorithm.roles(steps=1)}
     advantages = compute_advantages(algorithm, part, rows, scores, all_reduce=torch.clone)
     packed, found = forward(only_masked=True)
-    inputs = loss_inputs(part, packed, found.logprobs, found.entropy, scores=scores, advantages=advantages)
+    inputs = loss_inputs(part, packed, found, scores=scores, advantages=advantages)
     loss = microbatch_loss(algorithm, inputs, step_weights(algorithm, part, 0)[packed.table_index]).loss
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in lm.parameters() if p.grad is not None]).norm()

@@ -8,6 +8,7 @@ import pytest
 from megatron_cases import ADAM, FSDP_ADAM, assert_alike, fit, largest_difference, make_batch, outcome, weights_of
 from plasmid.errors import ModelError
 from plasmid.types.shared_groups import LocalStore
+from plasmid.types.top_tokens import TopTokens
 from plasmid_models.testing import make_tiny_model
 from safetensors.torch import load_file
 
@@ -65,6 +66,37 @@ def test_a_teacher_that_is_a_server_teaches_what_it_teaches_with_fsdp(layout, ra
     ours, theirs = both(ranks, tmp_path, layout, batch=scored_by_a_server(make_batch()), **served)
     for name in ("train/advantage_mean", "train/advantage_abs"):
         assert ours.reports[0][name] == pytest.approx(theirs.reports[0][name], rel=1e-4)
+
+
+def with_top_tokens(batch, count=5):
+    """The batch with random top tokens of a teacher."""
+    random, groups = np.random.default_rng(3), []
+    for group in batch.groups:
+        rows = group.rows.get()
+        logits = 2 * random.normal(size=(int(rows.loss_mask.sum()), 40))
+        logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        ids = np.argsort(-logprobs, 1)[:, :count].astype(np.int32)
+        top = TopTokens(token_ids=ids, logprobs=np.take_along_axis(logprobs, ids, 1).astype(np.float32))
+        groups.append(replace(group, rows=LocalStore().put(replace(rows, teacher_top=top))))
+    return replace(batch, groups=tuple(groups))
+
+
+def check_teacher(ours, theirs):
+    for name in ("train/teacher_kl", "train/teacher_coverage", "train/policy_coverage"):
+        assert ours.reports[0][name] == pytest.approx(theirs.reports[0][name], rel=1e-4)
+    assert ours.reports[0]["train/teacher_kl"] > 1e-3
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
+def test_top_tokens_of_a_server_teach_what_they_teach_with_fsdp(layout, ranks, tmp_path):
+    served = {"algorithm": {"kind": "gkd", "top_k": 5}, "teacher": {"kind": "server", "url": "http://host:1"}}
+    check_teacher(*both(ranks, tmp_path, layout, batch=with_top_tokens(make_batch()), rewards=[], **served))
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_top_tokens_of_a_teacher_in_the_trainer_are_those_of_fsdp(layout, ranks, other_weights, tmp_path):
+    loaded = {"algorithm": {"kind": "gkd", "top_k": 5}, "teacher": {"path": str(other_weights)}, "rewards": []}
+    check_teacher(*both(ranks, tmp_path, layout, **loaded))
 
 
 @pytest.mark.parametrize(

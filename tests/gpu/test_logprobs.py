@@ -98,7 +98,7 @@ def test_two_runs_are_equal_bit_by_bit(restricted):
 
     def run():
         scores = token_logprobs(hidden, weight, *rest, kept=kept, entropy_grad=True, chunk_size=256)
-        return *scores, *torch.autograd.grad(loss_of(scores, slice(None)), (hidden, weight))
+        return *scores[:2], *torch.autograd.grad(loss_of(scores, slice(None)), (hidden, weight))
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 

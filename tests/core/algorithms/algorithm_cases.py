@@ -106,6 +106,12 @@ def split_over_ranks(case, num_ranks, compute):
     return whole
 
 
+def top_logprobs(case, seed):
+    """[T, 3] of a random distribution over 7 tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(len(case.tokens), 7, generator=draw, dtype=torch.float64).log_softmax(1)[:, :3]
+
+
 def loss_inputs(case, advantages, *, with_old=True):
     return LossInputs(
         num_samples=case.table.num_samples,
@@ -121,6 +127,8 @@ def loss_inputs(case, advantages, *, with_old=True):
         ref_logprobs=case.column("ref_logprob"),
         teacher_logprobs=case.column("teacher_logprob"),
         advantages=advantages,
+        top_logprobs=top_logprobs(case, 1).requires_grad_(),
+        teacher_top_logprobs=top_logprobs(case, 2),
         kept=None,
         read_metadata=lambda: (),
     )

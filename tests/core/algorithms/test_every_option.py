@@ -55,6 +55,8 @@ OTHERS = {
     "whiten": [False],
     "value_clip": ["off", 0.01],
     "critic_warmup": [3],
+    "top_k": [3],
+    "divergence": ["forward"],
 }
 """Values that differ from every default."""
 BESIDE = (
@@ -129,7 +131,7 @@ def test_another_value_changes_something_or_is_an_error(kind):
 def test_the_corrections_settings_are_read_one_by_one(kind):
     cls = KINDS[kind]
     if "correction" not in cls.model_fields:
-        assert kind == "sft"
+        assert kind in ("gkd", "sft")
         return
     base = {"old_policy": "decoupled"} | ({"constant_length": 9} if kind == "dr-grpo" else {})
     seen = [outcome(cls(**base))]

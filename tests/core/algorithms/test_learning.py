@@ -26,7 +26,7 @@ from plasmid_training.algorithms.sft import SFT
 from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
-from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.head.logprobs import TokenScores, token_logprobs
 from plasmid_training.objective.critic import compute_returns, value_microbatch_loss
 from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
 
@@ -132,9 +132,8 @@ class Run:
             weights = step_weights(algorithm, rank, index)
             for part in step.microbatches:
                 m = collate(rows, part, table_index=rank.samples)
-                inputs = loss_inputs(
-                    rank, m, self.logprobs(self.policy, m), self.entropy(m), scores=scores, advantages=advantages
-                )
+                now = TokenScores(self.logprobs(self.policy, m), self.entropy(m))
+                inputs = loss_inputs(rank, m, now, scores=scores, advantages=advantages)
                 microbatch_loss(algorithm, inputs, weights[m.table_index]).loss.backward()
                 if algorithm.needs().critic:
                     value_microbatch_loss(

@@ -32,6 +32,7 @@ def test_all_of_the_family_are_installed():
         "cispo",
         "dapo",
         "dr-grpo",
+        "gkd",
         "grpo",
         "gspo",
         "opd",

@@ -8,6 +8,7 @@ from plasmid.errors import CheckpointError
 from plasmid.types import Prompt, PromptGroup, Sample, SamplingParams, Score, StopReason, VersionSpan
 from plasmid.types.batch import Rows
 from plasmid.types.kept_sets import KeptSet
+from plasmid.types.top_tokens import TopTokens
 from plasmid_runtime.observe.sample_columns import SCHEMA
 from plasmid_runtime.observe.sample_store import read_dropped, read_samples, read_table, write_samples
 
@@ -69,8 +70,15 @@ def groups():
     return [
         group(9, [sample(9, 0, ODD_LOGPROBS, kept=kept), sample(9, 1, np.zeros(0), **failed)]),
         group(2, [sample(2, 0, [0, -1.5], sampling=SamplingParams(), score=Score(value=-1.0), metadata={})]),
-        group(5, [sample(5, i, np.linspace(-3, 0, 50 + i)) for i in range(3)]),
+        group(5, [sample(5, i, np.linspace(-3, 0, 50 + i), teacher_top=top_of(50 + i)) for i in range(3)]),
     ]
+
+
+def top_of(count):
+    """A teacher's 3 top tokens at each of the loss tokens of `sample`."""
+    shape = (int((np.arange(count) % 3 > 0).sum()), 3)
+    ids = np.arange(shape[0] * 3, dtype=np.int32).reshape(shape) * 1000
+    return TopTokens(token_ids=ids, logprobs=np.linspace(-9, 0, ids.size).astype(np.float32).reshape(shape))
 
 
 def assert_same(a, b, where=""):

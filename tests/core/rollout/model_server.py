@@ -95,17 +95,28 @@ class ModelServer:
 
     def score(self, ids):
         """Log-probabilities of all tokens but the first, at temperature 1."""
+        return self.distributions(ids).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+    def top(self, ids, count):
+        """The most likely tokens in place of all tokens but the first: lists of [log-probability, token, text]."""
+        found = self.distributions(ids).topk(count, dim=-1)
+        rows = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        return [[[value, token, None] for value, token in zip(*row, strict=True)] for row in rows]
+
+    def distributions(self, ids):
+        """Log-probabilities of the vocabulary after each token but the last."""
         with BUILD_LOCK:  # a run in this process may load models meanwhile
             self._scorer = self._scorer or AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32).eval()
         with torch.no_grad():
-            logits = self._scorer(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        return logits.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+            return self._scorer(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
     async def _completions(self, request):
         body = await self._body(request)
         if "prompt_logprobs" in body:
             scored = zip(body["prompt"][1:], self.score(body["prompt"]), strict=True)
             rows = [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in scored)]
+            for row, top in zip(rows[1:], self.top(body["prompt"], body["prompt_logprobs"]), strict=True):
+                row |= {str(token): {"logprob": value, "rank": rank} for rank, (value, token, _) in enumerate(top, 1)}
             return web.json_response(self.change({"choices": [{"text": "x", "prompt_logprobs": rows}]}))
         prompt = body["prompt"]
         ids = self._tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
@@ -124,7 +135,11 @@ class ModelServer:
             ids, first = body["input_ids"], body["logprob_start_len"]
             rows = [[value, token, None] for token, value in zip(ids, [None, *self.score(ids)], strict=True)][first:]
             rows[0][0] = None
-            return web.json_response(self.change({"text": "", "meta_info": {"input_token_logprobs": rows}}))
+            meta = {"input_token_logprobs": rows}
+            if count := body.get("top_logprobs_num", 0):
+                meta["input_top_logprobs"] = [None, *self.top(ids, count)][first:]
+                meta["input_top_logprobs"][0] = None
+            return web.json_response(self.change({"text": "", "meta_info": meta}))
         drawn = await self._draw(
             body["input_ids"], temperature=settings["temperature"], max_new_tokens=settings["max_new_tokens"]
         )

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from plasmid_models.source import has_teacher, needed_models
 from plasmid_models.testing import make_tiny_model
 from plasmid_runtime.lifecycle.validation import check
 from plasmid_runtime.planning.plan import read_configs
-from plasmid_runtime.rollout.scored.teacher_scores import with_teacher_logprobs
+from plasmid_runtime.rollout.scored.teacher_scores import with_teacher_logprobs, with_teacher_top
+from plasmid_serving.remote.apis import CompletionsApi
 from transformers import AutoModelForCausalLM
 
 from tests.core.rollout.model_server import ModelServer
@@ -76,7 +78,7 @@ def taught(plain, server, **settings):
     return resolve(merge(plain, {"teacher": {"kind": "server", "url": server.url, "backoff_s": 0.01, **settings}}))
 
 
-def asked(config, token_ids=TOKENS, *, first=3, change=None, deadline_s=30.0):
+def asked(config, token_ids=TOKENS, *, first=3, change=None, deadline_s=30.0, top=False):
     """What the server answers once it is connected; ``change`` is called in between."""
 
     async def ask():
@@ -84,7 +86,8 @@ def asked(config, token_ids=TOKENS, *, first=3, change=None, deadline_s=30.0):
         if change is not None:
             change()
         try:
-            return await client.score(token_ids, first=first, deadline_s=deadline_s)
+            score = client.score_top if top else client.score
+            return await score(token_ids, first=first, deadline_s=deadline_s)
         finally:
             await client.disconnect()
 
@@ -124,6 +127,51 @@ def test_a_sample_gets_values_on_its_loss_tokens_only(plain, server):
     server.refuse = "8, 30, 11]"
     (failed,) = asyncio.run(score([sample]))
     assert failed.stop_reason == "error" and ": 400: " in failed.error and failed.error.startswith("teacher: http://")
+
+
+GKD = {"algorithm": {"kind": "gkd", "top_k": 5}}
+
+
+def expected_top(teacher, count=5):
+    """The most likely tokens in place of each of `TOKENS` but the first, in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64).eval()
+    with torch.no_grad():
+        logprobs = model(torch.from_numpy(TOKENS.astype(np.int64))[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.topk(count, dim=-1)
+
+
+def test_the_top_tokens_are_those_of_the_servers_model(plain, teacher, server):
+    found = asked(taught(merge(plain, GKD), server), top=True)
+    expected = expected_top(teacher)
+    order = np.argsort(-found.logprobs, 1)
+    np.testing.assert_array_equal(np.take_along_axis(found.token_ids, order, 1), expected.indices[2:])
+    np.testing.assert_allclose(np.take_along_axis(found.logprobs, order, 1), expected.values[2:], atol=1e-5)
+    assert (found.token_ids.dtype, found.logprobs.dtype) == (np.int32, np.float32)
+    body = server.bodies[-1]
+    assert body.get("prompt_logprobs", body.get("top_logprobs_num")) == 5
+
+
+def test_a_sample_gets_top_tokens_for_its_loss_tokens_only(plain, teacher, server):
+    mask = np.array([0, 0, 1, 1, 0, 1, 0], bool)
+    sample = make_sample("x", token_ids=TOKENS, loss_mask=mask, rollout_logprobs=np.zeros(7, np.float32))
+    nothing = replace(sample, loss_mask=np.zeros(7, bool))
+    config = taught(merge(plain, GKD), server)
+
+    async def score(samples):
+        client = await config.teacher.connect(config)
+        try:
+            return await with_teacher_top(client, samples, deadline_s=30.0)
+        finally:
+            await client.disconnect()
+
+    scored, untrained = asyncio.run(score([sample, nothing]))
+    found = {token for row in expected_top(teacher).indices[[1, 2, 4]].tolist() for token in row}
+    assert scored.teacher_top.token_ids.shape == (3, 5) and scored.teacher_logprobs is None
+    assert set(scored.teacher_top.token_ids.ravel().tolist()) == found and scored.timings["teacher_s"] > 0
+    assert untrained == nothing
+    server.refuse = "8, 30, 11]"
+    failed, _ = asyncio.run(score([sample, nothing]))
+    assert failed.stop_reason == "error" and failed.error.startswith("teacher: http://")
 
 
 def test_a_busy_server_is_asked_again_and_a_slow_one_until_the_deadline(plain, server):
@@ -262,3 +310,75 @@ def test_restricted_sampling_is_refused_before_anything_starts(plain):
     changes = {"teacher": {"kind": "server", "url": "http://host:1"}, "sampling": {"top_p": 0.9}}
     with pytest.raises(ConfigError, match=r"^teacher.kind: 'server' computes log-probabilities over all tokens, but"):
         check(resolve(merge(plain, changes)))
+
+
+def top_rows(answer):
+    """The most likely tokens at the last position of an answer of either API, as a list of (container, key)."""
+    if "meta_info" in answer:
+        return answer["meta_info"]["input_top_logprobs"][-1]
+    return answer["choices"][0]["prompt_logprobs"][-1]
+
+
+def without_one(answer):
+    rows = top_rows(answer)
+    if isinstance(rows, list):
+        rows.pop()
+    else:
+        rest = [key for key in rows if key != str(TOKENS[-1])][3:]
+        for key in rest:  # the sent token and three others remain
+            del rows[key]
+    return answer
+
+
+def with_token(token):
+    def change(answer):
+        rows = top_rows(answer)
+        if isinstance(rows, list):
+            rows[0][1] = token
+        else:
+            rows[str(token)] = {"logprob": -0.1}
+        return answer
+
+    return change
+
+
+def without_top(answer):
+    if "meta_info" in answer:
+        del answer["meta_info"]["input_top_logprobs"]
+    else:
+        del answer["choices"][0]["prompt_logprobs"]
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (without_one, "got 4 tokens at a position, 5 were requested"),
+        (with_token(10**6), r"got token 1000000, but the policy has the tokens from 0 to \d+; lower algorithm.top_k"),
+        (with_token(-1), "got token -1, but the policy has the tokens from 0"),
+        (without_top, "'input_top_logprobs'|returned no prompt_logprobs"),
+        (cut, r"got \d log-probabilities for \d tokens"),
+        (of_another_token, "got (no|the) log-probability of token (10|5)"),
+    ],
+)
+def test_an_answer_without_enough_top_tokens_is_refused_in_one_line(plain, server, change, line):
+    def corrupt():
+        server.change = change
+
+    with pytest.raises(EngineError, match=rf"^teacher: http://\S+: not a valid answer: [^\n]*({line})[^\n]*$"):
+        asked(taught(merge(plain, GKD), server), change=corrupt, top=True)
+
+
+def test_top_tokens_that_a_server_or_a_vocabulary_lacks_are_refused(plain, server):
+    api = type("Api", (CompletionsApi,), {"can_score_top": False})()
+    settings = {"teacher": {"kind": "server", "url": server.url}}
+    config = resolve(merge(merge(plain, GKD), settings))
+    refused = config.teacher.model_copy(update={"api": api})
+    with pytest.raises(EngineError, match=r"API 'openai' has no most likely tokens in place of given ones, which"):
+        asyncio.run(refused.connect(config))
+    many = merge(merge(plain, settings), {"algorithm": {"kind": "gkd", "top_k": 10**6}})
+    with pytest.raises(ConfigError, match=r"needs the teacher's 1000000 most likely tokens, but the vocabulary of"):
+        check(resolve(many))
+    inside = merge(plain, {"teacher": {"path": "auto"}, "algorithm": {"kind": "gkd", "top_k": 10**6}})
+    with pytest.raises(ConfigError, match=r"^algorithm: needs the teacher's 1000000 most likely .*lower algorithm.t"):
+        check(resolve(inside))

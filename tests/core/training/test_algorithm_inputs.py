@@ -12,6 +12,7 @@ from plasmid.types.kept_sets import KeptSet
 from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
+from plasmid_training.head.logprobs import TokenScores
 from plasmid_training.objective.objective import advantage_inputs, loss_inputs
 
 ONE = Microbatching(unit="samples", size=1)
@@ -71,7 +72,9 @@ def check(inputs, index, rows, batch, places):
 
 def microbatch_inputs(rank, rows, part):
     m = collate(rows, part, table_index=rank.samples)
-    inputs = loss_inputs(rank, m, m.rollout_logprobs, None, scores={}, advantages=torch.zeros(len(rows.token_ids)))
+    inputs = loss_inputs(
+        rank, m, TokenScores(m.rollout_logprobs, None), scores={}, advantages=torch.zeros(len(rows.token_ids))
+    )
     return m, inputs
 
 

@@ -52,7 +52,7 @@ def test_gradients_pass_gradcheck(chunk_size, entropy_grad):
         scores = token_logprobs(
             hidden, weight, targets, temperatures, bias=bias, entropy_grad=entropy_grad, chunk_size=chunk_size
         )
-        return tuple(part for part in scores if part.requires_grad)
+        return tuple(part for part in scores[:2] if part.requires_grad)
 
     assert len(differentiable(hidden, weight, bias)) == 1 + entropy_grad
     assert torch.autograd.gradcheck(differentiable, (hidden, weight, bias))
@@ -157,7 +157,7 @@ def test_logits_of_minus_infinity_have_no_probability_and_no_gradient(entropy_gr
     rest = torch.arange(VOCAB) != 5
     plain = plainly(hidden, weight[rest], bias[rest], targets - (targets > 5).long(), temperatures)
     expected = torch.autograd.grad(plain[0].sum() + entropy_grad * plain[1].sum(), (hidden, weight))
-    for a, b in zip((*scores, *grads), (*plain, *expected), strict=True):
+    for a, b in zip((*scores[:2], *grads), (*plain[:2], *expected), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 

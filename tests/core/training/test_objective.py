@@ -16,7 +16,7 @@ from plasmid_training.algorithms.grpo import GRPO
 from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
-from plasmid_training.head.logprobs import token_logprobs
+from plasmid_training.head.logprobs import TokenScores, token_logprobs
 from plasmid_training.objective.metrics import StepMetrics
 from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
 from torch import nn
@@ -78,7 +78,7 @@ def gradient(algorithm, batch, models, *, num_ranks=1, microbatching=WHOLE, step
         for microbatch in rank.steps[step].microbatches:
             m = collate(rows, microbatch, table_index=rank.samples)
             now = forward(policy, m, entropy_grad=algorithm.weights_need_entropy())
-            inputs = loss_inputs(rank, m, now.logprobs, now.entropy, scores=scores, advantages=advantages)
+            inputs = loss_inputs(rank, m, now, scores=scores, advantages=advantages)
             part = microbatch_loss(algorithm, inputs, weights[m.table_index])
             part.loss.backward()
             metrics.add(loss=part.loss, values=part.values, maxima=part.maxima, num_tokens=part.num_tokens)
@@ -248,7 +248,7 @@ def test_an_idle_rank_takes_part_with_a_gradient_of_zero():
     advantages = compute_advantages(algorithm, rank, rows, {}, all_reduce=torch.clone)
     m = collate(rows, rank.steps[0].microbatches[0], table_index=rank.samples)
     now = forward(model, m, entropy_grad=True)
-    inputs = loss_inputs(rank, m, now.logprobs, now.entropy, scores={}, advantages=advantages)
+    inputs = loss_inputs(rank, m, now, scores={}, advantages=advantages)
     part = microbatch_loss(algorithm, inputs, step_weights(algorithm, rank, 0)[m.table_index])
     part.loss.backward()
     assert part.loss.item() == 0.0
@@ -287,6 +287,8 @@ def test_an_algorithm_that_returns_another_shape_is_told_so():
     with pytest.raises(ValueError, match=rf"advantages must have one value per loss token \({tokens}\), got shape"):
         compute_advantages(WrongShapes(), rank, rows, {}, all_reduce=torch.clone)
     m = collate(rows, range(rows.num_samples), table_index=rank.samples)
-    inputs = loss_inputs(rank, m, m.rollout_logprobs, None, scores={}, advantages=torch.zeros(len(rows.token_ids)))
+    inputs = loss_inputs(
+        rank, m, TokenScores(m.rollout_logprobs, None), scores={}, advantages=torch.zeros(len(rows.token_ids))
+    )
     with pytest.raises(ValueError, match=r"the loss must have one value per token \(\d+\), got shape \(\)"):
         microbatch_loss(WrongShapes(), inputs, torch.ones(tokens))

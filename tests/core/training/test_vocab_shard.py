@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plasmid.types.kept_sets import KeptSet
+from plasmid.types.top_tokens import TopChoice
 from plasmid_training.head.kept_tokens import KeptTokens
 from plasmid_training.head.logprobs import token_logprobs
 from plasmid_training.head.token_loss import linear_token_loss
@@ -62,7 +63,7 @@ def run(inputs, fused, shard=None, restricted=False):
     else:
         scores = token_logprobs(*arguments, **options)
         loss = loss_of(scores, slice(None))
-    return [part.detach() for part in (*scores, *torch.autograd.grad(loss, leaves))]
+    return [part.detach() for part in (*scores[:2], *torch.autograd.grad(loss, leaves))]
 
 
 def on_both(groups, split, inputs, fused, restricted=False):
@@ -90,6 +91,49 @@ def test_two_ranks_give_what_one_gives(groups, split, dtype, tolerance, restrict
         torch.testing.assert_close(a, expected, rtol=0, atol=tolerance)
     for a, b, expected in zip(first[3:], second[3:], whole[3:], strict=True):
         torch.testing.assert_close(torch.cat([a, b]), expected, rtol=0, atol=tolerance)
+
+
+def top_loss(scores, chunk):
+    return loss_of(scores, chunk) + (UP.to(scores.logprobs.dtype)[0, chunk, None] * scores.top_logprobs.exp()).sum()
+
+
+def with_top_tokens(inputs, fused, shard=None):
+    """The 4 most likely tokens and their log-probabilities; those of 3 given tokens; and all gradients."""
+    choice = TopChoice(count=4, num_tokens=VOCAB - 1)
+    chosen = token_logprobs(*inputs[:2], *inputs[3:], bias=inputs[2], shard=shard, top=choice, chunk_size=4)
+    leaves = [part.clone().requires_grad_() for part in inputs[:3]]
+    ids = torch.stack([inputs[3], (inputs[3] + 1) % VOCAB, (inputs[3] + 9) % VOCAB], 1).int()
+    options = {"bias": leaves[2], "entropy_grad": True, "chunk_size": 4, "shard": shard, "top_ids": ids}
+    options["kept"] = kept_sets(inputs[3])
+    arguments = (leaves[0], leaves[1], *inputs[3:])
+    if fused:
+        loss, scores = linear_token_loss(*arguments, top_loss, **options)
+    else:
+        scores = token_logprobs(*arguments, **options)
+        loss = top_loss(scores, slice(None))
+    found = (chosen.top_ids, chosen.top_logprobs, scores.top_logprobs, *torch.autograd.grad(loss, leaves))
+    return [part.detach() for part in found]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_ranks_find_and_score_the_top_tokens_of_one(groups, split, fused):
+    inputs = case(torch.float64)
+    whole = with_top_tokens(inputs, fused)
+
+    def rank(index):
+        part = slice(*split[index : index + 2])
+        shard = VocabShard(group=groups[index], first=part.start)
+        return with_top_tokens((inputs[0], inputs[1][part], inputs[2][part], *inputs[3:]), fused, shard)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(rank, range(2))
+    assert torch.equal(first[0], whole[0]) and torch.equal(second[0], whole[0])
+    for a, b, expected in zip(first[1:4], second[1:4], whole[1:4], strict=True):
+        torch.testing.assert_close(a, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(b, expected, rtol=0, atol=1e-10)
+    for a, b, expected in zip(first[4:], second[4:], whole[4:], strict=True):
+        torch.testing.assert_close(torch.cat([a, b]), expected, rtol=0, atol=1e-10)
 
 
 def test_a_part_without_a_finite_logit_counts_nothing(groups):

@@ -10,8 +10,9 @@ from typing import Any
 
 from plasmid.components.base import kind_of
 from plasmid.config.run import RunConfig
-from plasmid.errors import ModelError
+from plasmid.errors import ConfigError, ModelError
 from plasmid.settings.trust import HUB_MODEL, is_hub_model
+from plasmid.types.top_tokens import TopChoice
 from plasmid.utils.json_text import read_json
 
 from .folder import check_folder, read_config, weight_files
@@ -94,6 +95,20 @@ def has_teacher(config: RunConfig) -> bool:
 
 def _teacher_path(config: RunConfig) -> str | None:
     return None if config.teacher is None else config.teacher.model_path()
+
+
+def teacher_top(config: RunConfig) -> TopChoice | None:
+    """Return which top tokens the teacher gives; None if the algorithm needs none. Raises `ConfigError`."""
+    count = config.algorithm.needs().teacher_top_k
+    if not count:
+        return None
+    known = _size("model", Path(config.model.path))
+    if count > known:
+        raise ConfigError(
+            f"algorithm: needs the teacher's {count} most likely tokens, but the vocabulary of {config.model.path} has "
+            f"{known}; lower algorithm.top_k"
+        )
+    return TopChoice(count=count, num_tokens=known)
 
 
 def needed_models(config: RunConfig) -> Iterator[tuple[str, Path]]:

@@ -6,7 +6,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from plasmid.types import Completion, GenerateRequest, Ints, SamplingParams
-from plasmid_serving.remote.apis import ServedModel, ServerApi, check_count, make_completion, remaining_tokens
+from plasmid_serving.remote.apis import (
+    ServedModel,
+    ServerApi,
+    TokenLogprobs,
+    check_count,
+    make_completion,
+    remaining_tokens,
+)
 
 from .completions import optional_fields
 
@@ -19,6 +26,7 @@ class GenerateApi(ServerApi):
     probe: ClassVar[str] = "/get_model_info"
     sampling_settings: ClassVar[frozenset[str]] = frozenset(SamplingParams.OPTIONAL)
     can_score: ClassVar[bool] = True
+    can_score_top: ClassVar[bool] = True
 
     def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
         sampling = request.sampling
@@ -47,13 +55,19 @@ class GenerateApi(ServerApi):
             request, ids, logprobs, reason["type"], str(reason.get("message", "aborted by the server"))
         )
 
-    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel) -> dict[str, Any]:
+    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel, top_k: int = 0) -> dict[str, Any]:
         return {
             "input_ids": token_ids.tolist(),
             "return_logprob": True,
             "logprob_start_len": first - 1,  # the first value is always null
+            **({"top_logprobs_num": top_k} if top_k else {}),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
         }
+
+    def top_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[TokenLogprobs]:
+        self.token_logprobs(answer, token_ids, first=first)  # the response must be about these tokens
+        rows = answer["meta_info"]["input_top_logprobs"][1:]
+        return [[(token, value) for value, token, *_ in row] for row in rows]
 
     def token_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[Any]:
         found = answer["meta_info"]["input_token_logprobs"]

@@ -8,6 +8,7 @@ from plasmid.plugins.hookspecs import hookimpl
 from .algorithms.cispo import CISPO
 from .algorithms.dapo import DAPO
 from .algorithms.dr_grpo import DrGRPO
+from .algorithms.gkd import GKD
 from .algorithms.grpo import GRPO
 from .algorithms.gspo import GSPO
 from .algorithms.opd import OPD
@@ -18,7 +19,7 @@ from .algorithms.sft import SFT
 from .teacher_settings import ModelTeacher
 
 ALGORITHMS: tuple[type[Algorithm], ...] = (
-    *(CISPO, DAPO, DrGRPO, GRPO, GSPO, OPD, PPO),
+    *(CISPO, DAPO, DrGRPO, GKD, GRPO, GSPO, OPD, PPO),
     *(ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, RLOO, SFT),
 )
 

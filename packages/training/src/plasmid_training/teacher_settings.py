@@ -8,7 +8,7 @@ from plasmid.components import TeacherConfig
 from plasmid.config.run import RunConfig
 from plasmid.settings.trust import INERT_MODEL
 from plasmid.types import Role
-from plasmid_models.source import has_teacher
+from plasmid_models.source import has_teacher, teacher_top
 
 
 class ModelTeacher(TeacherConfig):
@@ -20,6 +20,9 @@ class ModelTeacher(TeacherConfig):
 
     def model_path(self) -> str:
         return self.path
+
+    def check(self, config: RunConfig) -> None:
+        teacher_top(config)
 
 
 def computed_roles(config: RunConfig, *, steps: int) -> tuple[Role, ...]:

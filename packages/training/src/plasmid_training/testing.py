@@ -87,7 +87,7 @@ def _check_losses(algorithm: Algorithm, batch: _Batch, advantages: Tensor, *, in
     def loss_of(samples: Sequence[int]) -> Tensor:
         inputs = batch.loss_inputs(samples, advantages)
         result = call_loss(algorithm, inputs)
-        _check_gradient(algorithm.loss, result, inputs.logprobs)
+        _check_gradient(algorithm.loss, result, inputs.logprobs if inputs.top_logprobs is None else inputs.top_logprobs)
         if inputs.entropy is not None and not algorithm.weights_need_entropy():
             slope = _slope(result.loss, inputs.entropy)
             if slope is not None and slope.any():
@@ -112,7 +112,8 @@ def _check_tokenwise(algorithm: Algorithm, inputs: LossInputs, whole: Tensor) ->
     for token, value in enumerate(whole.tolist()):
         here = slice(token, token + 1)
         entropy = None if inputs.entropy is None else inputs.entropy[here]
-        one = select_tokens(inputs, here, TokenScores(inputs.logprobs[here], entropy))
+        top = None if inputs.top_logprobs is None else inputs.top_logprobs[here]
+        one = select_tokens(inputs, here, TokenScores(inputs.logprobs[here], entropy, top))
         alone = float(call_loss(algorithm, one).loss.detach())
         if not math.isclose(alone, value, rel_tol=1e-4, abs_tol=1e-6):
             raise algorithm_error(
@@ -137,9 +138,10 @@ def _check_gradient(method: Callable[..., Any], result: TokenLoss, scores: Tenso
     slope = _slope(result.loss, scores) if result.loss.requires_grad else None
     if slope is None:
         size = f"{len(scores)} tokens" if len(scores) else "a microbatch without tokens"
-        name = "inputs.logprobs" if method.__name__ == "loss" else "inputs.values"
+        per_token = "inputs.logprobs" if method.__name__ == "loss" else "inputs.values"
+        name = "inputs.top_logprobs" if scores.ndim == 2 else per_token
         raise algorithm_error(method, f"the loss of {size} must depend on {name}, to have a gradient")
-    _check_finite(method, "the gradient", slope)
+    _check_finite(method, "the gradient", slope if slope.ndim == 1 else slope.sum(1))
 
 
 def _slope(loss: Tensor, scores: Tensor) -> Tensor | None:
@@ -264,6 +266,10 @@ class _Batch:
         self.scores["entropy"] = torch.from_numpy(random.random(count)).float()
         if not needs.engine:
             self.scores["rollout_logprobs"].zero_()
+        self._has_top = needs.teacher_top_k > 0
+        for name in ("top_logprobs", "teacher_top_logprobs"):
+            logits = random.normal(size=(count, needs.teacher_top_k + 1))
+            self.scores[name] = torch.from_numpy(logits).float().log_softmax(1)[:, 1:]
         ends = np.cumsum(LOSS_TOKENS)
         turn_ends = np.array([end - 1 - count // 2 for end, count in zip(ends, LOSS_TOKENS, strict=True)])
         has_turns = np.array(LOSS_TOKENS) > 1
@@ -327,6 +333,8 @@ class _Batch:
             ref_logprobs=self._score(Role.REFERENCE, "ref_logprobs", tokens),
             teacher_logprobs=self._score(Role.TEACHER, "teacher_logprobs", tokens),
             advantages=advantages[tokens],
+            top_logprobs=self.scores["top_logprobs"][tokens].requires_grad_() if self._has_top else None,
+            teacher_top_logprobs=self.scores["teacher_top_logprobs"][tokens] if self._has_top else None,
             kept=self._kept_tokens(tokens),
             read_metadata=self._read_metadata,
         )

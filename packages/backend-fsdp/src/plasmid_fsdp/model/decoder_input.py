@@ -55,7 +55,9 @@ class DecoderInput:
 
     def targets(self, batch: Microbatch) -> Targets:
         """Return the p tokens of the microbatch to score."""
-        every = Targets(ids=batch.targets, temperatures=batch.temperatures, kept=batch.kept)
+        every = Targets(
+            ids=batch.targets, temperatures=batch.temperatures, kept=batch.kept, top_ids=batch.teacher_top_ids
+        )
         return every if self.own is None else self.own.select(every)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from plasmid.errors import ModelError
+from plasmid.types.top_tokens import TopChoice
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.head.linear_head import ChunkSize
@@ -61,11 +62,12 @@ class Policy(nn.Module):
         token_loss: Callable[[Microbatch], ChunkLoss] | None = None,
         with_entropy: bool = False,
         entropy_grad: bool = False,
+        top: TopChoice | None = None,
     ) -> TokenScores | LossAndScores:
         """Return [P] log-probabilities and entropies of the predicted tokens, fp32, at each sample's temperature.
 
         Log-probabilities of tokens with a kept set are normalized over it. With ``token_loss``, also computes the loss
-        and its gradient.
+        and its gradient. ``top`` chooses top tokens; those that the microbatch has are scored.
         """
         rows = decoder_input(batch, self.lm.config._attn_implementation, self._dtype, self._context)
         if self._replay is not None:
@@ -84,6 +86,8 @@ class Policy(nn.Module):
             targets.temperatures,
             bias=head.bias,
             kept=targets.kept,
+            top_ids=targets.top_ids,
+            top=top,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             chunk_size=self._chunk_size,

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule
 from plasmid.errors import ModelError
+from plasmid.types.top_tokens import TopChoice
 from plasmid_models.source import Source
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.batches.context_parallel import ContextTokens
@@ -149,10 +150,12 @@ class LanguageModel(Backbone):
         token_loss: Callable[[Microbatch], ChunkLoss] | None = None,
         with_entropy: bool = False,
         entropy_grad: bool = False,
+        top: TopChoice | None = None,
     ) -> Tensor | TokenScores | LossAndScores:
         """Return [P] fp32 log-probabilities and entropies at the sample temperatures; earlier ranks: hidden states.
 
-        With ``token_loss``, also computes the loss and its gradient.
+        With ``token_loss``, also computes the loss and its gradient. ``top`` chooses top tokens; those that the
+        microbatch has are scored.
         """
         if not self.post_process:
             return self.hidden(packed)
@@ -161,6 +164,7 @@ class LanguageModel(Backbone):
         first = mpu.get_tensor_model_parallel_rank() * len(weight)
         own = max(0, self._num_tokens - first)
         score: Callable[..., Any] = token_logprobs
+        top_ids = packed.batch.teacher_top_ids
         context = _context_tokens(packed)
         if token_loss is not None:
             loss = token_loss(packed.batch)
@@ -171,6 +175,8 @@ class LanguageModel(Backbone):
             packed.batch.targets[packed.places],
             packed.batch.temperatures[packed.places],
             kept=packed.kept,
+            top_ids=None if top_ids is None else top_ids[packed.places],
+            top=top,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             chunk_size=self._chunk_size,

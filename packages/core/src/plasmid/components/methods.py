@@ -31,6 +31,9 @@ class Needs:
     """The frozen model of `[reference]`, which scores `Role.REFERENCE`."""
     teacher: bool = False
     """The teacher of `[teacher]`, a frozen model or a server, which scores `Role.TEACHER`."""
+    teacher_top_k: int = 0
+    """K > 0: the teacher gives its K most likely tokens at each loss token (`LossInputs.teacher_top_logprobs`) instead
+    of the log-probability of the token."""
     critic: bool = False
     """A value model that is trained together with the policy; for subclasses of `ActorCritic`."""
     groups: bool = False

@@ -114,6 +114,11 @@ class LossInputs:
     """[T] if `Role.TEACHER` was scored."""
     advantages: Tensor
     """[T] result of `Algorithm.advantages`."""
+    top_logprobs: Tensor | None = None
+    """[T, K] log-probabilities by the current policy of the teacher's top tokens, over the whole vocabulary at the
+    sample's temperature; differentiable. None without `Needs.teacher_top_k`."""
+    teacher_top_logprobs: Tensor | None = None
+    """[T, K] log-probabilities of the same tokens by the teacher."""
     kept: KeptTokens | None
     """[T] candidates that top-p, top-k and min-p left for each token; None if sampling was unrestricted."""
     read_metadata: Callable[[], Metadata]

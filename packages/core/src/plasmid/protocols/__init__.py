@@ -3,7 +3,18 @@
 from .cluster import Actor, Bundle, Cluster, Node, ProcessState, Ref, Resources, Share, Store, call
 from .context import RunContext
 from .engine import EngineClient, PauseMode, RolloutEngine, TeacherClient
-from .trainer import AdapterSync, Bucket, Finish, ScoresRef, Sender, SyncPlan, Trainer, TrainReport, Wire
+from .trainer import (
+    AdapterSync,
+    Bucket,
+    Finish,
+    SampleScores,
+    ScoresRef,
+    Sender,
+    SyncPlan,
+    Trainer,
+    TrainReport,
+    Wire,
+)
 
 __all__ = [
     "Actor",
@@ -20,6 +31,7 @@ __all__ = [
     "Resources",
     "RolloutEngine",
     "RunContext",
+    "SampleScores",
     "ScoresRef",
     "Sender",
     "Share",

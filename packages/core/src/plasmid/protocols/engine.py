@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from ..types import Completion, Floats, GenerateRequest, Ints, SyncReceipt
+from ..types.top_tokens import TopTokens
 from .trainer import SyncPlan
 
 
@@ -39,6 +40,13 @@ class TeacherClient(Protocol):
         """Compute log-probabilities, at temperature 1, of the tokens [L] from position ``first`` (at least 1) on.
 
         Returns [L - first]: each token given all tokens before it. Raises `EngineError`.
+        """
+
+    async def score_top(self, token_ids: Ints, *, first: int, deadline_s: float) -> TopTokens:
+        """Return the `Needs.teacher_top_k` most likely tokens in place of each token from position ``first`` on.
+
+        Has L - first positions, at temperature 1. Called instead of `score` if the algorithm needs them. Raises
+        `EngineError`.
         """
 
     async def disconnect(self) -> None:

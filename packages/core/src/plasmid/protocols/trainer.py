@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..types import Floats, Role, SyncReceipt
 from ..types.batch import BatchRef
+from ..types.top_tokens import TopTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +73,10 @@ class SyncPlan:
     """Dtype to which the adapter's matrices are cast before sending, if they are not merged; empty for ``dtype``."""
 
 
+SampleScores = Floats | TopTokens
+"""Scores of one sample by one model: [L] log-probabilities or values, or the top tokens at its loss tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresRef:
     """Reference to per-token scores, most of which stay on the trainer's ranks."""
@@ -80,8 +85,8 @@ class ScoresRef:
     """Index of the batch that was scored."""
     roles: tuple[Role, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    received: Mapping[Role, tuple[Floats, ...]] = field(default_factory=dict)
-    """Scores [L] of each sample, in batch order, by models on ranks of their own."""
+    received: Mapping[Role, tuple[SampleScores, ...]] = field(default_factory=dict)
+    """Scores of each sample, in batch order, by models on ranks of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from .kept_sets import KeptSet, join_kept
 from .routing import Experts, join_experts
 from .samples import Bools, Floats, Ints, PromptGroup, Sample
+from .top_tokens import TopTokens, join_top_tokens
 
 if TYPE_CHECKING:
     from ..protocols import Ref
@@ -47,6 +48,9 @@ class Rows:
     one. None if no sample has any."""
     teacher_logprobs: Floats | None = None
     """[T] `Sample.teacher_logprobs`; NaN in samples without them. None if no sample has any."""
+    teacher_top: TopTokens | None = None
+    """The teacher's top tokens at each loss token, in order: those that it predicts in place of the token. None if no
+    sample has any."""
 
     @property
     def num_samples(self) -> int:
@@ -55,6 +59,10 @@ class Rows:
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each sample, as [N]."""
         return np.diff(self.offsets)
+
+    def loss_index(self) -> NDArray[np.int64]:
+        """Return, as [T], the index of each loss token among the loss tokens; other tokens are undefined."""
+        return np.cumsum(self.loss_mask) - 1
 
     def behaviour_logprobs(self, tokens: NDArray[np.int64]) -> Floats:
         """Return log-probabilities of these tokens by the behavior policy, normalized over their kept sets."""
@@ -66,6 +74,7 @@ class Rows:
         lengths = self.lengths()[list(indices)] if len(indices) else np.zeros(0, np.int64)
         spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in indices]
         tokens = np.concatenate(spans) if spans else np.zeros(0, np.int64)
+        loss_tokens = tokens[self.loss_mask[tokens]]
         return Rows(
             sample_ids=tuple(self.sample_ids[i] for i in indices),
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
@@ -78,6 +87,7 @@ class Rows:
             experts=None if self.experts is None else self.experts[tokens],
             token_rewards=None if self.token_rewards is None else self.token_rewards[tokens],
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[tokens],
+            teacher_top=None if self.teacher_top is None else self.teacher_top.select(self.loss_index()[loss_tokens]),
         )
 
     @staticmethod
@@ -109,6 +119,7 @@ class Rows:
             experts=join_experts([(part.experts, len(part.token_ids)) for part in parts]),
             token_rewards=_join_optional([(part.token_rewards, len(part.token_ids)) for part in parts]),
             teacher_logprobs=_join_optional([(part.teacher_logprobs, len(part.token_ids)) for part in parts]),
+            teacher_top=join_top_tokens([(part.teacher_top, int(part.loss_mask.sum())) for part in parts]),
         )
 
     @staticmethod
@@ -133,6 +144,7 @@ def _row(sample: Sample) -> Rows:
         experts=sample.experts,
         token_rewards=_token_rewards(sample),
         teacher_logprobs=None if sample.teacher_logprobs is None else np.asarray(sample.teacher_logprobs, np.float32),
+        teacher_top=sample.teacher_top,
     )
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..settings.trust import INERT
 from .kept_sets import KeptSet
 from .routing import Experts, Routing
+from .top_tokens import TopTokens
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -285,6 +286,9 @@ class Sample:
     """[L, layers, choices] the experts that the engine chose for each token; None if they were not requested."""
     teacher_logprobs: Floats | None = None
     """[L] log-probabilities by a teacher outside of the trainer; 0 outside of the loss mask. None without one."""
+    teacher_top: TopTokens | None = None
+    """The same teacher's top tokens at each loss token, in order, if the algorithm needs them (`Needs.teacher_top_k`);
+    they replace `teacher_logprobs`."""
     score: Score | None = None
     """None until scored."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -309,6 +313,11 @@ class Sample:
             raise ValueError(
                 f"sample {self.id}: teacher_logprobs must have a value for each of {lengths[0]} tokens, "
                 f"got {len(self.teacher_logprobs)}"
+            )
+        if self.teacher_top is not None and self.teacher_top.num_positions != self.loss_mask.sum():
+            raise ValueError(
+                f"sample {self.id}: teacher_top must have a position for each of {self.loss_mask.sum()} loss tokens, "
+                f"got {self.teacher_top.num_positions}"
             )
 
     @property

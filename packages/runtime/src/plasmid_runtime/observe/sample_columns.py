@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from plasmid.types import SamplingParams
 from plasmid.types.kept_sets import KeptSet
 from plasmid.types.routing import Experts
+from plasmid.types.top_tokens import TopTokens
 from plasmid.utils.json_text import from_json
 
 _NAMED_NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -31,6 +32,7 @@ _KEPT = pa.struct(
     {"token_ids": pa.large_list(pa.int32()), "offsets": pa.list_(pa.int64()), "log_mass": pa.list_(pa.float32())}
 )
 _EXPERTS = pa.struct({"bits": pa.int32(), "layers": pa.int32(), "choices": pa.int32(), "ids": pa.large_binary()})
+_TOP = pa.struct({"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32())})
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -60,6 +62,7 @@ SCHEMA = pa.schema(
         ("kept", _KEPT),
         ("experts", _EXPERTS),
         ("teacher_logprobs", pa.list_(pa.float32())),
+        ("teacher_top", _TOP),
         ("sampling", _SAMPLING),
         ("sampling_options", pa.string()),
         ("token_rewards", pa.map_(pa.int32(), pa.float64())),
@@ -67,7 +70,7 @@ SCHEMA = pa.schema(
     ]
 )
 """One row per sample; ``messages``, ``target``, ``sampling_options`` and the two ``metadata`` columns are JSON."""
-ADDED = ("sampling_options", "token_rewards", "experts", "teacher_logprobs")
+ADDED = ("sampling_options", "token_rewards", "experts", "teacher_logprobs", "teacher_top")
 """Columns that files of earlier versions lack; they are read as null."""
 
 
@@ -123,6 +126,19 @@ def read_experts(row: Mapping[str, Any] | None, count: int) -> Experts | None:
         return None
     dtype = {8: np.uint8, 16: np.uint16}[row["bits"]]
     return np.frombuffer(row["ids"], dtype).reshape(count, row["layers"], row["choices"]).copy()
+
+
+def top_rows(tops: Sequence[TopTokens | None]) -> list[dict[str, Any] | None]:
+    """Return the values of the ``teacher_top`` column, which are flat: K values for each loss token."""
+    return [None if t is None else {"token_ids": t.token_ids.ravel(), "logprobs": t.logprobs.ravel()} for t in tops]
+
+
+def read_top(row: Mapping[str, Any] | None, count: int) -> TopTokens | None:
+    """Read a value of the ``teacher_top`` column of ``count`` loss tokens. Raises ValueError if its size is wrong."""
+    if row is None:
+        return None
+    ids, logprobs = np.array(row["token_ids"], np.int32), np.array(row["logprobs"], np.float32)
+    return TopTokens(token_ids=ids.reshape(count, -1), logprobs=logprobs.reshape(count, -1))
 
 
 class Lists:

@@ -30,7 +30,9 @@ from .sample_columns import (
     lists,
     read_experts,
     read_sampling,
+    read_top,
     sampling_row,
+    top_rows,
 )
 
 UNREADABLE = (
@@ -185,6 +187,7 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
         "kept": kept_column([s.kept for s in samples]),
         "experts": expert_rows([s.experts for s in samples]),
         "teacher_logprobs": [s.teacher_logprobs for s in samples],
+        "teacher_top": top_rows([s.teacher_top for s in samples]),
         "metadata": [to_json(s.metadata) for s in samples],
         "timings": [list(s.timings.items()) for s in samples],
     }
@@ -229,6 +232,7 @@ def _samples(table: pa.Table, kept: Sequence[KeptSet | None]) -> Iterator[Sample
             kept=kept[i],
             experts=read_experts(row["experts"], len(arrays["token_ids"][i])),
             teacher_logprobs=_floats(row["teacher_logprobs"]),
+            teacher_top=read_top(row["teacher_top"], int(arrays["loss_mask"][i].sum())),
             score=_score(row),
             metadata=from_json(row["metadata"]),
             timings=dict(row["timings"]),

@@ -29,7 +29,7 @@ from ..observe.sample_store import write_samples
 from .component_states import ComponentStates
 from .in_flight import JobProgress, record_turns, write_turns
 from .scored.scoring import SampleHooks, Scorer
-from .scored.teacher_scores import with_teacher_logprobs
+from .scored.teacher_scores import with_teacher_logprobs, with_teacher_top
 
 
 class FilterChain:
@@ -319,7 +319,8 @@ class RolloutWorker:
         made = [s if s.stop_reason is StopReason.ERROR else self._hooks.apply(s, job.prompt) for s in made]
         if self._teacher is None or job.eval_set or name == GREEDY:
             return made
-        return await with_teacher_logprobs(self._teacher, made, deadline_s=timeout_s)
+        with_scores = with_teacher_top if self._config.algorithm.needs().teacher_top_k else with_teacher_logprobs
+        return await with_scores(self._teacher, made, deadline_s=timeout_s)
 
     def share(self, group: PromptGroup, dropped_by: str = "") -> GroupRef:
         """Put a scored group into the store, whole and as flat arrays, and describe it for the driver."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 from plasmid.components import Component, kind_of
 from plasmid.config.run import ModelConfig
 from plasmid.types import Completion, Floats, GenerateRequest, Ints, SamplingParams, StopReason, VersionSpan
+from plasmid.types.top_tokens import TopChoice, TopTokens
 from plasmid_models.tokenization.tokenizer import Tokenizer
 
 STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ERROR}
@@ -42,6 +43,10 @@ class ServedModel:
         return ids.tolist() if self._prompt == "tokens" else self.tokenizer.decode(ids, keep_special=True)
 
 
+TokenLogprobs = Sequence[tuple[Any, Any]]
+"""Ids and log-probabilities of some tokens at one position, in any order; of a response, so they may be anything."""
+
+
 class ServerApi(Component, slot="server_apis"):
     """How to request completions from external servers: ``rollout.api`` of the engine ``server``."""
 
@@ -55,6 +60,9 @@ class ServerApi(Component, slot="server_apis"):
     """Settings of `SamplingParams.OPTIONAL` that requests contain."""
     can_score: ClassVar[bool] = False
     """Whether servers return log-probabilities of given tokens: `scoring_payload` and `token_logprobs` are defined."""
+    can_score_top: ClassVar[bool] = False
+    """Whether servers also return the most likely tokens in place of given ones: `scoring_payload` supports ``top_k``,
+    and `top_logprobs` is defined."""
 
     @abstractmethod
     def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
@@ -67,8 +75,11 @@ class ServerApi(Component, slot="server_apis"):
         Raises `KeyError`, `TypeError`, `ValueError` or `IndexError` for an invalid response.
         """
 
-    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel) -> dict[str, Any]:
-        """Return the body of a request for log-probabilities of these tokens from position ``first`` (1 or more) on."""
+    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel, top_k: int = 0) -> dict[str, Any]:
+        """Return the body of a request for log-probabilities of these tokens from position ``first`` (1 or more) on.
+
+        ``top_k`` is only passed if it is more than 0, for `top_logprobs`.
+        """
         raise NotImplementedError(f"{kind_of(self)}: can_score, but has no scoring_payload")
 
     def token_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[Any]:
@@ -77,6 +88,10 @@ class ServerApi(Component, slot="server_apis"):
         Raises the errors of `completion`, also if the response is for different tokens.
         """
         raise NotImplementedError(f"{kind_of(self)}: can_score, but has no token_logprobs")
+
+    def top_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[TokenLogprobs]:
+        """Return the most likely tokens in place of each token from ``first`` on, unchecked, as `token_logprobs`."""
+        raise NotImplementedError(f"{kind_of(self)}: can_score_top, but has no top_logprobs")
 
 
 class CompletionsApi(ServerApi):
@@ -90,6 +105,7 @@ class CompletionsApi(ServerApi):
     names_model: ClassVar[bool] = True
     sampling_settings: ClassVar[frozenset[str]] = frozenset({"frequency_penalty", "presence_penalty", "logit_bias"})
     can_score: ClassVar[bool] = True
+    can_score_top: ClassVar[bool] = True
 
     def payload(self, request: GenerateRequest, model: ServedModel) -> dict[str, Any]:
         sampling = request.sampling
@@ -113,11 +129,20 @@ class CompletionsApi(ServerApi):
         logprobs = [np.nan if value is None else value for value in values] if known else [np.nan] * len(ids)
         return make_completion(request, ids, np.array(logprobs, np.float32), choice["finish_reason"])
 
-    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel) -> dict[str, Any]:
+    def scoring_payload(self, token_ids: Ints, *, first: int, model: ServedModel, top_k: int = 0) -> dict[str, Any]:
         prompt = token_ids.tolist()
-        return {"model": model.name, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        return {"model": model.name, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
 
     def token_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[Any]:
+        tokens = zip(map(str, token_ids[first:].tolist()), self._entries(answer, token_ids, first), strict=True)
+        return [entry[token]["logprob"] for token, entry in tokens]
+
+    def top_logprobs(self, answer: Any, token_ids: Ints, *, first: int) -> list[TokenLogprobs]:
+        entries = self._entries(answer, token_ids, first)  # they have the given token, even if it is not a likely one
+        return [[(int(token), about["logprob"]) for token, about in entry.items()] for entry in entries]
+
+    def _entries(self, answer: Any, token_ids: Ints, first: int) -> list[dict[str, Any]]:
+        """Return the entry of each token from ``first`` on. Raises ValueError if one does not have the token itself."""
         choice = answer["choices"][0]
         found = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")
         if not isinstance(found, list):
@@ -126,7 +151,7 @@ class CompletionsApi(ServerApi):
         tokens = [(str(token), found[place]) for place, token in enumerate(token_ids.tolist()) if place >= first]
         if missing := [token for token, entry in tokens if not isinstance(entry, dict) or token not in entry]:
             raise ValueError(f"got no log-probability of token {missing[0]}, which was sent")
-        return [entry[token]["logprob"] for token, entry in tokens]
+        return [entry for _, entry in tokens]
 
 
 def check_count(found: int, expected: int) -> None:
@@ -142,6 +167,28 @@ def check_logprobs(values: list[Any], count: int) -> Floats:
         if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_LOGPROB <= value <= ROUNDING:
             raise ValueError(f"got the log-probability {value!r:.100}; it must be a number from {MIN_LOGPROB:g} to 0")
     return np.minimum(np.array(values, np.float32), np.float32(0))
+
+
+def check_top(rows: Sequence[TokenLogprobs], count: int, *, choice: TopChoice) -> TopTokens:
+    """Return the most likely ones of a server's tokens at ``count`` positions.
+
+    Raises ValueError unless every position has at least that many different tokens of the policy.
+    """
+    check_count(len(rows), count)
+    found = TopTokens.unknown(count, choice.count)
+    for place, row in enumerate(rows):
+        ids = [token for token, _ in row]
+        if len(set(ids)) < choice.count:
+            raise ValueError(f"got {len(set(ids))} tokens at a position, {choice.count} were requested")
+        if wrong := [token for token in ids if type(token) is not int or not 0 <= token < choice.num_tokens]:
+            raise ValueError(
+                f"got token {wrong[0]!r:.40}, but the policy has the tokens from 0 to {choice.num_tokens - 1}; lower "
+                "algorithm.top_k"
+            )
+        values = check_logprobs([value for _, value in row], len(row))
+        best = np.argsort(-values, kind="stable")[: choice.count]
+        found.token_ids[place], found.logprobs[place] = np.asarray(ids, np.int32)[best], values[best]
+    return found
 
 
 def remaining_tokens(request: GenerateRequest) -> int:

@@ -13,9 +13,12 @@ from plasmid.protocols import RolloutEngine, TeacherClient
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types import SamplingParams
 from plasmid.utils.addresses import web_address
+from plasmid_models.source import teacher_top
 from pydantic import AfterValidator, Field, SerializeAsAny
 
 from .apis import ServerApi
+
+NO_TOP = "has no most likely tokens in place of given ones, which the algorithm needs; set teacher.api"
 
 
 def base_url(url: str) -> str:
@@ -96,6 +99,8 @@ class ServerTeacher(ServerAccess, TeacherConfig):
             return
         if self.api != "auto" and not self.api.can_score:
             yield f"{recipe.key}.api: {kind_of(self.api)!r} has no log-probabilities of given tokens; choose another"
+        elif recipe.needs.teacher_top_k and self.api != "auto" and not self.api.can_score_top:
+            yield f"{recipe.key}.api: {kind_of(self.api)!r} {NO_TOP}"
         if recipe.needs.demonstrations:
             yield f"{recipe.key}.kind: 'server' scores rollouts, but the algorithm trains on demonstrations; set a path"
         for place, sampling in recipe.samplings.items():
@@ -106,6 +111,7 @@ class ServerTeacher(ServerAccess, TeacherConfig):
                 )
 
     def check(self, config: RunConfig) -> None:
+        teacher_top(config)
         if config.replays_kept_sets:
             raise ConfigError(
                 "teacher.kind: 'server' computes log-probabilities over all tokens, but top_p, top_k or min_p restrict "

@@ -49,6 +49,10 @@ class Microbatch:
     """Kept sets of P positions, from which the tokens were sampled; None if no sample of the rank has any."""
     versions: Tensor
     """[P] int64: policy version that sampled the token, -1 if it was not sampled."""
+    teacher_top_ids: Tensor | None = None
+    """[P, K] int32: the teacher's top tokens; None without any, and unless exactly the loss tokens are predicted."""
+    teacher_top_logprobs: Tensor | None = None
+    """[P, K] float32: their log-probabilities by the teacher."""
     experts: Tensor | None = None
     """[T, layers, choices] int16: the experts that the engine chose for each token, -1 if unknown; None if no sample
     has any. Tokens of a shared prefix have those of the first sample."""
@@ -114,6 +118,7 @@ def collate(
         raise ValueError(f"sample {rows.sample_ids[index[wrong]]}: the first token is in the loss mask; mask it out")
     predicted = np.flatnonzero(loss_mask if only_masked else column > 0)
     row, token = sample[predicted], places[predicted]
+    top = rows.teacher_top.select(rows.loss_index()[token]) if rows.teacher_top is not None and only_masked else None
     return Microbatch(
         token_ids=_long(tokens if len(index) else np.zeros(1)),
         lengths=tuple(lengths.tolist()) or (1,),
@@ -127,6 +132,8 @@ def collate(
         rollout_logprobs=torch.from_numpy(rows.behaviour_logprobs(token)),
         kept=_kept_tokens(rows, token),
         versions=_long(rows.versions[token]),
+        teacher_top_ids=None if top is None else torch.from_numpy(top.token_ids),
+        teacher_top_logprobs=None if top is None else torch.from_numpy(top.logprobs),
         experts=_experts(rows, places[is_own]),
         prefix_lengths=tuple(prefixes.tolist()) if prefixes.any() else (),
         prefix_starts=tuple(begins[first].tolist()) if prefixes.any() else (),

@@ -98,15 +98,18 @@ class ContextTokens:
     def select(self, targets: Targets) -> Targets:
         """Return the p targets of this rank."""
         kept = None if targets.kept is None else targets.kept.select(self.places.cpu().numpy())
-        return Targets(ids=targets.ids[self.places], temperatures=targets.temperatures[self.places], kept=kept)
+        top_ids = None if targets.top_ids is None else targets.top_ids[self.places]
+        ids, temperatures = targets.ids[self.places], targets.temperatures[self.places]
+        return Targets(ids=ids, temperatures=temperatures, kept=kept, top_ids=top_ids)
 
     def loss_at(self, loss: ChunkLoss) -> ChunkLoss:
         """Return the loss of a chunk of the p tokens, given that of a chunk of the P."""
         return lambda scores, chunk: loss(scores, self.places[chunk])
 
     def gather(self, values: Tensor) -> Tensor:
-        """Combine the values [p] of each rank to [P] on all of them."""
-        return self._sum(values.new_zeros(self.num_predicted).index_copy(0, self.places, values))
+        """Combine the values [p, ...] of each rank to [P, ...] on all of them."""
+        shape = (self.num_predicted, *values.shape[1:])
+        return self._sum(values.new_zeros(shape).index_copy(0, self.places, values))
 
     def gather_scores(self, scored: TokenScores | LossAndScores) -> TokenScores | LossAndScores:
         """Combine the scores [p], and the losses, of all ranks."""
@@ -115,8 +118,7 @@ class ContextTokens:
         return self._gather_scores(scored)
 
     def _gather_scores(self, scores: TokenScores) -> TokenScores:
-        entropy = None if scores.entropy is None else self.gather(scores.entropy)
-        return TokenScores(self.gather(scores.logprobs), entropy)
+        return TokenScores(*(None if part is None else self.gather(part) for part in scores))  # type: ignore[arg-type]
 
     def _sum(self, x: Tensor) -> Tensor:
         total: Tensor = _Sum.apply(x, self.group)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from plasmid.protocols import Ref
+from plasmid.protocols import Ref, SampleScores
 from plasmid.types import Floats, PromptGroup, Role
 from plasmid.types.batch import BatchRef, BatchTable, Rows
 
@@ -54,7 +54,7 @@ class RankBatch:
     parts: tuple[RowsPart, ...]
     prefixes: Indices = ()
     """[n] number of leading tokens that each sample shares with its group in a microbatch; empty if there are none."""
-    received: Mapping[Role, tuple[Floats, ...]] = field(default_factory=dict)
+    received: Mapping[Role, tuple[SampleScores, ...]] = field(default_factory=dict)
     """[n] scores of each sample by models on ranks of their own (`ScoresRef.received`)."""
     returns: tuple[Floats, ...] = ()
     """[n] targets of each sample's values, for the training of a critic on ranks of its own."""

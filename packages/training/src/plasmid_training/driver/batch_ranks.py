@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import chain
+from typing import TypeVar
 
 from plasmid.components import BuildContext
-from plasmid.protocols import Actor, Bundle, Resources
-from plasmid.types import Floats, Role
+from plasmid.protocols import Actor, Bundle, Resources, SampleScores
+from plasmid.types import Role
 from plasmid.types.batch import BatchRef
 
 from ..batches.rank_batch import RankBatch, split
 from ..batches.schedule import Microbatching
 from ..rank.calls import ConnectedRank, MakeBackend, RankPosition, RankSetup, ScoringRank, launch, name_of
 from .group import RankGroup
+
+T = TypeVar("T")
 
 
 class BatchRanks:
@@ -46,15 +49,15 @@ class BatchRanks:
         """The rank of every part whose results are used."""
         return [rank for rank, position in enumerate(self._positions) if position.reports]
 
-    def in_batch_order(self, parts: Sequence[RankBatch], values: Sequence[tuple[Floats, ...]]) -> tuple[Floats, ...]:
+    def in_batch_order(self, parts: Sequence[RankBatch], values: Sequence[tuple[T, ...]]) -> tuple[T, ...]:
         """Return the values of every sample from those of all ranks."""
-        by_sample: dict[int, Floats] = {}
+        by_sample: dict[int, T] = {}
         for rank in self.reporting_ranks:
             by_sample |= dict(zip(parts[rank].samples, values[rank], strict=True))
         return tuple(by_sample[i] for i in range(len(by_sample)))
 
-    async def score(self, batch: BatchRef) -> tuple[Floats, ...]:
-        """Return the scores [L] of each sample by a model on ranks of its own, in batch order."""
+    async def score(self, batch: BatchRef) -> tuple[SampleScores, ...]:
+        """Return the scores of each sample by a model on ranks of its own, in batch order."""
         parts = self.split(batch)
         return self.in_batch_order(parts, await self.group.call_each(ScoringRank.score, parts))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plasmid.components import BuildContext
-from plasmid.protocols import Finish, ScoresRef, SyncPlan, TrainReport
+from plasmid.protocols import Finish, SampleScores, ScoresRef, SyncPlan, TrainReport
 from plasmid.types import Floats, Role, SyncReceipt
 from plasmid.types.batch import BatchRef
 from plasmid.types.receipts import merge_receipts
@@ -139,7 +139,7 @@ class RankedTrainer:
             return ()
 
         _, *scores = await run_together([score_own(), *(self._apart[role].score(batch) for role in others)])
-        received: dict[Role, tuple[Floats, ...]] = dict(zip(others, scores, strict=True))
+        received: dict[Role, tuple[SampleScores, ...]] = dict(zip(others, scores, strict=True))
         return ScoresRef(batch=batch.index, roles=tuple(roles), received=received)
 
     async def train(self, batch: BatchRef, scores: ScoresRef) -> TrainReport:
@@ -239,7 +239,7 @@ async def _train(ranks: BatchRanks, parts: Sequence[RankBatch]) -> tuple[dict[st
 
 
 def _with_scores(
-    part: RankBatch, received: Mapping[Role, tuple[Floats, ...]], returns: Sequence[Floats] = ()
+    part: RankBatch, received: Mapping[Role, tuple[SampleScores, ...]], returns: Sequence[Floats] = ()
 ) -> RankBatch:
     """Return a rank's share with the scores of its samples and, if given, the targets of their values."""
     own = {role: tuple(values[i] for i in part.samples) for role, values in received.items()}

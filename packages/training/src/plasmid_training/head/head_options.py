@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
 import torch
+from plasmid.types.top_tokens import TopChoice
 from plasmid_models.kernels.softmax_rows import RowGradients, RowStats, SoftmaxKernels, kernels_for
 from torch import Tensor
 
 from .kept_tokens import KeptRows, KeptTokens
 from .linear_head import ChunkSize
+from .top_tokens import TopStats
 from .vocab_shard import VocabShard
 
 
@@ -32,6 +34,8 @@ class HeadSettings(TypedDict, total=False):
     """Softmax kernels; by default the fastest available."""
     invariant: bool
     """Compute logits with batch-invariant kernels; by default False."""
+    top: TopChoice | None
+    """Top tokens to choose and score, without a gradient; by default None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,11 +48,14 @@ class Targets:
     """[P]"""
     kept: KeptTokens | None
     """Kept sets that the tokens were sampled from; None for the whole vocabulary."""
+    top_ids: Tensor | None = None
+    """[P, K] int: further tokens to score at each position, over the whole vocabulary; distinct at a position."""
 
     def of(self, chunk: slice) -> ChunkTargets:
         """Return the targets of a chunk of positions."""
         kept = None if self.kept is None else self.kept.chunk(chunk)
-        return ChunkTargets(self.ids[chunk], self.temperatures[chunk], kept)
+        top_ids = None if self.top_ids is None else self.top_ids[chunk].long()
+        return ChunkTargets(self.ids[chunk], self.temperatures[chunk], kept, top_ids)
 
 
 class ChunkTargets(NamedTuple):
@@ -57,6 +64,7 @@ class ChunkTargets(NamedTuple):
     ids: Tensor
     temperatures: Tensor
     kept: KeptRows | None
+    top_ids: Tensor | None
 
 
 class HeadStats(NamedTuple):
@@ -67,20 +75,30 @@ class HeadStats(NamedTuple):
     drawn: RowStats | None
     """Over the tokens that each target was sampled from: its kept set or the whole vocabulary. None without kept sets.
     """
+    top: TopStats | None = None
+    """Of further tokens, given or chosen; None without any."""
 
     def logprobs(self) -> Tensor:
         """Return [C] log-probabilities of the targets among the tokens that they were sampled from."""
         return (self.drawn or self.full).logprobs()
 
+    def top_logprobs(self) -> Tensor | None:
+        """Return [C, K] log-probabilities of the further tokens over the whole vocabulary."""
+        return None if self.top is None else self.top.logprobs(self.full)
+
     @staticmethod
     def join(parts: list[HeadStats]) -> HeadStats:
         """Concatenate the rows of the parts."""
         drawn = [part.drawn for part in parts if part.drawn is not None]
-        return HeadStats(_join([part.full for part in parts]), _join(drawn) if drawn else None)
+        tops = [part.top for part in parts if part.top is not None]
+        top = TopStats(*map(torch.cat, zip(*tops, strict=True))) if tops else None
+        return HeadStats(_join([part.full for part in parts]), _join(drawn) if drawn else None, top)
 
     def of(self, chunk: slice) -> HeadStats:
         """Return the rows of a chunk."""
-        return HeadStats(_rows(self.full, chunk), None if self.drawn is None else _rows(self.drawn, chunk))
+        drawn = None if self.drawn is None else _rows(self.drawn, chunk)
+        top = None if self.top is None else TopStats(self.top.ids[chunk], self.top.z[chunk])
+        return HeadStats(_rows(self.full, chunk), drawn, top)
 
 
 class UpstreamGradients(NamedTuple):
@@ -90,10 +108,12 @@ class UpstreamGradients(NamedTuple):
     """[C]"""
     entropy: Tensor | None
     """[C]; None if the entropy is not differentiable."""
+    top: Tensor | None
+    """[C, K]; None without further tokens."""
 
     def of(self, chunk: slice) -> UpstreamGradients:
         """Return the rows of a chunk."""
-        return UpstreamGradients(self.logprobs[chunk], None if self.entropy is None else self.entropy[chunk])
+        return UpstreamGradients(*(None if part is None else part[chunk] for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,6 +126,7 @@ class HeadOptions:
     shard: VocabShard | None
     kernels: SoftmaxKernels
     invariant: bool
+    top: TopChoice | None
 
     @classmethod
     def of(
@@ -118,6 +139,7 @@ class HeadOptions:
         shard: VocabShard | None = None,
         kernels: SoftmaxKernels | None = None,
         invariant: bool = False,
+        top: TopChoice | None = None,
     ) -> HeadOptions:
         """Create options with the kernels for this weight. Raises `ValueError` if ``chunk_size`` is less than 1."""
         if chunk_size != "auto" and chunk_size < 1:
@@ -129,6 +151,7 @@ class HeadOptions:
             shard=shard,
             kernels=kernels or kernels_for(weight),
             invariant=invariant,
+            top=top,
         )
 
     @property
@@ -145,34 +168,43 @@ class HeadOptions:
             first=self.first,
             with_entropy=self.with_entropy or self.entropy_grad,
         )
-        if targets.kept is None:
-            return HeadStats(full, None)
-        return HeadStats(full, targets.kept.stats(logits, targets.temperatures, first=self.first))
+        kept, top = targets.kept, None
+        if self.top is not None:
+            top = TopStats.choose(logits, self.top, targets.temperatures, first=self.first)
+        elif targets.top_ids is not None:
+            top = TopStats.of(logits, targets.top_ids, targets.temperatures, first=self.first)
+        drawn = None if kept is None else kept.stats(logits, targets.temperatures, first=self.first)
+        return HeadStats(full, drawn, top)
 
     def combine(self, stats: HeadStats, restricted: Tensor | None) -> HeadStats:
         """Combine the statistics of all ranks' shards; rows that are not ``restricted`` have no kept set."""
-        full, drawn = stats
+        full, drawn, top = stats
         if self.shard is not None:
             full = self.shard.combine(full)
             drawn = None if drawn is None else self.shard.combine(drawn)
+            top = None if top is None else top.combine(self.shard, chosen=self.top is not None)
         if drawn is None or restricted is None:
-            return HeadStats(full, None)
+            return HeadStats(full, None, top)
         tops = torch.where(restricted, drawn.tops, full.tops)
         sums = torch.where(restricted, drawn.sums, full.sums)
-        return HeadStats(full, RowStats(tops, sums, full.chosen, None))
+        return HeadStats(full, RowStats(tops, sums, full.chosen, None), top)
 
     def gradient(self, logits: Tensor, targets: ChunkTargets, stats: HeadStats, up: UpstreamGradients) -> Tensor:
         """Overwrite this rank's logits of a chunk with their gradient; ``stats`` are those of `combine`."""
-        ids, temperatures, kept = targets
-        full, up_logprobs, values = stats.full, up.logprobs, None
+        ids, temperatures, kept, _ = targets
+        full, up_logprobs, values, sharded = stats.full, up.logprobs, None, self.shard is not None
         if kept is not None and stats.drawn is not None:
             # before the logits are overwritten; in the full softmax these rows only get the entropy's gradient
             values = kept.gradient(logits, ids, temperatures, stats.drawn, up_logprobs, first=self.first)
             up_logprobs = up_logprobs.masked_fill(kept.restricted, 0)
-        upstream = RowGradients(full.tops, full.sums.log(), up_logprobs, full.entropy, up.entropy)
+        total = up_logprobs if up.top is None else up_logprobs + up.top.sum(1)
+        upstream = RowGradients(full.tops, full.sums.log(), total, full.entropy, up.entropy)
         grad = self.kernels.gradient(logits, ids, temperatures, upstream, first=self.first)
+        if stats.top is not None and up.top is not None:
+            rest = (ids, temperatures, full, upstream, up_logprobs, up.top)
+            stats.top.write_gradient(grad, *rest, first=self.first, sharded=sharded)
         if kept is not None and values is not None:
-            kept.add(values, grad, first=self.first, sharded=self.shard is not None)
+            kept.add(values, grad, first=self.first, sharded=sharded)
         return grad
 
 

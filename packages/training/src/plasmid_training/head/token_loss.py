@@ -5,7 +5,7 @@ P positions, H hidden size, V vocabulary size, C positions of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -40,6 +40,7 @@ def linear_token_loss(
     *,
     bias: Tensor | None = None,
     kept: KeptTokens | None = None,
+    top_ids: Tensor | None = None,
     **settings: Unpack[HeadSettings],
 ) -> LossAndScores:
     """Sum ``loss`` over chunks of `token_logprobs`, with gradients for hidden, weight and bias.
@@ -50,11 +51,11 @@ def linear_token_loss(
     `token_logprobs`; with a ``shard`` the loss must be the same on all ranks of its group.
     """
     options = HeadOptions.of(weight, **settings)
-    aims = Targets(ids=targets, temperatures=temperatures, kept=kept)
-    total, logprobs, entropy = _LinearTokenLoss.apply(  # type: ignore[no-untyped-call]
+    aims = Targets(ids=targets, temperatures=temperatures, kept=kept, top_ids=top_ids)
+    total, logprobs, entropy, top = _LinearTokenLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, aims, loss, options, torch.is_grad_enabled()
     )
-    return LossAndScores(total, TokenScores(logprobs, entropy if options.with_entropy else None))
+    return LossAndScores(total, TokenScores(logprobs, entropy if options.with_entropy else None, top))
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -68,27 +69,25 @@ class _LinearTokenLoss(torch.autograd.Function):
         loss: ChunkLoss,
         options: HeadOptions,
         grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         head = LinearHead(hidden, weight, bias, options.invariant)
         gradients = HeadGradients(head, ctx.needs_input_grad[:3])
-        losses, logprobs, entropies = [], [], []
+        losses, parts = [], []
         for chunk in head.chunks(options.chunk_size):
             logits, aims = head.logits(chunk), targets.of(chunk)
             stats = options.combine(options.stats(logits, aims), None if aims.kept is None else aims.kept.restricted)
-            scores = TokenScores(stats.logprobs(), stats.full.entropy)
+            scores = TokenScores(stats.logprobs(), stats.full.entropy, stats.top_logprobs())
             value, up = _loss_gradient(loss, scores, chunk, options.entropy_grad)
             if grad_enabled and any(ctx.needs_input_grad):
                 gradients.add(chunk, options.gradient(logits, aims, stats, up))
             losses.append(value)
-            logprobs.append(scores.logprobs)
-            entropies.append(stats.full.entropy)
+            parts.append(scores[:3])
         head.release()
         gradients.sum_hidden(options.shard)
         ctx.gradients = gradients
-        known = [entropy for entropy in entropies if entropy is not None]
-        outputs = torch.stack(losses).sum(), torch.cat(logprobs), torch.cat(known) if known else None
-        ctx.mark_non_differentiable(*outputs[1 : 2 + bool(known)])
-        return outputs
+        outputs = [None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)]
+        ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
+        return torch.stack(losses).sum(), *outputs
 
     @staticmethod
     @once_differentiable
@@ -106,12 +105,17 @@ def _loss_gradient(loss: ChunkLoss, scores: TokenScores, chunk: slice, entropy_g
     with torch.enable_grad():
         logprobs = scores.logprobs.detach().requires_grad_()
         entropy = None if scores.entropy is None else scores.entropy.detach().requires_grad_(entropy_grad)
-        value = loss(TokenScores(logprobs, entropy), chunk)
+        top = None if scores.top_logprobs is None else scores.top_logprobs.detach().requires_grad_()
+        value = loss(TokenScores(logprobs, entropy, top), chunk)
         if value.ndim:
             raise ValueError(f"the loss of a chunk must be a scalar, got shape {tuple(value.shape)}")
-        wanted = [logprobs] if entropy is None or not entropy_grad else [logprobs, entropy]
-        if not value.requires_grad:
-            return _LossGradient(value, UpstreamGradients(torch.zeros_like(logprobs), None))
-        grads = torch.autograd.grad(value, wanted, allow_unused=True)
-    up_logprobs = torch.zeros_like(logprobs) if grads[0] is None else grads[0]
-    return _LossGradient(value.detach(), UpstreamGradients(up_logprobs, grads[1] if len(grads) > 1 else None))
+        wanted = [part for part in (logprobs, entropy, top) if part is not None and part.requires_grad]
+        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        if value.requires_grad:
+            grads = torch.autograd.grad(value, wanted, allow_unused=True)
+    up_logprobs, *others = grads
+    up_top = None if top is None else others[-1]
+    up = UpstreamGradients(
+        torch.zeros_like(logprobs) if up_logprobs is None else up_logprobs, others[0] if entropy_grad else None, up_top
+    )
+    return _LossGradient(value.detach(), up)

@@ -35,6 +35,12 @@ class VocabShard:
         dist.all_reduce(entropy, group=self.group)
         return entropy
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate [C, K] of every rank to [C, ranks * K], in rank order."""
+        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
+
     def sum(self, tensor: Tensor) -> None:
         """Sum over the ranks of the group, in place."""
         dist.all_reduce(tensor, group=self.group)

@@ -165,13 +165,15 @@ def step_weights(algorithm: Algorithm, batch: RankBatch, step: int, *, device: t
 def loss_inputs(
     batch: RankBatch,
     microbatch: Microbatch,
-    logprobs: Tensor,
-    entropy: Tensor | None,
+    now: TokenScores,
     *,
     scores: RoleScores,
     advantages: Tensor,
 ) -> LossInputs:
-    """Build the loss inputs of a microbatch collated with ``only_masked``; ``advantages`` [T] are those of the rank."""
+    """Build the loss inputs of a microbatch collated with ``only_masked``; ``advantages`` [T] are those of the rank.
+
+    ``now`` are the current scores of the policy.
+    """
     token = microbatch.token_index
     picked = {role: values[token] for role, values in scores.items()}
     return LossInputs(
@@ -181,13 +183,15 @@ def loss_inputs(
         table_index=microbatch.table_index,
         token_ids=microbatch.targets,
         versions=microbatch.versions,
-        logprobs=logprobs,
-        entropy=entropy,
+        logprobs=now.logprobs,
+        entropy=now.entropy,
         old_logprobs=picked.get(Role.POLICY),
         rollout_logprobs=microbatch.rollout_logprobs,
         ref_logprobs=picked.get(Role.REFERENCE),
         teacher_logprobs=picked.get(Role.TEACHER),
         advantages=advantages[token],
+        top_logprobs=now.top_logprobs,
+        teacher_top_logprobs=microbatch.teacher_top_logprobs,
         kept=microbatch.kept,
         read_metadata=lambda: batch.metadata,
     )
@@ -197,7 +201,8 @@ def select_tokens(inputs: LossInputs, tokens: slice | Tensor, now: TokenScores) 
     """Return the loss inputs of a slice of tokens, without kept sets, for algorithms with `Algorithm.is_tokenwise`."""
     parts: dict[str, Any] = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     parts = {name: part[tokens] if isinstance(part, Tensor) else part for name, part in parts.items()}
-    return LossInputs(**{**parts, "logprobs": now.logprobs, "entropy": now.entropy, "kept": None})
+    current = {"logprobs": now.logprobs, "entropy": now.entropy, "top_logprobs": now.top_logprobs}
+    return LossInputs(**{**parts, **current, "kept": None})
 
 
 def fused_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -> ChunkLoss:

@@ -8,7 +8,7 @@ from plasmid.components import ActorCritic
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 from plasmid.types import Role
-from plasmid_models.source import has_teacher, source
+from plasmid_models.source import has_teacher, source, teacher_top
 
 from .backend import RankBackend
 from .frozen import FrozenModel, HostWeights, load_frozen
@@ -44,6 +44,7 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
         frozen=frozen,
         reference=_moving_reference(config, frozen.get(Role.REFERENCE)),
         reference_every=config.reference.update_every,
+        teacher_top=teacher_top(config),
         algorithm=algorithm,
         peers=peers,
         step_metrics=backend.step_metrics,

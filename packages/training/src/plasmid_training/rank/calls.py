@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from plasmid.config.load import resolve
 from plasmid.config.run import RunConfig
-from plasmid.protocols import SyncPlan
+from plasmid.protocols import SampleScores, SyncPlan
 from plasmid.types import Floats, Role, SyncReceipt
 
 from ..batches.rank_batch import RankBatch
@@ -88,8 +88,8 @@ class ConnectedRank(Protocol):
 class ScoringRank(ConnectedRank, Protocol):
     """Method of every model on ranks of its own."""
 
-    def score(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] scores (log-probabilities or values) of the loss tokens of each of this rank's samples; else 0."""
+    def score(self, batch: RankBatch) -> tuple[SampleScores, ...]:
+        """Return the scores of the loss tokens of each of this rank's samples; values of others are 0."""
 
 
 class FrozenRank(ScoringRank, Protocol):

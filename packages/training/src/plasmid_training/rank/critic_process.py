@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from plasmid.types import Floats, Role
+from torch import Tensor
 
 from ..batches.rank_batch import RankBatch
+from ..batches.scores import join_scores, join_values, split_values
 from .building import build_critic
-from .learner import TrainedModel, per_sample
+from .learner import TrainedModel
 from .peers import PeerRanks
 from .process import TrainedProcess
 
@@ -30,11 +32,12 @@ class CriticProcess(TrainedProcess):
         """Return [L] the value of the text before each loss token of each of this rank's samples; 0 for others."""
         with self._memory.phase("score"):
             rows = batch.fetch()
-            return per_sample(self._critic.values(batch, rows), rows)
+            return split_values(self._critic.values(batch, rows), rows)
 
     def _train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
-        values, returns = self._on_device(batch.received[Role.CRITIC]), self._on_device(batch.returns)
-        return self._critic.train(batch, batch.fetch(), values, returns)
+        values = join_scores(batch.received[Role.CRITIC], device=self._device)
+        assert isinstance(values, Tensor), "only a teacher has top tokens"
+        return self._critic.train(batch, batch.fetch(), values, join_values(batch.returns, device=self._device))
 
     def export(self, path: Path) -> None:
         """Write the critic next to the exported policy ``path``. Raises `CheckpointError`."""

@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from plasmid.types import Floats, Role
+from plasmid.protocols import SampleScores
+from plasmid.types import Role
 from plasmid_models.folder import differences, read_config
-from plasmid_models.source import Source, source
+from plasmid_models.source import Source, source, teacher_top
 
 from ..batches.rank_batch import RankBatch
+from ..batches.scores import split_scores
 from .building import reference_error
-from .learner import per_sample, token_outputs
+from .learner import token_outputs, top_tokens
 from .peers import PeerRanks
 from .process import ConnectedProcess
 
@@ -28,16 +30,19 @@ class FrozenProcess(ConnectedProcess):
                 raise reference_error(config)
         self._model = self._backend.build_frozen(self._source)
         self._is_replaced = False
+        self._top = teacher_top(config) if self._setup.role is Role.TEACHER else None
 
     def _release_models(self) -> None:
         vars(self).pop("_model", None)
 
-    def score(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] log-probabilities of the loss tokens of each of this rank's samples; 0 for other tokens."""
+    def score(self, batch: RankBatch) -> tuple[SampleScores, ...]:
+        """Return the scores of the loss tokens of each of this rank's samples; log-probabilities of others are 0."""
         with self._memory.phase("score"):
             rows = batch.fetch()
-            values = token_outputs(self._model, batch, replace(rows, experts=None), device=self._device)
-            return per_sample(values, rows)
+            rows = replace(rows, experts=None)
+            if self._top is not None:
+                return split_scores(top_tokens(self._model, batch, rows, self._top), rows)
+            return split_scores(token_outputs(self._model, batch, rows, device=self._device), rows)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:

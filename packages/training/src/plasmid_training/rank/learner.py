@@ -17,10 +17,12 @@ import torch
 from plasmid.components import ActorCritic, Algorithm
 from plasmid.types import Floats, Role
 from plasmid.types.batch import Rows
+from plasmid.types.top_tokens import TopChoice, TopTokens
 from torch import Tensor
 
 from ..batches.collate import Microbatch, SharedPrefixes, collate
 from ..batches.rank_batch import RankBatch, RankStep
+from ..batches.scores import Scores, only_values, split_values
 from ..head.logprobs import TokenScores
 from ..head.token_loss import ChunkLoss, LossAndScores
 from ..learning_settings import LearningSettings
@@ -168,6 +170,8 @@ class Learner:
     """Number of batches at the start of the run in which only the critic is trained."""
     frozen: Mapping[Role, FrozenModel]
     """Reference and teacher, if the algorithm needs them and they are on the trainer's ranks."""
+    teacher_top: TopChoice | None
+    """Which top tokens the teacher gives; None if it scores the tokens themselves."""
     reference: HostWeights | None
     """The reference, if the policy replaces it after every `reference_every` batches."""
     reference_every: int
@@ -176,33 +180,42 @@ class Learner:
     step_metrics: Callable[[], dict[str, float]]
     """Returns the backend's own metrics of the last step (`RankBackend.step_metrics`)."""
 
-    def score(self, batch: RankBatch, rows: Rows, role: Role) -> Tensor:
-        """Return the role's scores [T] of the rank's loss tokens: log-probabilities or values; 0 for other tokens."""
+    def score(self, batch: RankBatch, rows: Rows, role: Role) -> Scores:
+        """Return the role's scores of the rank's loss tokens; log-probabilities and values of other tokens are 0."""
         if role is Role.POLICY:
             return token_outputs(self.policy.model, batch, rows, device=self.peers.device)
         if role is Role.CRITIC and self.critic is not None:
             return self.critic.values(batch, rows)
         if role is Role.TEACHER and role not in self.frozen:
-            return _given_teacher_scores(rows).to(self.peers.device)
+            return given_scores(rows, self.teacher_top, device=self.peers.device)
         if role not in self.frozen:
             raise ValueError(f"this trainer has no {role.value}")
+        rows = replace(rows, experts=None)
         with self.frozen[role].activate() as model:
-            return token_outputs(model, batch, replace(rows, experts=None), device=self.peers.device)
+            if role is Role.TEACHER and self.teacher_top is not None:
+                return top_tokens(model, batch, rows, self.teacher_top)
+            return token_outputs(model, batch, rows, device=self.peers.device)
 
     def logprobs(self, batch: RankBatch, rows: Rows) -> tuple[Floats, ...]:
         """Return, for each sample of the rank, the policy's log-probabilities [L] of its tokens; 0 for the first."""
         flat = token_outputs(self.policy.model, batch, rows, device=self.peers.device, only_masked=False)
-        return per_sample(flat, rows)
+        return split_values(flat, rows)
 
     def train(
-        self, batch: RankBatch, rows: Rows, scores: RoleScores, recorder: TokenRecorder | None = None
+        self, batch: RankBatch, rows: Rows, scores: Mapping[Role, Scores], recorder: TokenRecorder | None = None
     ) -> tuple[dict[str, float], ...]:
         """Train on a batch; return the metrics of every optimizer step of the models on these ranks.
 
         During the critic's warm-up, only the critic is trained. ``recorder`` stores values of each loss token of the
         policy, such as advantages.
         """
-        reports = self._train_models(batch, rows, scores, recorder)
+        values = only_values(scores)
+        if self.teacher_top is not None:
+            values.pop(Role.TEACHER, None)  # an empty tensor on a rank without samples
+            top = scores.get(Role.TEACHER)
+            none = TopTokens.unknown(0, self.teacher_top.count)
+            rows = replace(rows, teacher_top=top if isinstance(top, TopTokens) else none)
+        reports = self._train_models(batch, rows, values, recorder)
         if self.reference is not None and (batch.index + 1) % self.reference_every == 0:
             self.reference.copy_live()
         return reports
@@ -261,7 +274,7 @@ class Learner:
         weights: Tensor,
     ) -> MicrobatchLoss:
         now = output.scores if isinstance(output, LossAndScores) else output
-        inputs = loss_inputs(batch, microbatch, now.logprobs, now.entropy, scores=scores, advantages=advantages)
+        inputs = loss_inputs(batch, microbatch, now, scores=scores, advantages=advantages)
         result = microbatch_loss(self.algorithm, inputs, weights)
         if recorder is not None:
             recorder.add(microbatch, now.logprobs, result.values)
@@ -270,24 +283,27 @@ class Learner:
     def _fused_loss(
         self, batch: RankBatch, scores: RoleScores, advantages: Tensor, microbatch: Microbatch, weights: Tensor
     ) -> ChunkLoss:
-        placeholder = torch.zeros_like(microbatch.rollout_logprobs)
-        inputs = loss_inputs(batch, microbatch, placeholder, None, scores=scores, advantages=advantages)
+        placeholder = TokenScores(torch.zeros_like(microbatch.rollout_logprobs), None)
+        inputs = loss_inputs(batch, microbatch, placeholder, scores=scores, advantages=advantages)
         return fused_loss(self.algorithm, inputs, weights)
 
 
-def _given_teacher_scores(rows: Rows) -> Tensor:
-    """Return the log-probabilities [T] that a teacher outside of the trainer computed. Raises ValueError."""
+def given_scores(rows: Rows, top: TopChoice | None, *, device: torch.device) -> Scores:
+    """Return the scores [T], or with ``top`` the top tokens, that a teacher outside of the trainer computed.
+
+    Raises ValueError if they are missing.
+    """
+    if top is not None:
+        tokens = rows.teacher_top
+        if rows.loss_mask.any() and (tokens is None or np.isnan(tokens.logprobs).any()):
+            raise ValueError("this trainer has no teacher, and samples of the batch have no teacher_top")
+        return TopTokens.unknown(0, top.count) if tokens is None else tokens
     values = rows.teacher_logprobs
     if values is None or np.isnan(values[rows.loss_mask]).any():
         if rows.loss_mask.any():
             raise ValueError("this trainer has no teacher, and samples of the batch have no teacher_logprobs")
-        return torch.zeros(len(rows.token_ids))
-    return torch.from_numpy(np.where(rows.loss_mask, values, np.float32(0)))
-
-
-def per_sample(values: Tensor, rows: Rows) -> tuple[Floats, ...]:
-    """Split values [T] of the rank's tokens into those of each sample."""
-    return tuple(np.split(values.cpu().numpy(), rows.offsets[1:-1])) if rows.num_samples else ()
+        return torch.zeros(len(rows.token_ids), device=device)
+    return torch.from_numpy(np.where(rows.loss_mask, values, np.float32(0))).to(device)
 
 
 @torch.no_grad()
@@ -308,6 +324,23 @@ def token_outputs(
     for step in batch.steps:
         model.run(microbatches(batch, rows, step, only_masked=only_masked), collect, train=False)
     return result
+
+
+@torch.no_grad()
+def top_tokens(model: RankModel, batch: RankBatch, rows: Rows, choice: TopChoice) -> TopTokens:
+    """Return a model's top tokens at each loss token of the rank, on the host."""
+    index, found = rows.loss_index(), TopTokens.unknown(int(rows.loss_mask.sum()), choice.count)
+
+    def collect(microbatch: Microbatch, output: TokenScores) -> Tensor:
+        assert output.top_ids is not None and output.top_logprobs is not None, "requested by `top`"
+        places = index[microbatch.token_index.cpu().numpy()]
+        found.token_ids[places] = output.top_ids.int().cpu().numpy()
+        found.logprobs[places] = output.top_logprobs.float().cpu().numpy()
+        return output.logprobs.new_zeros(())
+
+    for step in batch.steps:
+        model.run(microbatches(batch, rows, step), collect, train=False, top=choice)
+    return found
 
 
 def microbatches(batch: RankBatch, rows: Rows, step: RankStep, *, only_masked: bool = True) -> Iterator[Microbatch]:

@@ -11,7 +11,6 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from plasmid.config.run import RunConfig
@@ -31,16 +30,16 @@ from plasmid_models.sync.rendezvous import Rendezvous, connect
 
 from ..batches.rank_batch import RankBatch
 from ..batches.score_cache import ScoreCache
+from ..batches.scores import Scores, join_scores, only_values, split_values
 from ..learning_settings import CriticLearning
 from ..memory import Memory, trim_heap
-from ..objective.objective import RoleScores
 from ..objective.token_recorder import TokenRecorder
 from ..offload import OffloadedMemory
 from .adapter import SentWeights
 from .backend import PendingSave, RankBackend, RankModel
 from .building import build_learner
 from .calls import RankPosition, RankSetup, critic_folder, reference_folder
-from .learner import Critic, TrainedModel, per_sample
+from .learner import Critic, TrainedModel
 from .peers import PeerRanks
 from .profiling import write_profile
 
@@ -189,9 +188,6 @@ class TrainedProcess(ConnectedProcess):
         stem = self._setup.run_dir / "profiles" / f"batch-{number:06d}-{self._setup.name}"
         return write_profile(stem, self._device)
 
-    def _on_device(self, values: Sequence[Floats]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *values])).to(self._device)
-
 
 def _saved_folders(path: Path, *, has_critic: bool) -> list[tuple[Path, set[str]]]:
     """Return the folders of the trainer's checkpoint ``path`` with the models in each. Raises `CheckpointError`.
@@ -230,7 +226,8 @@ class RankProcess(TrainedProcess):
     def returns(self, batch: RankBatch) -> tuple[Floats, ...]:
         """Return [L] the targets of the critic's values of each of this rank's samples, which are scored."""
         rows, scores = self._score_cache.read(batch)
-        return per_sample(self._learner.returns(batch, rows, self._add_received(scores, batch)), rows)
+        found = self._learner.returns(batch, rows, only_values(self._add_received(scores, batch)))
+        return split_values(found, rows)
 
     def _train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
         rows, scores = self._score_cache.take(batch)
@@ -314,9 +311,9 @@ class RankProcess(TrainedProcess):
     def _trained_models(self) -> Mapping[str, TrainedModel]:
         return self._learner.trained_models()
 
-    def _add_received(self, scores: RoleScores, batch: RankBatch) -> RoleScores:
+    def _add_received(self, scores: Mapping[Role, Scores], batch: RankBatch) -> Mapping[Role, Scores]:
         """Return the scores with those by models on ranks of their own."""
-        return {**scores, **{role: self._on_device(values) for role, values in batch.received.items()}}
+        return {**scores, **{role: join_scores(parts, device=self._device) for role, parts in batch.received.items()}}
 
     def _token_recorder(self, number: int, rows: Rows) -> TokenRecorder | None:
         """Return the recorder for batch ``number`` (from 1) if due, on one rank of each replica; else None."""

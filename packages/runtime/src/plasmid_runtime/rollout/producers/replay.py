@@ -42,7 +42,7 @@ def check_replay(config: RunConfig, run_dir: Path) -> None:
     if config.trainer.replays_routing():
         _check_experts(first)
     if config.algorithm.needs().teacher and config.teacher is not None and config.teacher.model_path() is None:
-        _check_teacher(first)
+        _check_teacher(first, config.algorithm.needs().teacher_top_k)
     if not config.algorithm.reads_rollout_logprobs():
         return
     for sample in (sample for group in read_samples(first) for sample in group.samples):
@@ -64,13 +64,19 @@ def _check_experts(path: Path) -> None:
             )
 
 
-def _check_teacher(path: Path) -> None:
+def _check_teacher(path: Path, top_k: int) -> None:
+    name = "teacher_top" if top_k else "teacher_logprobs"
     for sample in (sample for group in read_samples(path) for sample in group.samples):
         is_trained = not sample.is_baseline and sample.stop_reason is not StopReason.ERROR
-        if is_trained and sample.num_generated and sample.teacher_logprobs is None:
+        if is_trained and sample.loss_mask.any() and getattr(sample, name) is None:
             raise CheckpointError(
-                f"--replay: {path}: sample {sample.id} has no teacher_logprobs, and a replay asks no server; set "
+                f"--replay: {path}: sample {sample.id} has no {name}, and a replay asks no server; set "
                 "teacher.path, or replay a run with this teacher"
+            )
+        if top_k and sample.teacher_top is not None and sample.teacher_top.count != top_k:
+            raise CheckpointError(
+                f"--replay: {path}: sample {sample.id} has {sample.teacher_top.count} top tokens of the teacher at "
+                f"each position, but algorithm.top_k needs {top_k}; set it to {sample.teacher_top.count}"
             )
 
 

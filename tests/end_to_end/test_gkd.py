@@ -1,0 +1,138 @@
+"""Distillation over a teacher's top tokens, from the recipe on: in the trainer, on its own ranks, and by a server."""
+
+import json
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from plasmid.errors import CheckpointError
+from plasmid_models.testing import make_tiny_model
+from plasmid_models.tokenization.tokenizer import Tokenizer
+from plasmid_runtime.observe.sample_store import read_samples
+from transformers import AutoModelForCausalLM
+
+from tests.core.rollout.model_server import ModelServer
+
+GKD = {"algorithm": {"kind": "gkd", "top_k": 6}, "rewards": [], "eval": []}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    return make_tiny_model(folder, num_layers=1, seed=11, initializer_range=0.2)
+
+
+@pytest.fixture(params=["openai", "sglang"])
+def server(request, job, teacher):
+    made = ModelServer(teacher, job.plain(), sglang=request.param == "sglang")
+    yield made
+    made.close()
+
+
+def taught_by(server):
+    return GKD | {"teacher": {"kind": "server", "url": server.url, "backoff_s": 0.01}}
+
+
+def stored(folder):
+    files = sorted((folder / "samples").glob("batch-*.parquet"))
+    return [sample for file in files for group in read_samples(file) for sample in group.samples]
+
+
+def test_a_server_teaches_what_the_same_model_in_the_trainer_does(job, teacher, server):
+    path = {"teacher": {"path": str(teacher)}}
+    job.run(GKD | path | {"run": {"batches": 3, "dir": str(job.folder / "inside")}})
+    job.run(taught_by(server) | {"run": {"batches": 3}})
+    for ours, theirs in zip(job.metrics(), job.metrics("inside"), strict=True):
+        for name in ("train/teacher_kl", "train/teacher_coverage", "train/loss", "train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), name
+        assert 0.1 < ours["train/teacher_coverage"] < 1 and ours["train/teacher_kl"] > 0
+    for sample in stored(job.folder / "run"):
+        assert sample.teacher_top.token_ids.shape == (sample.loss_mask.sum(), 6)
+        assert sample.teacher_logprobs is None
+    assert all(sample.teacher_top is None for sample in stored(job.folder / "inside"))
+
+    before = len(server.bodies)
+    job.run(taught_by(server) | {"run": {"dir": str(job.folder / "again")}}, replay=job.folder / "run")
+    assert [m["train/loss"] for m in job.metrics("again")] == [m["train/loss"] for m in job.metrics()]
+    assert len(server.bodies) == before  # a replay reads the stored values
+    none = taught_by(server) | {"run": {"dir": str(job.folder / "none")}}
+    with pytest.raises(CheckpointError, match=r"sample \S+ has no teacher_top, and a replay asks no server; set"):
+        job.run(none, replay=job.folder / "inside")
+    none["algorithm"] = {"kind": "gkd", "top_k": 3}
+    with pytest.raises(CheckpointError, match=r"has 6 top tokens of the teacher at each position, but algorithm.top_k"):
+        job.run(none, replay=job.folder / "run")
+
+
+def test_a_resumed_run_is_exact(job, teacher):
+    server = ModelServer(teacher, job.plain())
+    settings = taught_by(server) | {"checkpoint": {"every": 2, "keep_last": 10, "export": False}}
+    try:
+        job.run(settings | {"run": {"dir": str(job.folder / "whole"), "batches": 4}})
+        job.run(settings | {"run": {"batches": 2}})
+        job.run(settings | {"run": {"batches": 4}}, resume=True)
+    finally:
+        server.close()
+    for ours, theirs in zip(job.metrics(), job.metrics("whole"), strict=True):
+        assert ours["train/loss"] == theirs["train/loss"] and ours["train/teacher_kl"] == theirs["train/teacher_kl"]
+    pairs = zip(stored(job.folder / "run"), stored(job.folder / "whole"), strict=True)
+    assert all(np.array_equal(a.teacher_top.token_ids, b.teacher_top.token_ids) for a, b in pairs)
+
+
+def held_out_kl(policy, teacher, job):
+    """Mean KL(policy || teacher) over the vocabulary, at every position of prompts that were not trained on."""
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (policy, teacher)]
+    tokenizer, total = Tokenizer(job.model), []
+    for line in (job.folder / "test.jsonl").read_text().splitlines():
+        ids = torch.from_numpy(tokenizer.encode(json.loads(line)["prompt"]).astype(np.int64))[None]
+        with torch.no_grad():
+            ids = models[0].generate(ids, do_sample=False, max_new_tokens=4, pad_token_id=0)
+            p, q = (model(ids).logits[0, -5:-1].log_softmax(-1) for model in models)
+        total.append((p.exp() * (p - q)).sum(-1).mean())
+    return float(torch.stack(total).mean())
+
+
+CASES = [
+    pytest.param(*case, marks=[] if case == ("reverse", 0) else pytest.mark.long)
+    for case in product(("reverse", "forward"), (0, 1, 2))
+]
+
+
+@pytest.mark.parametrize(("divergence", "seed"), CASES)
+def test_the_kl_to_the_teacher_falls_on_held_out_prompts(job, teacher, seed, divergence):
+    loop = {"seed": seed, "batches": 60, "prompts_per_batch": 8, "samples_per_prompt": 4}
+    algorithm = {"kind": "gkd", "top_k": 10, "divergence": divergence}
+    result = job.run(GKD | {"algorithm": algorithm, "teacher": {"path": str(teacher)}, "run": loop})
+    before, after = (held_out_kl(path, teacher, job) for path in (job.model, result.final))
+    assert before > 1.0
+    assert after < 0.55 * before
+    assert job.metrics()[-1]["train/teacher_kl"] < 0.6 * job.metrics()[0]["train/teacher_kl"]
+
+
+def test_rl_train_distils_from_a_teacher_with_its_own_process(job, teacher):
+    """The command on a real cluster trains what the same recipe trains in one process."""
+    job.plain()
+    (job.folder / "gkd.toml").write_text(
+        f"""
+        model.path = "{job.model}"
+        teacher.path = "{teacher}"
+        trainer = {{ kind = "fsdp", lr = 3e-3 }}
+        rollout.kind = "hf"
+        algorithm = {{ kind = "gkd", top_k = 6 }}
+        sampling.max_new_tokens = 4
+        data.path = "train.jsonl"
+        placement.teacher_ranks = 1
+        run = {{ dir = "apart", batches = 2, prompts_per_batch = 4, samples_per_prompt = 4 }}
+        checkpoint = {{ at_end = false, export = false }}
+        """
+    )
+    command = [sys.executable, "-m", "plasmid_cli", "train", "gkd.toml"]
+    done = subprocess.run(command, cwd=job.folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert (job.folder / "apart/logs/teacher-0.log").exists()
+    job.run(GKD | {"teacher": {"path": str(teacher)}, "run": {"batches": 2}})
+    for ours, theirs in zip(job.metrics("apart"), job.metrics(), strict=True):
+        for name in ("train/teacher_kl", "train/teacher_coverage", "train/loss", "train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
