@@ -7,6 +7,7 @@ import pytest
 from critic_cases import CRITIC, PPO, SGD, make_critic
 from fsdp_cases import fit, largest_difference, make_batch, make_config, weights_of
 from plasmid.types import Role
+from plasmid_models.testing import make_tiny_model
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
 
@@ -37,6 +38,23 @@ def test_scores_of_a_batch_that_was_dealt_out_otherwise_are_the_same(kind, reque
         assert ours["train/value_loss"] == pytest.approx(theirs["train/value_loss"], rel=1e-5)
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4, abs=1e-6)
         assert ours["train/explained_variance"] == pytest.approx(theirs["train/explained_variance"], rel=1e-5)
+    assert largest_difference(weights, same) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
+def test_top_tokens_of_a_batch_that_was_dealt_out_otherwise_are_the_same(kind, request, tmp_path):
+    teacher, batch = make_tiny_model(tmp_path / "teacher", seed=7), make_batch(steps=4)
+    recipe = {"algorithm": {"kind": "gkd", "top_k": 6}, "teacher": {"path": str(teacher)}, "rewards": []}
+
+    async def run(name, scored):
+        trainer, _ = await request.getfixturevalue(kind).start(trainer=SGD, **recipe)
+        reports = (await trainer.train(batch, await trainer.score(scored, (Role.TEACHER,)))).steps
+        return reports, await weights_of(trainer, tmp_path / name)
+
+    expected, weights = asyncio.run(run("a", batch))
+    reports, same = asyncio.run(run("b", replace(batch, steps=1)))
+    for ours, theirs in zip(reports, expected, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5) and ours["train/loss"] > 1e-3
     assert largest_difference(weights, same) < 1e-6
 
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -376,6 +377,11 @@ def test_top_tokens_that_a_server_or_a_vocabulary_lacks_are_refused(plain, serve
     refused = config.teacher.model_copy(update={"api": api})
     with pytest.raises(EngineError, match=r"API 'openai' has no most likely tokens in place of given ones, which"):
         asyncio.run(refused.connect(config))
+    view = SimpleNamespace(key="teacher", needs=config.algorithm.needs(), samplings={})
+    (line,) = refused.find_errors(view)
+    assert line.startswith(
+        "teacher.api: 'openai' has no most likely tokens in place of given ones, which the algorithm"
+    )
     many = merge(merge(plain, settings), {"algorithm": {"kind": "gkd", "top_k": 10**6}})
     with pytest.raises(ConfigError, match=r"needs the teacher's 1000000 most likely tokens, but the vocabulary of"):
         check(resolve(many))
