@@ -75,7 +75,8 @@ class ScoreCache:
         missing = [id_ for id_ in rows.sample_ids if id_ not in everywhere]
         if missing:
             raise ValueError(f"batch {batch.index}: sample {missing[0]} was not scored")
-        return join_scores([everywhere[id_] for id_ in rows.sample_ids], device=self._ranks.device)
+        own = [everywhere[id_] for id_ in rows.sample_ids]
+        return join_scores(own, device=self._ranks.device)
 
 
 def _ids(batch: RankBatch) -> tuple[str, ...]:
