@@ -57,6 +57,7 @@ TAIL = """
 - **Whitening** is over all loss tokens of the batch on all ranks, in two passes in fp64, with the divisor n - 1. `ppo`
   whitens advantages, never the returns that the critic is trained on.
 - **The critic's loss** has no factor 1/2. Its returns include the KL in the reward, as the policy's advantages do.
+  `placement.critic_ranks` gives the critic [GPUs of its own](clusters.md#models-on-ranks-of-their-own).
 - **Tool results** and other tokens outside the loss do not count as steps for discounting.
 - **`opsm`** compares with the engine's log-probabilities, as the paper does.
 
