@@ -14,8 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from ..weights.bridge import Architecture
 from .attention import PackedAttention
 from .experts import GroupedExperts
-from .modules import LatentAttention
-from .norm import RMSNorm
+from .modules import LatentAttention, RMSNorm
 from .transformer_engine import IMPL, engine_block_spec
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm")

@@ -28,8 +28,7 @@ class GKD(Algorithm):
 
     kind: Literal["gkd"] = "gkd"
     top_k: int = Field(20, ge=1)
-    """Number K of the teacher's most likely tokens at each position; vLLM servers give more than 20 only with
-    ``--max-logprobs``."""
+    """Number K of the teacher's most likely tokens at each position. Servers may have a limit of their own."""
     divergence: Divergence = "reverse"
     """Direction of the KL. reverse: KL(policy || teacher), which avoids what the teacher finds unlikely. forward:
     KL(teacher || policy), which covers everything that the teacher finds likely."""
