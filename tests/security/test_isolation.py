@@ -37,7 +37,7 @@ def attempt(what, *args):
     return found
 """
 FORGED = """
-answer = json.dumps({"answer": [[9.0, {}, None]]}).encode()
+answer = json.dumps({"answer": [[9.0, {}, None, []]]}).encode()
 for text in (answer, struct.pack(">Q", 2) + answer, struct.pack(">Q", 3) + answer):
     for number in range(3, 256):
         try:
@@ -70,7 +70,7 @@ ATTACKS = {
     + "for number in range(3, 256):\n  try: os.write(number, struct.pack('>Q', 3) + b'{{{')\n  except OSError: pass\n"
     + "os._exit(0)",
     "an error of the reward": BELOW
-    + FORGED.replace('{"answer": [[9.0, {}, None]]}', '{"raised": "the run ends"}')
+    + FORGED.replace('{"answer": [[9.0, {}, None, []]]}', '{"raised": "the run ends"}')
     + "os._exit(0)",
     "an answer of a terabyte": BELOW
     + "for number in range(3, 256):\n  try: os.write(number, struct.pack('>Q', 1 << 40))\n  except OSError: pass\n"
