@@ -1,4 +1,4 @@
-# Every target also does the set-up that it needs, unless it has been done before. `make help` lists the targets.
+# Every target first does the set-up that it needs, unless it is already done. `make help` lists the targets.
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -30,7 +30,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PIP  := $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(PIP_ARGS)
 VLLM_EDITABLE := $(foreach p,core models serving rollout-vllm,-e packages/$(p))
 GPU_EDITABLE := $(foreach p,$(PACKAGES) backend-megatron rollout-sglang,-e packages/$(p)) '.[all]'
-# more processes than cores: tests wait for Ray, deadlines and servers a fifth of their time
+# more processes than cores: tests spend a fifth of their time waiting for Ray, deadlines and servers
 WORKERS ?= 3
 # allow .pyc files even if the environment forbids them: otherwise each process that a test starts compiles all packages
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
@@ -114,7 +114,7 @@ $(PINS): requirements/cpu.txt
 
 gpu:  ## Create the environment for a machine with NVIDIA GPUs (LOCK=requirements/gpu-newest.txt for newer versions)
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; set one with make gpu PYTHON=..." >&2; exit 1; }
-	@echo "==> environment $(GPU_VENV) by $(LOCK) (torch, SGLang, Megatron-Core, ...; about 8 GB, a few minutes)"
+	@echo "==> environment $(GPU_VENV) from $(LOCK) (torch, SGLang, Megatron-Core, ...; about 8 GB, a few minutes)"
 	@$(PYTHON) -m venv $(GPU_VENV)
 	@$(GPU_PIP) hatchling editables
 	@$(GPU_PIP) --no-build-isolation $(GPU_EDITABLE)

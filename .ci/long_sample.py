@@ -1,4 +1,4 @@
-"""A pytest plugin: run a twelfth of the tests marked ``long``, another one for every seed (the commit's hash)."""
+"""A pytest plugin: run a twelfth of the tests marked ``long``, a different one for every seed (the commit's hash)."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(names: Sequence[str], seed: str) -> frozenset[str]:
-    """A twelfth of the names, rounded up: those whose hash with the seed is smallest."""
+    """Return a twelfth of the names, rounded up: those whose hash with the seed is smallest."""
     ranked = sorted(names, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
     return frozenset(ranked[: math.ceil(len(ranked) / PARTS)])

@@ -1,14 +1,14 @@
-"""Compare asynchronous training on two GPUs with its engine alone and its trainer alone.
+"""Compare the throughput of asynchronous training on two GPUs with that of its engine alone and its trainer alone.
 
     python benchmarks/async_step.py --tiny --out benchmarks/results/async-cpu.json
     python benchmarks/async_step.py benchmarks/gpu/qwen3-random.toml --device cuda --prompt-tokens 125 --staleness 2
 
-Completions have log-normal lengths (``--median``, ``--sigma``), cut at ``--new-tokens``. The recipe runs with
-`run.max_staleness`; then with its engine alone and as many requests in flight (``rl train --rollouts-only``); and with
-its trainer alone, on the samples of the first run (``--replay``). A rate is the number of tokens of the batches after
-the first ``--skip``, prompts included, over the time from the end of the last skipped batch to the end of the last one.
-Goal: the first rate is at least 0.9 of the smaller one of the others. The lengths that were trained on are compared
-with the lengths that were drawn.
+Completions have log-normal lengths (``--median``, ``--sigma``), limited to ``--new-tokens``. The recipe runs three
+times: with `run.max_staleness`; with its engine alone and as many requests in flight (``rl train --rollouts-only``);
+and with its trainer alone, on the samples of the first run (``--replay``). A rate is the number of tokens, prompts
+included, of all batches after the first ``--skip``, divided by the time from the end of the last skipped batch to the
+end of the run. Goal: the first rate is at least 0.9 of the smaller one of the others. The report also compares the
+lengths of the samples that were trained on with those that the engine alone sampled.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as parquet
 
-sys.path.insert(0, str(Path(__file__).parent))  # the benchmark of a step, also when this file is loaded by a test
+sys.path.insert(0, str(Path(__file__).parent))  # for `import step` when a test loads this file
 
 import step
 
@@ -30,7 +30,7 @@ LONG_TAIL = Path(__file__).parent / "gpu" / "long_tail.py"
 
 
 def items_of(args, folder):
-    """Recipe and settings of all runs: two devices, and completions of log-normal lengths."""
+    """Return the recipe and overrides of all runs: separate devices, and completions of log-normal lengths."""
     items, _, _ = step.prepare(args, folder)
     workflow = f'{{kind="function", function="{LONG_TAIL}:run", settings={{median={args.median}, sigma={args.sigma}}}}}'
     return [
@@ -44,7 +44,7 @@ def items_of(args, folder):
 
 
 def lengths_of(run):
-    """Prompt and completion tokens of the samples of every batch, in the order of the batches: [samples, 2]."""
+    """Return the number of prompt and completion tokens of each sample, as one array [samples, 2] per batch."""
     batches = []
     for file in sorted((run / "samples").glob("batch-*.parquet")):
         rows = parquet.read_table(file, columns=["prompt_token_ids", "token_ids", "dropped_by"]).to_pylist()
@@ -54,7 +54,7 @@ def lengths_of(run):
 
 
 def rate(run, skip, batches):
-    """Tokens and samples per second of the batches after the first ``skip``."""
+    """Return tokens per second and median phase times of the batches after the first ``skip``."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     ends = [row["time"] for row in rows]
     counted = batches[skip : len(ends)]
@@ -74,14 +74,14 @@ def rate(run, skip, batches):
 
 
 def distribution(batches):
-    """Mean and quantiles of the lengths of completions."""
+    """Return mean and percentiles of the completion lengths."""
     lengths = np.concatenate([batch[:, 1] for batch in batches])
     quantiles = {f"p{q}": float(np.percentile(lengths, q)) for q in (10, 50, 90, 99)}
     return {"samples": len(lengths), "mean": float(lengths.mean()), **quantiles}
 
 
 def measure(args):
-    """The report of the three runs. Written after each, because a later one may be cut off."""
+    """Run all three and return the report. Also writes it after each run, in case a later one is interrupted."""
     report = {"device": args.device, "staleness": args.staleness, "prompt_tokens": args.prompt_tokens}
     report |= {"median": args.median, "sigma": args.sigma, "new_tokens": args.new_tokens, "set": args.items}
     report |= {"load": [os.getloadavg()[0]], "rates": {}, "lengths": {}}
@@ -105,13 +105,13 @@ def measure(args):
 
 
 def ratio_of(rates):
-    """Return the rate of the asynchronous run over the smaller of the other two; None if neither was measured."""
+    """Return the asynchronous rate divided by the smaller of the other two; None if neither was measured."""
     alone = [found["tokens_per_s"] for name, found in rates.items() if name != "asynchronous"]
     return rates["asynchronous"]["tokens_per_s"] / min(alone) if alone else None
 
 
 def show(report):
-    """Print rates, the ratio to the limit, and the lengths."""
+    """Print the rates, their ratio, and the lengths."""
     print(f"{'':<20} {'tokens/s':>10} {'batch, s':>9} {'train, s':>9} {'transfer, s':>12}")
     for name, found in report["rates"].items():
         parts = found["medians_s"]
@@ -119,7 +119,7 @@ def show(report):
             f"{name:<20} {found['tokens_per_s']:>10.0f} {parts['batch']:>9.3f} {parts['train']:>9.3f} "
             f"{parts['transfer']:>12.3f}"
         )
-    print(f"{report['ratio']:.3f} of the smaller one alone, with max_staleness {report['staleness']}")
+    print(f"asynchronous / slower of the others: {report['ratio']:.3f}, with max_staleness {report['staleness']}")
     for name, found in report["lengths"].items():
         print(f"lengths {name}: " + ", ".join(f"{key} {value:.0f}" for key, value in found.items()))
 
@@ -131,7 +131,7 @@ def main(argv=None):
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--staleness", type=int, default=2, help="run.max_staleness")
     parser.add_argument("--batches", type=int, default=12)
-    parser.add_argument("--skip", type=int, default=4, help="batches at the start that do not count, at least 1")
+    parser.add_argument("--skip", type=int, default=4, help="number of uncounted warm-up batches, at least 1")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64, help="longest completion")
     parser.add_argument("--median", type=float, default=16.0, help="median length of completions, in tokens")

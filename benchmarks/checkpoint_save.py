@@ -1,10 +1,10 @@
-"""Measure what hashing adds to a save: write, hash and sync files as large as a checkpoint's, as the product does.
+"""Measure how much time hashing adds to saving a checkpoint, with files of the same size.
 
     python benchmarks/checkpoint_save.py --gb 2 --out benchmarks/results/checkpoint-save-cpu.json
 
-Each round writes a new folder with the files' bytes from memory, makes its manifest (`write_manifest`) and syncs it
-(`sync_tree`), in the order of `CheckpointFolder.commit`. The files of a trainer are written faster by several ranks
-and slower from a GPU; the driver hashes them all, from the page cache.
+Each round writes files from memory to a new folder, hashes them for the manifest (`write_manifest`) and syncs the
+folder (`sync_tree`), in the order of `CheckpointFolder.commit`. In a run, writing is faster with several ranks and
+slower from a GPU; the driver hashes all files, from the page cache.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def save(folder, num_files, num_bytes, piece):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=2.0, help="bytes of a checkpoint, in GB")
-    parser.add_argument("--files", type=int, default=2, help="one for each rank of the trainer")
+    parser.add_argument("--gb", type=float, default=2.0, help="size of a checkpoint, in GB")
+    parser.add_argument("--files", type=int, default=2, help="number of files: one per trainer rank")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--folder", type=Path, help="where to write, on the disk to measure; by default a temporary folder"

@@ -3,11 +3,11 @@
     python benchmarks/random_qwen3.py 0.6b models/qwen3-0.6b-random
     python benchmarks/compile_time.py models/qwen3-0.6b-random --out benchmarks/results/compile-h100.json
 
-Each variant is a process with its own, empty cache of TorchInductor; with ``--warm`` a second process follows on the
-same cache. The process starts a trainer of one rank as `rl train` does, trains on a small batch, then on a large one,
-each a single microbatch, then scores and trains on both sizes again, and then times both. Neither size should equal a
-size of the model: TorchDynamo would first assume that the two are always equal.
-``--trainer megatron`` measures the other trainer, ``--rows`` packed rows or dense blocks. On the CPU:
+Each variant runs in a process with its own, empty cache of TorchInductor; with ``--warm`` a second process then uses
+the same cache. The process starts a trainer of one rank as `rl train` does and trains on a small batch, then on a large
+one, each a single microbatch. It scores and trains on both sizes again, and finally times both. Neither size should
+equal a dimension of the model: TorchDynamo would first assume that the two are always equal. ``--trainer megatron``
+measures the other trainer, ``--rows`` selects packed rows or dense blocks. On the CPU:
 
     python benchmarks/compile_time.py TINY_MODEL --device cpu --small 80 --large 320 --variant default
 """
@@ -34,14 +34,14 @@ VARIANTS = {
     "workers-ready": {},
 }
 """Options of TorchInductor that differ from those of `compile_layers`. With ``workers-ready``, the processes that
-compile kernels have started before the first compilation."""
+compile kernels are started before the first compilation."""
 SHORT = 380
-"""Tokens of a sample in packed rows."""
+"""Length of a sample in packed rows, in tokens."""
 PROMPT = 100
 
 
 def make_batch(index, tokens, args):
-    """Create a batch of one microbatch of ``tokens`` tokens: samples of `SHORT` tokens, or two samples of half."""
+    """Create a batch of ``tokens`` tokens in one microbatch: samples of `SHORT` tokens, or two of half the tokens."""
     from plasmid.types.batch import BatchRef, GroupRef, Rows
     from plasmid.types.shared_groups import LocalRef
 
@@ -90,6 +90,8 @@ def recipe(args):
     from plasmid.config.load import resolve
 
     trainer = {"kind": args.trainer, "lr": 1e-6, "dtype": args.dtype, "compile": True, "microbatch_tokens": args.large}
+    if args.lora:
+        trainer["lora"] = {"rank": args.lora}
     return resolve(
         {
             "model": {"path": str(args.model)},
@@ -105,7 +107,7 @@ def recipe(args):
 
 
 def add_options(options):
-    """Have every later `torch.compile` use these options of TorchInductor, in addition to its own."""
+    """Patch `torch.compile` to add these options of TorchInductor to every later call."""
     import torch
 
     original = torch.compile
@@ -135,7 +137,7 @@ async def measure(args):
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.wait_pool_ready()
-    row = {"trainer": args.trainer, "rows": args.rows, "start_s": time.perf_counter() - begin}
+    row = {"trainer": args.trainer, "rows": args.rows, "lora": args.lora, "start_s": time.perf_counter() - begin}
     count, seconds = 0, {}
 
     def graphs():
@@ -212,6 +214,7 @@ def arguments(argv):
     parser.add_argument("--rows", choices=("packed", "dense"), default="packed")
     parser.add_argument("--small", type=int, default=2000, help="tokens of the small microbatch")
     parser.add_argument("--large", type=int, default=16384, help="tokens of the large microbatch")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank")
     parser.add_argument("--steps", type=int, default=8, help="steps of each size that are timed after compilation")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per process")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")

@@ -1,12 +1,12 @@
-"""Compare the step of `make train` with that of TRL's `GRPOTrainer` on the CPU.
+"""Compare the training step of `make train` with the same step of TRL's `GRPOTrainer` on the CPU.
 
     python -m venv ~/trl && ~/trl/bin/pip install trl==1.16.0 torch==2.13.0
     python benchmarks/cpu_step.py --trl-python ~/trl/bin/python --out benchmarks/results/cpu-step.json
 
-Both sample 8 completions of 3 tokens for each of 8 prompts of `make train`, score a reference, and take one AdamW step,
-with `transformers` as the engine. Plasmid keeps weights in fp32 and computes in bfloat16; TRL has the weights in
-``--trl-weights``. Runs alternate, so that load on the machine affects both. Wall time is that of a whole step; CPU time
-is that of all processes of a run during the step, which load affects less.
+Both sample 8 completions of 3 tokens for each of 8 prompts of `make train`, score with a reference, and take one AdamW
+step, with `transformers` as the engine. Plasmid keeps weights in fp32 and computes in bfloat16; TRL keeps weights in
+the dtype ``--trl-weights``. Runs alternate, so that other load affects both. Wall time is that of a whole step; CPU
+time is that of all processes of a run during the step, which load affects less.
 """
 
 import argparse
@@ -43,7 +43,8 @@ def reward(completions, **_):
 
 config = GRPOConfig(
     output_dir=args["folder"],
-    per_device_train_batch_size=args["prompts"] * args["samples"],
+    per_device_train_batch_size=args["rows"],
+    gradient_accumulation_steps=args["prompts"] * args["samples"] // args["rows"],
     num_generations=args["samples"],
     max_completion_length=args["new_tokens"],
     generation_kwargs={"min_new_tokens": args["new_tokens"]},
@@ -143,6 +144,7 @@ def trl(args, folder):
         "steps": args.steps,
         "reference": args.reference,
         "weights": args.trl_weights,
+        "rows": getattr(args, "trl_rows", None) or args.prompts * args.samples,
     }
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [args.trl_python, "-c", TRL, json.dumps(settings)]
@@ -154,12 +156,12 @@ def arguments(argv=None):
     parser.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
     parser.add_argument("--data", type=Path, default=Path("recipes/data/sums-train.jsonl"))
     parser.add_argument("--steps", type=int, default=6, help=f"steps of a run; the first {SKIPPED} are not counted")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each")
+    parser.add_argument("--repeats", type=int, default=2, help="number of runs of each trainer")
     parser.add_argument(
         "--trl-python", type=Path, help="Python of an environment with TRL; default: measure only Plasmid"
     )
     parser.add_argument("--trl-weights", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--no-reference", dest="reference", action="store_false", help="do not score a reference")
+    parser.add_argument("--no-reference", dest="reference", action="store_false", help="do not score with a reference")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of Plasmid's recipe")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.set_defaults(device="cpu", prompts=PROMPTS, samples=SAMPLES, new_tokens=NEW_TOKENS)
@@ -179,11 +181,11 @@ def main(argv=None):
             steps[name] += found
             parts |= split
             load.append(os.getloadavg()[0])
-        show(report_of(args, steps, parts, load), args.out)  # each round by itself: a later one may be cut off
+        show(report_of(args, steps, parts, load), args.out)  # after each round, in case a later one is interrupted
 
 
 def report_of(args, steps, parts, load):
-    """Return the medians of the steps so far, and the ratios of TRL's to Plasmid's."""
+    """Return the median times of the steps so far, and the ratios of TRL's to Plasmid's."""
     report = {"steps": args.steps, "repeats": args.repeats, "reference": args.reference, "set": args.set, "load": load}
     report |= {"trl_weights": args.trl_weights, "cores": os.cpu_count(), "plasmid_parts": parts}
     for name, found in steps.items():

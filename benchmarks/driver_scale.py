@@ -2,8 +2,8 @@
 
     python benchmarks/driver_scale.py --out benchmarks/results/driver-scale-cpu.json
 
-Each size runs in a separate process and in virtual time, without waiting, so CPU time is the driver's. Groups are
-pickled by the fake workers, as with Ray; the cost of creating and pickling them is measured separately and
+Each size runs in a separate process and in virtual time, that is without waiting, so that CPU time is the driver's.
+The fake workers pickle groups, as Ray would; the cost of creating and pickling them is measured separately and
 subtracted. An event is the arrival of a group. The scaling law is a least-squares fit of log CPU seconds over log
 samples in flight.
 """
@@ -84,7 +84,7 @@ def draw_lengths(seed):
 
 
 def make_group(job, lengths, version):
-    names, address = job.sessions(), f"{job.group_id:040x}"  # as long as one in Ray's store
+    names, address = job.sessions(), f"{job.group_id:040x}"  # as long as an address in Ray's store
     return GroupRef(
         id=job.group_id,
         prompt_id=job.prompt.id,
@@ -117,7 +117,7 @@ def measure_fakes(count=2000):
 
 @dataclass
 class Worker:
-    """A fake worker: returns groups of log-normal lengths after the time that the longest sample takes."""
+    """A fake worker. Returns groups of samples with log-normal lengths, after the time of the longest sample."""
 
     name: str
     engine: fakes.FakeEngine
@@ -143,7 +143,7 @@ class Worker:
 
 
 class Fleet(fakes.FakeEngine):
-    """Several engines; every pause, sync and metrics call calls each of them."""
+    """Several engines behind one handle: every pause, sync and metrics call goes to each of them."""
 
     def __init__(self, engines):
         super().__init__(fakes.FakeEngineConfig())
@@ -166,7 +166,7 @@ class Fleet(fakes.FakeEngine):
 
 @dataclass
 class Trainer(fakes.FakeTrainer):
-    """Takes as long as a batch's share of the generation, and measures memory when all samples are in flight."""
+    """A fake trainer. Takes as long as a batch's share of the generation, and measures memory at full load."""
 
     traffic: Traffic
     step: int = 0
@@ -266,7 +266,7 @@ def measure(engines, when_stale, *, profile=False):
 
 
 def shares(profiler, count=8):
-    """Return the shares of the driver's time by module of Plasmid, including library calls."""
+    """Return the fraction of the driver's time by module of Plasmid, including calls into libraries."""
     stats, parts = pstats.Stats(profiler), Counter()
     for (file, _, name), (_, _, own, _, _) in stats.stats.items():
         path = Path(file)

@@ -119,7 +119,7 @@ def run_engine(model, work, batch):
 
 
 class Server:
-    """An engine with a server, called over HTTP like by rollout workers."""
+    """An engine on a server, called over HTTP as rollout workers do."""
 
     def __init__(self, kind, model, folder, args):
         settings = {"dtype": args.dtype, "max_requests": max(args.batches)}

@@ -1,7 +1,8 @@
-"""Compare log-probabilities from hidden states, forward and backward, with the matrix products that they require.
+"""Compare the log-probability head, forward and backward, with the time of the matrix products that it requires.
 
-The limit is measured in the same run: `torch.mm` of whole matrices. If the upstream gradient is known only later, four
-products are needed (logits twice, gradients of hidden states and weight); with a known loss, three.
+The lower limit is measured in the same run, with `torch.mm` of whole matrices. If the upstream gradient is known only
+after the forward pass, four products are needed (logits twice, gradients of hidden states and weight); if the loss is
+computed with the log-probabilities, three.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def kept_sets(targets, args):
 
 
 class Clock:
-    """Measures time and memory of a function; on a GPU with events and the allocator's peak."""
+    """Measures time and memory of a function; on a GPU, with CUDA events and the peak of PyTorch's allocator."""
 
     def __init__(self, device, seconds):
         self._cuda, self._seconds = device == "cuda", seconds
@@ -154,7 +155,7 @@ def liger(case, function, **options):
 
 
 def compiled_kernels():
-    """Return the eager formulas with `torch.compile`, to compare with the handwritten kernels."""
+    """Return the eager formulas compiled with `torch.compile`, to compare with the handwritten kernels."""
 
     @torch.compile
     def whole(logits, targets, temperatures):

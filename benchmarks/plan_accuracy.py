@@ -1,4 +1,4 @@
-"""Compare `rl plan` with measurements: the table of docs/design/plan.md, from benchmarks/results.
+"""Print the table of docs/design/plan.md, which compares `rl plan` with the measurements in benchmarks/results.
 
 python benchmarks/plan_accuracy.py
 """
@@ -28,7 +28,7 @@ BASE = (
     'trainer.dtype="bfloat16"',
 )
 SAMPLES = {45571: 128, 96112: 256, 21989: 64, 65536: 0}
-"""Number of samples in a step, by its tokens; 0 for rows of one length."""
+"""Number of samples in a step, by its number of tokens; 0 for rows of one length."""
 
 
 def config_json(shape):

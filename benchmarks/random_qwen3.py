@@ -1,9 +1,9 @@
-"""Write a Qwen3 with random weights and a character tokenizer, for benchmarks without network access.
+"""Write a Qwen3 model with random weights and a character tokenizer, for benchmarks without network access.
 
     python benchmarks/random_qwen3.py 0.6b models/qwen3-0.6b-random
 
-The shape `30b-a3b` is a mixture of experts, and `30b-a3b-dense` has the same layers with an MLP of the size that is
-active for each token; `--layers` writes fewer of them than the 48 of the whole model.
+The shape `30b-a3b` is a mixture of experts. `30b-a3b-dense` has the same layers, with an MLP of the size that is active
+for each token. `--layers` writes fewer layers than the 48 of the whole model.
 """
 
 import argparse
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, help="number of layers; by default those of the shape")
+    parser.add_argument("--layers", type=int, help="number of layers; by default that of the shape")
     parser.add_argument("--device", default="cpu", help="device for sampling the weights; a GPU takes seconds for 4B")
     parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()

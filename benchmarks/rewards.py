@@ -1,10 +1,10 @@
-"""Measure answers per second of math-verify called directly, of `math`, and of `math` with one process per answer.
+"""Measure answers per second of math-verify called directly, of reward `math`, and of `math` in one process per answer.
 
     python benchmarks/rewards.py --answers 400 --rounds 5 --out benchmarks/results/rewards-cpu.json
 
 The three alternate on the same answers, so that load on the machine affects all of them. Direct calls parse and compare
-in one warm process, without math-verify's timeouts. Half of the answers are right, and all are distinct. CPU time of
-this process and the workers depends less on other load.
+in one warm process, without math-verify's timeouts. Half of the answers are right, and all are distinct. The CPU time
+of this process and the workers is also reported, because it depends less on other load.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python benchmarks/rollout_overhead.py recipes/smollm2-sums-sglang-cpu.toml --requests 32 --new-tokens 64
 
-The batch is a single call of SGLang's /generate, so its tokens cross HTTP once. Both alternate on one server.
+The batch is a single call of SGLang's /generate, with one HTTP response for all tokens. Both alternate on one server.
 """
 
 import argparse

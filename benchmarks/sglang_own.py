@@ -1,4 +1,4 @@
-"""Measure SGLang's own weight update for the same tensors: a broadcast without checksums and gathering.
+"""Measure SGLang's own weight update for the same tensors: a broadcast without checksums or gathering.
 
 `POST /update_weights_from_distributed`, one call per bucket in SGLang's format "flattened_bucket", while rank 0 of the
 group broadcasts the prepared bytes. Timed from the first call to the last response.

@@ -1,4 +1,4 @@
-"""Measure forward and backward with and without shared prompt prefixes, and the difference of the results.
+"""Measure forward and backward passes with and without shared prompt prefixes, and the difference of the results.
 
     python benchmarks/shared_prefix.py models/SmolLM2-135M-Instruct --prompts 6 128 --response 3 --groups 8
     python benchmarks/shared_prefix.py qwen3-0.6b --device cuda --out benchmarks/results/shared-prefix-h200.json

@@ -1,12 +1,12 @@
-"""Compare a synchronous step of a run, by phase, with the same phases measured separately.
+"""Compare the phases of a synchronous step with the same phases measured separately.
 
     python benchmarks/step.py --tiny --out benchmarks/results/step-cpu.json
     python benchmarks/step.py benchmarks/gpu/qwen3-random.toml --device cuda --prompt-tokens 125 --new-tokens 256
 
 The recipe runs three times: in full; with its engine alone (``rl train --rollouts-only``); and with its trainer alone,
 on the samples of the first run (``--replay``). Then trainer and engine start once more, and only weights are sent.
-Figures are medians over the batches but the first ``--skip``, of the metrics that every run writes. With
-``--trl-python`` TRL's `GRPOTrainer`, with `transformers` as its engine, samples and trains as many tokens.
+Figures are medians of the runs' metrics over all batches except the first ``--skip``. With ``--trl-python``, TRL's
+`GRPOTrainer` also samples and trains on as many tokens, with `transformers` as its engine.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # the benchmark of `make train`, also when this file is loaded by a test
+sys.path.insert(0, str(Path(__file__).parent))  # for `import cpu_step` when a test loads this file
 
 import cpu_step
 from plasmid_cli.commands.arguments import load
@@ -44,7 +44,7 @@ TINY = {
 
 
 def prepare(args, folder):
-    """Recipes and overrides of all runs: the user's, with prompts of ``--prompt-tokens`` tokens."""
+    """Return the user's recipes and overrides with prompts of ``--prompt-tokens`` tokens, the config, and the data."""
     if args.tiny:
         from plasmid_models.testing import make_tiny_model
 
@@ -65,7 +65,7 @@ def prepare(args, folder):
 
 
 def inline(value):
-    """A TOML value on one line."""
+    """Return a TOML value on one line."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{name} = {inline(item)}" for name, item in value.items()) + " }"
     if isinstance(value, list):
@@ -82,7 +82,7 @@ def prompt_of(tokenizer, count, number):
 
 
 def run(items, folder, name, *options):
-    """Medians of the metrics of one run of the recipe."""
+    """Run the recipe and return the metrics of each batch. Raises `RuntimeError` if it fails."""
     command = [sys.executable, "-m", "plasmid_cli", "train", *items, f'run.dir="{folder / name}"', *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -91,18 +91,18 @@ def run(items, folder, name, *options):
 
 
 def start_of(run):
-    """Return the line of a run's log with the phases of its start; empty if it has none."""
+    """Return the start-up times from the log of a run; empty if it has none."""
     lines = (run / "logs" / "driver.log").read_text().splitlines()
     return next((line.partition("started in ")[2] for line in lines if "started in " in line), "")
 
 
 def median(rows, *names):
-    """Median over the batches of the sum of these metrics; a metric that a batch lacks counts as 0."""
+    """Return the median over the batches of the sum of these metrics; a missing metric counts as 0."""
     return statistics.median(sum(row.get(name, 0.0) for name in names) for row in rows)
 
 
 def split(rows):
-    """Seconds of the parts of a whole step, whose sum is the step."""
+    """Return the median seconds of a step (``step``) and of its parts, with the remaining time as ``rest``."""
     found = {name: median(rows, f"perf/{name}_s") for name in ("sample", "score", "train")}
     found["transfer"] = median(rows, "sync/transfer_s")
     found |= {name: median(rows, f"perf/{name}_s") for name in MOVES}
@@ -112,7 +112,7 @@ def split(rows):
 
 
 async def sync_alone(config, folder, count):
-    """Median seconds of a weight sync between a trainer and an engine that do nothing else."""
+    """Return the median seconds of a weight sync between a trainer and an engine that do nothing else."""
     place, limits = config.placement, CallLimits(config.run)
     cluster = open_cluster(log_dir=folder / "logs")
     parts = await start_processes(config, cluster, folder, with_trainer=True, with_engine=True)
@@ -138,16 +138,33 @@ async def sync_alone(config, folder, count):
 
 
 def trl_step(args, config, data, folder):
-    """Median seconds of a step of TRL with as many prompts, samples and tokens."""
+    """Return the median seconds of a step of TRL with the same number of prompts, samples and tokens."""
     given = {"model": config.model.path, "data": data, "steps": args.batches, "reference": False}
     given |= {"trl_python": args.trl_python, "trl_weights": args.trl_weights, "device": args.device}
+    given |= {"trl_rows": args.trl_rows}
     given |= {"prompts": config.run.prompts_per_batch, "samples": config.run.samples_per_prompt}
     steps, _ = cpu_step.trl(argparse.Namespace(**given, new_tokens=args.new_tokens), folder)
-    return {"engine": "transformers", "weights": args.trl_weights, "step": statistics.median(wall for wall, _ in steps)}
+    found = {"engine": "transformers", "weights": args.trl_weights, "rows": args.trl_rows}
+    return found | {"step": statistics.median(wall for wall, _ in steps)}
+
+
+def measure_apart(args, items, config, folder, transfer):
+    """Return the median seconds of each phase with engine, trainer and sync running separately.
+
+    ``transfer`` is the transfer time of the whole step, used if no syncs are timed.
+    """
+    engine = timed("engine", run, items, folder, "engine", "--rollouts-only")[args.skip :]
+    trainer = timed("trainer", run, items, folder, "trainer", "--replay", str(folder / "whole"))[args.skip :]
+    apart = {"sample": median(engine, "perf/sample_s")}
+    apart |= {name: median(trainer, f"perf/{name}_s") for name in ("score", "train")}
+    (folder / "sync").mkdir()
+    if args.syncs:
+        transfer = asyncio.run(timed("sync", sync_alone, config, folder / "sync", args.syncs))
+    return apart | {"transfer": transfer}
 
 
 def measure(args):
-    """The report of all runs. Written after each part, because a later one may be cut off."""
+    """Run all parts and return the report. Also writes it after each part, in case a later one is interrupted."""
     load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -157,17 +174,9 @@ def measure(args):
         report |= {"batches": len(whole), "tokens_per_s": median(whole, "perf/tokens_per_s"), "set": args.items}
         report |= {"step": split(whole), "started": start_of(folder / "whole")}
         save(args, report)
-        engine = timed("engine", run, items, folder, "engine", "--rollouts-only")[args.skip :]
-        trainer = timed("trainer", run, items, folder, "trainer", "--replay", str(folder / "whole"))[args.skip :]
-        (folder / "sync").mkdir()
-        apart = {"sample": median(engine, "perf/sample_s")}
-        apart |= {name: median(trainer, f"perf/{name}_s") for name in ("score", "train")}
-        if args.syncs:
-            apart["transfer"] = asyncio.run(timed("sync", sync_alone, config, folder / "sync", args.syncs))
-        else:
-            apart["transfer"] = report["step"]["transfer"]
-        report |= compare(report["step"], apart)
-        save(args, report)
+        if args.apart:
+            report |= compare(report["step"], measure_apart(args, items, config, folder, report["step"]["transfer"]))
+            save(args, report)
         if args.trl_python:
             report["trl"] = timed("trl", trl_step, args, config, data, folder)
     load.append(os.getloadavg()[0])
@@ -177,7 +186,7 @@ def measure(args):
 
 
 def timed(name, function, *args):
-    """Call a part of the benchmark, and print that it begins and how long it took."""
+    """Call a part of the benchmark; print its name at the start and its duration at the end."""
     began = time.monotonic()
     print(f"{name} ...", flush=True)
     found = function(*args)
@@ -186,7 +195,7 @@ def timed(name, function, *args):
 
 
 def compare(found, apart):
-    """Return the phases measured separately, the ratio of the step to their sum, and what is idle during a step."""
+    """Return the phases measured separately, the ratio of the step to their sum, and the idle time during a step."""
     alone = sum(apart.values())
     idle = {
         "engine": found["step"] - apart["sample"],
@@ -202,16 +211,17 @@ def save(args, report):
 
 
 def show(report):
-    """Print the phases of the step, the phases measured separately, and what was idle."""
-    print(f"{'seconds of a step':<20} {'in the run':>11} {'apart':>9}")
+    """Print the phases of the step, the phases measured separately, and the idle times."""
+    print(f"{'seconds per step':<20} {'in the run':>11} {'separate':>9}")
     for name, seconds in report["step"].items():
-        alone = report["apart"].get(name)
+        alone = report.get("apart", {}).get(name)
         print(f"{name:<20} {seconds:>11.3f} {'' if alone is None else format(alone, '9.3f')}")
-    print(f"{'sum of the phases':<20} {'':>11} {report['apart']['sum']:>9.3f}")
-    print(f"the step is {report['ratio']:.2f} x the sum of its phases apart; load {report['load']}")
-    print("idle seconds a step: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in report["idle"].items()))
+    if "apart" in report:
+        print(f"{'sum of the phases':<20} {'':>11} {report['apart']['sum']:>9.3f}")
+        print(f"the step takes {report['ratio']:.2f} x the sum of its separate phases; load {report['load']}")
+        print("idle seconds per step: " + ", ".join(f"{name} {idle:.3f}" for name, idle in report["idle"].items()))
     if "trl" in report:
-        print(f"TRL ({report['trl']['engine']}, {report['trl']['weights']}): {report['trl']['step']:.3f} s a step")
+        print(f"TRL ({report['trl']['engine']}, {report['trl']['weights']}): {report['trl']['step']:.3f} s per step")
 
 
 def main(argv=None):
@@ -220,11 +230,13 @@ def main(argv=None):
     parser.add_argument("--tiny", action="store_true", help="a random model of 130,000 parameters, without a recipe")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batches", type=int, default=6)
-    parser.add_argument("--skip", type=int, default=2, help="batches at the start that do not count")
-    parser.add_argument("--syncs", type=int, default=5, help="syncs timed apart; 0 takes those of the run")
+    parser.add_argument("--skip", type=int, default=2, help="number of warm-up batches that are not counted")
+    parser.add_argument("--syncs", type=int, default=5, help="separately timed syncs; 0 uses those of the run")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--no-apart", dest="apart", action="store_false", help="skip the separate phases")
     parser.add_argument("--trl-python", type=Path, help="Python of an environment with TRL")
+    parser.add_argument("--trl-rows", type=int, help="samples per microbatch of TRL; by default the whole batch")
     parser.add_argument("--trl-weights", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)

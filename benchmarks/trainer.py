@@ -1,33 +1,35 @@
-"""Measure the trainer's tokens per second in `rl train`, and the ceiling of the same GPU without it.
+"""Measure the trainer's tokens per second in `rl train`, and those of plain training loops on the same GPU (ceilings).
 
     python benchmarks/random_qwen3.py 0.6b models/qwen3-0.6b-random
     python benchmarks/trainer.py models/qwen3-0.6b-random --rows short --out benchmarks/results/trainer-h200.json
 
-With ``--lora RANK`` an adapter is trained after the weights, with the same recipe. With ``--sync`` only weight syncs of
-both kinds to engine `hf` on the same device are timed. A 4B shape on one H200, in about three minutes:
+With ``--lora RANK``, the recipe also runs a second time with an adapter. With ``--sync``, only the weight syncs of both
+runs to engine `hf` on the same device are timed. A 4B shape on one H200, in about three minutes:
 
     python benchmarks/random_qwen3.py 4b /tmp/qwen3-4b --device cuda --dtype bfloat16
     python benchmarks/trainer.py /tmp/qwen3-4b --samples 64 --steps 3 --no-ceilings --lora 16 --out lora-h200.json
     python benchmarks/trainer.py /tmp/qwen3-4b --no-ceilings --lora 16 --sync --out lora-sync-h200.json
 
-With ``--loop`` a mixture of experts is trained by `fsdp` a second time, one expert after another. Six layers of a
-Qwen3-30B-A3B and a dense model of equal active size on one H200:
+With ``--loop``, `fsdp` trains a mixture of experts a second time, one expert after another. Six layers of Qwen3-30B-A3B
+and a dense model of equal active size on one H200:
 
     python benchmarks/random_qwen3.py 30b-a3b /tmp/a3b --layers 6 --device cuda --dtype bfloat16
     python benchmarks/random_qwen3.py 30b-a3b-dense /tmp/a3b-dense --layers 6 --device cuda --dtype bfloat16
     python benchmarks/trainer.py /tmp/a3b --samples 64 --steps 3 --no-ceilings --loop --out experts-h200.json
     python benchmarks/trainer.py /tmp/a3b-dense --samples 64 --steps 3 --no-ceilings --out experts-h200.json
 
-With ``--profile FOLDER`` one more batch is profiled, and its table is printed. Trainer `megatron` beside `fsdp`:
+With ``--profile FOLDER``, one more batch is profiled, and the slowest operations are printed. Comparison of `fsdp` and
+`megatron`:
 
     python benchmarks/trainer.py MODEL --no-ceilings --trainer fsdp --profile /tmp/profiles
     python benchmarks/trainer.py MODEL --no-ceilings --trainer megatron --profile /tmp/profiles
     python benchmarks/trainer.py MODEL --no-ceilings --trainer megatron --set trainer.compile=false
 
-`rl train` trains on demonstrations (`algorithm.kind = "sft"`), so no engine runs: forward, backward and optimizer of
-whole batches, including prompt tokens, over the seconds that the driver waits for the trainer (`perf/train_s`). The
-ceilings (`benchmarks/trainer_ceiling.py`) train on samples of the same lengths. The share of the peak counts 6 flops
-for each weight and token and 3.5 times the products of causal attention, against a measured matrix product.
+`rl train` trains on demonstrations (`algorithm.kind = "sft"`), so that no engine runs. Tokens per second are the tokens
+of whole batches, prompts included, divided by the seconds that the driver waits for the trainer (`perf/train_s`:
+forward, backward and optimizer). The ceilings (`benchmarks/trainer_ceiling.py`) train on samples of the same lengths.
+The share of the peak counts 6 FLOPs for each weight and token and 3.5 times the products of causal attention, relative
+to the FLOP/s of a measured matrix product.
 """
 
 import argparse
@@ -127,7 +129,7 @@ def product(args, folder, extra=(), name="full"):
 
 
 def keep_profile(run, args, name):
-    """Copy the profile of the last batch, and print the operations that took most time."""
+    """Copy the profile of the last batch, and print the operations that took the most time."""
     args.profile.mkdir(parents=True, exist_ok=True)
     for file in sorted((run / "profiles").iterdir()):
         kept = args.profile / f"{name.replace(', ', '-').replace(' ', '-')}-{args.rows}-{file.name}"
@@ -138,7 +140,7 @@ def keep_profile(run, args, name):
 
 
 def train(folder, run, settings):
-    """Return the metrics of each batch of a run, or the end of its output if it failed."""
+    """Train and return the metrics of each batch, or the end of the output if the run failed."""
     recipe = folder / "recipe.toml"
     recipe.write_text("\n".join(settings) + "\n")
     done = subprocess.run([sys.executable, "-m", "plasmid_cli", "train", recipe], capture_output=True, text=True)
@@ -148,7 +150,7 @@ def train(folder, run, settings):
 
 
 def syncs(args, folder, extra=(), name="full"):
-    """Return bytes and seconds of the weight syncs of a short run with engine `hf`, without the first two."""
+    """Return bytes and seconds of the weight syncs of a short run with engine `hf`, except the first two."""
     folder.mkdir()
     run = folder / "run"
     with (folder / "rows.jsonl").open("w") as file:
@@ -188,7 +190,7 @@ def syncs(args, folder, extra=(), name="full"):
 
 
 def with_loop(model, folder):
-    """Return a copy of the model folder, by hard links, whose config makes transformers loop over experts."""
+    """Copy the model folder with hard links, with a config that makes transformers loop over experts."""
     folder.mkdir()
     for file in model.iterdir():
         (folder / file.name).hardlink_to(file)
@@ -205,7 +207,7 @@ def peak_gib(rows):
 
 
 def peak_flops(device):
-    """Return the FLOP/s of a large bf16 product of random matrices; None on a CPU."""
+    """Return the FLOP/s of a large bf16 matrix product with random values; None on a CPU."""
     if device != "cuda":
         return None
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -222,9 +224,9 @@ def peak_flops(device):
 
 
 def step_flops(model, lengths, *, lora=False):
-    """Return the FLOPs of forward and backward, without recomputation; of experts, those that a token is routed to.
+    """Return the FLOPs of forward and backward, without recomputation. Only experts that a token is routed to count.
 
-    With an adapter there are no gradients of weights; its own products are not counted.
+    With an adapter there are no weight gradients, and the adapter's own products are not counted.
     """
     config = json.loads((model / "config.json").read_text())
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
@@ -268,7 +270,7 @@ def arguments(argv=None):
     parser.add_argument("--rows", choices=ceiling.KINDS, default="short")
     parser.add_argument("--samples", type=int, default=256, help="samples of one batch (one optimizer step)")
     parser.add_argument("--tokens", type=int, default=16384, help="largest microbatch")
-    parser.add_argument("--steps", type=int, default=4, help="steps measured, after two (product) or one (ceilings)")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after two (rl train) or one (ceilings)")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing of every layer")
     parser.add_argument("--trainer", default="fsdp")
     parser.add_argument("--ranks", type=int, default=1)
@@ -277,8 +279,8 @@ def arguments(argv=None):
         "--variant", action="append", choices=ceiling.VARIANTS, help="ceilings to measure; all by default"
     )
     parser.add_argument("--no-ceilings", action="store_true")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of this rank, too")
-    parser.add_argument("--loop", action="store_true", help="train one expert after another, too (trainer fsdp)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="also train an adapter of this rank")
+    parser.add_argument("--loop", action="store_true", help="also train one expert after another (trainer fsdp)")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="profile one more batch; keep its files here")
     parser.add_argument("--sync", action="store_true", help="time weight syncs to engine hf instead of training")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
@@ -297,7 +299,7 @@ def main(argv=None):
         measure, folder = syncs if args.sync else product, Path(name)
         rows = [*ceilings(args, folder), measure(args, folder / "full")]
         if args.lora:
-            # scale 1, and a learning rate that moves the matrices
+            # scale 1, and a learning rate high enough to change the matrices
             adapter = [f"trainer.lora.rank={args.lora}", f"trainer.lora.alpha={args.lora}.0", "trainer.lr=1e-5"]
             rows.append(measure(args, folder / "lora", adapter, f"lora rank {args.lora}"))
         if args.loop:
@@ -308,8 +310,8 @@ def main(argv=None):
             row["share_of_peak"] = step_flops(args.model, lengths, lora="lora" in row["name"]) / row["step_s"] / peak
     best = max((row["tokens_per_s"] for row in rows if "tokens_per_s" in row), default=1.0)
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"\n{where}, torch {torch.__version__}, {args.model.name}, rows {args.rows}, {sum(lengths)} tokens a step")
-    print("| | tok/s | of the best | share of peak | peak GiB | step s |\n|---|---|---|---|---|---|")
+    print(f"\n{where}, torch {torch.__version__}, {args.model.name}, rows {args.rows}, {sum(lengths)} tokens per step")
+    print("| | tok/s | relative to best | share of peak | peak GiB | step s |\n|---|---|---|---|---|---|")
     print(*(line(row, best) for row in rows), sep="\n")
     if args.out:
         report = json.loads(args.out.read_text()) if args.out.exists() else []

@@ -1,9 +1,9 @@
 """Measure the training ceiling of one GPU: forward, backward and AdamW of a Hugging Face model without Plasmid.
 
-All variants train on the same samples. Packed variants concatenate samples to rows of up to ``--tokens`` tokens: linear
-layers process no padding, and attention separates samples with ``varlen_attn`` or cuDNN over buckets of similar length.
-Padded variants put samples of similar length into one padded batch, as usual with `transformers`. All use the same head
-(`plasmid_training.head.logprobs`), so that they differ in the decoder only.
+All variants train on the same samples. Packed variants concatenate samples into rows of up to ``--tokens`` tokens:
+linear layers process no padding, and attention separates samples, by ``varlen_attn`` or by dense kernels over buckets
+of similar length. Padded variants put samples of similar length into one padded batch, as usual with `transformers`.
+All use the same head (`plasmid_training.head.logprobs`), so that they differ in the decoder only.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def buckets_of(lengths, device, ratio=1.25):
 
 
 class Gather(torch.autograd.Function):
-    """Rows of ``x`` at ``index``; the backward pass sums over ``back`` instead of adding atomically."""
+    """Select rows of ``x`` by ``index``. The backward pass sums over ``back`` instead of using atomic additions."""
 
     @staticmethod
     def forward(ctx, x, index, back):
@@ -105,7 +105,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Inverse of `Gather`: dense blocks to the packed row; padding has gradient 0."""
+    """Undo `Gather`: return the packed row of dense blocks. Padding gets gradient 0."""
 
     @staticmethod
     def forward(ctx, x, inverse):

@@ -1,11 +1,11 @@
-"""Compare credit by turn and by sample: held-out rewards of a tiny model in an environment of several turns.
+"""Compare the held-out rewards of a tiny model trained with credit per turn and with credit per sample.
 
     python benchmarks/turn_credit.py --out benchmarks/results/turn-credit-cpu.json
 
 In the first turn the policy draws a card of random value, which it cannot learn. Then the environment asks 8 questions,
-each a character: a digit must be answered with a digit and a letter with a letter. The runs of a seed are trained by
-GRPO with one recipe, except for `algorithm.baseline`. The model is random (two layers, 130,000 parameters). The prompts
-of the evaluation are not among those of training, and its cards are worth nothing.
+each one character: a digit must be answered with a digit and a letter with a letter. Both runs of a seed use the same
+recipe with GRPO, except for `algorithm.baseline`. The model is random (two layers, 130,000 parameters). Evaluation uses
+prompts that training does not, and cards of value 0.
 """
 
 import argparse
@@ -32,12 +32,12 @@ BASELINES = ("turn", "sample")
 
 
 class Kinds(Environment):
-    """Draws a card, asks the characters of the row's column ``questions``, and expects characters of the same kind."""
+    """Draws a card, then asks each character in the column ``questions``, and expects one of the same kind."""
 
     kind: Literal["kinds"] = "kinds"
     isolated = False
     card: float = 1.0
-    """Maximum value of a card; its minimum is the negative."""
+    """Maximum value of a card; the minimum is its negative."""
 
     def episode(self):
         return KindsEpisode(self.card)

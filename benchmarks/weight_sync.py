@@ -5,10 +5,10 @@
     python benchmarks/weight_sync.py RECIPE placement.device=cuda placement.colocated=true rollout.read_back_every=0 \\
         --bucket-mib 64 256 1024
 
-Nothing is trained; the weights are those of the model's folder. Times are medians, after one warm-up sync per bucket
-size (it joins groups and allocates memory). The phases are reported by both sides and overlap. The same run then
-measures the limit: copying the same bytes on the GPU or broadcasting them between two processes, and SGLang's own
-update.
+Nothing is trained; the weights are those of the model folder. Times are medians after one warm-up sync per bucket size,
+which joins process groups and allocates memory. Trainer and engine both report phases, which overlap. For comparison,
+the same run also measures a plain copy of the same bytes on the GPU or their broadcast between two processes, and
+SGLang's own update.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def say(progress):
 
 
 async def measure(config, folder, syncs, sizes):
-    """Return by bucket size the seconds of each phase of each sync, the last receipt, and the canary's difference.
+    """Return, for each bucket size: the seconds of each phase of each sync, the last receipt, the canary's difference.
 
     Also returns the milliseconds of SGLang's own update by bucket size, if it was timed.
     """
@@ -73,7 +73,7 @@ async def measure(config, folder, syncs, sizes):
                 sent = time.perf_counter()
                 await engine.resume()
                 resumed = time.perf_counter()
-                canary.ask(version)
+                canary.start(version)
                 difference = (await canary.check())["sync/canary_difference"]
                 row = {"transfer": sent - paused, "pause": paused - begun, "resume": resumed - sent}
                 phases = {f"of it {name}": seconds for name, seconds in receipt.phases.items()}

@@ -1,4 +1,4 @@
-"""Measure the minimum time for moving bytes: a copy on one GPU, a broadcast between two."""
+"""Measure the minimum time for transferring bytes: a copy on one GPU, or a broadcast between two."""
 
 import os
 import statistics

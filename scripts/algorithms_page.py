@@ -38,10 +38,10 @@ All algorithms have `reduction`. All but `gkd` and `sft` also have:
 TAIL = """
 ## Details that differ between implementations
 
-- **Standard deviation of GRPO**: divisor n - 1, `std_eps` 1e-6 added to it (TRL adds 1e-4, OpenRLHF 1e-9: set
-  `std_eps`). `std_form = "population"` has the divisor n; `"leave-one-out"` takes mean and deviation of the prompt's
-  other rollouts, as NeMo-RL does; this gives far larger advantages if the others nearly agree. A group whose rewards
-  are all equal has advantage 0, and so does a group of one rollout.
+- **Standard deviation of GRPO**: divisor n - 1; `std_eps`, 1e-6, is added to the result (TRL adds 1e-4, OpenRLHF 1e-9:
+  set `std_eps`). `std_form = "population"` has the divisor n; `"leave-one-out"` takes mean and deviation of the
+  prompt's other rollouts, as NeMo-RL does; this gives far larger advantages if the others nearly agree. A group whose
+  rewards are all equal has advantage 0, and so does a group of one rollout.
 - **Several samples of one rollout** (fan-out) count once in a group's statistics, with their mean reward, and once in
   `reduction = "per-rollout"`.
 - **KL in the reward** is subtracted before anything else is computed: in group methods from the sample's reward
@@ -80,7 +80,8 @@ step: `kl`, `chi2`, `ess` (effective sample size, 1 is best), and percentiles of
 | `mode = "mask", level = "sequence"` or `"geometric"` | masked importance sampling |
 | `mode = "reject", level = "geometric"` | rejection of sequences |
 
-`veto` drops a sample with one catastrophic token; `renormalize` keeps the mean weight of a batch at 1.
+`veto` drops a sample if the ratio of one of its tokens is below this threshold; `renormalize` keeps
+the mean weight of a batch at 1.
 
 ## Top-p, top-k and min-p
 
@@ -93,8 +94,8 @@ A token sampled from a part of the vocabulary had a higher probability than the 
 therefore returns the tokens that remained at each position, the *kept set*, and the trainer normalizes every
 log-probability over these tokens: those of the policy now and before the first step, of the reference, the teacher
 and the engine. Tokens outside the set get no gradient (DeepSeek-V3.2, arXiv 2512.02556, keeps the sampling mask as
-well). The entropy remains that of the full distribution. Kept sets are always on; greedy samples and samples without
-restriction have none.
+well). The entropy remains that of the full distribution. Kept sets cannot be turned off; greedy samples and
+samples from the whole vocabulary have none.
 
 `hf` returns kept sets, and `sglang` from version 0.5.23 on, for `top_k` up to 4096 ([SGLang](sglang.md)). With other
 engines, `rollout`, `decoupled` and `opsm` refuse restricted sampling, because ratios to their log-probabilities,
@@ -109,7 +110,7 @@ algorithm = { kind = "grpo", kl_coef = 0.01 }
 reference.update_every = 50
 ```
 
-The KL in the loss or in the reward is measured to the reference: the policy's initial model, or `reference.path`.
+The KL in the loss or in the reward is computed against the reference: the policy's initial model, or `reference.path`.
 The policy replaces the reference every `update_every` batches, so that the KL bounds the change since then and not
 since the start. The reference must have the policy's architecture; an adapter (LoRA) is refused, because its reference
 is the base model. Once the reference has been replaced, checkpoints contain it (`trainer-reference/`, in fp32), and a
@@ -144,9 +145,10 @@ vllm serve Qwen/Qwen3-235B-A22B --tensor-parallel-size 8 --port 30000
 
 - SGLang is queried through `/generate` with `logprob_start_len`, vLLM through `/v1/completions` with `prompt_logprobs`
   and token ids; other servers support neither. `teacher.api` selects one, `auto` detects it.
-- Rollout workers send each finished sample once, while others are still being sampled. `teacher_logprobs` travels with
-  the sample to the trainer, and is stored in the sample files and in checkpoints: a resumed run repeats requests only
-  for samples of unfinished groups, and `--replay` contacts no server. `rl plan` counts no memory for the teacher.
+- Rollout workers send each finished sample to the server, while others are still being sampled. The returned
+  `teacher_logprobs` go to the trainer with the sample, and are stored in the sample files and in checkpoints: a resumed
+  run repeats requests only for samples of unfinished groups, and `--replay` contacts no server. `rl plan` counts no
+  memory for the teacher.
 - At the start, the run compares the server's encoding of a text and of all special tokens (`/tokenize`) with its own,
   and refuses a different tokenizer. Every response must contain the tokens that were sent.
 - Requests are retried according to `attempts` and `backoff_s`, within `run.rollout_timeout_s`. If there is no valid
@@ -158,9 +160,9 @@ vllm serve Qwen/Qwen3-235B-A22B --tensor-parallel-size 8 --port 30000
 
 ### Top tokens
 
-`opd` uses the teacher's log-probability of the sampled token only. `gkd` asks for the teacher's `top_k` most likely
-tokens at each position and minimizes the KL over them, which gives every position a gradient towards all that the
-teacher finds likely:
+`opd` uses the teacher's log-probability of the sampled token only. `gkd` requests the teacher's `top_k` most likely
+tokens at each position and minimizes the KL over them, which gives every position a gradient towards all tokens that
+the teacher finds likely:
 
 ```toml
 algorithm = { kind = "gkd", top_k = 20 }
@@ -169,25 +171,26 @@ algorithm = { kind = "gkd", top_k = 20 }
 path = "Qwen/Qwen3-8B"
 ```
 
-- **The tail.** All other tokens together are one more outcome, with 1 minus the sum of the probabilities, at least
-  1e-6. Merging outcomes can only lower a KL: the loss is a lower bound of the KL over the whole vocabulary, is 0 only
-  if policy and teacher agree on each of the top tokens, and pushes probability that the policy has elsewhere back to
-  them. Other implementations sum over the top tokens alone (verl's `forward_kl_topk`) or renormalize both
+- **The tail.** All other tokens are merged into one, with the remaining probability, but at least 1e-6. Merging
+  tokens can only lower a KL: the loss is a lower bound of the KL over the whole vocabulary, is 0 only
+  if policy and teacher agree on each of the top tokens, and moves probability from all other tokens
+  to them. Other implementations sum over the top tokens alone (verl's `forward_kl_topk`) or renormalize both
   distributions over them.
 - **Direction.** `divergence = "reverse"` is KL(policy || teacher), as in MiniLLM and `opd`; `"forward"` is
-  KL(teacher || policy). There is no Jensen-Shannon divergence between them.
-- **Gradient.** Of the policy's log-probabilities at the positions of its samples, as in GKD: the loss has no
-  advantages, no ratio to an old policy and no clip, so stale samples need no correction. All log-probabilities are over
-  the whole vocabulary at the sample's temperature, also where top-p, top-k or min-p restricted sampling.
+  KL(teacher || policy). The Jensen-Shannon divergence is not available.
+- **Gradient.** As in GKD, the gradient is that of the policy's log-probabilities at the positions of its samples: the
+  loss has no advantages, no ratio to an old policy and no clip, so stale samples need no correction. All
+  log-probabilities are over the whole vocabulary at the sample's temperature, also where top-p, top-k or min-p
+  restricted sampling.
 - **Metrics.** `train/teacher_kl` is the mean of the divergence, `train/teacher_coverage` the teacher's probability of
   its top tokens together, `train/policy_coverage` the policy's. Raise `top_k` if the teacher's coverage is low.
-- **Cost.** 8 x `top_k` bytes for each token of the loss: in host memory of the ranks, on the way from a teacher on
+- **Cost.** 8 x `top_k` bytes for each loss token: in host memory of the ranks, in transfers from a teacher on
   ranks of its own (through the driver) or from a server, and, for a server, in the sample files as `teacher_top`. The
   policy computes no more logits than with `opd`, in the same chunks.
 - **Teachers**: in the trainer (`fsdp` or `megatron`, with any parallelism), on ranks of its own, or a server. SGLang is
-  asked with `top_logprobs_num`; vLLM with `prompt_logprobs`, which must not exceed its `--max-logprobs` (20). A
-  response without `top_k` tokens of the policy's vocabulary fails the rollout. A teacher in the trainer chooses among
-  the policy's tokens only, if its own vocabulary is larger.
+  queried with `top_logprobs_num`, vLLM with `prompt_logprobs`, which must not exceed its `--max-logprobs` (20). A
+  response without `top_k` tokens of the policy's vocabulary fails the rollout. If the
+  teacher's vocabulary is larger than the policy's, a teacher in the trainer ranks the policy's tokens only.
 - An algorithm of your own gets the same log-probabilities with `Needs(teacher=True, teacher_top_k=K)`.
 
 ## Supervised fine-tuning
@@ -220,12 +223,12 @@ def _kind(cls: type[Algorithm]) -> str:
 
 def _row(cls: type[Algorithm]) -> Iterator[str]:
     """Yield kind, formula, paper, use and options. Raises ValueError if the docstring has no such section."""
-    told = sections(cls)
-    missing = [name for name in SECTIONS if name not in told]
+    texts = sections(cls)
+    missing = [name for name in SECTIONS if name not in texts]
     if missing:
         raise ValueError(f"the docstring of {cls.__name__} has no section {missing[0]}:")
     yield f"`{_kind(cls)}`"
-    yield from (told[name] for name in SECTIONS)
+    yield from (texts[name] for name in SECTIONS)
     yield ", ".join(_options(cls))
 
 

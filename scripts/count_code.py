@@ -3,7 +3,7 @@
     python scripts/count_code.py            a table by package, and by subpackage for core
     python scripts/count_code.py --json     the same as JSON
 
-String statements count as docstrings, because they document attributes.
+Strings below attributes also count as docstrings.
 """
 
 import argparse

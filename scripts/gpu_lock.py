@@ -1,4 +1,4 @@
-"""Write or check the lock files for GPUs. Resolves from the index's metadata, without downloading packages.
+"""Write or check the lock files for GPUs. Resolves versions from the metadata of the index, without downloads.
 
 python scripts/gpu_lock.py            writes requirements/gpu.txt and requirements/gpu-newest.txt
 python scripts/gpu_lock.py --check    fails if a lock does not satisfy the packages' requirements; without a
@@ -22,7 +22,7 @@ LOCKS = {
     "gpu.txt": ("torch==2.11.0", "sglang==0.5.17"),
     "gpu-newest.txt": ("torch==2.14.1", "sglang==0.5.23"),
 }
-"""Versions that each lock fixes."""
+"""Versions that each lock file pins, in addition to the packages' requirements."""
 HEADS = {
     "gpu.txt": "The versions of the measurements in docs/performance.md",
     "gpu-newest.txt": "The newest versions that the packages allow; not tested on a GPU",
@@ -53,7 +53,7 @@ def resolve(constraints: list[str], output: Path) -> None:
 
 
 def pins(lock: Path) -> list[str]:
-    """Return the lines of a lock without comments."""
+    """Return the lines of a lock file without comments."""
     return [line for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
 
 

@@ -15,7 +15,7 @@ PACKAGES = Path(__file__).parent.parent / "packages"
 
 
 def texts(tree: ast.Module) -> Iterator[str]:
-    """Yield the texts of one file; adjacent literals and the parts of an f-string are one text."""
+    """Yield the texts of one file. Adjacent literals and the parts of an f-string form one text."""
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     inside -= {id(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)}
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

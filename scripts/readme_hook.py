@@ -1,8 +1,8 @@
-"""Hatchling metadata hook: the README as a package index can show it.
+"""Hatchling metadata hook that adapts the README for package indexes.
 
-A package index shows the README without the repository, so relative links and pictures would lead nowhere. If
+A package index shows the README without the repository, so relative links and pictures would be broken. If
 ``[project.urls]`` names the ``Repository``, they become links to it. Otherwise links become plain text, and pictures
-their descriptions.
+are replaced by their descriptions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures that several test folders share."""
+"""Fixtures shared by several test folders."""
 
 import atexit
 import gc
@@ -14,24 +14,26 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import settings
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the shell started pytest in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # or processes that tests interrupt would ignore it, too
+# a shell starts background processes without SIGINT, nohup without SIGHUP; the processes of tests would inherit it
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 settings.register_profile("plasmid", deadline=None)  # a busy machine is no error
 settings.load_profile("plasmid")
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the tests that share an SGLang server.
+    """Run the tests that share an SGLang server first.
 
     Workers of xdist get contiguous parts of the tests and steal from the end of each other's: elsewhere in the order,
-    each worker would start a server, which takes over a minute of processor time.
+    each worker would start a server, which takes over a minute of CPU time.
     """
     items.sort(key=lambda item: "tests/rollout_sglang/" not in item.nodeid)
 
 
 def pytest_collection():
-    """Collect no garbage while tests are imported: it is one tenth of the time of the collection of tests."""
+    """Disable garbage collection while tests are imported: it takes a tenth of the collection time."""
     gc.disable()
 
 
@@ -42,7 +44,7 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Do the same with what a file has imported. What it has left unclosed is reported first."""
+    """Do the same for modules that a test file has imported. Unclosed resources are reported first."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
@@ -63,7 +65,7 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def full_disk():
-    """No file may grow beyond this many bytes: writing more fails as on a full disk, whoever the user is."""
+    """Limit file sizes to this many bytes: writing more fails as on a full disk, for any user."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Requests to engines on real servers, and what plain transformers makes of them."""
+"""Requests to engines on real servers, and the corresponding results of plain transformers."""
 
 import asyncio
 
@@ -8,7 +8,8 @@ import torch
 from plasmid.components import AdapterSpec
 from plasmid.errors import SyncError
 from plasmid.types import GenerateRequest, SamplingParams, StopReason
-from plasmid_models.lora.layers import insert_adapter, merge
+from plasmid_models.lora.insertion import insert_adapter
+from plasmid_models.lora.layers import merge
 from plasmid_models.sync import compare, send_weights
 from plasmid_runtime.rollout.in_flight import JobProgress, record_turns
 from plasmid_workflows.execution import Execution
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 
 def make_request(index, *, tokens=(7, 8, 9), num=8, seed=None, **sampling):
-    """A short request."""
+    """Create a short request."""
     return GenerateRequest(
         id=f"{index}/0#0",
         session_id=f"{index}/0",
@@ -29,13 +30,13 @@ def make_request(index, *, tokens=(7, 8, 9), num=8, seed=None, **sampling):
 
 
 def plain_model(path):
-    """The model in transformers, in fp32."""
+    """Return the model in transformers, in fp32."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
 @torch.no_grad()
 def plain_distributions(model, request, completion):
-    """[C, V] log-softmax of logits / temperature where each token was drawn, by one forward pass of transformers."""
+    """Return log-softmax [C, V] of logits / temperature at each sampled token, by one forward pass of transformers."""
     ids = torch.tensor(np.concatenate([request.token_ids, completion.token_ids]), dtype=torch.long)[None]
     logits = model(ids).logits[0, len(request.token_ids) - 1 : -1].float()
     return (logits / request.sampling.scoring_temperature).log_softmax(-1).numpy()
@@ -43,13 +44,13 @@ def plain_distributions(model, request, completion):
 
 @torch.no_grad()
 def plain_logprobs(model, request, completion):
-    """[C] of the completion's tokens."""
+    """Return the log-probabilities [C] of the completion's tokens."""
     return plain_distributions(model, request, completion)[range(len(completion.token_ids)), completion.token_ids]
 
 
 @torch.no_grad()
 def changed(model, *, by=0.01, seed=3):
-    """Every weight moved a little; returns the new weights under their names."""
+    """Change every weight slightly; return the new weights by name."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter += by * torch.randn(parameter.shape, generator=generator)
@@ -57,16 +58,16 @@ def changed(model, *, by=0.01, seed=3):
 
 
 ADAPTER = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
-"""That of `AdapterTrainer`."""
+"""The adapter of `AdapterTrainer`."""
 
 
 def adapted_layers(path):
-    """The layers of the model that get the adapter, by name."""
+    """Return the names of the layers that get the adapter."""
     return insert_adapter(plain_model(path), ADAPTER, dtype=torch.float32)
 
 
 def drawn(layers, seed):
-    """Random matrices for the adapted layers, as a trainer names them."""
+    """Return random matrices for the adapted layers, named as by a trainer."""
     draw, named = torch.Generator().manual_seed(seed), {}
     for name, layer in layers.items():
         named[f"{name}.lora_A"] = torch.randn(layer.lora_A.shape, generator=draw)
@@ -75,7 +76,7 @@ def drawn(layers, seed):
 
 
 def merged(path, named):
-    """The model of transformers that base and adapter stand for."""
+    """Return the transformers model of base and adapter, merged."""
     model = plain_model(path)
     with torch.no_grad():
         for name in {name.rpartition(".")[0] for name in named}:
@@ -85,14 +86,14 @@ def merged(path, named):
 
 
 async def publish(engine, named_tensors, version, *, ranks=1):
-    """One weight sync; returns both receipts."""
+    """Run one weight sync; return both receipts."""
     plan = await engine.plan_sync()
     sending = asyncio.to_thread(send_weights, named_tensors, plan=plan, version=version, rank=0)
     return await asyncio.gather(sending, engine.receive(plan, version))
 
 
 def check_recorded_rollouts(shared):
-    """Servers end their requests for a checkpoint; the rollouts continue with what was sampled before."""
+    """Servers end their requests for a checkpoint; the rollouts continue with the tokens sampled before."""
 
     def rollout(client, number):
         sampling = SamplingParams(max_new_tokens=200, temperature=3.0)
@@ -104,7 +105,7 @@ def check_recorded_rollouts(shared):
             await engine.metrics()
             rollouts = [rollout(engine.client, number) for number in range(8)]
             drawing = [asyncio.create_task(one.generate(make_request(3).token_ids)) for one in rollouts]
-            while not (await engine.metrics())["engine/tokens_per_s"]:  # since the look before
+            while not (await engine.metrics())["engine/tokens_per_s"]:  # since the last check
                 await asyncio.sleep(0.02)
             unsent = await engine.client.fetch_partial(["unknown"])
             jobs = {str(number): JobProgress(rollouts=[one]) for number, one in enumerate(rollouts)}
@@ -125,7 +126,7 @@ def check_recorded_rollouts(shared):
 
 
 async def update(engine, named, version):
-    """Pause, publish and resume; returns the plan's way of sending an adapter, and the receipt."""
+    """Pause, publish and resume; return how the plan sends an adapter, and the receipt."""
     await engine.pause(engine.pause_mode)
     plan = await engine.plan_sync()
     sending = asyncio.to_thread(send_weights, named.items(), plan=plan, version=version, rank=0)
@@ -140,7 +141,7 @@ async def update(engine, named, version):
 
 
 def check_adapter_syncs(shared, **settings):
-    """After an adapter alone was sent, servers have exactly the weights of a sync of merged ones."""
+    """After syncs of the adapter alone, servers have exactly the weights of a merged sync."""
     path, request = shared.model_path, make_request(3, num=12)
     base, layers = dict(plain_model(path).named_parameters()), adapted_layers(path)
     adapters = [drawn(layers, seed) for seed in range(3)]

@@ -1,6 +1,7 @@
-"""`rl` in forks of a process that has imported its modules: starting it anew takes most of a second each time.
+"""`rl` in forks of a process that has imported its modules, because a new interpreter takes most of a second each time.
 
-For tests of what the command prints and refuses. Tests of its start, of signals and of processes of a run start `rl`.
+For tests of what the command prints and refuses. Tests of its start, of signals and of processes of a run start `rl`
+itself.
 """
 
 import functools
@@ -31,7 +32,7 @@ MODULES = (
     "plasmid_runtime.rollout.scored.rescoring",
 )
 MOST_BYTES = 1 << 18
-"""Of a request: arguments and environment."""
+"""Fields of a request: arguments and environment."""
 READY = b"ready"
 _started: list[subprocess.Popen] = []
 
@@ -46,7 +47,7 @@ class Forked:
         return self.wait(0)
 
     def wait(self, timeout=None):
-        """Exit code; None if it has not ended by then."""
+        """Return the exit code; None if it has not ended within the timeout."""
         if self.returncode is None and select.select([self._server], [], [], timeout)[0]:
             self.returncode = int(self._server.recv(MOST_BYTES))
         return self.returncode
@@ -54,7 +55,7 @@ class Forked:
 
 @functools.cache
 def _server():
-    """A connection to the server of all processes of this test run. The first that needs it starts it."""
+    """Connect to the server shared by all processes of this test run. The first user starts it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -64,7 +65,7 @@ def _server():
                 raise RuntimeError(f"another user listens on \\0plasmid-tests-{run}")
             if connection.recv(MOST_BYTES) == READY:
                 return connection
-        connection.close()  # nobody has started it, or all that used it have just ended
+        connection.close()  # it has not been started yet, or all its users have just ended
         if failed := [process.returncode for process in _started if process.poll()]:
             raise RuntimeError(f"the server that forks rl ended with code {failed[0]}; its error is above")
         # binding fails if another process was quicker
@@ -78,9 +79,9 @@ def _server():
 def start_rl(
     *arguments, stdin=None, stdout, stderr, cwd=None, env=None, address_space=resource.RLIM_INFINITY, told_pid=None
 ):
-    """Start `rl` with these open files and at most so many bytes of address space; one at a time.
+    """Start `rl` with these open files and at most this much address space, in bytes. Only one may run at a time.
 
-    In the file ``told_pid`` the text PID_OF_RL is replaced with its process id before it begins.
+    In the file ``told_pid``, the text PID_OF_RL is replaced by its process id before it begins.
     """
     request = {"arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd()), "env": dict(env or os.environ)}
     request |= {"address_space": address_space, "told_pid": str(told_pid or "")}
@@ -92,7 +93,7 @@ def start_rl(
 
 
 def run_rl(*arguments, timeout=120, **options):
-    """Run `rl` to its end, as `subprocess.run` does."""
+    """Run `rl` to its end, like `subprocess.run`."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = start_rl(*arguments, stdout=out, stderr=err, **options)
         if process.wait(timeout) is None:
@@ -105,7 +106,7 @@ def run_rl(*arguments, timeout=120, **options):
 
 
 def user_of(connection):
-    """User id of the process at the other end."""
+    """Return the user id of the process at the other end."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
 
 
@@ -117,7 +118,7 @@ def serve(listening):
         import_module(name)
     load_plugins()
     gc.collect()
-    gc.freeze()  # collections in forks would visit, and copy, all of it
+    gc.freeze()  # garbage collections in forks would visit, and therefore copy, all objects
     assert threading.active_count() == 1, "a fork has only the thread that forks"
     forks = {}  # descriptor to process
     while True:
@@ -157,7 +158,7 @@ def answer(requests):
 
 
 def become(request, files):
-    """Make this process what a shell would have started."""
+    """Set up this process as if a shell had started it."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

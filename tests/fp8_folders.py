@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 BLOCK = (16, 24)
-"""Divides neither 64 nor 32 columns: the last blocks of a row are smaller."""
+"""Block size that divides neither 64 nor 32 columns, so that the last blocks of a row are smaller."""
 
 
 def make_fp8_folder(model, path, *, block=BLOCK, shards=1):
-    """Write ``model`` with its projections quantized, as DeepSeek does; every n-th tensor goes into another file."""
+    """Write ``model`` with quantized projections, as DeepSeek does; every n-th tensor goes into another file."""
     tensors = {}
     for name, tensor in load_file(model / "model.safetensors").items():
         if name.endswith("_proj.weight"):
@@ -61,7 +61,7 @@ def decoded(path, *, block=BLOCK):
 
 
 def make_plain_folder(path, target, *, dtype=torch.float32):
-    """Write the folder that ``path`` stands for, without any quantization."""
+    """Write the folder ``path`` without quantization."""
     shutil.copytree(path, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]
@@ -80,7 +80,7 @@ def _decode(tensor, scale, block):
 
 
 def _number(byte):
-    """One sign bit, four of the exponent, three of the fraction; 0x7f and 0xff are no numbers."""
+    """Decode one sign bit, four exponent bits and three fraction bits; 0x7f and 0xff are NaN."""
     sign, exponent, fraction = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 15, (byte & 7) / 8
     assert byte & 0x7F != 0x7F
     return sign * (fraction * 2.0**-6 if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - 7))

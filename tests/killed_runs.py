@@ -1,4 +1,4 @@
-"""Checks of a run that was killed and resumed many times: nothing is drawn again, lost or trained on twice."""
+"""Checks of a run that was killed and resumed many times: nothing is sampled again, lost or trained on twice."""
 
 import json
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ from plasmid_runtime.rollout.in_flight import read_turns
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run: the checkpoint that it found, and the file to which its engine appended each request."""
+    """One start of the run: the checkpoint that it resumes from, and the file to which its engine appends each
+    request."""
 
     requests: Path
-    """One JSON list a line: id and number of tokens drawn before."""
+    """One JSON list per line: request id and number of tokens sampled before."""
     state: RunState | None
     """None if there was no checkpoint."""
     turns: dict
@@ -30,13 +31,16 @@ def newest_checkpoint(run):
 
 
 def begin_attempt(run, requests):
-    """Remember what the attempt that is started next resumes."""
+    """Record what the attempt that is started next resumes from."""
     path = newest_checkpoint(run)
     return Attempt(requests, read_state(path) if path else None, read_turns(path / IN_FLIGHT) if path else {})
 
 
 def check_attempts(run, attempts):
-    """Count what was resumed. Raises `AssertionError` if anything drawn before a checkpoint was drawn again or lost."""
+    """Return counts of what was resumed.
+
+    Raises `AssertionError` if tokens sampled before a checkpoint were sampled again or lost.
+    """
     counts = {"resumed": 0, "with_rollouts": 0, "ended_turns": 0, "open_turns": 0, "tokens": 0, "traced": 0}
     final = _final_samples(run)
     for attempt in attempts:
@@ -61,7 +65,8 @@ def check_attempts(run, attempts):
 
 
 def check_draws(run, prompts_per_batch):
-    """Every draw was trained on, dropped, or waits: exactly one of them. So many groups were trained in each batch."""
+    """Check that every draw was either trained on, dropped, or is waiting, and that batches have the right number of
+    groups."""
     files = sorted((run / "samples").glob("*.parquet"))
     ids = [group.id for path in files for group in read_samples(path)]
     for path in (path for path in files if path.name.startswith("batch-")):
@@ -84,7 +89,7 @@ def _final_samples(run):
 
 
 def _check_turn(turn, asked, final):
-    """None of its tokens is drawn again, and all are in the sample that came of it, if it is complete by now."""
+    """Check that no token of the turn is sampled again, and that its sample, if complete, contains all of them."""
     drawn = turn.completion
     positions = [count for id_, count in asked if id_ == drawn.request_id]
     if drawn.stop_reason is StopReason.ABORT:
@@ -106,6 +111,6 @@ def _check_turn(turn, asked, final):
 
 
 def _turn_starts(sample):
-    """Where each turn begins: between two of them lies at least one token that was not drawn."""
+    """Return where each turn begins: between two turns is at least one token that was not sampled."""
     drawn = np.concatenate([[False], sample.loss_mask.astype(bool)])
     return np.flatnonzero(drawn[1:] & ~drawn[:-1])

@@ -1,4 +1,4 @@
-"""Modules that are imported at their first use: each test process collects all tests and runs a part of them."""
+"""Modules that are imported on first use: each test process collects all tests but runs only some of them."""
 
 from importlib import import_module
 

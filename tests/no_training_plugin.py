@@ -1,4 +1,4 @@
-"""A trainer that is never started and a reward that is never asked, so that a configuration is complete."""
+"""A trainer that is never started and a reward that is never called, to complete a configuration."""
 
 from typing import Literal
 

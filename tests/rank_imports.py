@@ -1,4 +1,4 @@
-"""What ranks import, for the server that forks them."""
+"""Imports of ranks, for the server that forks them."""
 
 import gc
 from contextlib import suppress

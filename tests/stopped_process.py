@@ -1,4 +1,4 @@
-"""A run whose server has a process that is stopped while it serves."""
+"""A run with a server, one of whose processes is stopped while it serves."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`rl train --supervise` in a process of its own, for tests that kill parts of it."""
+"""`rl train --supervise` in a separate process, for tests that kill parts of it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TIMEOUT_S = 240
 
 
 class Supervised:
-    """The command, all processes that it ever had, and what it has printed at the end."""
+    """The command, all processes that it ever had, and its output at the end."""
 
     def __init__(self, run: Path, *arguments: str) -> None:
         self.run, self.seen = run, set[psutil.Process]()
@@ -46,7 +46,7 @@ class Supervised:
         return found
 
     def part(self, name: str) -> psutil.Process:
-        """A process by its name: of the run by its log, of Ray by its program."""
+        """Return a process by name: one of the run by its log, one of Ray by its program."""
         for one in self.descendants():
             with suppress(OSError, psutil.Error):
                 log = os.readlink(f"/proc/{one.pid}/fd/1")
@@ -67,7 +67,7 @@ class Supervised:
             time.sleep(0.02)
 
     def wait(self) -> int:
-        """The exit code. Nothing of the run may be left."""
+        """Return the exit code, after checking that no process or file of the run is left."""
         code = self.process.wait(timeout=TIMEOUT_S)
         assert not [one for one in self.seen if one.is_running()], [
             one.cmdline() for one in self.seen if one.is_running()
@@ -77,7 +77,7 @@ class Supervised:
         return code
 
     def restarts(self) -> list[str]:
-        """The line of each restart, as the terminal showed it; the driver's log has the same."""
+        """Return the line of each restart on the terminal; the driver's log has the same."""
         lines = [line for line in self.output.read_text().splitlines() if "; restart " in line]
         logged = (self.run / "logs/driver.log").read_text().splitlines()
         assert [line.partition(" warning: ")[2] for line in logged if "; restart " in line] == [
@@ -90,12 +90,12 @@ class Supervised:
 
 
 def on_disk() -> set[str]:
-    """Shared memory, and folders of Ray's sessions."""
+    """Return shared memory, and folders of Ray's sessions."""
     sessions = Path(f"/tmp/plasmid-{os.getuid()}/ray")
     return {str(path) for folder in (sessions, Path("/dev/shm")) for path in folder.glob("*")}
 
 
 def repeatable_metrics(run: Path) -> list[dict[str, float]]:
-    """Metrics of all batches, without those of time and memory."""
+    """Return the metrics of all batches, without those of time and memory."""
     entries = read_journal(run / "metrics.jsonl")
     return [{"step": e.step, **{k: v for k, v in e.metrics.items() if not UNREPEATABLE.fullmatch(k)}} for e in entries]

@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 class Disk:
-    """What a disk holds that writes nothing before it has to: the content of files and folders at their last fsync.
+    """The content of files and folders at their last fsync: what a disk has if it writes as late as possible.
 
-    A file whose name was synced and whose content was not is empty. Renames and removals count once the folder is
-    synced. With a ``root`` it also knows what was written below it and not synced, of which a disk may hold any part.
+    A file whose name was synced and whose content was not is empty. Renames and removals take effect once the folder is
+    synced. With a ``root``, unsynced writes below it are recorded too; a disk may contain any part of them.
     """
 
     def __init__(self, root=None):
         self.moments = []
         """State of the disk after each fsync: content by inode of files, and of folders as inodes by name."""
         self.written = []
-        """The same of everything that had been written below the root at that moment."""
+        """The same for everything that had been written below the root at that moment."""
         self._files, self._folders, self._held, self._root = {}, {}, {}, root
         self._lock, self._fsync = threading.Lock(), os.fsync
 
@@ -46,14 +46,14 @@ class Disk:
             self.written.append((files, folders))
 
     def has(self, moment, name, inode):
-        """True if the folder with that inode has such a name on the disk."""
+        """Return True if the folder with that inode has an entry with this name on the disk."""
         return name in self.moments[moment][1].get(inode, {})
 
     def restore(self, moment, name, inode, target, *, chance=None):
-        """Make the folder ``name`` of the folder with that inode as it was on the disk, if it was there.
+        """Restore the folder ``name`` of the folder with that inode to its state on the disk, if it existed.
 
-        With ``chance``, any number, parts of what was not synced have come to the disk as well: any
-        first bytes of files, and changes of any folders.
+        With ``chance``, any number, parts of the unsynced writes are on the disk as well: any first bytes of files, and
+        any changes of folders.
         """
         found = self._entries(moment, inode, chance).get(name)
         if found is None:

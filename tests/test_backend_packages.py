@@ -1,4 +1,4 @@
-"""What trainers share exists once, in `plasmid_training`; a backend's package holds what is its own."""
+"""Code shared by trainers exists once, in `plasmid_training`; a backend's package contains only its own."""
 
 import ast
 import io
@@ -11,12 +11,12 @@ import pytest
 PACKAGES = Path(__file__).parent.parent / "packages"
 BACKENDS = ("backend-fsdp", "backend-megatron")
 BLOCK = 6
-"""Lines that must match one after another to count as shared."""
+"""Number of consecutive lines that must match to count as shared."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def code_lines(text):
-    """Lines of a file without indentation, blank lines, comments, docstrings and imports."""
+    """Return the lines of a file without indentation, blank lines, comments, docstrings and imports."""
     found, left_out = set(), set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in LAYOUT:
@@ -40,7 +40,7 @@ def blocks(lines):
 
 
 def shared(files, others):
-    """Lines of ``files`` in blocks that ``others`` have as well."""
+    """Return the lines of ``files`` in blocks that also occur in ``others``."""
     theirs = {block for lines in others for block in blocks(lines)}
     count = 0
     for lines in files:
@@ -73,7 +73,7 @@ def test_no_folder_has_more_than_a_dozen_files(package):
 
 @pytest.mark.parametrize("package", ["core", "runtime", "training", "serving"])
 def test_a_shared_package_names_no_backend(package):
-    """Names of backends and of their formats are values of plugins; `EXTRAS` alone knows which package to install."""
+    """Names of backends and of their formats are values in plugins; only `EXTRAS` knows which package to install."""
     named = [
         str(path)
         for path in (PACKAGES / package).glob("src/**/*.py")

@@ -21,7 +21,7 @@ def test_a_recipe_resolves_and_its_dump_resolves_to_the_same(recipe):
 
     config = load_config(recipe)
     assert config.recipe == recipe.stem
-    dump = config.model_dump(mode="json")  # plugin files are loaded anew, and their classes are then others
+    dump = config.model_dump(mode="json")  # plugin files are loaded again, and then have other classes
     assert resolve(dump).model_dump(mode="json") == dump
 
 
@@ -93,7 +93,7 @@ OFFLINE = "recipes/glm-4.5-reasoning-128gpus.toml"
         ),
     ],
 )
-def test_a_layout_that_does_not_fit_the_model_is_told_without_the_model(changes, message, monkeypatch, capsys):
+def test_a_layout_that_does_not_fit_the_model_is_refused_without_the_model(changes, message, monkeypatch, capsys):
     from plasmid_cli.main import app
 
     monkeypatch.chdir(ROOT)

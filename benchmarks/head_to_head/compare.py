@@ -11,7 +11,7 @@ All train on the same tokens from the same weights in the same dtype (with bfloa
 with GRPO's advantages, the mean loss over all tokens of a batch, and AdamW. TRL and the plain loop pad samples, and
 accumulate gradients over ``--peer-rows`` samples at a time. Nothing is sampled: only training is compared. Plasmid runs
 `rl train --replay`, timed by `perf/train_s`; for the others a whole training step is timed. Losses and gradient norms
-before clipping must agree.
+(before clipping) must agree.
 """
 
 import argparse

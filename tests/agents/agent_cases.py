@@ -1,4 +1,4 @@
-"""A policy that says what a test wrote down, behind the real server; conversations as the tokens should be."""
+"""A scripted policy behind the real server, and conversations with their expected tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plasmid_models.testing import SPECIAL, make_tiny_model, make_tiny_tokenizer
 from plasmid_workflows.execution import Execution
 
 END = 2
-"""The token that ends a turn."""
+"""Token that ends a turn."""
 TEMPLATE = (
     "{% if tools %}{{ '<system>tools:' + (tools | tojson) + '<eos>' }}{% endif %}"
     "{% for m in messages %}{{ '<' + ('user' if m['role'] == 'tool' else m['role']) + '>' }}"
@@ -33,7 +33,7 @@ FORGETS = TEMPLATE.replace(
     "{{ m['content'] }}",
     "{{ m['content'].split('/think>')[-1] if m['role'] == 'assistant' and not loop.last else m['content'] }}",
 )
-"""Leaves reasoning out of earlier turns, as the templates of reasoning models do."""
+"""Chat template that omits reasoning from earlier turns, as the templates of reasoning models do."""
 WEATHER = {
     "name": "weather",
     "description": "the weather of a city",
@@ -46,7 +46,7 @@ CHARACTERS = sorted(set(string.printable))
 
 
 def make_chat_tokenizer(path: Path) -> Path:
-    """A character tokenizer of all of ASCII, with the template from above."""
+    """Create a character tokenizer for ASCII, with the template above."""
     make_tiny_tokenizer(path)
     file = path / "tokenizer.json"
     data = json.loads(file.read_text())
@@ -58,14 +58,14 @@ def make_chat_tokenizer(path: Path) -> Path:
 
 
 def make_chat_model(path: Path, **settings) -> Path:
-    """A tiny model that can write all of ASCII."""
+    """Create a tiny model whose vocabulary is all of ASCII."""
     sizes = {"vocab_size": len(SPECIAL) + len(CHARACTERS), "max_position_embeddings": 1024, "num_layers": 1}
     make_tiny_model(path, **{**sizes, **settings})
     return make_chat_tokenizer(path)
 
 
 class ScriptedEngine:
-    """Implements `EngineClient`: answers by what the conversation ends with, or in the order of a list."""
+    """Implements `EngineClient`: chooses answers by the end of the conversation, or takes them from a list in order."""
 
     def __init__(self, tokenizer, script: Sequence[str] | Callable[[str], str]) -> None:
         self._tokenizer = tokenizer
@@ -75,7 +75,7 @@ class ScriptedEngine:
         self.left: list[str] = []
         self.version = 0
         self.cut_at: list[int] = []
-        """Lengths at which the next requests are cut off by an abort, each with a new version behind it."""
+        """Lengths at which the next requests are aborted; each abort is followed by a new version."""
         self.hold = asyncio.Event()
         self.hold.set()
         self.error: str | None = None
@@ -127,12 +127,12 @@ class ScriptedEngine:
 
 
 def make_settings(**changes) -> Agent:
-    """What an agent may ask for."""
+    """Create the settings of an agent workflow."""
     return Agent(**{"command": ("true",), "max_turns": 20, **changes})
 
 
 def make_rollout(tokenizer, script, *, name="5/0", sampling=None, max_length=1024) -> Execution:
-    """A rollout whose policy follows a script."""
+    """Create a rollout with a scripted policy."""
     engine = script if hasattr(script, "generate") else ScriptedEngine(tokenizer, script)
     return Execution(
         id=name,
@@ -147,7 +147,7 @@ def make_rollout(tokenizer, script, *, name="5/0", sampling=None, max_length=102
 
 
 class Served:
-    """A session behind a server of its own."""
+    """A session with its own server."""
 
     def __init__(self, rollout: Execution, settings: Agent) -> None:
         self.rollout, self.engine = rollout, rollout.client
@@ -155,13 +155,13 @@ class Served:
         self.url = self.key = ""
 
     def samples(self, *, answer=None):
-        """What the session becomes."""
+        """End the session and return its samples."""
         return self.session.samples(make_prompt("unused"), answer=answer, metadata={})
 
 
 @contextlib.asynccontextmanager
 async def served(tokenizer, script, *, settings=None, keep_alive_s=5.0, **rollout):
-    """A server with one session."""
+    """Start a server with one session."""
     server = AgentServer(host="127.0.0.1", advertised="127.0.0.1", keep_alive_s=keep_alive_s)
     await server.start()
     one = Served(make_rollout(tokenizer, script, **rollout), settings or make_settings())
@@ -174,7 +174,7 @@ async def served(tokenizer, script, *, settings=None, keep_alive_s=5.0, **rollou
 
 
 def shown(tokenizer, sample) -> list[tuple[bool, str]]:
-    """The sample's text in runs: whether they are trained on, and what they say, special tokens included."""
+    """Split the text of a sample into runs: whether they are trained on, and their text with special tokens."""
     runs: list[tuple[bool, str]] = []
     edges = [0, *(np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1), len(sample.token_ids)]
     for start, end in itertools.pairwise(edges):

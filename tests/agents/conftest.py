@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable, and makes their models."""
+"""Makes the helpers of this folder importable, and provides their models."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ if HERE not in sys.path:
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory) -> Path:
-    """A tiny model whose characters are all of ASCII and whose chat template knows tools."""
+    """A tiny model with an ASCII vocabulary and a chat template that supports tools."""
     from agent_cases import make_chat_model
 
     return make_chat_model(tmp_path_factory.mktemp("models") / "chat")
@@ -20,7 +20,7 @@ def chat_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    """The tokenizer of that model."""
+    """Tokenizer of that model."""
     from agent_cases import make_chat_tokenizer
     from plasmid_models.tokenization.tokenizer import Tokenizer
 

@@ -108,7 +108,7 @@ def test_streams_of_openai_add_up_to_the_reply(tokenizer):
     strict = {"type": "function", "function": {**WEATHER, "strict": True}}
 
     async def main():
-        settings = make_settings(unfollowed="ignore")
+        settings = make_settings(unsupported_options="ignore")
         async with served(tokenizer, [text, f"so {CALL}"], settings=settings) as one, openai_of(one) as client:
             plain = await client.chat.completions.create(
                 model="m", messages=ASKED, stream=True, stream_options={"include_usage": True}

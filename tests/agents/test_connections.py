@@ -1,4 +1,4 @@
-"""Many sessions at once, clients that leave, and what an agent leaves behind."""
+"""Many concurrent sessions, clients that disconnect, and processes that an agent leaves behind."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ BODY = {"model": "m", "messages": ASKED, "max_tokens": 9}
 
 
 async def until(condition):
-    """Wait until something holds; the test's own limit ends it otherwise."""
+    """Wait until a condition holds; otherwise the test's own time limit ends the wait."""
     while not condition():
         await asyncio.sleep(0.01)
 

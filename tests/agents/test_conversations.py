@@ -1,4 +1,5 @@
-"""Sessions as trees: what continues, what branches, and that every drawn token is trained on exactly once."""
+"""Sessions as trees: which requests continue a conversation, which ones branch, and that every sampled token is
+trained on exactly once."""
 
 import asyncio
 import json
@@ -25,7 +26,7 @@ def bot(text):
 
 
 def converse(tokenizer, script, conversations, *, tools=(), **options):
-    """Ask for one turn after each list of messages; the replies' texts, and the samples."""
+    """Request one turn for each list of messages; return the texts of the replies, and the samples."""
 
     async def main():
         async with served(tokenizer, script, **options) as one:
@@ -41,7 +42,7 @@ def converse(tokenizer, script, conversations, *, tools=(), **options):
 
 
 def trained(tokenizer, samples):
-    """What each sample trains on."""
+    """Return the tokens that each sample trains on."""
     return [[text for learns, text in shown(tokenizer, sample) if learns] for sample in samples]
 
 

@@ -1,4 +1,4 @@
-"""Tools of MCP servers: listed, called with a deadline, bounded, and started anew when they end."""
+"""Tools of MCP servers: listing, calls with a deadline, size limits, and restart after they end."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ def server(tmp_path) -> list[str]:
 
 
 def with_tool(settings, use):
-    """What ``use`` makes of a connected server and its tools."""
+    """Return the result of ``use`` with a connected server and its tools."""
 
     async def main():
         tool = validate(Mcp, {"kind": "mcp", **settings})
@@ -167,7 +167,7 @@ def test_settings_are_checked(settings, error):
 
 
 def roll_out(tokenizer, tools, calls, **settings):
-    """The sample of a policy that makes these calls, one a turn, and then says it is done."""
+    """Return the sample of a policy that makes these calls, one per turn, and then answers that it is done."""
     script = [f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in calls]
 
     async def main():
@@ -210,7 +210,7 @@ def test_a_server_is_reached_by_its_url(monkeypatch, events):
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args):
-            """Say nothing."""
+            """Log nothing."""
 
         def do_POST(self):
             message = json.loads(self.rfile.read(int(self.headers["content-length"])))

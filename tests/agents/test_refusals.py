@@ -1,4 +1,4 @@
-"""Errors, in each API's own form, as its own client reads them."""
+"""Errors in the format of each API, as read by its own client."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ ASKED = [{"role": "user", "content": "hi"}]
 
 
 def ask_openai(tokenizer, *, script=("yes",), settings=None, max_length=1024, **request):
-    """The error that a request gets, or the text of the reply; how many requests reached the engine."""
+    """Send a request; return the error or the text of the reply, and the number of requests that reached the engine."""
 
     async def main():
         async with (
@@ -46,7 +46,7 @@ def ask_anthropic(tokenizer, *, script=("yes",), settings=None, max_length=1024,
     return asyncio.run(main())
 
 
-LEAVE_OUT = 'remove it from the request, or set workflow.unfollowed = "ignore"'
+LEAVE_OUT = 'remove it from the request, or set workflow.unsupported_options = "ignore"'
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_the_run_does_not_follow_is_refused_or_ignored(tokenizer, request_,
     assert isinstance(error, openai.BadRequestError)
     assert error.body["message"] == f"the run does not support: {names}; {LEAVE_OUT}"
     assert not one.engine.requests
-    text, _ = ask_openai(tokenizer, settings=make_settings(unfollowed="ignore"), **request_)
+    text, _ = ask_openai(tokenizer, settings=make_settings(unsupported_options="ignore"), **request_)
     assert text == "yes"
 
 

@@ -1,4 +1,4 @@
-"""Agents as a service: one program for many rollouts, and the reward that it reports."""
+"""Agents as a service: one program for many rollouts, and the reward that it returns."""
 
 import asyncio
 import sys
@@ -74,7 +74,7 @@ def service(tmp_path, monkeypatch) -> list[str]:
 
 
 def roll_out(tokenizer, settings, prompts, *, kind=Agent, together=True):
-    """One sample of each prompt, as the rollout worker makes them."""
+    """Return one sample of each prompt, created as by the rollout worker."""
 
     async def main():
         workflow = validate(kind, settings)

@@ -1,4 +1,4 @@
-"""Whole runs: the embedded engine behind HTTP, agents with OpenAI's client, samples that are trained on."""
+"""Whole runs: the embedded engine behind HTTP, agents with OpenAI's client, and training on their samples."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def scores_itself(prompt, seed):
 
 
 def make_recipe(folder: Path, model: Path, changes=None):
-    """A run in which a two-turn agent learns to answer in digits."""
+    """Create a recipe in which a two-turn agent learns to answer in digits."""
     (folder / "digits.py").write_text(PLUGIN)
     (folder / "agent.py").write_text(AGENT)
     for name, rows in (("train", range(40)), ("test", range(40, 52))):
@@ -83,7 +83,7 @@ def train(folder, model, changes=None):
 
 
 def stored(folder):
-    """All samples of the run, and its metrics."""
+    """Return all samples of the run, and its metrics."""
     tables = [pyarrow.parquet.read_table(path) for path in sorted((folder / "run" / "samples").glob("batch-*.parquet"))]
     rows = [row for table in tables for row in table.to_pylist()]
     return rows, [entry.metrics for entry in read_journal(folder / "run" / "metrics.jsonl")]
@@ -173,7 +173,7 @@ def test_rl_train_runs_agents_in_processes_of_its_own(tmp_path, chat_model):
 
 
 def toml(value):
-    """A value as an inline table, list or scalar of TOML."""
+    """Format a value as an inline table, list or scalar of TOML."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):

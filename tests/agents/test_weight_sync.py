@@ -1,4 +1,4 @@
-"""A weight sync in the middle of a turn, with the embedded engine: the agent sees one whole reply."""
+"""A weight sync during a turn, with the embedded engine: the agent receives one complete reply."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ ASKED = [{"role": "user", "content": "go on and on"}]
 
 
 async def publish(engine, model, version):
-    """Change the weights a little and send them."""
+    """Change the weights slightly and send them."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.99)

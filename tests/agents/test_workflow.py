@@ -1,4 +1,4 @@
-"""The workflow: agents as functions and programs, what they are given, what they give back, and how they fail."""
+"""The workflow: agents as functions and programs, their inputs, their results, and their failures."""
 
 import asyncio
 import os
@@ -123,7 +123,7 @@ def program(tmp_path) -> tuple[str, str]:
 
 
 def roll_out(tokenizer, settings, *, script=("hello",), prompt="hi", rollouts=1):
-    """Samples of each rollout of one prompt, as the rollout worker makes them; and the engine."""
+    """Return the samples of each rollout of one prompt, created as by the rollout worker, and the engine."""
     given = make_prompt(prompt)
     given = replace(given, text=prompt, messages=(), metadata={"level": 3})
 
@@ -141,7 +141,7 @@ def roll_out(tokenizer, settings, *, script=("hello",), prompt="hi", rollouts=1)
 
 
 def one(tokenizer, settings, **options):
-    """The only sample of one rollout."""
+    """Return the only sample of one rollout."""
     ((sample,),), _ = roll_out(tokenizer, settings, **options)
     return sample
 

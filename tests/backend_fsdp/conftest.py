@@ -1,4 +1,4 @@
-"""Trainers of one rank in this process, and of two and four in processes of their own, that tests share."""
+"""Shared trainers with one rank in this process, and with two and four ranks in separate processes."""
 
 import asyncio
 import sys
@@ -16,7 +16,7 @@ from fsdp_cases import FourRanks, OneRank, TwoRanks  # noqa: E402
 
 @pytest.fixture
 def one_rank(tiny_model, tmp_path):
-    """A factory of trainers with one rank in this process; one at a time."""
+    """Factory of trainers with one rank in this process; one trainer at a time."""
     ranks = OneRank(tiny_model, tmp_path)
     yield ranks
     asyncio.run(ranks.close())
@@ -24,7 +24,7 @@ def one_rank(tiny_model, tmp_path):
 
 @pytest.fixture(scope="session")
 def two_processes():
-    """Two processes that wait for ranks to hold; starting them takes seconds, so that tests share them."""
+    """Two processes for ranks, shared by all tests because starting them takes seconds."""
     from fsdp_processes import Processes
 
     processes = Processes(2)
@@ -34,7 +34,7 @@ def two_processes():
 
 @pytest.fixture
 def two_ranks(two_processes, tiny_model, tmp_path):
-    """A factory of trainers with two ranks over gloo; one at a time."""
+    """Factory of trainers with two ranks over gloo; one trainer at a time."""
     ranks = TwoRanks(tiny_model, tmp_path, two_processes)
     yield ranks
     asyncio.run(ranks.close())
@@ -42,11 +42,8 @@ def two_ranks(two_processes, tiny_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def four_processes():
-    """Four processes, as `two_processes`.
-
-    A module has its own, because torch caches meshes of equal shapes with the names of their groups, which depend on
-    the groups that were made before.
-    """
+    """Four processes, as `two_processes`. Each module has its own, because torch caches meshes of equal shapes by
+    the names of their groups, which depend on the groups created before."""
     from fsdp_processes import Processes
 
     processes = Processes(4)
@@ -56,7 +53,7 @@ def four_processes():
 
 @pytest.fixture
 def four_ranks(four_processes, tiny_model, tmp_path):
-    """A factory of trainers with four ranks over gloo; one at a time."""
+    """Factory of trainers with four ranks over gloo; one trainer at a time."""
     ranks = FourRanks(tiny_model, tmp_path, four_processes)
     yield ranks
     asyncio.run(ranks.close())

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 
 def token_numbers(rank, size, store, path, microbatches, options):
-    """Of each microbatch: the tokens that this rank computes, a number [P] per predicted token, and its gradients."""
+    """Return, for each microbatch, the tokens that this rank computes, a number [P] per predicted token, and its
+    gradients."""
     model = AutoModelForCausalLM.from_pretrained(
         path, attn_implementation=PACKED, dtype=torch.float64, trust_remote_code=False, **options
     )

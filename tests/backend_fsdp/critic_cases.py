@@ -12,7 +12,7 @@ CRITIC = {"optimizer": "sgd", "lr": 0.02, "momentum": 0.5, "max_grad_norm": 0.0,
 
 
 def make_critic(path, like, *, seed=5):
-    """A random token classifier of one class, whose backbone is as large as the model ``like``."""
+    """Create a random token classifier with one class, whose backbone has the size of the model ``like``."""
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(like, num_labels=1)
     model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
@@ -22,7 +22,7 @@ def make_critic(path, like, *, seed=5):
 
 
 def plain_values(critic, rows):
-    """[L] of each sample: the value of the text before each token; 0 for the first; differentiable."""
+    """Return [L] for each sample: the value of the text before each token; 0 for the first token; differentiable."""
     results = []
     for i in range(rows.num_samples):
         ids = torch.from_numpy(rows.token_ids[rows.offsets[i] : rows.offsets[i + 1]]).long()
@@ -32,7 +32,7 @@ def plain_values(critic, rows):
 
 
 def plain_gae(reward, values, *, gamma, lam):
-    """Advantages of one sample's tokens, one after another from the last; float64."""
+    """Compute the advantages of one sample's tokens one by one, from the last to the first, in float64."""
     advantages, after, following = np.zeros(len(values)), 0.0, 0.0
     for t in reversed(range(len(values))):
         delta = (reward if t == len(values) - 1 else 0.0) + gamma * following - values[t]
@@ -42,7 +42,7 @@ def plain_gae(reward, values, *, gamma, lam):
 
 
 def plain_ppo(model_path, critic_path, batches, *, make_policy, make_critic):
-    """Weights of policy and critic after PPO on the batches, and the mean value loss of every step."""
+    """Return the weights of policy and critic after PPO on the batches, and the mean value loss of every step."""
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     critic = AutoModelForTokenClassification.from_pretrained(critic_path, dtype=torch.float32)
     optimizers = make_policy(policy.parameters()), make_critic(critic.parameters())
@@ -87,7 +87,7 @@ def _squared(values, old, returns):
 
 
 async def trained(ranks, path, batches, *, critic=None, **options):
-    """Reports, and weights of policy and critic, after training on the batches with PPO."""
+    """Return the reports, and the weights of policy and critic, after training on the batches with PPO."""
     settings = SGD | {"critic": CRITIC} | options.pop("trainer", {})
     tables = {} if critic is None else {"critic": {"path": str(critic)}}
     algorithm = PPO | options.pop("algorithm", {})

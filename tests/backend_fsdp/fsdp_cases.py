@@ -1,4 +1,4 @@
-"""Configurations, batches and trainers that the tests of this folder are made of."""
+"""Configurations, batches and trainers for the tests of this folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,10 +45,8 @@ def make_batch(
     restricted=False,
     shared=0,
 ):
-    """Random tokens, uneven lengths, random rewards; restricted: every other drawn token has a set of 5 around it.
-
-    The samples of a group begin with the same ``shared`` tokens, at most 5.
-    """
+    """Create a batch with random tokens, different lengths and random rewards. If restricted, every other sampled
+    token has a kept set of 5 around it. The samples of a group begin with the same ``shared`` tokens, at most 5."""
     draw = np.random.default_rng(seed)
     groups = []
     for g in range(num_groups):
@@ -102,12 +100,12 @@ def _group(number, rows, lengths, rewards):
 
 
 def whole_rows(batch):
-    """All samples of a batch in its order."""
+    """Return all samples of a batch in its order."""
     return Rows.concat([group.rows.get() for group in batch.groups])
 
 
 async def fit(trainer, config, *batches):
-    """Score as the algorithm asks, train; the metrics of every optimizer step."""
+    """Score the roles of the algorithm and train; return the metrics of every optimizer step."""
     reports = []
     for batch in batches:
         scores = await trainer.score(batch, config.algorithm.roles(steps=batch.steps))
@@ -129,7 +127,7 @@ class OneRank:
         return LocalCluster()
 
     async def start(self, *, model=None, **options):
-        """A trainer and its configuration; the one before is closed."""
+        """Return a trainer and its configuration; closes the previous trainer."""
         await self.close()
         config = make_config(model or self.model, ranks=self.num_ranks, **options)
         context = BuildContext(cluster=self.cluster(), config=config, run_dir=self._run_dir, bundles=self.bundles)
@@ -143,7 +141,7 @@ class OneRank:
 
 
 class TwoRanks(OneRank):
-    """Starts trainers of two ranks in processes of their own."""
+    """Starts trainers with two ranks in separate processes."""
 
     num_ranks = 2
 
@@ -158,13 +156,13 @@ class TwoRanks(OneRank):
 
 
 class FourRanks(TwoRanks):
-    """Starts trainers of four ranks in processes of their own."""
+    """Starts trainers with four ranks in separate processes."""
 
     num_ranks = 4
 
 
 async def weights_of(trainer, path):
-    """Every weight by name, by way of an exported folder."""
+    """Return every weight by name, read from an exported folder."""
     from safetensors.torch import load_file
 
     await trainer.export(path)
@@ -177,7 +175,7 @@ def largest_difference(ours, theirs):
 
 
 def plain_logprobs(model, rows):
-    """[L] of each sample, one sample at a time, by transformers alone; differentiable."""
+    """Return [L] for each sample, computed one sample at a time by transformers alone; differentiable."""
     import torch
 
     results = []

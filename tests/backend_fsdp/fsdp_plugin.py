@@ -1,4 +1,4 @@
-"""An engine that is never started and a reward that is never asked, so that a configuration is complete."""
+"""An engine that is never started and a reward that is never called, which complete a configuration."""
 
 from typing import ClassVar, Literal
 
@@ -8,7 +8,7 @@ from plasmid.components import RolloutEngineConfig
 
 class NeverStarted(RolloutEngineConfig):
     kind: Literal["never-started"] = "never-started"
-    reads_fp8_blocks: ClassVar[bool] = True
+    reads_quantized: ClassVar[bool] = True
 
     def gives_experts(self):
         return True

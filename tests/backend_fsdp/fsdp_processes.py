@@ -1,4 +1,4 @@
-"""A cluster of processes that one test after the other uses. Implements `protocols.Cluster`."""
+"""A cluster of processes that tests use one after another. Implements `protocols.Cluster`."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from plasmid.types.shared_groups import LocalStore
 from tests.forked_processes import forked_processes
 
 MAX_THREADS = 64
-"""A rank of a tiny model has half as many."""
+"""Maximum number of threads of a reused process; a rank of a tiny model has half as many."""
 _held = {}
 
 
@@ -27,7 +27,7 @@ def _call(method, args, kwargs):
 
 
 class Processes:
-    """One executor of one process for each place. Without a `context`, they have imported torch and Megatron."""
+    """One executor with one process per rank. Without a `context`, the processes have imported torch and Megatron."""
 
     def __init__(self, count, context=None):
         self._context = context or forked_processes()
@@ -47,7 +47,7 @@ class Processes:
                 return self.replace(place)
 
     def replace(self, place):
-        """End a process that is stuck, gone or full, and put a new one into its place."""
+        """End a process that hangs, has died or has too many threads, and start a new one in its place."""
         for process in list((self._executors[place]._processes or {}).values()):
             process.kill()
         self._executors[place].shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""What a rank of `test_gathering.py` does in its own process."""
+"""Code that a rank of `test_gathering.py` runs in its own process."""
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ def plain_tensors():
 
 
 def gather(rank, num_ranks, store_file, limit):
-    """Names, dtypes and values that come out where the tensors are sharded over ``num_ranks``."""
+    """Return names, dtypes and values of the gathered tensors, which are sharded over ``num_ranks``."""
     store = dist.FileStore(store_file, num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     try:

@@ -1,4 +1,4 @@
-"""A wire of files, and what arrives over it from several ranks."""
+"""A wire that writes files, and the tensors received over it from several ranks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from plasmid_models.sync.checksum import checksum
 
 @dataclass
 class FolderWire:
-    """Every bucket becomes a file."""
+    """Writes every bucket to a file."""
 
     folder: str
     senders: str = "first"
@@ -36,7 +36,7 @@ class FolderSender:
 
 
 def receive(folder, version, rank):
-    """Tensors by name, and the receiver's receipt."""
+    """Return the tensors by name, and the receiver's receipt."""
     buckets = [torch.load(f, weights_only=False) for f in sorted(folder.glob(f"{version}-{rank}-*.pt"))]
     tensors = dict(pair for bucket in buckets for pair in unpack(bucket))
     sums = tuple(BucketSum(index=b.index, num_bytes=b.data.numel(), checksum=checksum(b.data)) for b in buckets)

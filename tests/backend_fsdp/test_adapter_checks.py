@@ -1,4 +1,4 @@
-"""Adapters that would be read wrongly, or not at all, and models that cannot have one are refused."""
+"""Adapters that would be read incorrectly or not at all, and models that cannot have an adapter, are refused."""
 
 import json
 
@@ -8,7 +8,7 @@ from fsdp_cases import make_config
 from plasmid.components import AdapterSpec
 from plasmid.errors import CheckpointError, ConfigError, ModelError
 from plasmid_fsdp.model.adapter import ShardedAdapter
-from plasmid_models.lora.layers import insert_adapter
+from plasmid_models.lora.insertion import insert_adapter
 from plasmid_models.lora.peft_folder import CONFIG, WEIGHTS, check_adapter
 from plasmid_models.source import Source
 from plasmid_runtime.checkpoint.folder import check_same_config
@@ -84,7 +84,7 @@ def test_a_model_whose_decoder_is_not_known_needs_targets(tiny_model):
 
 
 def test_the_first_layers_input_requires_a_gradient_like_that_of_the_others(tiny_model):
-    """Else `torch.compile` would need more graphs. Captured graphs are counted in a long test."""
+    """Otherwise `torch.compile` would need more graphs. A long test counts the captured graphs."""
     lm = AutoModelForCausalLM.from_pretrained(tiny_model)
     ShardedAdapter(lm, LoRASettings(rank=3, alpha=6.0), Source(where="model", path=tiny_model, trust_remote_code=False))
     embedding, ids = lm.get_input_embeddings(), torch.arange(7, 12)[None]

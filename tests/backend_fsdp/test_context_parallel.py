@@ -1,4 +1,4 @@
-"""Ranks that split the tokens of every microbatch train as one rank does."""
+"""Ranks that split the tokens of every microbatch train like one rank."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import torch
 from context_cases import token_numbers
 from critic_cases import PPO, make_critic
 from fsdp_cases import fit, largest_difference, make_batch, make_config, weights_of, whole_rows
-from megatron_families import make_family, perturb_vectors
+from megatron_families import DELTA_NET, make_family, perturb_vectors
 from plasmid.errors import ConfigError, ModelError
 from plasmid_models.testing import make_tiny_model
 from plasmid_training.batches.collate import SharedPrefixes, collate
@@ -22,7 +22,7 @@ SPLIT = {"context_parallel": 2}
 
 
 def microbatches():
-    """Ragged samples, one sample, samples of equal length, a shared prefix, and no samples."""
+    """Yield ragged samples, one sample, samples of equal length, a shared prefix, and no samples."""
     batch = make_batch(longest=20, shared=5)
     rows, groups = whole_rows(batch), batch.table().group_index
     shared = SharedPrefixes(groups=groups, lengths=np.full(len(groups), 5))
@@ -37,7 +37,7 @@ def microbatches():
 
 
 def compute_split(processes, size, tmp_path, *arguments):
-    """What each rank of a group computes."""
+    """Return the results of each rank of a group."""
 
     async def run():
         store = tmp_path / f"store-{size}"
@@ -59,7 +59,7 @@ def check_split(processes, size, path, tmp_path, options):
 
 
 def make_model(family, path):
-    """A folder of the family, and options to load it in fp64, in which there are no grouped matrix products."""
+    """Return a folder of the family, and options to load it in fp64, which has no grouped matrix products."""
     tiny = family in FAMILIES
     path = make_tiny_model(path, family=family, **FAMILIES[family]) if tiny else make_family(path, family)
     has_experts = not tiny or "num_experts_per_tok" in FAMILIES[family]
@@ -84,10 +84,8 @@ def test_key_heads_are_repeated_for_more_ranks(four_processes, tmp_path):
 
 
 async def trained(ranks, folder, *, trainer=None, save=None, load=None, shared=5, **options):
-    """Log-probabilities, the reports of three steps on two batches, and all weights.
-
-    With `load`, of the second batch only.
-    """
+    """Return log-probabilities, the reports of three steps on two batches, and all weights; with `load`, of the
+    second batch only."""
     critic = {"critic": {"lr": 1e-2, "eps": 1e-3, "export": True}} if options.get("critic") else {}
     handle, config = await ranks.start(trainer=SETTINGS | critic | (trainer or {}), **options)
     logprobs, reports = await handle.logprobs(make_batch(shared=shared)), []
@@ -114,13 +112,13 @@ def check_same(ours, theirs, *, tolerance=1e-5):
     (logprobs, reports, weights), (plain_logprobs, plain_reports, plain_weights) = ours, theirs
     assert max(np.abs(a - b).max() for a, b in zip(logprobs, plain_logprobs, strict=True)) < tolerance
     for report, plain in zip(reports, plain_reports, strict=True):
-        report = {name: value for name, value in report.items() if name != "train/graphs"}
-        assert report == pytest.approx(plain, rel=tolerance, abs=tolerance)
+        ours, theirs = ({k: v for k, v in found.items() if k != "train/graphs"} for found in (report, plain))
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
     assert largest_difference(weights, plain_weights) < tolerance
 
 
 def check_trained(ranks, one_rank, tmp_path, *, trainer=None, only_split=None, **options):
-    """Train split and on one rank, where the settings `only_split` have no effect."""
+    """Train with split tokens and on one rank, where the settings `only_split` have no effect, and compare."""
     split = SPLIT | (trainer or {}) | (only_split or {})
     ours = asyncio.run(trained(ranks, tmp_path / "split", trainer=split, **options))
     check_same(ours, asyncio.run(trained(one_rank, tmp_path / "whole", trainer=trainer, **options)))
@@ -166,7 +164,7 @@ def test_replayed_experts_are_split(two_ranks, one_rank, tmp_path):
 
 @pytest.mark.parametrize("shard_ranks", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_groups_of_ranks_train_as_one_rank_and_continue_bit_by_bit(shard_ranks, four_ranks, one_rank, tmp_path):
-    """Two groups of two ranks; each copy of the model is sharded over the ranks of a group, or over one rank."""
+    """Two groups of two ranks; each copy of the model is sharded over the ranks of a group, or is on one rank."""
     settings = SPLIT | {"shard_ranks": shard_ranks, "microbatch_tokens": 100}
     algorithm = {"kl_coef": 0.1}
     options = {"trainer": settings, "algorithm": algorithm}
@@ -195,6 +193,14 @@ def test_groups_of_ranks_train_as_one_rank_and_continue_bit_by_bit(shard_ranks, 
 def test_what_cannot_be_split_is_refused(ranks, settings, message, tiny_model):
     with pytest.raises(ConfigError, match=message):
         config = make_config(tiny_model, ranks=ranks, trainer=settings)
+        config.trainer.check(config)
+
+
+def test_linear_attention_is_not_split(tmp_path):
+    model = make_tiny_model(tmp_path / "model", family="qwen3_5_text", **DELTA_NET)
+    config = make_config(model, ranks=2, trainer=SPLIT)
+    message = "trainer.context_parallel: cannot be used with linear attention, whose state runs through all tokens"
+    with pytest.raises(ConfigError, match=message):
         config.trainer.check(config)
 
 

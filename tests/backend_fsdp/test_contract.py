@@ -1,4 +1,4 @@
-"""The FSDP trainer keeps what every trainer promises."""
+"""The FSDP trainer satisfies the trainer contract."""
 
 import asyncio
 

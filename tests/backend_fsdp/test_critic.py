@@ -1,4 +1,4 @@
-"""The critic: its values, its steps, warm-up, export, and what is said of settings that do not fit."""
+"""The critic: values, steps, warm-up, export, and errors for settings that do not fit."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 BATCHES = [(0, 1), (1, 2)]
-"""Seed and optimizer steps of each."""
+"""Seed and optimizer steps of each batch."""
 UNSPLIT = {"microbatch_tokens": 100_000}
 UNTIED = (("llama", False), ("qwen3", False))
 

@@ -1,4 +1,4 @@
-"""What `run.deterministic` does not support is refused before any process starts."""
+"""Settings that `run.deterministic` does not support are refused before any process starts."""
 
 import asyncio
 from pathlib import Path
@@ -127,7 +127,7 @@ LAYERS = {
     "mistral": {"sliding_window": 16},
     "qwen2": {"sliding_window": 16},
 }
-"""Settings of models by family; qwen2 only has its window with `use_sliding_window`."""
+"""Model settings by family; qwen2 has a window only with `use_sliding_window`."""
 
 
 @pytest.mark.parametrize(

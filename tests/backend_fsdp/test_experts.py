@@ -1,4 +1,5 @@
-"""Mixtures of experts, which transformers holds in fused tensors: read, trained, saved and written as in folders."""
+"""Mixtures of experts, which transformers stores in fused tensors: reading, training, saving, and export in the
+layout of the folder."""
 
 import asyncio
 import json
@@ -23,7 +24,7 @@ RANKS = ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model folder of each family, made when it is first asked for; two ranks share five experts."""
+    """Model folder of each family, created on first use; two ranks share five experts."""
     return folders_of_families(tmp_path_factory, FAMILIES)
 
 
@@ -112,7 +113,7 @@ def test_a_mixture_continues_on_another_number_of_ranks(before, after, models, r
 
 
 async def continued(request, before, after, model, folder):
-    """Train, save, train; and load, train: metrics and weights of both."""
+    """Train, save, train; and load, train. Return metrics and weights of both."""
     first, second = make_batch(), make_batch(seed=1, index=1)
     trainer, config = await request.getfixturevalue(before).start(model=model, trainer=FSDP_ADAM)
     await fit(trainer, config, first)

@@ -1,4 +1,4 @@
-"""What the driver sees when one rank of several fails."""
+"""Errors that the driver reports when one of several ranks fails."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from plasmid.errors import ActorDiedError, CheckpointError, DataError, DeadlineE
 
 @dataclass(frozen=True)
 class Trap:
-    """A reference to rows that does something else on one rank: its first sample decides which."""
+    """A reference to rows that misbehaves on one rank, which is selected by its first sample."""
 
     rows: object
     action: str

@@ -1,20 +1,27 @@
-"""Sliding windows, attention sinks and linear attention: trained, saved and written as with transformers alone."""
+"""Sliding windows, attention sinks and linear attention: training, saving and export match transformers."""
 
 import asyncio
+import json
 
+import plasmid_fsdp.model.policy as policy_module
 import pytest
+import torch
 from fsdp_cases import largest_difference
-from megatron_cases import FSDP_ADAM, assert_alike, outcome_of, plain_outcome
+from megatron_cases import FSDP_ADAM, assert_alike, make_batch, outcome_of, plain_outcome
 from megatron_families import LINEAR, WINDOWS, assert_identical, folders_of_families
-from plasmid.errors import ModelError
-from plasmid_fsdp.model.building import build_on_meta
-from plasmid_fsdp.settings import FSDP
-from plasmid_models.source import Source
+from plasmid.errors import ConfigError
+from routing_cases import with_experts
 from safetensors.torch import load_file
 
-PADDED = {"attention": "sdpa"}
-TRAINED = [(name, {}) for name in WINDOWS] + [(name, PADDED) for name in LINEAR] + [("gpt-oss", {"attention": "eager"})]
+from tests.mxfp4_folders import make_mxfp4_folder, make_plain_folder
+
+PADDED = [("Qwen3-Next", {"attention": "sdpa"}), ("gpt-oss", {"attention": "eager"})]
+TRAINED = [(name, {}) for name in (*WINDOWS, *LINEAR)] + PADDED
 CASES = [pytest.param(name, options, id=" ".join([name, *options.values()])) for name, options in TRAINED]
+LINEAR_CASES = {
+    "recomputed": {"activation_checkpointing": True},
+    "microbatches": {"microbatch_tokens": 60},
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +55,82 @@ def test_sinks_are_trained(models, one_rank, tmp_path):
     assert sinks and all((after[name] - before[name]).abs().max() > 1e-3 for name in sinks)
 
 
-@pytest.mark.parametrize("family", LINEAR)
-def test_linear_attention_is_not_packed(family, models):
-    source = Source(where="model", path=models(family), trust_remote_code=False)
-    said = r"has layers of kind 'linear_attention', which mix packed samples; set it to 'sdpa'"
-    with pytest.raises(ModelError, match=said):
-        build_on_meta(source, FSDP(dtype="float32"))
+@pytest.mark.parametrize("kind", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.long)])
+def test_a_folder_in_mxfp4_learns_what_its_plain_weights_learn(kind, models, request, tmp_path):
+    model = make_mxfp4_folder(models("gpt-oss"), tmp_path / "mxfp4", dtype=torch.float32)
+    expected = plain_outcome(make_plain_folder(model, tmp_path / "decoded"), tmp_path / "plain")
+
+    async def run():
+        started = await request.getfixturevalue(kind).start(model=model, trainer=FSDP_ADAM)
+        return await outcome_of(*started, tmp_path / "out")
+
+    assert_alike(asyncio.run(run()), expected, 1e-5)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize("case", LINEAR_CASES)
+def test_linear_attention_learns_the_same_in_every_layout(case, models, one_rank, tmp_path):
+    expected = plain_outcome(models("Qwen3-Next"), tmp_path / "plain")
+
+    async def run():
+        trainer, config = await one_rank.start(model=models("Qwen3-Next"), trainer=FSDP_ADAM | LINEAR_CASES[case])
+        return await outcome_of(trainer, config, tmp_path / "out")
+
+    assert_alike(asyncio.run(run()), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": {"kind": "ppo"}},
+        {"trainer": FSDP_ADAM | {"lora": {"rank": 4}}},
+        {"trainer": FSDP_ADAM | {"routing_replay": True}},
+    ],
+    ids=["critic", "adapter", "replayed"],
+)
+def test_packed_and_padded_samples_learn_the_same(options, models, one_rank, tmp_path):
+    batch = with_experts(make_batch(), layers=4)
+
+    async def run(attention):
+        trainer = {**FSDP_ADAM, **options.get("trainer", {}), "attention": attention}
+        started = await one_rank.start(model=models("Qwen3-Next"), **(options | {"trainer": trainer}))
+        return await outcome_of(*started, tmp_path / attention, batch=batch)
+
+    packed, padded = asyncio.run(run("auto")), asyncio.run(run("sdpa"))
+    assert_alike(packed, padded, 1e-5)
+    assert packed.reports[0].keys() == padded.reports[0].keys()
+
+
+def test_microbatches_are_limited_with_the_padding_of_linear_attention(models, one_rank, monkeypatch):
+    seen = []
+    monkeypatch.setattr(policy_module, "decoder_input", recording(policy_module.decoder_input, seen))
+
+    async def run():
+        trainer, _ = await one_rank.start(model=models("Qwen3.5"), trainer={"microbatch_tokens": 130})
+        await trainer.logprobs(make_batch(longest=60))
+
+    asyncio.run(run())
+    assert max(len(lengths) * max(lengths) for lengths in seen) <= 130 and max(map(len, seen)) > 2
+
+
+def recording(function, seen):
+    """The function, which notes the lengths of the samples of every microbatch."""
+
+    def run(batch, *others, **options):
+        seen.append(batch.lengths)
+        return function(batch, *others, **options)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"share_prefixes": True}, r"trainer.share_prefixes: must be 'auto' or false for models with linear attention"),
+        ({"compile": True}, r"trainer.compile: must be 'auto' or false for models with linear attention"),
+    ],
+    ids=str,
+)
+def test_settings_that_linear_attention_does_not_support_are_refused(trainer, message, models, one_rank):
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(one_rank.start(model=models("Qwen3.5"), trainer=trainer))

@@ -1,4 +1,4 @@
-"""Teachers and references, of the policy's architecture and of others, score what transformers alone scores."""
+"""Teachers and references, with the policy's architecture and with others, give the same scores as transformers."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ OPD = {"kind": "opd", "old_policy": "trainer"}
 
 
 def plain_difference(ours, theirs, batch):
-    """Mean over the loss tokens of log p(ours) - log p(theirs), by transformers alone."""
+    """Return the mean over the loss tokens of log p(ours) - log p(theirs), computed by transformers alone."""
     rows = whole_rows(batch)
     with torch.no_grad():
         first, second = (
@@ -90,7 +90,7 @@ def test_a_reference_may_have_another_architecture(kind, options, request, tiny_
 
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_the_policy_replaces_the_reference(kind, request, tiny_model, tmp_path):
-    """Every two batches, the KL is measured from the weights of then, also after a resume from between."""
+    """Every two batches, the KL is computed against the current weights, also after a resume in between."""
     ranks, batches = request.getfixturevalue(kind), [make_batch(index=index) for index in range(5)]
     options = {"algorithm": {"monitor_kl": True, "kl_estimator": "k1"}, "reference": {"update_every": 2}}
 
@@ -117,7 +117,7 @@ def test_the_policy_replaces_the_reference(kind, request, tiny_model, tmp_path):
 
 
 def test_a_moving_reference_starts_from_its_own_folder(one_rank, tiny_model, tmp_path):
-    """It shares the policy's module, whose weights it only replaces while it scores."""
+    """It shares the policy's module, whose weights it replaces only while it scores."""
     other, batch = make_tiny_model(tmp_path / "other", seed=7), make_batch()
 
     async def run():
@@ -136,7 +136,7 @@ def test_a_moving_reference_starts_from_its_own_folder(one_rank, tiny_model, tmp
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_separate_reference_computes_as_the_policy(dtype, one_rank, tmp_path, monkeypatch):
-    """On a CPU it is a model of its own, also with a tied head, and equals the policy bit by bit before training."""
+    """On a CPU it is a separate model, also with a tied head, and equals the policy bit by bit before training."""
     from plasmid_training.rank import frozen
 
     monkeypatch.setattr(frozen, "HostWeights", None)

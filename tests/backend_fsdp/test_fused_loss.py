@@ -1,4 +1,5 @@
-"""The trainer takes the same steps with loss and gradient computed in one pass over the logits, where that is right."""
+"""The trainer takes the same steps if loss and gradient are computed in one pass over the logits, where this is
+valid."""
 
 import asyncio
 
@@ -12,7 +13,7 @@ SGD = {"optimizer": "sgd", "lr": 0.1, "logprob_chunk": 5}
 
 @pytest.fixture
 def fused(monkeypatch):
-    """One entry for each microbatch whose loss was computed with its logits."""
+    """One entry for each microbatch whose loss was computed together with its logits."""
     calls, plain = [], policy_module.linear_token_loss
 
     def counting(*arguments, **options):

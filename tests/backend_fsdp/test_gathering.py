@@ -1,4 +1,4 @@
-"""Shards of all ranks become whole tensors again, however many travel together."""
+"""Shards of all ranks are gathered into whole tensors, for any number of tensors per collective."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""Distillation over a teacher's top tokens: what transformers alone computes, however the trainer is laid out."""
+"""Distillation over a teacher's top tokens matches a computation by transformers alone, for every layout of the
+trainer."""
 
 import asyncio
 from dataclasses import replace
@@ -19,7 +20,7 @@ SGD = {"optimizer": "sgd", "lr": 0.2}
 
 
 def distributions(path, rows, dtype=torch.float32):
-    """Log-probabilities of the vocabulary in place of each loss token, one sample at a time; differentiable."""
+    """Return log-probabilities of the vocabulary at each loss token, one sample at a time; differentiable."""
     model, results = AutoModelForCausalLM.from_pretrained(path, dtype=dtype), []
     for i in range(rows.num_samples):
         span = slice(*rows.offsets[i : i + 2].tolist())
@@ -30,7 +31,7 @@ def distributions(path, rows, dtype=torch.float32):
 
 
 def divergences(policy, teacher, *, forward=False):
-    """KL over the teacher's top tokens and the rest, position by position in fp64."""
+    """Compute the KL over the teacher's top tokens and the rest, position by position in fp64."""
     result = []
     for ours, theirs in zip(policy.double(), teacher.double(), strict=True):
         ids = theirs[: len(ours)].topk(COUNT).indices  # the teacher's further tokens are padding
@@ -70,7 +71,7 @@ def test_the_divergence_is_that_of_transformers(kind, options, divergence, reque
 
 
 def taught(batch):
-    """The batch with random top tokens of a teacher that is a server."""
+    """Return the batch with random top tokens of a teacher that is a server."""
     draw, groups = np.random.default_rng(3), []
     for group in batch.groups:
         rows = group.rows.get()

@@ -1,4 +1,4 @@
-"""Scores find their samples again by id, however the batch was dealt out when they were taken."""
+"""Scores are matched to samples by id, even if the batch was split over the ranks differently when it was scored."""
 
 import asyncio
 from dataclasses import replace
@@ -22,7 +22,7 @@ async def started(ranks, critic):
 
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_scores_of_a_batch_that_was_dealt_out_otherwise_are_the_same(kind, request, tiny_model, tmp_path):
-    """The batch is scored as one step and trained in four, for which samples change ranks and order."""
+    """The batch is scored as one step and trained in four, so samples change ranks and order."""
     ranks, critic = request.getfixturevalue(kind), make_critic(tmp_path / "critic", tiny_model)
     batch = make_batch(steps=4)
     roles = (*ROLES, Role.REFERENCE)

@@ -1,4 +1,4 @@
-"""Copies of a model, each sharded over some of the ranks, train as one model sharded over all of them."""
+"""Copies of a model, each sharded over some of the ranks, train like one model sharded over all ranks."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ CRITIC = {"critic": {"lr": 1e-2, "eps": 1e-3, "head_std": 0.1, "export": True}}
 
 
 async def trained(ranks, settings, folder, *, load=None, save=None, **options):
-    """Two batches, of which the second one starts from a checkpoint where `load` is given."""
+    """Train on two batches; with `load`, the second one starts from a checkpoint."""
     trainer, config = await ranks.start(trainer=settings, **options)
     reports = []
     if load is None:

@@ -1,4 +1,4 @@
-"""Weights on their way out: Hugging Face folders and weight sync."""
+"""Weights that leave the trainer: Hugging Face folders and weight sync."""
 
 import asyncio
 from itertools import product

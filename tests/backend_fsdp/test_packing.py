@@ -1,4 +1,4 @@
-"""Packed rows and dense blocks give what each sample alone gives, in every family and in fp64."""
+"""Packed rows and dense blocks give the same results as each sample alone, in every family and in fp64."""
 
 import json
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from fsdp_cases import make_batch, whole_rows
-from megatron_families import perturb_vectors
+from megatron_families import DELTA_NET, SHARED_EXPERT, perturb_vectors
 from plasmid_fsdp.model.decoder_input import PACKED, decoder_input, packing_obstacle
+from plasmid_fsdp.model.linear_attention import gated_delta_nets, separate_samples
 from plasmid_models.testing import make_tiny_model
 from plasmid_training.batches import packed_attention, prefix_attention
 from plasmid_training.batches.collate import SharedPrefixes, collate
@@ -24,11 +25,18 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+LINEAR = {
+    "qwen3_next": {**DELTA_NET, **SHARED_EXPERT},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**DELTA_NET, **SHARED_EXPERT},
+}
+"""Families with linear attention in three of four layers."""
 
 
 def hidden_states(model, microbatch, attention):
-    """[P, H] what predicts each token, and its gradients for every weight."""
-    rows = decoder_input(microbatch, attention, torch.float64)
+    """Return [P, H] the hidden states that predict each token, and their gradients for every weight."""
+    linear = bool(gated_delta_nets(model))
+    rows = decoder_input(microbatch, attention, torch.float64, linear=linear)
     hidden = model.model(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)[rows.source]
     weights = list(model.model.parameters())
     torch.manual_seed(0)
@@ -37,7 +45,7 @@ def hidden_states(model, microbatch, attention):
 
 
 def one_by_one(model, microbatch):
-    """The same from every sample alone."""
+    """Return the same, computed from every sample alone."""
     samples = microbatch.token_ids.split(microbatch.lengths)
     hidden = torch.cat([model.model(input_ids=ids[None]).last_hidden_state[0] for ids in samples])[microbatch.source]
     torch.manual_seed(0)
@@ -48,38 +56,41 @@ def one_by_one(model, microbatch):
 
 
 def load(family, folder, **options):
-    """The same model in fp64 with packed attention, and with transformers' own."""
-    path = perturb_vectors(make_tiny_model(folder / "model", family=family, **FAMILIES[family]))
-    if "num_experts_per_tok" in FAMILIES[family]:
+    """Load the same model in fp64 with packed attention, and with the attention of transformers."""
+    settings = (FAMILIES | LINEAR)[family]
+    path = perturb_vectors(make_tiny_model(folder / "model", family=family, **settings))
+    if "num_experts_per_tok" in settings:
         options["experts_implementation"] = "eager"  # grouped matrix products have no fp64
-    return [
+    packed, alone = (
         AutoModelForCausalLM.from_pretrained(
             path, attn_implementation=attention, dtype=torch.float64, trust_remote_code=False, **options
         )
         for attention in (PACKED, "eager" if family == "gpt_oss" else "sdpa")
-    ]
+    )
+    separate_samples(packed)
+    return packed, alone
 
 
 def assert_same(ours, theirs):
-    """Hidden states, and all gradients."""
+    """Compare hidden states, and all gradients."""
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-10, atol=1e-10)
     for a, b in zip(ours[1], theirs[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def compute_in_fp64(monkeypatch):
-    """Let transformers compute norms and routers, too, in fp64; fp32 rounds a sum otherwise than its parts."""
+    """Make transformers compute norms and routers in fp64, too; fp32 rounds a sum differently than its parts."""
     for name in ("float32", "float"):
         monkeypatch.setattr(torch, name, torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *LINEAR])
 def test_packed_samples_are_computed_as_if_each_were_alone(family, tmp_path, monkeypatch):
     packed, alone = load(family, tmp_path)
     compute_in_fp64(monkeypatch)
     assert packing_obstacle(packed) is None
-    rows = whole_rows(make_batch(longest=20))
+    rows = whole_rows(make_batch(longest=90 if family in LINEAR else 20))  # the delta rule has chunks of 64 tokens
     for indices in ([0, 3, 5, 1], [2], [4, 4]):  # ragged, alone, equally long
         microbatch = collate(rows, indices, table_index=range(rows.num_samples), only_masked=False)
         assert_same(hidden_states(packed, microbatch, PACKED), one_by_one(alone, microbatch))
@@ -98,6 +109,33 @@ def test_samples_that_share_a_prefix_are_computed_as_if_each_were_alone(family, 
         saved = 5 * (len(indices) - len(set(groups[indices])))
         assert len(microbatch.token_ids) == len(plain.token_ids) - saved > 0
         assert_same(hidden_states(packed, microbatch, PACKED), one_by_one(alone, plain))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_only_linear_attention_sees_padding(family, tmp_path):
+    packed, _ = load(family, tmp_path)
+    microbatch = collate(whole_rows(make_batch()), [0, 3, 5], table_index=range(16), only_masked=False)
+    seen = {}
+    for name, module in packed.model.layers[0].named_children():
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: seen.update({name: (*args, *kwargs.values())[0].shape}),
+            with_kwargs=True,
+        )
+    hidden_states(packed, microbatch, PACKED)
+    tokens, block = (1, sum(microbatch.lengths), 64), (3, max(microbatch.lengths), 64)
+    assert tokens[1] < block[0] * block[1]
+    assert seen == dict.fromkeys(("input_layernorm", "post_attention_layernorm", "mlp"), tokens) | {
+        "linear_attn": block
+    }
+
+
+def test_samples_with_a_shared_prefix_are_not_given_to_linear_attention(tmp_path):
+    packed, _ = load("qwen3_5_text", tmp_path)
+    batch = make_batch(shared=5)
+    shared = SharedPrefixes(groups=batch.table().group_index, lengths=np.full(16, 5))
+    microbatch = collate(whole_rows(batch), [0, 1], table_index=range(16), only_masked=False, shared=shared)
+    with pytest.raises(ValueError, match="shared prefixes cannot be used with linear attention"):
+        hidden_states(packed, microbatch, PACKED)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +166,7 @@ def test_layers_that_share_prefixes_compile_into_few_graphs(layout, graphs, tmp_
 
 
 def bottom_right_attention(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """Attention of each sample's last queries to all keys up to their own: what `varlen_attn` computes on a GPU."""
+    """Compute attention of each sample's last queries to all keys up to their own, as `varlen_attn` does on a GPU."""
     assert window_size == (-1, 0)
     groups = query.shape[1] // key.shape[1]
     sample_q, sample_k = (

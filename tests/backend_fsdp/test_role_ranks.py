@@ -1,4 +1,4 @@
-"""Reference, teacher and critic on ranks of their own: the same numbers, bit for bit, as on the trainer's ranks."""
+"""Reference, teacher and critic on ranks of their own give the same numbers, bit for bit, as on the trainer's ranks."""
 
 import asyncio
 
@@ -16,14 +16,14 @@ MONITOR = {"algorithm": {"monitor_kl": True, "kl_estimator": "k1", "kl_coef": 0.
 
 
 class RoleRanks:
-    """Starts trainers with one rank, and other models on one rank each."""
+    """Starts trainers with one rank, and other models with one rank each."""
 
     def __init__(self, model, run_dir, processes, make=make_config):
         self.model, self.run_dir, self.processes, self._make = model, run_dir, processes, make
         self._trainer = None
 
     async def start(self, *, num_ranks=1, **options):
-        """A trainer and its configuration; ``<model>_ranks`` among the options is a number of ranks."""
+        """Return a trainer and its configuration; ``<model>_ranks`` among the options is a number of ranks."""
         await self.close()
         place = {name: options.pop(name) for name in [*options] if name.endswith("_ranks")}
         config = self._make(self.model, placement={"trainer_ranks": num_ranks, **place}, **options)
@@ -57,7 +57,8 @@ BOTH = pytest.mark.parametrize("role_ranks", [make_config, megatron_config], ids
 
 @BOTH
 def test_the_policy_replaces_a_reference_on_ranks_of_its_own(role_ranks, tmp_path):
-    """Metrics and weights equal those of shared ranks; a resume from either is exact with the other."""
+    """Metrics and weights equal those with shared ranks; either checkpoint can be resumed exactly with the other
+    placement."""
     batches = [make_batch(index=index, steps=2) for index in range(5)]
     options = MONITOR | {"reference": {"update_every": 2}}
 
@@ -112,7 +113,8 @@ PPO = {
 @BOTH
 @pytest.mark.parametrize("in_background", [False, True], ids=["save", "async_save"])
 def test_a_critic_on_ranks_of_its_own_learns_the_same(role_ranks, in_background, tmp_path):
-    """Metrics and both models equal those of shared ranks; a resume from either is exact with the other."""
+    """Metrics and both models equal those with shared ranks; either checkpoint can be resumed exactly with the other
+    placement."""
     batches = [make_batch(index=index, steps=2) for index in range(4)]
     options = PPO | {"trainer": PPO["trainer"] | {"async_save": in_background}}
 
@@ -197,7 +199,7 @@ def test_a_critic_may_have_another_number_of_ranks(counts, tiny_model, tmp_path)
 
 @pytest.mark.long
 def test_pipeline_ranks_without_a_loss_pass_returns_on(tiny_model, tmp_path):
-    """Only the last rank of a pipeline computes returns and values: the driver takes them from it."""
+    """Only the last rank of a pipeline computes returns and values, and the driver reads them from it."""
     processes, batches = Processes(4), [make_batch(index=index) for index in range(3)]
     ranks = RoleRanks(tiny_model, tmp_path, processes, megatron_config)
     trainer = PPO["trainer"] | {"pipeline_parallel": 2}
@@ -216,7 +218,7 @@ def test_pipeline_ranks_without_a_loss_pass_returns_on(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
 def test_groups_may_have_different_numbers_of_ranks(counts, tiny_model, tmp_path):
-    """Every rank of the trainer gets the scores of its own samples: the KL is that of one rank, up to rounding."""
+    """Every rank of the trainer gets the scores of its own samples: the KL equals that of one rank, up to rounding."""
     processes, batches = Processes(3), [make_batch(index=index, num_groups=3, steps=3) for index in range(2)]
     ranks = RoleRanks(tiny_model, tmp_path, processes)
     options = MONITOR | {"reference": {"path": str(make_tiny_model(tmp_path / "other", seed=7))}}

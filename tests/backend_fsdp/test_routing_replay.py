@@ -1,4 +1,4 @@
-"""Routers choose the experts that came with the samples, whichever way a microbatch is laid out."""
+"""Routers choose the experts recorded with the samples, for every layout of a microbatch."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ def batch():
 
 @pytest.fixture(scope="module")
 def expected(moe, batch, tmp_path_factory):
-    """What transformers learns whose routers choose these experts, one expert after another."""
+    """Train transformers with routers that choose these experts, one expert after another."""
     return plain_outcome(moe, tmp_path_factory.mktemp("plain"), batch=batch)
 
 
@@ -70,7 +70,7 @@ def test_without_the_setting_or_without_experts_routers_choose(one_rank, moe, ba
 
 
 def test_a_reference_routes_by_itself(one_rank, moe, batch):
-    """Its experts are not those of the policy that the engine sampled from."""
+    """It does not use the experts of the policy that the engine sampled from."""
     algorithm = {"kl_coef": 0.1, "old_policy": "trainer"}
 
     async def run(batch, **trainer):

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on are those of the moment when they were begun."""
+"""Checkpoints written while training continues contain the state at the time of the save."""
 
 import asyncio
 
@@ -20,14 +20,14 @@ async def start(ranks, options, *, async_save=True):
 
 
 async def saved_at_once(ranks, folder, options):
-    """Two batches, and everything is written when `save` returns."""
+    """Train on two batches with synchronous saves."""
     trainer, config = await start(ranks, options, async_save=False)
     await fit(trainer, config, make_batch(), make_batch(seed=1, index=1))
     assert await trainer.save(folder / "at-once") is None
 
 
 async def held_back(ranks, folder, options):
-    """The same batches; save, train on, and only then let the files be written."""
+    """Train on the same batches; the files of a save are written only after further training."""
     trainer, config = await start(ranks, options)
     await fit(trainer, config, make_batch(), make_batch(seed=1, index=1))
     held = folder / "held-back"
@@ -69,7 +69,8 @@ async def resumed(ranks, folder, options):
     ids=["1", "1-lora", "1-without-optimizer", "2", "1-critic", "2-lora", "2-copies"],
 )
 def test_a_checkpoint_is_of_the_moment_when_it_was_begun(kind, options, request, tmp_path):
-    """Its tensors equal those of a synchronous one, although training went on; a resumed trainer repeats that."""
+    """Its tensors equal those of a synchronous save, although training continued; a resumed trainer repeats that
+    training."""
     ranks = request.getfixturevalue(kind)
     asyncio.run(saved_at_once(ranks, tmp_path, options))
     reports, weights = asyncio.run(held_back(ranks, tmp_path, options))

@@ -1,4 +1,4 @@
-"""Settings, the learning rate, and what is refused before a rank is started."""
+"""Settings, the learning rate, and recipes that are refused before a rank is started."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ def test_a_run_no_longer_than_its_warmup_is_fine():
         ({"nesterov": True}, "nesterov has no effect with optimizer = 'adamw'; remove it"),
         ({"optimizer": "sgd", "betas": [0.5, 0.5]}, "betas has no effect with optimizer = 'sgd'; remove it"),
         ({"optimizer": "sgd", "eps": 1e-3}, "eps has no effect with optimizer = 'sgd'; remove it"),
-        ({"optimizer": "sgd", "nesterov": True}, "nesterov needs a momentum above 0"),
+        ({"optimizer": "sgd", "nesterov": True}, "nesterov needs momentum above 0, got 0.0; set momentum"),
         (
             {"min_lr_fraction": 0.1},
             "min_lr_fraction has no effect with schedule = 'constant'; remove it or change schedule",

@@ -1,4 +1,4 @@
-"""Training with shared prefixes: the same scores, losses and weights as without, from fewer tokens."""
+"""Training with shared prefixes gives the same scores, losses and weights as without, from fewer tokens."""
 
 import asyncio
 
@@ -7,6 +7,7 @@ import plasmid_fsdp.model.policy as policy_module
 import pytest
 from critic_cases import PPO, make_critic
 from fsdp_cases import fit, largest_difference, make_batch, weights_of
+from megatron_families import DELTA_NET
 from plasmid.errors import ConfigError
 from plasmid.testing.batches import make_group, make_sample
 from plasmid.types import Prompt
@@ -23,16 +24,16 @@ def computed(monkeypatch):
     """Tokens of the microbatches that policies of this process have computed."""
     counts = []
 
-    def counting(batch, *others):
+    def counting(batch, *others, **options):
         counts.append(len(batch.token_ids))
-        return decoder_input(batch, *others)
+        return decoder_input(batch, *others, **options)
 
     monkeypatch.setattr(policy_module, "decoder_input", counting)
     return counts
 
 
 async def trained(ranks, path, share, *, model=None, algorithm=None, trainer=None, **options):
-    """Log-probabilities, reports of four steps on two batches, and all weights."""
+    """Return log-probabilities, reports of four steps on two batches, and all weights."""
     critic = {} if options.get("critic") is None else {"critic": SGD | {"export": True}}
     settings = SGD | {"share_prefixes": share} | critic | (trainer or {})
     handle, config = await ranks.start(model=model, trainer=settings, algorithm=algorithm, **options)
@@ -133,6 +134,21 @@ def test_what_shares_prefixes_by_default(settings, shared, shares, one_rank, com
     asyncio.run(run())
     whole = sum(int(group.lengths.sum()) for group in batch.groups)
     assert sum(computed) == whole - (12 * shared if shares else 0)
+
+
+@pytest.mark.parametrize("table", ["model", "reference"])
+def test_models_with_linear_attention_share_no_prefixes(table, one_rank, computed, tmp_path):
+    linear = make_tiny_model(tmp_path / "linear", family="qwen3_5_text", **DELTA_NET)
+    batch, options = make_batch(shared=5), {table: linear}
+    if table == "reference":
+        options["algorithm"] = {"kl_coef": 0.1}
+
+    async def run():
+        trainer, _ = await one_rank.start(**options)
+        return await trainer.logprobs(batch)
+
+    asyncio.run(run())
+    assert sum(computed) == sum(int(group.lengths.sum()) for group in batch.groups)
 
 
 def test_padded_samples_cannot_be_told_to_share(one_rank):

@@ -1,4 +1,4 @@
-"""Saved trainers continue exactly, also on another number of ranks; a checkpoint that does not fit says so."""
+"""Saved trainers continue exactly, also with a different number of ranks; checkpoints that do not fit give an error."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ CRITIC = {"critic": {"lr": 1e-2, "schedule": "linear", "decay_steps": 5, "head_s
 
 
 async def uninterrupted(ranks, settings, tmp_path, **options):
-    """Two batches, save, two more."""
+    """Train on two batches, save, and train on two more."""
     trainer, config = await ranks.start(trainer=settings, **options)
     await fit(trainer, config, *batches()[:2])
     await trainer.save(tmp_path / "saved")
@@ -32,7 +32,7 @@ async def uninterrupted(ranks, settings, tmp_path, **options):
 
 
 async def resumed(ranks, settings, tmp_path, *, steps=2, **options):
-    """Load, two batches."""
+    """Load, and train on two batches."""
     trainer, config = await ranks.start(trainer=settings, **options)
     await fit(trainer, config, make_batch(seed=99, index=99))
     await trainer.load(tmp_path / "saved")
@@ -140,7 +140,7 @@ def test_random_generators_come_back(one_rank, tmp_path):
 
 @pytest.mark.parametrize("kind", ["two_ranks", pytest.param("one_rank", marks=pytest.mark.long)])
 def test_a_checkpoint_without_the_optimizer_is_like_a_model_folder(kind, request, tmp_path):
-    """A trainer that loads it trains bit by bit like one that begins with these weights."""
+    """A trainer that loads it trains bit by bit like one that starts with these weights."""
     ranks, settings = request.getfixturevalue(kind), SETTINGS[0]
 
     async def save():
@@ -165,7 +165,7 @@ def test_a_checkpoint_without_the_optimizer_is_like_a_model_folder(kind, request
 
 
 def test_frozen_weights_are_no_checkpoint_without_the_optimizer(one_rank, tmp_path):
-    """An optimizer without state is saved, too: its steps are."""
+    """An optimizer without state is saved, too, with its number of steps."""
 
     async def save():
         trainer, config = await one_rank.start(trainer={"optimizer": "sgd", "momentum": 0.0})

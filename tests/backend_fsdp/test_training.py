@@ -1,4 +1,4 @@
-"""One step of the trainer is the step that plain PyTorch takes, however it is split."""
+"""One step of the trainer equals the step of plain PyTorch, for every split."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ SGD = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
 
 
 def train(ranks, path, trainer, *, batches=None, algorithm=None):
-    """Metrics of every step and the weights afterwards."""
+    """Return metrics of every step and the weights afterwards."""
 
     async def run():
         handle, config = await ranks.start(trainer=trainer, algorithm=algorithm)
@@ -67,7 +67,7 @@ def test_a_rank_without_samples_takes_part(two_ranks, one_rank, tmp_path):
 
 
 def plain_steps(model, optimizer, batches, *, schedule):
-    """GRPO on policy with one step per batch, written out: the mean over rollouts of the mean over tokens of -A."""
+    """On-policy GRPO with one step per batch, written out: the mean over rollouts of the mean over tokens of -A."""
     norms = []
     for number, batch in enumerate(batches):
         rows, loss = whole_rows(batch), 0.0

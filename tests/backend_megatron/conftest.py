@@ -1,4 +1,4 @@
-"""Processes that hold ranks of either trainer, shared by the tests of this folder; Megatron takes seconds to import."""
+"""Rank processes for both trainers, shared by the tests of this folder because importing Megatron takes seconds."""
 
 import asyncio
 import sys
@@ -16,7 +16,7 @@ from megatron_cases import Ranks  # noqa: E402
 
 @pytest.fixture(scope="session")
 def rank_processes():
-    """Four processes that wait for ranks; each starts when it is first asked."""
+    """Return four processes that can run ranks; each one starts on first use."""
     from fsdp_processes import Processes
 
     processes = Processes(4)
@@ -26,7 +26,7 @@ def rank_processes():
 
 @pytest.fixture
 def ranks(rank_processes, tiny_qwen, tmp_path):
-    """A factory of trainers of both kinds; one at a time."""
+    """Return a factory of trainers of both kinds. Only one trainer runs at a time."""
     ranks = Ranks(rank_processes, tiny_qwen, tmp_path)
     yield ranks
     asyncio.run(ranks.close())
@@ -42,7 +42,7 @@ def tiny_qwen(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_tied(tmp_path_factory):
-    """The same with a head that is the embedding."""
+    """The same with tied embeddings."""
     from plasmid_models.testing import make_tiny_model
 
     path = tmp_path_factory.mktemp("models") / "tiny-tied"
@@ -51,7 +51,7 @@ def tiny_tied(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory):
-    """A random two-layer Qwen3-MoE of four experts, of which two are taken."""
+    """A random two-layer Qwen3-MoE with four experts, two of them per token."""
     from megatron_cases import make_tiny_moe
 
     return make_tiny_moe(tmp_path_factory.mktemp("models") / "tiny-moe")

@@ -1,7 +1,7 @@
-"""Stands in for TransformerEngine, which builds with CUDA alone.
+"""Stand-in for TransformerEngine, which can only be built with CUDA.
 
-It has the constructors, names of weights and calls that Megatron-Core 0.16.1 makes use of, on one rank and computed by
-torch: it shows what is handed over, not what TransformerEngine does with it.
+It has the constructors, weight names and calls that Megatron-Core 0.16.1 uses, and computes them with torch on one
+rank. Tests show what is passed to TransformerEngine, not what TransformerEngine does with it.
 """
 
 import sys
@@ -25,7 +25,7 @@ IMPORTED = {
     ),
     "pytorch.tensor": ("QuantizedTensor",),
 }
-"""What Megatron-Core imports, or names in its annotations, without using it here."""
+"""Names that Megatron-Core imports or uses in annotations, but does not call here."""
 
 
 def _mark(weight, dim):
@@ -33,7 +33,7 @@ def _mark(weight, dim):
 
 
 class _Module(nn.Module):
-    """Keeps nothing besides weights, as without fp8."""
+    """Has no state besides its weights, like TransformerEngine's modules without fp8."""
 
     fp8, fp8_calibration, fp8_meta = False, False, {"fp8_checkpoint": False}
 
@@ -113,7 +113,7 @@ class DotProductAttention(_Module):
 
 
 def install():
-    """Let ``import transformer_engine`` find it; call it before Megatron is imported."""
+    """Make ``import transformer_engine`` find the stand-in. Call it before Megatron is imported."""
     pytorch = _module("transformer_engine.pytorch")
     for cls in (RMSNorm, Linear, LayerNormLinear, GroupedLinear, DotProductAttention):
         setattr(pytorch, cls.__name__, cls)

@@ -1,4 +1,4 @@
-"""Prints the table of families of docs/design/parity.md: python tests/backend_megatron/family_table.py [FAMILY ...]"""
+"""Print the table of families of docs/design/parity.md: python tests/backend_megatron/family_table.py [FAMILY ...]"""
 
 import asyncio
 import sys
@@ -18,7 +18,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 
 def layouts(family):
-    """Number of ranks, and settings of the trainer; layers with linear attention are not split."""
+    """Return the number of ranks and the trainer settings of each layout. Linear attention is not split."""
     if family not in LINEAR:
         return {"one": (1, {}), "tp2": (2, tensor_parallel(family))}
     has_experts = "num_experts" in LINEAR[family]

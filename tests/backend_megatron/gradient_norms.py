@@ -1,9 +1,9 @@
-"""Gradient norms of both trainers in bfloat16 beside float32: python tests/backend_megatron/gradient_norms.py
+"""Compare gradient norms of both trainers in bfloat16 and float32: python tests/backend_megatron/gradient_norms.py
 
-The weights are the same numbers of bfloat16 everywhere. One step of SGD is taken on each batch, so the difference of
-the weights before and after is the gradient, tensor by tensor. With ``--steps-of-adam``, the norms of consecutive steps
-of AdamW are compared; with ``--lr 0`` the weights stay the same, so the norms differ by rounding alone. On a GPU with
-the size of Qwen3-0.6B:
+All use the same weights, rounded to bfloat16. One SGD step is taken on each batch, so the gradient of each tensor is
+the difference of its weights before and after. With ``--steps-of-adam``, the norms of consecutive AdamW steps are
+compared; with ``--lr 0`` the weights do not change, so the norms differ by rounding only. On a GPU with the size of
+Qwen3-0.6B:
 
     for lr in 0 1e-4; do
         python tests/backend_megatron/gradient_norms.py --gpu --model models/qwen3-0.6b-random --steps-of-adam --lr $lr
@@ -47,7 +47,7 @@ CURVES = {
     "megatron": ("megatron", {"dtype": "bfloat16"}),
     "megatron, compiled": ("megatron", {"dtype": "bfloat16", "compile": True}),
 }
-"""Trainers of ``--steps-of-adam``; layers are compiled only where it says so."""
+"""Trainers compared with ``--steps-of-adam``. Layers are compiled only where the name says so."""
 
 
 def make_model(folder, args):
@@ -67,7 +67,7 @@ def make_model(folder, args):
 
 
 async def gradients(ranks, folder, before, batch, kind, trainer):
-    """The norm that the trainer reports, and the gradient of every tensor, by name."""
+    """Return the gradient norm that the trainer reports, and the gradient of every tensor by name."""
     options = {"kind": kind, "trainer": {"lr": LR, **trainer}}
     built, config = await ranks.start(**options)
     ((report,), after) = (await fit(built, config, batch), await weights_of(built, folder))
@@ -98,7 +98,8 @@ async def main(args):
 
 
 async def curves(args):
-    """Norms of consecutive steps of AdamW, as in `tests/gpu/test_megatron.py`, and their differences from the first."""
+    """Return the norms of consecutive AdamW steps, as in `tests/gpu/test_megatron.py`, and their differences from the
+    first."""
     processes = Processes(1, multiprocessing.get_context("spawn") if args.gpu else None)
     found = {}
     with tempfile.TemporaryDirectory() as name:
@@ -125,7 +126,7 @@ async def curves(args):
 
 
 def show_tensors(found, exact):
-    """The tensors whose gradients have the wrong norm, the worst first."""
+    """Print the tensors whose gradients have the wrong norm, the worst first."""
     ratios = {n: float(found[n].norm() / exact[n].norm()) - 1 for n in found if float(exact[n].norm()) > 0}
     for n in sorted(ratios, key=lambda n: -abs(ratios[n]) * float(exact[n].norm()))[:6]:
         print(f"    {n}: {ratios[n]:+.2%} of {float(exact[n].norm()):.4f}", flush=True)

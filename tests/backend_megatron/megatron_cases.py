@@ -1,4 +1,4 @@
-"""Configurations and trainers that the tests of this folder are made of."""
+"""Configurations and trainers for the tests of this folder."""
 
 import dataclasses
 
@@ -19,14 +19,14 @@ def make_config(model, *, kind="megatron", trainer=None, **options):
 
 
 class Ranks:
-    """Starts trainers whose ranks are processes of their own."""
+    """Starts trainers with one process per rank."""
 
     def __init__(self, processes, model, run_dir, *, gpus=False):
         self.model, self.processes, self._run_dir, self._gpus = model, processes, run_dir, gpus
         self._trainer = None
 
     async def start(self, *, num_ranks=1, model=None, **options):
-        """A trainer and its configuration; the one before is closed."""
+        """Close the previous trainer; return a new one and its configuration."""
         from fsdp_processes import ProcessCluster
 
         await self.close()
@@ -45,7 +45,7 @@ class Ranks:
 
 @dataclasses.dataclass
 class Outcome:
-    """What training on a batch gave."""
+    """Results of training on one batch."""
 
     reports: list
     logprobs: list
@@ -53,12 +53,12 @@ class Outcome:
 
 
 async def outcome(ranks, folder, *, batch=None, **options):
-    """Train on one batch from the start: metrics, log-probabilities before, weights after."""
+    """Start a trainer and train on one batch. Returns metrics, log-probabilities before and weights after training."""
     return await outcome_of(*await ranks.start(**options), folder, batch=batch)
 
 
 async def outcome_of(trainer, config, folder, *, batch=None):
-    """The same with a trainer that has been started."""
+    """The same with a trainer that has already been started."""
     batch = make_batch() if batch is None else batch
     before = [array.tolist() for array in await trainer.logprobs(batch)]
     reports = await fit(trainer, config, batch)
@@ -66,7 +66,7 @@ async def outcome_of(trainer, config, folder, *, batch=None):
 
 
 def plain_outcome(model, folder, *, batch=None, algorithm=None):
-    """The same by transformers, one expert after another, and torch's AdamW, on one rank."""
+    """The same with transformers, one expert after another, and torch's AdamW, on one rank."""
     import numpy as np
     import torch
     from plasmid_training.batches.collate import collate
@@ -123,11 +123,11 @@ def logprob_difference(ours, theirs):
 
 
 OF_BACKENDS = {"train/graphs"}
-"""Metrics that say how a backend computes: trainer 'fsdp' compiles on a GPU."""
+"""Metrics that only one of the backends has: trainer 'fsdp' compiles on a GPU."""
 
 
 def assert_alike(ours, theirs, tolerance):
-    """Log-probabilities, losses, gradient norms and weights, of training on one batch."""
+    """Check that log-probabilities, losses, gradient norms and weights agree after training on one batch."""
     assert logprob_difference(ours.logprobs, theirs.logprobs) < tolerance
     assert len(ours.reports) == len(theirs.reports)
     for mine, yours in zip(ours.reports, theirs.reports, strict=True):

@@ -1,4 +1,4 @@
-"""A tiny random model of every family, and what its network computes, rank by rank."""
+"""A tiny random model of every family, and the logits that each rank computes."""
 
 import json
 
@@ -34,7 +34,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 32,
 }
-"""Rotary positions whose cosines and sines have a factor, 1.21."""
+"""Rotary positions with a factor (1.21) on cosines and sines."""
 FAMILIES = {
     "Qwen2": {"family": "qwen2"},
     "Qwen2, tied": {"family": "qwen2", "tied": True},
@@ -150,18 +150,19 @@ EVERY = FAMILIES | WINDOWS | LINEAR
 
 
 def tensor_parallel(family):
-    """Settings of two tensor-parallel ranks; experts with biases cannot be split into parts."""
+    """Return the settings of two tensor-parallel ranks. Experts with biases cannot be split."""
     return {"tensor_parallel": 2} | ({"expert_tensor_parallel": 1} if family == "gpt-oss" else {})
 
 
 def make_family(path, name, **overrides):
-    """The model folder; biases, norms and the experts' corrections are random, too, as none is in a new model."""
+    """Create the model folder. Biases, norms and expert corrections are random too; in a new model they are
+    constants."""
     make_tiny_model(path, **(EVERY[name] | overrides))
     return perturb_vectors(path)
 
 
 def perturb_vectors(path):
-    """Make biases, norms and corrections of a folder random."""
+    """Make the biases, norms and corrections of a folder random."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -176,7 +177,7 @@ def perturb_vectors(path):
 
 
 def folders_of_families(tmp_path_factory, overrides=None):
-    """Gives the model folder of a family, which is made when it is first asked for; ``overrides`` are by family."""
+    """Return a function that creates the model folder of a family on first use; ``overrides`` are by family."""
     known = {}
 
     def give(name):
@@ -194,7 +195,7 @@ def assert_identical(ours, theirs):
 
 
 def in_bfloat16_with_a_draft_layer(model):
-    """The folder as real ones are: weights in bfloat16, corrections in float32, and a layer for a further token."""
+    """Change the folder to what published ones contain: bfloat16 weights, float32 corrections, and a draft layer."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -209,7 +210,7 @@ def in_bfloat16_with_a_draft_layer(model):
 
 
 async def network_logits(ranks, model, rows, *, num_ranks=1, trainer=None, folder, **options):
-    """[T, V] of the tokens that predict each token, by Megatron; the folder gets the weights that it exports."""
+    """Return logits [T, V] by Megatron, at the position before each token. Exports the weights to ``folder``."""
     import asyncio
 
     started, _ = await ranks.start(model=model, num_ranks=num_ranks, trainer=trainer, **options)
@@ -233,7 +234,7 @@ def plain_logits(model, rows):
 
 
 def _rank_logits(rows):
-    """Runs in the process of a rank, which holds a part of the network."""
+    """Run in the process of a rank, which has a part of the network."""
     import torch
     from fsdp_processes import _held
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region

@@ -1,4 +1,4 @@
-"""Holds back the files that a rank writes of a checkpoint, until a test lets them go; reads what was written."""
+"""Delay the checkpoint files that a rank writes until a test releases them, and read the written tensors."""
 
 import sys
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def hold(folder):
-    """In this process, nothing opens files of tensors below ``folder`` before ``folder/go`` is there."""
+    """In this process, block opening files of tensors in ``folder`` until ``folder/go`` exists."""
     folder = Path(folder)
 
     def wait(event, arguments):
@@ -19,7 +19,7 @@ def hold(folder):
 
 
 def numbers(folder):
-    """The bytes of everything that a checkpoint holds, by name; files are filled in another order each time."""
+    """Return the bytes of all tensors of a checkpoint by name; their order in the files differs each time."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = FileSystemReader(folder).read_metadata()

@@ -1,4 +1,4 @@
-"""How models are laid out over ranks in the tests: a number of ranks, and settings of the trainer."""
+"""Layouts of models over ranks: the number of ranks, and settings of the trainer."""
 
 LAYOUTS = {
     "one": (1, {}),

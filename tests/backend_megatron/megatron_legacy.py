@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron's older scripts write them, made of Hugging Face folders by hand: a pickle for each rank."""
+"""Write checkpoints in the format of Megatron's older scripts from Hugging Face folders: one pickle per rank."""
 
 import argparse
 import re
@@ -12,12 +12,12 @@ ENGINE = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
 }
-"""What norms are called where TransformerEngine fuses them with the matrix behind; not those before experts."""
+"""Names of norms that TransformerEngine fuses with the following matrix; norms before experts are not fused."""
 
 
 def write_legacy(model, folder, *, tensor=1, pipeline=1, expert=1, chunks=1, padded=57, engine=False):
-    """``chunks`` groups of layers on each pipeline rank; the vocabulary is filled up to ``padded`` rows with noise."""
-    from megatron.core.transformer.enums import AttnBackend  # takes seconds, which collecting tests need not
+    """Write ``chunks`` groups of layers per pipeline rank; the vocabulary is padded to ``padded`` rows with noise."""
+    from megatron.core.transformer.enums import AttnBackend  # takes seconds, which test collection should not spend
 
     iteration = folder / "iter_0000007"
     iteration.mkdir(parents=True)
@@ -56,7 +56,7 @@ def _megatron_names(hf, padded):
     for number in range(layers):
         ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
         attention = f"{theirs}.self_attn"
-        q, k, v = (hf[f"{attention}.{part}_proj.weight"].reshape(2, -1, 64) for part in "qkv")  # 2 heads of keys
+        q, k, v = (hf[f"{attention}.{part}_proj.weight"].reshape(2, -1, 64) for part in "qkv")  # 2 key heads
         found[f"{ours}.self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).reshape(-1, 64)
         found[f"{ours}.self_attention.linear_proj.weight"] = hf[f"{attention}.o_proj.weight"]
         for part in "qk":
@@ -117,7 +117,7 @@ def _split(name, value, t, tensor):
 
 
 def _engine(name, part):
-    """TransformerEngine's name of a weight: norms are parts of matrices, experts are numbered at the end."""
+    """Return TransformerEngine's name of a weight: norms belong to matrices, and expert numbers come last."""
     grouped = re.search(r"local_experts\.(\d+)\.(linear_fc\d)\.weight$", name)
     if grouped:
         return f"{name[: grouped.start()]}{grouped[2]}.weight{grouped[1]}"

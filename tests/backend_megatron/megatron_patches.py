@@ -1,4 +1,4 @@
-"""Changes to a rank's process, and questions to it. Tests run these functions there, before the rank is built."""
+"""Functions that tests run in the process of a rank before it is built, to patch or inspect it."""
 
 import functools
 
@@ -9,14 +9,14 @@ PLAIN = {"compile": torch.compile}
 
 
 def capture_graphs(whole):
-    """Let `torch.compile` capture graphs without compiling them; with ``whole`` it raises where a graph breaks."""
+    """Make `torch.compile` capture graphs without compiling them; with ``whole`` a graph break raises."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.compile = functools.partial(PLAIN["compile"], backend="aot_eager", fullgraph=whole)
 
 
 def compile_nothing():
-    """Let `torch.compile` return the function as it is."""
+    """Make `torch.compile` return the function unchanged."""
     torch.compile = lambda function, **options: function
 
 
@@ -28,7 +28,7 @@ def compile_graphs():
 
 
 def fuse_losses(on):
-    """Compute the loss with the logits or after them, and count the microbatches of the first kind from 0."""
+    """Compute the loss together with the logits or after them, and count the microbatches with a fused loss from 0."""
     from plasmid_megatron.device import prepare_cpu
 
     prepare_cpu()
@@ -46,12 +46,12 @@ def fuse_losses(on):
 
 
 def count_fused():
-    """Return that count."""
+    """Return the count of `fuse_losses`."""
     return COUNTS["fused"]
 
 
 def count_tokens():
-    """Count the tokens of packed rows from 0; return those of the count before."""
+    """Start counting the tokens of packed rows at 0; return the previous count."""
     from plasmid_megatron.device import prepare_cpu
 
     prepare_cpu()
@@ -76,22 +76,22 @@ def _adam():
 
 
 def unfuse_optimizer():
-    """Give the optimizer torch's default settings, with which earlier versions saved it."""
+    """Use the default settings of torch's optimizer, with which earlier versions saved it."""
     for group in _adam().param_groups:
         group["fused"] = group["foreach"] = None
 
 
 def optimizer_settings():
-    """Return whether each group of weights is updated by a fused kernel, and the devices of weights and of steps."""
+    """Return whether a fused kernel updates each parameter group, and the devices of its weights and steps."""
     part = _adam()
     devices = {(parameter.device.type, state["step"].device.type) for parameter, state in part.state.items()}
     return [(group["fused"], group["foreach"]) for group in part.param_groups], devices
 
 
 def adapter_memory():
-    """Return the numbers of elements of all parameters, gradient buffers and optimizer states of the policy.
+    """Return the number of elements of all parameters, gradient buffers and optimizer states of the policy.
 
-    Also the kind of the reference.
+    Also returns the kind of the reference.
     """
     from fsdp_processes import _held
     from plasmid.types import Role
@@ -109,7 +109,7 @@ def adapter_memory():
 
 
 def main_weights():
-    """Return the numbers of the policy's main weights on this rank, in one flat array."""
+    """Return the policy's main weights on this rank as one flat array."""
     import fsdp_processes
 
     optimizer = fsdp_processes._held["object"]._learner.policy._optimizer.inner

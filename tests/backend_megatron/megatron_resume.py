@@ -1,4 +1,4 @@
-"""Trainers that are saved, and continued in the same or another layout."""
+"""Save trainers, and resume them in the same or another layout."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ def batches():
 
 
 async def saved(ranks, layout, folder, **options):
-    """Two batches, save, two more."""
+    """Train on two batches, save, and train on two more."""
     trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
     await fit(trainer, config, *batches()[:2])
     await trainer.save(folder / "saved")
@@ -22,7 +22,7 @@ async def saved(ranks, layout, folder, **options):
 
 
 async def resumed(ranks, layout, folder, *, steps=2, **options):
-    """Another batch, load, two batches."""
+    """Train on another batch, load, and train on two batches."""
     trainer, config = await ranks.start(num_ranks=layout[0], trainer=ADAM | layout[1], **options)
     await fit(trainer, config, make_batch(seed=99, index=99))
     await trainer.load(folder / "saved")

@@ -1,4 +1,4 @@
-"""Prints the table of docs/design/parity.md: python tests/backend_megatron/parity_table.py"""
+"""Print the table of docs/design/parity.md: python tests/backend_megatron/parity_table.py"""
 
 import asyncio
 import sys

@@ -7,9 +7,9 @@ from plasmid.types.shared_groups import LocalRef
 
 
 def with_experts(batch, *, layers=2, choices=2, experts=4, shared=0):
-    """The batch with random experts for most tokens; unknown for the last of each sample, and some others.
+    """Return the batch with random experts; unknown for the last token of each sample and some others.
 
-    The first ``shared`` tokens of all samples of a group have the same.
+    The first ``shared`` tokens of all samples of a group have the same experts.
     """
     draw = np.random.default_rng(7)
     groups = []
@@ -25,7 +25,7 @@ def with_experts(batch, *, layers=2, choices=2, experts=4, shared=0):
 
 
 def force_experts(lm, experts):
-    """Make the routers of a Qwen3-MoE or gpt-oss choose experts [n, layers, choices] in the next forward passes."""
+    """Make the routers of a Qwen3-MoE or gpt-oss choose the experts [n, layers, choices] in the next forward passes."""
     import torch
 
     for index, layer in enumerate(lm.model.layers):

@@ -1,4 +1,4 @@
-"""The Megatron trainer keeps what every trainer promises."""
+"""The Megatron trainer satisfies the contract of all trainers."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", ["one", *(pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS if n != "one")])
-def test_the_trainer_keeps_its_promises(layout, ranks, tmp_path):
+def test_the_trainer_satisfies_its_contract(layout, ranks, tmp_path):
     num_ranks, trainer = LAYOUTS[layout]
 
     async def check():
@@ -30,13 +30,13 @@ def test_the_trainer_keeps_its_promises(layout, ranks, tmp_path):
 
 
 def listeners(children):
-    """Threads of gloo's groups: one for each group and process, and busy once the other side is gone."""
+    """Return gloo's threads: each group has one per process, and it is busy after the other side has closed."""
     threads = [Path(f"/proc/{child.pid}/task/{t.id}/comm") for child in children for t in child.threads()]
     return sum(thread.read_text().strip() == "gloo_tcp_loop" for thread in threads if thread.exists())
 
 
 def test_a_trainer_that_was_closed_leaves_its_groups(ranks):
-    """Before they were left, each start of two ranks added about 30."""
+    """A regression would leave about 30 threads per start of two ranks."""
 
     async def count():
         found = []

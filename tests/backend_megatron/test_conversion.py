@@ -1,9 +1,11 @@
-"""Megatron's layouts of checkpoints: every pair goes there and back without a changed bit, or says what is wrong."""
+"""Conversion of Megatron's checkpoint layouts: round trips are bit-identical, and errors name their cause."""
 
 import asyncio
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ def assert_same(left, right, reader=None, other=None):
 
 @pytest.fixture
 def model(request, tmp_path):
-    """One of the random models by its name, or that of a family."""
+    """Return a random model by its name or that of its family."""
     if request.param in EVERY:
         return make_family(tmp_path / "model", request.param)
     return request.getfixturevalue(request.param)
@@ -41,7 +43,7 @@ LONG = [name for name in MODELS if name not in FAST]
     "model", [*FAST, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)], indirect=True
 )
 def test_a_model_goes_there_and_back_without_a_changed_bit(model, tmp_path):
-    """Padded to 64 tokens there, unpadded here, in files of 100 kB; with everything beside the weights."""
+    """Padded to 64 tokens in Megatron's layout and not here, in files of 100 kB; other files of the folder are kept."""
     writer = TorchDistFolder(vocab_multiple=64, max_file_gb=1e-4)
     convert(model, tmp_path / "there", reader=HF(), writer=writer)
     convert(tmp_path / "there", tmp_path / "back", reader=TorchDistFolder(), writer=HF())
@@ -52,8 +54,22 @@ def test_a_model_goes_there_and_back_without_a_changed_bit(model, tmp_path):
             assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_a_conversion_starts_without_the_compiler_and_leaves_it_usable(tiny_moe, tmp_path):
+    code = (
+        "import sys, torch; from pathlib import Path; compiler = torch.compile;"
+        "from plasmid_convert import HF, convert; from plasmid_megatron.conversion import TorchDistFolder;"
+        "convert(Path(sys.argv[1]), Path(sys.argv[2]), reader=HF(), writer=TorchDistFolder());"
+        "names = ('torch._inductor.compile_fx', 'wandb', 'transformers.models.glm4v.modeling_glm4v');"
+        "print([name for name in names if name in sys.modules], torch.compile is compiler);"
+        "import mbridge.models.glm4_vl; print(mbridge.models.glm4_vl.__file__ is not None)"
+    )
+    command = [sys.executable, "-c", code, str(tiny_moe), str(tmp_path / "there")]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == ["[] True", "True"]
+
+
 class Stop:
-    """Progress that interrupts a conversion once it has finished a part."""
+    """Progress that interrupts a conversion after it has finished a part."""
 
     def __init__(self, records):
         self.records, self.kept = records, 0
@@ -93,7 +109,7 @@ def test_types_stay_what_they_are(model, tmp_path):
 
 @pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_every_writer_takes_what_every_reader_gives(tiny_qwen, tmp_path, every_pair):
-    """Not every pair: what is written was read into the same names and shapes."""
+    """Not for every pair: readers and writers use the same names and shapes."""
     megatron_legacy.write_legacy(tiny_qwen, tmp_path / "megatron-torch")
     for kind, writer in (("hf", HF()), ("dcp", DCP()), ("torch_dist", TorchDistFolder())):
         convert(tiny_qwen, tmp_path / kind, reader=HF(), writer=writer)
@@ -135,7 +151,7 @@ def test_megatron_itself_loads_what_is_written(tiny_moe, tmp_path):
 
 
 async def trained(ranks, folder, layout, model, **options):
-    """Save and export after a batch, as a run does."""
+    """Train on a batch, then save and export as a run does."""
     trainer, config = await ranks.start(num_ranks=layout[0], trainer={"lr": 1e-2} | layout[1], model=model, **options)
     await fit(trainer, config, make_batch())
     await trainer.save(folder / "batch-000001/trainer")
@@ -166,7 +182,7 @@ def test_the_checkpoint_of_a_run_becomes_what_the_run_exports(layout, ranks, req
 
 @pytest.mark.long
 def test_what_is_not_trained_comes_from_the_model(ranks, tmp_path):
-    """Layers that predict further tokens are in no checkpoint; corrections of experts stay in float32."""
+    """Layers that predict further tokens are not in checkpoints; expert corrections stay in float32."""
     model = in_bfloat16_with_a_draft_layer(make_family(tmp_path / "model", "GLM-4.5"))
     asyncio.run(trained(ranks, tmp_path, (1, {}), model))
     convert(tmp_path / "batch-000001", tmp_path / "out", reader=TorchDistFolder(), writer=HF())
@@ -190,7 +206,7 @@ START = {
 
 @pytest.mark.parametrize("layout", ["tp2", *(pytest.param(name, marks=pytest.mark.long) for name in list(START)[1:])])
 def test_a_trainer_starts_from_the_distributed_format_without_conversion(layout, ranks, request, tmp_path):
-    """Policy and reference; the vocabulary is filled up otherwise than it is here."""
+    """For policy and reference; the vocabulary is padded differently than in the trainer."""
     num_ranks, settings, name = START[layout]
     model = request.getfixturevalue(name)
     there = tmp_path / "there"
@@ -224,7 +240,7 @@ def test_a_critic_starts_from_the_distributed_format_too(ranks, tiny_qwen, tmp_p
     assert asyncio.run(run(tmp_path / "there")) == asyncio.run(run(tiny_qwen))
 
 
-def test_what_a_trainer_cannot_start_from_is_said_before_anything_starts(ranks, tiny_qwen, tiny_moe, tmp_path):
+def test_what_a_trainer_cannot_start_from_is_refused_before_anything_starts(ranks, tiny_qwen, tiny_moe, tmp_path):
     convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
     with pytest.raises(ModelError, match=r"^model\.path: \S+ has Megatron's distributed format, which only trainer"):
         asyncio.run(ranks.start(model=tmp_path / "there", trainer={"kind": "fsdp"}))
@@ -254,7 +270,7 @@ def test_the_older_format_is_read_in_every_layout(case, request, tmp_path):
     assert_same(model, tmp_path / "out")
 
 
-def test_the_size_of_the_vocabulary_can_be_said(tiny_qwen, tmp_path):
+def test_the_size_of_the_vocabulary_can_be_set(tiny_qwen, tmp_path):
     convert(tiny_qwen, tmp_path / "there", reader=HF(), writer=TorchDistFolder(vocab_multiple=64))
     convert(tmp_path / "there", tmp_path / "back", reader=TorchDistFolder(vocab_size=60), writer=HF())
     before, after = dict(HF().read(tiny_qwen)), dict(HF().read(tmp_path / "back"))
@@ -268,7 +284,7 @@ def test_the_size_of_the_vocabulary_can_be_said(tiny_qwen, tmp_path):
 
 @pytest.fixture(scope="module")
 def converted_qwen(tiny_qwen, tmp_path_factory):
-    """The model in Megatron's distributed format; tests change copies of it."""
+    """The model in Megatron's distributed format. Tests change copies of it."""
     folder = tmp_path_factory.mktemp("converted") / "qwen"
     convert(tiny_qwen, folder, reader=HF(), writer=TorchDistFolder())
     return folder
@@ -294,7 +310,7 @@ def change_config(folder, **changes):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_checkpoint_of_another_model_says_what_differs(converted_qwen, tmp_path, changes, message):
+def test_the_error_for_a_checkpoint_of_another_model_names_the_difference(converted_qwen, tmp_path, changes, message):
     shutil.copytree(converted_qwen, tmp_path / "there")
     change_config(tmp_path / "there", **changes)
     with pytest.raises(ModelError, match=message) as error:
@@ -303,7 +319,7 @@ def test_a_checkpoint_of_another_model_says_what_differs(converted_qwen, tmp_pat
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_checkpoint_that_lacks_a_weight_says_which(tiny_tied, tmp_path):
+def test_the_error_for_a_checkpoint_without_a_weight_names_it(tiny_tied, tmp_path):
     convert(tiny_tied, tmp_path / "there", reader=HF(), writer=TorchDistFolder())
     change_config(tmp_path / "there", tie_word_embeddings=False)
     with pytest.raises(
@@ -319,7 +335,7 @@ def without(path, name):
     save_file(tensors, path / "model.safetensors")
 
 
-def test_a_source_that_lacks_something_or_has_more_says_so(tiny_qwen, tmp_path):
+def test_missing_and_additional_tensors_of_a_source_are_named(tiny_qwen, tmp_path):
     shutil.copytree(tiny_qwen, tmp_path / "bad")
     without(tmp_path / "bad", "model.layers.2.mlp.up_proj.weight")
     with pytest.raises(ModelError, match=r"do not fit the model: the source lacks model\.layers\.2\.mlp\.up_proj\.w"):
@@ -332,7 +348,7 @@ def test_a_source_that_lacks_something_or_has_more_says_so(tiny_qwen, tmp_path):
     assert len(list(TorchDistFolder().read(tmp_path / "out"))) == 2 * 11 + 3
 
 
-def test_what_cannot_be_written_says_what_can(tiny_qwen, tmp_path):
+def test_the_error_for_a_model_that_cannot_be_written_names_alternatives(tiny_qwen, tmp_path):
     with pytest.raises(ModelError, match=r"^layout megatron-torch can only be read; write torch_dist"):
         convert(tiny_qwen, tmp_path / "out", reader=HF(), writer=MegatronTorch())
     (tmp_path / "bare").mkdir()
@@ -386,7 +402,7 @@ def spoil_age(folder):
         (spoil_age, r"it is older than Megatron-Core \('language_model'\); convert it with Megatron$"),
     ],
 )
-def test_a_damaged_checkpoint_of_the_older_format_says_so(tiny_qwen, tmp_path, capsys, spoil, message):
+def test_damage_to_a_checkpoint_of_the_older_format_is_named(tiny_qwen, tmp_path, capsys, spoil, message):
     megatron_legacy.write_legacy(tiny_qwen, tmp_path / "old", tensor=2, padded=64)
     spoil(tmp_path / "old")
     with pytest.raises(ModelError) as error:

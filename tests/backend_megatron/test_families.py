@@ -1,4 +1,4 @@
-"""Every family of models comes out as it went in, and computes and learns what transformers computes."""
+"""Every model family is exported as it was loaded, and computes and learns the same as with transformers."""
 
 import asyncio
 import json

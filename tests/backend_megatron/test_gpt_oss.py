@@ -1,6 +1,7 @@
-"""gpt-oss: sinks, windows and experts with biases learn what they learn with transformers, in every layout."""
+"""gpt-oss: sinks, windows and experts with biases learn the same as with transformers, in every layout."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from plasmid_megatron.weights.bridge import read_architecture
 from plasmid_models.source import Source
 from routing_cases import with_experts
 from share_cases import FolderWire, check_shares
+
+from tests.mxfp4_folders import make_mxfp4_folder, make_plain_folder
 
 TP2 = {"tensor_parallel": 2, "expert_tensor_parallel": 1}
 EP2 = {"expert_parallel": 2}
@@ -43,13 +46,24 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unclamped(tmp_path_factory):
-    """For several steps in unlike layouts, which round differently: at a clamp the gradient jumps."""
+    """Without clamping. For several steps in different layouts, which round differently: at a clamp, the gradient
+    jumps."""
     return make_family(tmp_path_factory.mktemp("gpt-oss") / "unclamped", "gpt-oss", swiglu_limit=7.0)
 
 
 @pytest.fixture(scope="module")
 def expected(model, tmp_path_factory):
     return plain_outcome(model, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("layout", ["ep2 tp2", pytest.param("pp2", marks=pytest.mark.long)])
+def test_a_folder_in_mxfp4_learns_what_its_plain_weights_learn(layout, ranks, model, tmp_path):
+    packed = make_mxfp4_folder(model, tmp_path / "mxfp4", dtype=torch.float32)
+    expected = plain_outcome(make_plain_folder(packed, tmp_path / "decoded"), tmp_path / "plain")
+    num_ranks, trainer = LAYOUTS[layout]
+    found = asyncio.run(outcome(ranks, tmp_path / "out", model=packed, num_ranks=num_ranks, trainer=ADAM | trainer))
+    assert_alike(found, expected, 1e-5)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +86,7 @@ COUNTS = {"all": [5, 9, 2, 4], "some without tokens": [0, 13, 0, 3], "none with 
 
 
 def _compare(counts, model):
-    """Runs in the process of a rank: largest differences of outputs and gradients from those of transformers."""
+    """Run in the process of a rank: return the largest differences of outputs and gradients from transformers."""
     from fsdp_processes import _held
     from transformers import AutoModelForCausalLM
 
@@ -91,7 +105,7 @@ def _compare(counts, model):
         inputs = [tokens.clone().requires_grad_(), probs.clone().requires_grad_()]
         out = run(*inputs)
         wanted = [*inputs, *dict(sorted(experts.named_parameters())).values()]
-        loss = (out * out).sum() + 0 * inputs[0].sum()  # of transformers' experts without tokens nothing has a gradient
+        loss = (out * out).sum() + 0 * inputs[0].sum()  # in transformers, experts without tokens have no gradient
         found.append([out, *torch.autograd.grad(loss, wanted, materialize_grads=True, allow_unused=True)])
     return ours._is_grouped, max(float((a - b).abs().amax()) if a.numel() else 0.0 for a, b in zip(*found, strict=True))
 

@@ -1,4 +1,4 @@
-"""Experts whose matrices are multiplied together give what one expert after another gives."""
+"""Grouped matrix products of experts give the same results as one expert after another."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ COUNTS = {"all": [5, 9, 2, 4], "some without tokens": [0, 13, 0, 3], "none with 
 
 
 def _compare(counts, frozen):
-    """Runs in the process of a rank: largest differences of outputs and gradients, and gradients without a value."""
+    """Run in the process of a rank: return the largest differences of outputs and gradients, and missing gradients."""
     import torch
     from fsdp_processes import _held
     from megatron.core.transformer.moe.experts import SequentialMLP

@@ -1,4 +1,5 @@
-"""Qwen3-Next and Qwen3.5: linear attention, output gates and gated shared experts as in transformers."""
+"""Qwen3-Next and Qwen3.5: linear attention, output gates and gated shared experts compute the same as in
+transformers."""
 
 import asyncio
 import json
@@ -54,7 +55,7 @@ def test_a_family_comes_out_as_it_went_in_and_its_logits_are_those_of_transforme
 def assert_learns(ranks, model, folder, num_ranks, trainer):
     expected = plain_outcome(model, folder / "plain")
     found = asyncio.run(outcome(ranks, folder / "out", model=model, num_ranks=num_ranks, trainer=ADAM | trainer))
-    assert_alike(found, expected, 2e-5)  # rounding within the chunks of the recurrence: up to 9e-6 of a weight
+    assert_alike(found, expected, 2e-5)  # rounding within the chunks of the recurrence: up to 9e-6 in a weight
     before = load_file(model / "model.safetensors")
     assert all(not found.weights[name].equal(tensor) for name, tensor in before.items() if "embed" not in name)
 
@@ -127,6 +128,20 @@ def test_settings_that_linear_attention_does_not_support_are_refused(trainer, me
     with pytest.raises(ConfigError) as error:
         check_split(Megatron(**trainer), {"model_type": "qwen3_next", "num_attention_heads": 4})
     assert message in str(error.value)
+
+
+def test_microbatches_are_limited_with_the_padding(models, ranks, monkeypatch):
+    units = []
+
+    async def record(context, make_backend, *, microbatching, async_save):
+        units.append(microbatching.unit)
+        raise ConfigError("recorded")
+
+    monkeypatch.setattr("plasmid_megatron.trainer.start_ranks", record)
+    for name in ("Qwen3.5", "Qwen2"):
+        with pytest.raises(ConfigError, match="recorded"):
+            asyncio.run(ranks.start(model=models(name)))
+    assert units == ["tokens", "packed"]
 
 
 def test_prefixes_are_not_shared(models, ranks):

@@ -1,4 +1,4 @@
-"""A low-rank adapter learns with Megatron what it learns with FSDP, however the model is laid out over ranks."""
+"""A low-rank adapter learns the same with Megatron as with FSDP, in every layout."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ from megatron_patches import adapter_memory, capture_graphs, compile_graphs
 from plasmid.errors import ModelError
 from plasmid_models.testing import make_tiny_model
 from safetensors.torch import load_file
+from torch import float32
 
 LORA = {"rank": 3, "alpha": 6.0}
 STEPS = {"batch": make_batch(steps=2), "algorithm": {"kl_coef": 0.1}}
@@ -24,7 +25,7 @@ def adapter_of(folder):
 
 @pytest.fixture(scope="module")
 def by_fsdp(rank_processes, tmp_path_factory):
-    """What FSDP gives on one rank, and its adapter's folder, by model and targets."""
+    """Return the outcome with FSDP on one rank and the folder of its adapter, by model and targets."""
     known = {}
 
     async def run(model, folder, targets):
@@ -44,13 +45,13 @@ def by_fsdp(rank_processes, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_glm(tmp_path_factory):
-    """A random GLM-4: output norms, biases, and gate and up in one tensor of the folder."""
+    """A random GLM-4: output norms, biases, and gate and up projection in one tensor of the folder."""
     path = tmp_path_factory.mktemp("models") / "tiny-glm4"
     return make_tiny_model(path, family="glm4", num_layers=2, attention_bias=True)
 
 
 def check(ranks, folder, layout, expected, *, targets=(), trainer=None, **options):
-    """Losses, gradients and scores of two steps, the merged weights, A and B, and the description of the adapter."""
+    """Compare losses, gradients and scores of two steps, merged weights, A and B, and the adapter's configuration."""
     num_ranks, of_layout = layout
     trainer = ADAM | of_layout | (trainer or {}) | {"lora": LORA | {"targets": targets}}
     found = asyncio.run(outcome(ranks, folder / "out", num_ranks=num_ranks, trainer=trainer, **STEPS, **options))
@@ -94,7 +95,7 @@ def test_the_norms_of_glm_4_follow_the_adapter(layout, ranks, by_fsdp, tiny_glm,
 
 
 PARTS = ("q_proj", "v_proj", "up_proj")
-"""Of tensors that Megatron fuses, only some."""
+"""Only some of the tensors that Megatron fuses."""
 LAST_LAYER = (r"layers\.3\..*o_proj",)
 
 
@@ -192,7 +193,7 @@ def test_an_adapter_that_does_not_fit_is_named(ranks, by_fsdp, tiny_qwen):
     assert "the adapter in " in error() and "it lacks model.layers.0.mlp.down_proj.lora_A.weight" in error()
 
 
-MOE = MOE_LAYOUTS | MORE_MOE_LAYOUTS
+MOE = MOE_LAYOUTS | MORE_MOE_LAYOUTS | {"recomputed": MORE_LAYOUTS["recomputed"]}
 LONG_MOE = ("one", "ep2 tp2", "ep2 pp2", "etp2")
 
 
@@ -203,19 +204,20 @@ def test_attention_beside_experts_learns_what_it_learns_with_fsdp(layout, ranks,
 
 @pytest.fixture(scope="module")
 def tiny_glm_moe(tmp_path_factory):
-    """A random GLM-4.5: a dense layer, and shared experts."""
+    """A random GLM-4.5 with a dense layer and shared experts."""
     return make_family(tmp_path_factory.mktemp("models") / "tiny-glm-4.5", "GLM-4.5")
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("targets", [(), ("proj",)], ids=["without routed experts", "all layers"])
 @pytest.mark.parametrize("layout", ["ep2", "ep2 tp2"])
-def test_shared_experts_learn_what_they_learn_with_fsdp(layout, ranks, by_fsdp, tiny_glm_moe, tmp_path):
-    check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_glm_moe), model=tiny_glm_moe)
+def test_shared_experts_learn_what_they_learn_with_fsdp(layout, targets, ranks, by_fsdp, tiny_glm_moe, tmp_path):
+    check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_glm_moe, targets), targets=targets, model=tiny_glm_moe)
 
 
 @pytest.fixture(scope="module")
 def tiny_gpt_oss(tmp_path_factory):
-    """A random gpt-oss: sinks, and biases of attention, routers and experts."""
+    """A random gpt-oss with sinks, and biases in attention, routers and experts."""
     return make_family(tmp_path_factory.mktemp("models") / "tiny-gpt-oss", "gpt-oss")
 
 
@@ -225,12 +227,82 @@ def test_attention_with_sinks_learns_what_it_learns_with_fsdp(layout, ranks, by_
     check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_gpt_oss), model=tiny_gpt_oss)
 
 
-@pytest.mark.parametrize("targets", [["experts"], ["q_proj", "up_proj"]], ids=str)
-def test_experts_get_no_adapter(targets, ranks, tiny_moe):
-    with pytest.raises(ModelError) as error:
-        asyncio.run(ranks.start(model=tiny_moe, trainer={"lora": LORA | {"targets": targets}}))
-    assert str(error.value).startswith(f"trainer.lora.targets: {targets[-1]!r} matches model.layers.0.mlp.experts.0.")
-    assert str(error.value).endswith("not the head, embeddings, norms or experts; narrow the pattern")
+EXPERTS = (r"experts\.\d+\.(gate|up|down)_proj",)
+EXPERT_LAYOUTS = [("ep2", EXPERTS), ("ep2", ("q_proj", r"layers\.1\..*experts.*(up|down)_proj"))]
+LONG_EXPERT_LAYOUTS = [
+    *((name, EXPERTS) for name in ("one", "recomputed", "ep2 tp2", "ep4 tp2 dp2", "ep2 pp2", "ep2 cp2")),
+    *((name, ("proj",)) for name in ("one", "ep2 tp2", "ep2 pp2")),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "targets"),
+    [*EXPERT_LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_EXPERT_LAYOUTS)],
+    ids=str,
+)
+def test_routed_experts_learn_what_they_learn_with_fsdp(layout, targets, ranks, by_fsdp, tiny_moe, tmp_path):
+    check(ranks, tmp_path, MOE[layout], by_fsdp(tiny_moe, targets), targets=targets, model=tiny_moe)
+
+
+@pytest.mark.parametrize("layout", ["ep2", *(pytest.param(n, marks=pytest.mark.long) for n in ("one", "ep2 pp2"))])
+def test_an_adapter_of_experts_of_others_can_be_started_from(layout, ranks, by_fsdp, tiny_moe, tmp_path):
+    """Merged into the weights it is what FSDP trained, and its folder is the same."""
+    trained, folder = by_fsdp(tiny_moe, EXPERTS)
+    num_ranks, trainer = MOE[layout]
+
+    async def run():
+        lora = LORA | {"targets": EXPERTS, "start_from": str(folder)}
+        handle, _ = await ranks.start(model=tiny_moe, num_ranks=num_ranks, trainer=trainer | {"lora": lora})
+        return await weights_of(handle, tmp_path / "out")
+
+    assert largest_difference(asyncio.run(run()), trained.weights) < 1e-6
+    assert largest_difference(adapter_of(tmp_path / "out"), load_file(folder / "adapter_model.safetensors")) == 0
+
+
+def test_exports_are_the_base_and_the_product_of_each_expert(ranks, tiny_moe, tmp_path):
+    """In bfloat16 with rank 8, the products of all experts are computed together."""
+
+    async def run():
+        lora = {"rank": 8, "alpha": 6.0, "targets": [r"layers\.1\.mlp\.experts\.\d+\.(up|down)_proj"]}
+        trainer = {"dtype": "bfloat16", "lr": 1e-4, "expert_parallel": 2, "lora": lora}
+        return await outcome(ranks, tmp_path / "out", model=tiny_moe, num_ranks=2, trainer=trainer)
+
+    found, adapter = asyncio.run(run()), adapter_of(tmp_path / "out")
+    assert found.reports[0]["train/skipped"] == 0
+    layers = {f"model.layers.1.mlp.experts.{e}.{kind}" for e in range(4) for kind in ("up_proj", "down_proj")}
+    prefix, base = "base_model.model.", load_file(tiny_moe / "model.safetensors")
+    assert {name.removeprefix(prefix).partition(".lora_")[0] for name in adapter} == layers
+    for name, weight in base.items():
+        layer, expected = name.removesuffix(".weight"), weight.bfloat16().float()
+        if layer in layers:
+            a, b = (adapter[f"{prefix}{layer}.lora_{matrix}.weight"] for matrix in "AB")
+            assert a.dtype == b.dtype == float32 and b.any()
+            expected = expected + 0.75 * b @ a
+        assert (found.weights[name] - expected).abs().max() < 1e-6, name
+
+
+def test_experts_that_cannot_be_adapted_are_named(ranks, tiny_moe, tiny_gpt_oss):
+    def error(model, *targets, **trainer):
+        lora, num_ranks = LORA | {"targets": targets}, prod(trainer.values())
+        with pytest.raises(ModelError) as found:
+            asyncio.run(ranks.start(model=model, num_ranks=num_ranks, trainer={"lora": lora} | trainer))
+        return str(found.value)
+
+    assert error(tiny_moe, r"experts\.[12]\.down_proj") == (
+        "trainer.lora.targets: must match all experts of a layer or none, but do not match "
+        "model.layers.0.mlp.experts.0.down_proj, model.layers.0.mlp.experts.3.down_proj"
+    )
+    assert error(tiny_gpt_oss, "experts").endswith(
+        "not routed experts of this family with this trainer; narrow the pattern"
+    )
+    assert error(tiny_moe, *EXPERTS, tensor_parallel=2) == (
+        "trainer rank 0: trainer.expert_tensor_parallel: must be 1 for adapters of routed experts, got 2; set it to 1, "
+        "and split experts with expert_parallel"
+    )
+    apart = (r"layers\.0\..*q_proj", r"layers\.1\..*experts.*proj")
+    assert "some pipeline ranks have no layer with an adapter" in error(
+        tiny_moe, *apart, pipeline_parallel=2, expert_parallel=2
+    )
 
 
 def test_the_base_may_be_bfloat16(ranks, tiny_qwen, tmp_path):

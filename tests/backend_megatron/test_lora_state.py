@@ -1,11 +1,11 @@
-"""A checkpoint of an adapter has A and B alone, and continues exactly, also in another layout."""
+"""The checkpoint of an adapter contains only A and B, and resumes exactly, also in another layout."""
 
 import asyncio
 import json
 
 import pytest
 from megatron_cases import fit, largest_difference, make_batch, weights_of
-from megatron_layouts import LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS
+from megatron_layouts import LAYOUTS, MOE_LAYOUTS, MORE_LAYOUTS, MORE_MOE_LAYOUTS
 from plasmid.errors import CheckpointError, ModelError
 from plasmid_megatron.conversion import TorchDistFolder
 from plasmid_models.testing import make_tiny_model
@@ -15,12 +15,14 @@ LORA = {"rank": 3, "alpha": 6.0}
 ADAM = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.01, "optimizer": {"adam_eps": 1e-3}}
 SGD = {"lr": 0.1, "distributed_optimizer": False, "optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
 ONE, DP2, TP2, PP2 = (LAYOUTS[name] for name in ("one", "dp2", "tp2", "pp2"))
+EP2 = MOE_LAYOUTS["ep2"]
+EXPERTS, BOTH = LORA | {"targets": ["experts.*proj"]}, LORA | {"targets": ["proj"]}
 BATCHES = [make_batch(seed=i, index=i) for i in range(4)]
 KL = {"kl_coef": 0.1}
 
 
 def continues(ranks, before, after, folder, *, trainer, lora=LORA, **options):
-    """Save after two batches, train two more; load in another trainer and train the same two."""
+    """Save after two batches and train on two more; load in another trainer and train on the same two."""
 
     async def start(layout):
         settings = trainer | layout[1] | {"lora": lora}
@@ -60,8 +62,11 @@ def test_a_resumed_adapter_continues_bit_by_bit(layout, ranks, tiny_qwen, tmp_pa
     assert json.loads((tmp_path / "saved" / "base.json").read_text())["path"] == str(tiny_qwen)
 
 
-def test_one_without_megatrons_distributed_optimizer_continues_bit_by_bit(ranks, tmp_path):
-    continues(ranks, ONE, ONE, tmp_path, trainer=SGD)
+@pytest.mark.parametrize("is_mixture", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_one_without_megatrons_distributed_optimizer_continues_bit_by_bit(is_mixture, ranks, tiny_moe, tmp_path):
+    options = {"lora": EXPERTS, "model": tiny_moe} if is_mixture else {}
+    layout = EP2 if is_mixture else ONE
+    continues(ranks, layout, layout, tmp_path, trainer=SGD, **options)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +86,29 @@ def test_targets_need_not_be_in_every_layer(targets, ranks, tmp_path):
     continues(ranks, MORE_LAYOUTS["tp2 pp2"], ONE, tmp_path, trainer=ADAM, lora=lora)
 
 
-EP2 = MOE_LAYOUTS["ep2"]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("before", [EP2, ONE], ids=["ep2", "one"])
 def test_an_adapter_beside_experts_continues(before, ranks, tiny_moe, tmp_path):
     continues(ranks, before, EP2, tmp_path, trainer=ADAM, model=tiny_moe)
+
+
+EXPERT_CASES = [(EXPERTS, EP2, EP2), (EXPERTS, EP2, ONE)]
+LONG_EXPERT_CASES = [
+    (BOTH, EP2, EP2),
+    (BOTH, ONE, EP2),
+    (EXPERTS, ONE, ONE),
+    (BOTH, EP2, ONE),
+    (EXPERTS, MORE_MOE_LAYOUTS["ep2 tp2"], MORE_MOE_LAYOUTS["ep2 pp2"]),
+    (BOTH, MORE_MOE_LAYOUTS["ep2 pp2"], MORE_MOE_LAYOUTS["ep2 tp2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("lora", "before", "after"),
+    [*EXPERT_CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_EXPERT_CASES)],
+)
+def test_an_adapter_of_experts_continues(lora, before, after, ranks, tiny_moe, tmp_path):
+    continues(ranks, before, after, tmp_path, trainer=ADAM, lora=lora, model=tiny_moe)
 
 
 def test_a_checkpoint_that_does_not_fit_is_named(ranks, tiny_qwen, tmp_path):

@@ -1,4 +1,4 @@
-"""The optimizer starts from the weights of the model folder, not from what a dtype of 16 bits leaves of them."""
+"""The optimizer starts from the weights of the model folder, not from weights rounded to a 16-bit dtype."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""On one batch Megatron gives what FSDP gives, however the model is laid out over ranks."""
+"""Megatron computes the same as FSDP on one batch, in every layout."""
 
 import asyncio
 from dataclasses import replace
@@ -11,7 +11,7 @@ from plasmid.types.shared_groups import LocalRef
 
 @pytest.fixture(scope="module")
 def by_fsdp(rank_processes, tmp_path_factory):
-    """What FSDP gives on one rank, by model."""
+    """Return the outcome with FSDP on one rank, by model."""
     known = {}
 
     async def run(model, folder):
@@ -30,7 +30,7 @@ def by_fsdp(rank_processes, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_transformers(tiny_moe, tmp_path_factory):
-    """What transformers in one piece gives of the mixture of experts."""
+    """Return the outcome of the mixture of experts with transformers, unsharded."""
     return plain_outcome(tiny_moe, tmp_path_factory.mktemp("plain"))
 
 
@@ -76,7 +76,7 @@ def test_experts_learn_as_with_transformers_in_other_layouts(layout, ranks, by_t
     "layout", ["tp2", *(pytest.param(n, marks=pytest.mark.long) for n in ("one", "pp2", "dp2", "cp2"))]
 )
 def test_padding_that_was_drawn_is_embedded_as_with_fsdp_and_not_trained(layout, ranks, tiny_tied, tmp_path):
-    """A new model embeds it as zeros, which a norm would make gradients in the thousands of."""
+    """A new model embeds padding as zeros, for which a norm would have gradients in the thousands."""
     batch = with_padding(make_batch())
     num_ranks, trainer = LAYOUTS[layout]
 
@@ -91,7 +91,7 @@ def test_padding_that_was_drawn_is_embedded_as_with_fsdp_and_not_trained(layout,
 
 
 def with_padding(batch):
-    """The batch with the padding's token in the middle of every sample."""
+    """Return the batch with a padding token in the middle of every sample."""
     groups = []
     for group in batch.groups:
         rows = group.rows.get()
@@ -102,7 +102,8 @@ def with_padding(batch):
 
 
 def test_several_steps_on_a_batch_give_what_fsdp_gives(ranks, tmp_path):
-    """The advantages are taken once, each step has its own weights, the ratio moves away from one."""
+    """Advantages are computed once, each step has its own weights, and the ratio differs from 1 after the first
+    step."""
     options = {"batch": make_batch(steps=2, num_groups=2), "algorithm": {"kl_coef": 0.1}}
 
     async def run():

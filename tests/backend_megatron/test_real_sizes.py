@@ -1,4 +1,4 @@
-"""Megatron takes the configuration of every recipe that trains with it, at the real size of its model."""
+"""Megatron accepts the configuration of every recipe that uses it, at the real size of its model."""
 
 import asyncio
 from pathlib import Path
@@ -19,11 +19,11 @@ SIZES = {
     "qwen3-4b-reasoning-8gpus": (36, 2560, 32, None),
     "smollm2-sums-megatron-2gpus": (30, 576, 9, None),
 }
-"""Layers, hidden size, attention heads and experts."""
+"""Number of layers, hidden size, attention heads and experts."""
 
 
 def _megatron_config(recipe):
-    """Runs in a process of its own, with the sizes of the recipe's groups of ranks but without the ranks."""
+    """Run in a separate process, with the group sizes of the recipe but without other ranks."""
     from mbridge.core.parallel_states import ParallelStates
     from plasmid_megatron.weights.bridge import read_architecture
     from plasmid_models.source import Source

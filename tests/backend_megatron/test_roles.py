@@ -1,4 +1,4 @@
-"""Reference, teacher and critic, and frozen weights, give what they give with FSDP."""
+"""Reference, teacher, critic and frozen weights give the same results as with FSDP."""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +18,7 @@ FROZEN = {"freeze": ["embed_tokens", r"layers\.0\.self_attn"]}
 
 
 def both(ranks, folder, ours, num_ranks=2, fsdp=None, **options):
-    """The same batch by FSDP on one rank and by Megatron; every metric and weight."""
+    """Return every metric and weight of the same batch, by FSDP on one rank and by Megatron."""
 
     async def run():
         theirs = await outcome(ranks, folder / "fsdp", kind="fsdp", trainer=FSDP_ADAM | (fsdp or {}), **options)
@@ -51,7 +51,7 @@ def test_a_reference_of_another_size_has_a_module_of_its_own(ranks, other_size, 
 
 
 def scored_by_a_server(batch):
-    """The batch with random log-probabilities of a teacher."""
+    """Return the batch with random log-probabilities of a teacher."""
     random, groups = np.random.default_rng(3), []
     for group in batch.groups:
         rows = group.rows.get()
@@ -69,7 +69,7 @@ def test_a_teacher_that_is_a_server_teaches_what_it_teaches_with_fsdp(layout, ra
 
 
 def with_top_tokens(batch, count=5):
-    """The batch with random top tokens of a teacher."""
+    """Return the batch with random top tokens of a teacher."""
     random, groups = np.random.default_rng(3), []
     for group in batch.groups:
         rows = group.rows.get()
@@ -107,7 +107,7 @@ def test_top_tokens_of_a_teacher_in_the_trainer_are_those_of_fsdp(layout, ranks,
     ],
 )
 def test_the_policy_replaces_the_reference(trainer, ranks, tmp_path):
-    """Every two batches, also after a resume from between: the KL of the next ones is the same bit for bit."""
+    """Every two batches, also after resuming in between: the KL of the next batches is bit-identical."""
     options = {"algorithm": {"monitor_kl": True, "kl_estimator": "k1"}, "reference": {"update_every": 2}}
     options |= {"num_ranks": 2, "trainer": ADAM | trainer}
     batches = [make_batch(index=index) for index in range(5)]

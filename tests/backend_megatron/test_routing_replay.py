@@ -1,4 +1,4 @@
-"""Megatron's routers choose the experts that came with the samples, in every layout."""
+"""Megatron's routers choose the experts recorded with the samples, in every layout."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on are those of the moment when they were begun."""
+"""A checkpoint that is written during training contains the state of the moment when the save started."""
 
 import asyncio
 import shutil
@@ -61,7 +61,7 @@ def assert_of_the_moment(ranks, layout, folder, **options):
 
 
 def test_a_checkpoint_holds_the_weights_and_optimizer_of_when_it_was_begun(ranks, tmp_path):
-    """Without the distributed optimizer, whose state Megatron puts together in new tensors."""
+    """Without the distributed optimizer, whose state Megatron combines into new tensors."""
     assert_of_the_moment(ranks, "replicated", tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_a_critic_is_saved_as_it_was_too(ranks, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["one", "dp2"])
-def test_a_trainer_that_writes_while_it_trains_keeps_its_promises(layout, ranks, tmp_path):
+def test_a_trainer_that_writes_while_it_trains_satisfies_its_contract(layout, ranks, tmp_path):
     async def check():
         trainer, _ = await start(ranks, layout)
         await check_trainer(trainer, folder=tmp_path, roles=(Role.POLICY,))

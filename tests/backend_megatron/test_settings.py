@@ -1,4 +1,4 @@
-"""What the settings refuse, before any process is started and without importing Megatron."""
+"""Settings that are rejected before any process starts and without importing Megatron."""
 
 import json
 import subprocess
@@ -123,8 +123,8 @@ def test_a_model_that_cannot_be_split_is_named(settings, message, tiny_model):
         ),
         (
             {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}},
-            "model.path: the model's weights are quantized (fp8), which only fp8 with weight_block_size may be; use "
-            "a copy in bfloat16",
+            "model.path: the model's weights are quantized (fp8); only fp8 with weight_block_size and mxfp4 can be "
+            "read: use a copy in bfloat16",
         ),
         (
             {"num_hidden_layers": 61},

@@ -1,4 +1,4 @@
-"""Several ranks divide the weights of a sync: those of both trainers, in every layout."""
+"""Several ranks divide the weights of a sync, with both trainers and in every layout."""
 
 import asyncio
 

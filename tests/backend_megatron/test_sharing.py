@@ -1,4 +1,4 @@
-"""Samples that share their prefix: the same scores, losses and weights as without, from fewer tokens."""
+"""Shared prefixes change no scores, losses or weights, and need fewer tokens."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ LONG = ("one", "pp2", "recomputed", "small microbatches")
 
 
 async def shared_and_plain(ranks, folder, *, num_ranks=1, trainer=None, **options):
-    """What a batch gives with and without sharing, and the tokens that the first rank computed for it."""
+    """Return the results of a batch with and without sharing, and the number of tokens that the first rank computed."""
     found, tokens = [], []
     options |= {"batch": make_batch(shared=5, steps=2, restricted=True), "algorithm": {"kl_coef": 0.1}}
     await ranks.processes.run(0, count_tokens)

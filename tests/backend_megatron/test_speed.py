@@ -29,7 +29,7 @@ RECOMPUTED = {
 }
 LONG = ("kept", "attention", "layers")
 SCORED = {"kl_coef": 0.1}
-"""An algorithm that has its batches scored, by the reference."""
+"""An algorithm that requires scores of the reference."""
 ONE_OF_EACH = ((1, {}), (2, {"context_parallel": 2}), (2, {"pipeline_parallel": 2}))
 SPLIT = {
     "tp2": ({"tensor_parallel": 2}, False),
@@ -40,7 +40,7 @@ SPLIT = {
 
 @pytest.fixture(scope="session")
 def tiny_glm(tmp_path_factory):
-    """A random GLM-4: output norms, half of each head rotated in pairs of neighbours."""
+    """A random GLM-4: output norms, and half of each head rotated in adjacent pairs."""
     from plasmid_models.testing import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-glm4", family="glm4", num_layers=2)
@@ -51,7 +51,7 @@ async def on_all(ranks, count, function, *args):
 
 
 async def plain_and_compiled(ranks, folder, *, whole=True, num_ranks=1, trainer=None, **options):
-    """What a batch, scored and trained, gives without and with captured layers."""
+    """Return the results of scoring and training on a batch, with and without captured layers."""
     options = {"algorithm": SCORED} | options
     await on_all(ranks, num_ranks, capture_graphs, whole)
     try:
@@ -91,7 +91,7 @@ def test_samples_of_one_length_are_a_dense_block_with_a_graph_of_its_own(ranks, 
 
 
 def test_what_is_replaced_to_compile_layers_that_communicate_computes_the_same(ranks, tmp_path):
-    """Not even captured: on two ranks, TorchDynamo needs minutes of processor time."""
+    """Layers are not even captured: on two ranks, TorchDynamo needs minutes of CPU time."""
 
     async def run():
         await on_all(ranks, 2, compile_nothing)

@@ -1,4 +1,4 @@
-"""Saved trainers continue exactly, also in another layout; a checkpoint that does not fit says so."""
+"""Saved trainers resume exactly, also in another layout. A checkpoint that does not fit is refused with the reason."""
 
 import asyncio
 import io
@@ -20,7 +20,7 @@ CRITIC = {"critic": {"lr": 1e-2, "head_std": 0.1, "export": True}}
 
 
 class TouchFile:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -70,7 +70,7 @@ def test_experts_continue_in_another_split(before, after, ranks, tiny_moe, tmp_p
 
 @pytest.mark.long
 def test_ranks_without_experts_continue_beside_those_with_them(ranks, tmp_path):
-    """The first pipeline rank has dense layers alone, and so one optimizer less than the others."""
+    """The first pipeline rank has only dense layers, and therefore one optimizer less than the others."""
     model = make_family(tmp_path / "model", "GLM-4.5")
     assert_continues(ranks, EP2_PP2, EP2_PP2, tmp_path, model=model)
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_does_not_fit_says_so(ranks, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp"])
 def test_a_checkpoint_that_is_compressed_is_refused(name, ranks, tmp_path):
-    """A file of a few bytes, or a tensor's part of one, that would become gigabytes."""
+    """A file of a few bytes, or a part of a tensor in one, that would decompress to gigabytes."""
 
     async def work():
         trainer, config = await ranks.start(num_ranks=1, trainer=ADAM)
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_compressed_is_refused(name, ranks, tmp_path):
 
 
 def compress(file, data=None):
-    """What torch wrote, with its archive compressed, and zeros behind that pack well."""
+    """Rewrite torch's file with a compressed archive, padded with zeros that compress well."""
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data or file.read_bytes())) as before, zipfile.ZipFile(packed, "w") as after:
         for member in before.infolist():
@@ -146,14 +146,14 @@ def compress(file, data=None):
 
 
 def compress_parts(folder):
-    """Every part of every tensor, as `.metadata` then says."""
+    """Compress every part of every tensor, and declare that in `.metadata`."""
     metadata, written = torch_metadata(folder), {}
     for index, place in metadata.storage_data.items():
         file = folder / place.relative_path
         data = file.read_bytes()[place.offset : place.offset + place.length]
         out = written.setdefault(place.relative_path, io.BytesIO())
         offset, part = out.tell(), compress(None, data)
-        part = part.ljust(place.length, b"\0")  # what is shorter than its numbers is refused before it is read
+        part = part.ljust(place.length, b"\0")  # data shorter than the tensor are refused before they are read
         out.write(part)
         metadata.storage_data[index] = replace(place, offset=offset, length=len(part))
     for name, out in written.items():

@@ -1,4 +1,5 @@
-"""The family of the page about families: a plugin file adds it, and Megatron computes what transformers computes."""
+"""The model family in docs/plugins/families.md: a plugin file adds it, and Megatron computes the same as
+transformers."""
 
 import asyncio
 import re

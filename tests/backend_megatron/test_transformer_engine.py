@@ -1,4 +1,4 @@
-"""What is handed to TransformerEngine, which cannot be installed here: a stand-in has its interface."""
+"""Arguments passed to TransformerEngine, which cannot be installed here: a stand-in has its interface."""
 
 import asyncio
 import multiprocessing
@@ -16,7 +16,7 @@ GROUPED = {"transformer": {"moe_grouped_gemm": True}}
 
 @pytest.fixture(scope="module")
 def processes():
-    """One that has the stand-in for TransformerEngine when it imports Megatron."""
+    """A process that installs the stand-in for TransformerEngine before Megatron is imported."""
     from fsdp_processes import Processes
 
     processes = Processes(1, multiprocessing.get_context("spawn"))
@@ -25,14 +25,14 @@ def processes():
 
 
 def _compare(model, rows, transformer):
-    """Runs there: differences of log-probabilities, kinds of modules, marks of matrices, weights that were not kept."""
+    """Run there: return differences of log-probabilities, kinds of modules, marks of matrices, and changed weights."""
     import engine_stand_in
     from plasmid_megatron.device import prepare_cpu
 
     engine_stand_in.install()
     prepare_cpu()
     import torch.distributed as dist
-    from plasmid_megatron.process_groups import leave_groups, make_groups
+    from plasmid_megatron.backend import leave_groups, make_groups
 
     settings = Megatron(dtype="float32")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -75,7 +75,7 @@ def _marks(network):
 
 
 def _lost(network, model):
-    """What comes out otherwise than it is in the folder, or has no place in a checkpoint."""
+    """Return weights that are exported differently than they were loaded, or are missing from a checkpoint."""
     import torch
     from plasmid_megatron.weights.gathering import Gatherer
     from plasmid_megatron.weights.placement import find_places
@@ -98,11 +98,12 @@ def compare(processes, path, family, transformer=None):
 
 
 OTHER_EPS = ("GLM-4.7-Flash", "Moonlight")
-"""Have latent attention, and norms with another epsilon than those of compressed queries, keys and values."""
+"""Families with latent attention, and norms with a different epsilon than those of compressed queries, keys and
+values."""
 
 
 LOCAL = ("Gemma 3", "gpt-oss")
-"""Have layers that it would compute differently, and are refused."""
+"""Families with layers that TransformerEngine would compute differently; these are refused."""
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The frozen stream of the head-to-head is what our trainer replays; the driver's benchmark runs."""
+"""The trainer replays the frozen stream of the head-to-head benchmark, and the benchmark of the driver runs."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of log-probabilities runs on a CPU, and what it compares computes one thing."""
+"""The benchmark of the log-probability head runs on a CPU, and all its variants compute the same."""
 
 import importlib.util
 import json

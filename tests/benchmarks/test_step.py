@@ -1,4 +1,4 @@
-"""The benchmark of the whole step: its parts sum up to the step, and it runs."""
+"""The benchmark of a whole step: its phases sum up to the step, and it runs."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def test_prompts_have_the_wanted_length():
 
 
 @pytest.mark.long
-def test_a_tiny_run_is_split_and_compared_with_its_phases_apart(tmp_path, capsys):
+def test_a_tiny_run_is_compared_with_its_phases_measured_separately(tmp_path, capsys):
     out = tmp_path / "step.json"
     options = ["--batches", "2", "--skip", "1", "--syncs", "1", "--new-tokens", "4", "--out", str(out)]
     report = load().main(["--tiny", *options])
@@ -42,4 +42,4 @@ def test_a_tiny_run_is_split_and_compared_with_its_phases_apart(tmp_path, capsys
     assert report["batches"] == 1
     assert all(report["step"][name] > 0 and report["apart"][name] > 0 for name in ("sample", "train", "transfer"))
     assert report["ratio"] == pytest.approx(report["step"]["step"] / report["apart"]["sum"])
-    assert "idle seconds a step: engine" in capsys.readouterr().out
+    assert "idle seconds per step: engine" in capsys.readouterr().out

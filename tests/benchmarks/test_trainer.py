@@ -1,4 +1,4 @@
-"""The benchmark of trainers: every variant that a CPU can run trains on the same tokens, and the product beside it."""
+"""The trainer benchmark: all variants that run on a CPU, and `rl train`, use the same tokens."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Credit by turn learns faster than the sum per sample, on prompts that were never trained on, for every seed."""
+"""Credit per turn learns faster than credit per sample on held-out prompts, for every seed."""
 
 import importlib.util
 from pathlib import Path

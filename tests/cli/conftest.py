@@ -1,4 +1,4 @@
-"""A run folder as a real run writes it, made with the real journals and sample store."""
+"""A run folder like that of a real run, written with the real journals and sample store."""
 
 import json
 import math
@@ -19,7 +19,7 @@ VOCABULARY = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
 
 @dataclass(frozen=True)
 class Result:
-    """What `plasmid.train` returns, as far as the summary reads it."""
+    """The fields of the result of `plasmid.train` that the summary reads."""
 
     run_dir: Path
     steps: int
@@ -110,7 +110,7 @@ def make_metrics(step, skill, rng):
 
 
 def write_run(path, *, batches=60, with_tokenizer=True, every=20):
-    """Write the folder of a run whose reward rises."""
+    """Write the folder of a run with rising rewards."""
     rng = random.Random(0)
     (path / "samples").mkdir(parents=True)
     config = {
@@ -144,17 +144,17 @@ def write_run(path, *, batches=60, with_tokenizer=True, every=20):
 
 @pytest.fixture(scope="session")
 def run_dir(tmp_path_factory):
-    """A finished run of 60 batches. Tests must not change its files (they may add some)."""
+    """A finished run of 60 batches. Tests may add files but must not change any."""
     return write_run(tmp_path_factory.mktemp("runs") / "sums-grpo-cpu")
 
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Writes runs of other sizes."""
+    """Return a function that writes runs of other sizes."""
     return lambda **changes: write_run(tmp_path / "run", **changes)
 
 
 @pytest.fixture
 def make_result():
-    """The result of a run in this folder."""
+    """Return the result of a run in this folder."""
     return lambda path, **changes: Result(run_dir=path, **({"steps": 60} | changes))

@@ -1,4 +1,4 @@
-"""The same recipe twice gives equal runs; `rl compare` says where two others part and by what."""
+"""`rl compare`: the same recipe twice gives equal runs; for different runs it names where they diverge and why."""
 
 import json
 import os
@@ -147,7 +147,7 @@ def test_numerics_are_not_the_cause_where_a_library_differs(folder):
 
 
 def change_samples(run, batch, change):
-    """Write a sample file again with other groups and filters' decisions."""
+    """Rewrite a sample file with other groups and filter decisions."""
     path = run / f"samples/batch-{batch:06d}.parquet"
     groups, dropped = read_samples(path), read_dropped(path)
     write_samples(path, change(groups), step=batch, dropped_by=dropped)
@@ -247,7 +247,7 @@ def test_files_that_cannot_be_read_are_named(folder, caplog):
         assert line in caplog.text
 
 
-def test_what_is_no_run_is_told(tmp_path, capsys):
+def test_a_folder_that_is_not_a_run_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         app(["compare", str(tmp_path), str(tmp_path)])
     assert stopped.value.code == 2 and "not a run" in capsys.readouterr().err

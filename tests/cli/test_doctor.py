@@ -1,4 +1,4 @@
-"""`rl doctor`: what is wrong with a machine is found, with what to do about it."""
+"""`rl doctor` finds problems of a machine and names their fixes."""
 
 import importlib.metadata
 import socket
@@ -13,7 +13,7 @@ def found(checks):
     return [(one.level, one.text, one.fix) for one in checks if one.level != "ok"]
 
 
-def test_the_command_tells_everything_and_fails_for_what_is_wrong(monkeypatch, capsys):
+def test_the_command_reports_all_checks_and_fails_if_one_fails(monkeypatch, capsys):
     monkeypatch.setattr(packages, "probe", lambda: {"cuda": None, "gpus": 0})
     monkeypatch.setattr(host, "driver_version", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -73,7 +73,7 @@ def test_small_shared_memory_is_a_warning():
     assert not found(host.check_shared_memory(16 << 30))
 
 
-def test_a_full_disk_and_a_folder_of_others_are_told(monkeypatch, tmp_path):
+def test_a_full_disk_and_a_folder_of_another_user_are_reported(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     usage = type("Usage", (), {"free": 1 << 30})
     monkeypatch.setattr(host.shutil, "disk_usage", lambda _: usage)
@@ -84,13 +84,13 @@ def test_a_full_disk_and_a_folder_of_others_are_told(monkeypatch, tmp_path):
     assert found(host.check_disk({}))[0][1] == f"{tmp_path} is not writable"
 
 
-def test_a_name_that_leads_nowhere_is_told(monkeypatch):
+def test_a_host_name_that_does_not_resolve_is_reported(monkeypatch):
     monkeypatch.setattr(host.socket, "gethostname", lambda: "no-such-host.invalid")
     (told,) = found(host.check_ports())
     assert told[0] == "error" and told[1].startswith("no-such-host.invalid: ") and "/etc/hosts" in told[2]
 
 
-def test_a_cluster_that_does_not_answer_is_told():
+def test_a_cluster_that_does_not_answer_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert not found(host.check_ray({"RAY_ADDRESS": address}))
@@ -139,7 +139,7 @@ def test_the_version_of_the_driver_is_read(tmp_path):
     assert host.driver_version(tmp_path / "none") is None
 
 
-def test_versions_that_do_not_fit_are_told(monkeypatch):
+def test_incompatible_versions_are_reported(monkeypatch):
     asked = {"sglang": ["torch==2.14.1", "transformers==5.19.0 ; extra == 'x'"], "torch": []}
     monkeypatch.setattr(importlib.metadata, "requires", asked.__getitem__)
     told = found(packages.conflicts({"sglang": "0.5.23", "torch": "2.13.0+cpu"}))
@@ -148,13 +148,13 @@ def test_versions_that_do_not_fit_are_told(monkeypatch):
     assert not found(packages.conflicts({"sglang": "0.5.23", "torch": "2.14.1+cu130"}))
 
 
-def test_a_library_that_does_not_load_is_told(monkeypatch):
+def test_a_library_that_does_not_load_is_reported(monkeypatch):
     monkeypatch.setattr(packages, "PROBE", "import os; os.abort()")
     (told,) = found(packages.check_libraries(packages.probe()))
     assert told[1] == "torch: its process ended with code -6" and "another torch" in told[2]
 
 
-def test_a_plugin_that_breaks_its_contract_is_told(monkeypatch, tmp_path):
+def test_a_plugin_that_breaks_its_contract_is_reported(monkeypatch, tmp_path):
     (tmp_path / "bad_plugin.py").write_text(
         "from typing import Literal\nfrom plasmid import Reward, hookimpl\n"
         "class Bad(Reward):\n    kind: Literal['bad'] = 'bad'\n"
@@ -172,7 +172,7 @@ def test_a_plugin_that_breaks_its_contract_is_told(monkeypatch, tmp_path):
     assert told[1][1].startswith("gone: ModuleNotFoundError") and "PLASMID_DISABLE_PLUGINS=gone" in told[1][2]
 
 
-def test_a_host_name_with_a_label_that_is_too_long_is_told(monkeypatch):
+def test_a_host_name_with_a_label_that_is_too_long_is_reported(monkeypatch):
     monkeypatch.setattr(host.socket, "gethostname", lambda: "a" * 64 + ".example")
     assert found(host.check_ports())[0][0] == "error"
     assert found(host.check_ray({"RAY_ADDRESS": "a" * 64 + ".example:6379"}))[0][0] == "error"
@@ -184,7 +184,7 @@ def test_a_malformed_requirement_of_a_package_is_skipped(monkeypatch):
     assert "torch>=99" in told[1]
 
 
-def test_a_torch_that_does_not_load_says_nothing_of_the_driver(monkeypatch, capsys):
+def test_the_driver_is_not_checked_if_torch_does_not_load(monkeypatch, capsys):
     monkeypatch.setattr(packages, "probe", lambda: {"error": "torch: ImportError: no such library"})
     monkeypatch.setattr(host, "driver_version", lambda: 580)
     with pytest.raises(SystemExit) as stopped:

@@ -1,4 +1,4 @@
-"""What `rl train --dry-run` prints of the configuration."""
+"""The configuration that `rl train --dry-run` prints."""
 
 import tomllib
 
@@ -28,7 +28,7 @@ def config(tmp_path):
 
 
 def lines_of(text, table):
-    """Lines of a table above and below the comment."""
+    """Return the lines of a table above and below the comment."""
     found = text.partition(f"\n[{table}]\n")[2].partition("\n\n")[0]
     above, comment, below = found.partition("# defaults:\n")
     assert comment

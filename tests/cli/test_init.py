@@ -1,4 +1,4 @@
-"""`rl init` writes recipes for known data sets that resolve, for each size and number of GPUs that they are for."""
+"""`rl init` writes recipes for known data sets that resolve for every supported size and number of GPUs."""
 
 import pytest
 from plasmid import load_config
@@ -52,7 +52,7 @@ def test_what_is_written_resolves(task, tmp_path, monkeypatch, capsys):
         (["gsm8k", "--out", "there.toml"], "there.toml: already exists; set another file with --out"),
     ],
 )
-def test_what_cannot_be_written_is_told_in_one_line(argv, message, tmp_path, monkeypatch, capsys):
+def test_invalid_options_are_one_line(argv, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.toml").write_text("mine")
     assert rl("init", *argv) == 2

@@ -1,4 +1,4 @@
-"""The `rl` command: what it lists, how it answers, and the exact words of its errors."""
+"""The `rl` command: lists, exit codes, and the exact texts of errors."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def test_help_is_quick_and_imports_no_backend():
         "with contextlib.suppress(SystemExit): app(['--help'])\n"
         "print(sorted({'torch', 'ray', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)), file=sys.stderr)\n"
     )
-    times = []  # the best of some, and of the processor, so that a busy machine makes no difference
+    times = []  # the minimum of several runs, in CPU time, so that a busy machine makes no difference
     while len(times) < 5 and min(times, default=1.0) >= 0.5:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -74,7 +74,7 @@ def test_help_is_quick_and_imports_no_backend():
     assert min(times) < 0.5, times
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_printed(capsys):
     assert rl("--version") == 0
     assert re.fullmatch(r"plasmid \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
@@ -104,7 +104,7 @@ def test_a_misspelt_end_of_a_recipe_is_suggested(capsys, tmp_path):
 
 
 def test_listing_and_checking_import_no_backend(tiny_model):
-    """One command after the other in one process, which says after each what has been imported."""
+    """One command after the other in one process, which prints after each what has been imported."""
     dry_run = f"train {RECIPE} model.path={tiny_model} --dry-run"
     commands = ("--version", "plugins", "options", "options run", "options fsdp", dry_run)
     code = (
@@ -217,7 +217,7 @@ def test_a_part_that_is_not_installed_is_named_with_the_way_to_it(tiny_model, tm
     assert capsys.readouterr().err == expected
 
 
-def test_plugins_tells_slot_kind_package_and_purpose(plugin, capsys):
+def test_plugins_prints_slot_kind_package_and_purpose(plugin, capsys):
     assert rl("plugins", "--plugin", plugin) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["trainer", "fsdp", "plasmid-fsdp", "0.1.0"] in [line[:4] for line in lines]
@@ -226,7 +226,7 @@ def test_plugins_tells_slot_kind_package_and_purpose(plugin, capsys):
     assert " ".join(shout).endswith("1.0 if the text is loud [very loud].")
 
 
-def test_options_tells_key_type_default_and_meaning(plugin, capsys):
+def test_options_prints_key_type_default_and_meaning(plugin, capsys):
     assert rl("options", "shout", "--plugin", plugin) == 0
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert out[0] == "rewards/shout: 1.0 if the text is loud [very loud]."

@@ -1,4 +1,4 @@
-"""`rl plan` from the command line: what it prints, refuses and leaves alone."""
+"""`rl plan` on the command line: its output, what it refuses, and what it does not change."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def test_a_recipe_for_a_cpu_has_memory_and_no_time(rl):
     assert re.search(r"time +not estimated +no estimates for CPUs", printed)
 
 
-def test_mistakes_are_told_in_one_line(rl, tmp_path):
+def test_mistakes_are_reported_in_one_line(rl, tmp_path):
     assert rl(QWEN, "--gpu", "h1000", code=2).startswith("error: --gpu: unknown GPU 'h1000'; known are h100, ")
     told = rl(QWEN, "model.path=./models/Other", code=2)
     assert told.startswith("error: model.path: models/Other has no config.json, nor has ") and told.count("\n") == 1
@@ -98,7 +98,7 @@ def test_a_plan_imports_neither_torch_nor_ray():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run of two batches on a CPU, with the plan that its first one gave."""
+    """A run of two batches on a CPU, with the plan printed by its first run."""
     monkeypatch.chdir(ROOT)
     from plasmid import load_config
 

@@ -47,7 +47,7 @@ def text(state, width=80):
 
 
 def tell(progress):
-    """A short run, told as a session tells it."""
+    """Emit the events of a short run, as a session does."""
     queues = ObserverQueues([("progress", progress)])
     queues.emit("phase_started", batch=0, phase="start", version=0)
     queues.emit("evaluation_finished", batch=0, name="held-out", metrics={"eval/held-out/reward": 0.1})
@@ -168,7 +168,7 @@ def test_durations_read_like_clocks():
     assert [duration(s) for s in (0, 59.6, 125, 3723)] == ["0:00", "1:00", "2:05", "1:02:03"]
 
 
-def test_a_checkpoint_that_is_written_while_the_run_goes_on_is_told_twice():
+def test_a_checkpoint_written_in_the_background_is_reported_twice():
     told = {}
     for console in (plain_console(), live_console()):
         with make_progress(config(), console) as progress:
@@ -186,7 +186,8 @@ def test_a_checkpoint_that_is_written_while_the_run_goes_on_is_told_twice():
 
 
 def start(progress, console=None):
-    """A start of two ranks and an engine with an evaluation, as a session tells it; what is shown while it waits."""
+    """Emit the start of two ranks and an engine with an evaluation, as a session does; return the display while it
+    waits."""
     queues, looks = ObserverQueues([("progress", progress)]), []
     queues.emit("run_started", run_dir="runs/sums", batches=10)
     queues.emit("phase_started", batch=0, phase="start", version=0)
@@ -242,7 +243,7 @@ def test_the_log_of_a_live_display_has_the_split_of_a_start_once(monkeypatch):
     assert log.file.getvalue() == ""
 
 
-def test_runs_that_start_no_process_say_nothing_of_a_start():
+def test_runs_without_processes_print_nothing_about_a_start():
     console = plain_console()
     with make_progress(config(), console) as progress:
         tell(progress)

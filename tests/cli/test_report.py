@@ -165,7 +165,7 @@ def test_thinning_keeps_both_ends():
 
 
 def browse(page, script="", *, wait_ms=4000):
-    """The page as a headless browser leaves it, after a script that a test appends."""
+    """Return the page as a headless browser leaves it, after a script that a test appends."""
     if script:
         page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--virtual-time-budget={wait_ms}", "--dump-dom"]

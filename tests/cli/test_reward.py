@@ -1,4 +1,4 @@
-"""`rl reward`: given texts and stored samples, scored without a model."""
+"""`rl reward`: scores given texts and stored samples without a model."""
 
 import json
 import subprocess

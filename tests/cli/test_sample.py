@@ -1,4 +1,4 @@
-"""`rl sample`: prompts after templating, samples with masks and rewards."""
+"""`rl sample`: prompts after templating, and samples with masks and rewards."""
 
 import json
 
@@ -105,7 +105,7 @@ def test_an_evaluation_set_is_sampled_by_its_name(rl):
     assert (code, err.strip()) == (2, "error: eval: no evaluation set is named 'nope'; sets are plain")
 
 
-def test_what_cannot_be_written_is_said_before_anything_starts(rl):
+def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(rl):
     code, _, err = rl("--out", "s.txt")
     assert (code, err.strip()) == (2, "error: --out s.txt: its name must end in .parquet or .jsonl")
     code, _, err = rl("--out", "s.jsonl", "--dry")

@@ -1,4 +1,4 @@
-"""`rl submit` writes a Slurm job; the script is checked by bash, and run with stand-ins for Slurm and Ray."""
+"""`rl submit` writes a Slurm job; bash checks the script and runs it with stand-ins for Slurm and Ray."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""When a supervised run is restarted, and when not: a real supervisor over a stub of the run."""
+"""When a supervised run is restarted and when not, with a real supervisor and a stub of the run."""
 
 import json
 import os
@@ -22,7 +22,7 @@ KILLED, RETRY = -signal.SIGKILL, 75
 
 
 def supervise(folder, *attempts, max_restarts=5):
-    """Exit code, lines of the terminal, and the folders that were resumed."""
+    """Return exit code, terminal lines, and the folders that were resumed."""
     (folder / "run/logs").mkdir(parents=True, exist_ok=True)
     with (folder / "stderr.txt").open("w") as stderr:
         if (child := os.fork()) == 0:  # a new interpreter would take half a second to import the supervisor

@@ -1,4 +1,4 @@
-"""``logs/driver.log``: what the terminal showed, with the time before each line."""
+"""``logs/driver.log``: the output of the terminal, with a timestamp before each line."""
 
 import io
 import re

@@ -19,7 +19,7 @@ def printed(run, *, action=view_samples, width=100, color=False, **options):
 
 
 def squeezed(text):
-    """Without the frames and line breaks that panels put in."""
+    """Return the text without the frames and line breaks that panels add."""
     return "".join(line.strip("\u2502 \n") for line in text.splitlines())
 
 

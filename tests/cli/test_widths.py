@@ -1,4 +1,4 @@
-"""Every table of `rl` fits a terminal of 80 columns, with nothing of it cut."""
+"""Every table of `rl` fits a terminal of 80 columns without truncation."""
 
 import io
 

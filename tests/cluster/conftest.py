@@ -1,4 +1,4 @@
-"""Ray clusters of several nodes on this machine, each with a temporary folder of its own, and a recipe for them."""
+"""Ray clusters of several nodes on this machine, each with its own temporary folder, and a recipe for them."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ import pytest
 
 BIN = Path(sys.executable).parent
 SECOND = "127.0.0.2"
-"""Address of the second machine; the first has the one that Ray finds."""
+"""Address of the second machine; Ray determines that of the first."""
 NODES = Path(__file__).parent / "ray_nodes.py"
 REWARD = '''
 import os
@@ -58,19 +58,19 @@ class Job:
     traces: Path
 
     def begin(self, *arguments, environment, **options):
-        """`rl train` on it, as a process."""
+        """Start `rl train` on it as a process."""
         command = [BIN / "rl", "train", "job.toml", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=environment, **pipes, **options)
 
     def train(self, *arguments, environment):
-        """Exit code and output of `rl train`."""
+        """Run `rl train`; return its exit code and output."""
         process = self.begin(*arguments, environment=environment)
         out, _ = process.communicate()
         return process.returncode, out
 
     def machines(self):
-        """Where rewards were computed, and the plugin file that they came from there."""
+        """Return where rewards were computed, and the path of the plugin file there."""
         return {trace.name: Path(trace.read_text()) for trace in self.traces.iterdir()}
 
 
@@ -87,7 +87,7 @@ def job(tmp_path, tiny_model):
 
 @pytest.fixture
 def plain_environment():
-    """For Ray's commands and for `rl`: a folder for Ray, and no trace of other clusters on this machine."""
+    """Return the environment for Ray's commands and `rl`: a folder for Ray, and no variables of other clusters."""
     with ray_environment() as environment:
         yield environment
 
@@ -96,7 +96,7 @@ def plain_environment():
 def ray_environment():
     own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PLASMID_"))}
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: paths of sockets must not exceed 107 characters
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # a short path: socket paths must not exceed 107 characters
     ray = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     try:
         yield {**own, "PATH": path, **ray}
@@ -106,20 +106,20 @@ def ray_environment():
 
 @dataclass
 class Cluster:
-    """A running one."""
+    """A running cluster."""
 
     address: str
     environment: dict[str, str]
-    """Of drivers that are to join it."""
+    """Environment of drivers that join it."""
     process: subprocess.Popen
 
     @property
     def first(self):
-        """Address of the first machine."""
+        """Return the address of the first machine."""
         return self.address.partition(":")[0]
 
     def add(self, **node):
-        """One more node; returns when the cluster knows it."""
+        """Add a node; returns when the cluster knows it."""
         self.process.stdin.write(json.dumps(node) + "\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline().strip() == "added"
@@ -127,7 +127,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster_of(*nodes, **variables):
-    """A cluster with these nodes, started with these environment variables."""
+    """Start a cluster with these nodes and environment variables."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, NODES, json.dumps(nodes)]
     with (
@@ -139,7 +139,7 @@ def cluster_of(*nodes, **variables):
             assert address, "the cluster did not start"
             yield Cluster(address, {**environment, "RAY_ADDRESS": address}, process)
         finally:
-            process.stdin.close()  # which ends it
+            process.stdin.close()  # ends the cluster
             process.wait()
 
 
@@ -150,7 +150,7 @@ def _cluster_of():
 
 @pytest.fixture(scope="module")
 def two_machines():
-    """A cluster of two."""
+    """A cluster of two machines."""
     node = {"num_cpus": 3, "num_gpus": 3}
     with cluster_of(node, {**node, "node_ip_address": SECOND}) as cluster:
         yield cluster

@@ -1,4 +1,4 @@
-"""A plugin whose trainer kills the control process of Ray (`gcs_server`) at a moment of the start."""
+"""A plugin whose trainer kills Ray's control process (`gcs_server`) at a chosen moment of the start."""
 
 import subprocess
 from pathlib import Path
@@ -15,15 +15,15 @@ class Rank:
 
 
 class Killing(TrainerConfig):
-    """Starts two processes. Kills once, as the file `killed` says."""
+    """Starts two processes, and kills the control process once; the file `killed` records it."""
 
     kind: Literal["killing"] = "killing"
     moment: Literal["before", "while", "after"] = "before"
-    """When the control process is killed, as seen from the start of the first process."""
+    """When the control process is killed, relative to the start of the first process."""
     delay_s: float = 0.0
-    """How long after the first process is asked for, if `while`."""
+    """Delay after requesting the first process, in seconds, if `while`."""
     pid: int = 0
-    """Id of the control process; 0 for that of the run's own Ray."""
+    """Process id of the control process; 0 for that of the run's own Ray."""
 
     async def build(self, context):
         moment = None if Path("killed").exists() else self.moment

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, as a program: prints its address, ends when its input ends."""
+"""A program that runs a Ray cluster of several nodes on this machine. Prints its address; ends when its input ends."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ def main(nodes):
     for node in nodes:
         cluster.add_node(**{"include_dashboard": False, **node})
     print(cluster.address, flush=True)
-    for line in sys.stdin:  # each line is one more node
+    for line in sys.stdin:  # each line adds a node
         cluster.add_node(**json.loads(line))
         print("added", flush=True)
     cluster.shutdown()

@@ -1,4 +1,4 @@
-"""Runs that join clusters with and without a token."""
+"""Joining clusters with and without token authentication."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The end of a run's own Ray, when parts of it fail."""
+"""Shutdown of a run's own Ray when some steps of it fail."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("failing", ["remove_placement_group", "shutdown"])
-def test_the_watch_hears_of_a_close_that_fails(tmp_path, monkeypatch, failing):
+def test_the_watch_is_notified_of_a_close_that_fails(tmp_path, monkeypatch, failing):
     watch, called = Watch(), []
 
     def make(name):

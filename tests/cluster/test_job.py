@@ -1,4 +1,4 @@
-"""Clusters that are started by Ray's own commands, as the documentation says, and jobs that are submitted to them."""
+"""Clusters started with Ray's own commands, as documented, and jobs submitted to them."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ JOB_S = 300
 
 
 def command(beginning):
-    """The command of the page that begins so."""
+    """Return the command of the page that starts with this text."""
     (found,) = re.findall(rf"^```text\n({re.escape(beginning)}.*)\n```$", PAGE.read_text(), re.MULTILINE)
     return found
 
@@ -35,11 +35,11 @@ def free_ports(count):
 
 @pytest.fixture
 def started(plain_environment):
-    """Starts nodes by ``ray start``, which end with the test."""
+    """Return a function that starts nodes with ``ray start``; they end with the test."""
     with contextlib.ExitStack() as stack:
 
         def start(line, *options):
-            """Returns the node's address."""
+            """Start a node and return its address."""
             process = subprocess.Popen(
                 [*shlex.split(line), "--block", "--num-cpus=4", "--num-gpus=0", *options],
                 env=plain_environment,
@@ -54,7 +54,7 @@ def started(plain_environment):
 
             stack.callback(end)
             said = ""
-            for line in process.stdout:  # ends also if the process does
+            for line in process.stdout:  # ends even if the process does
                 said += re.sub(r"\x1b\[\d+m", "", line)
                 if "Ray runtime started" in said:
                     return re.search(r"Local node IP: (\S+)", said)[1]
@@ -64,7 +64,7 @@ def started(plain_environment):
 
 
 def wait_for_page(url):
-    """Wait until the job server answers, which starts after the rest."""
+    """Wait until the job server answers; it starts after the other processes."""
     deadline = time.monotonic() + SERVER_START_S
     while True:
         try:
@@ -76,12 +76,12 @@ def wait_for_page(url):
 
 
 def submit(line, folder, environment):
-    """Submit a job; return its exit code and output when it has ended."""
+    """Submit a job; return its exit code and output once it has ended."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     deadline = time.monotonic() + AGENT_START_S
     while True:
         done = subprocess.run(shlex.split(line), cwd=folder, env=environment, timeout=JOB_S, **pipes)
-        if "No available agent to submit job" not in done.stdout:  # the agents come up last
+        if "No available agent to submit job" not in done.stdout:  # the agents start last
             return done.returncode, done.stdout
         message = f"no job agent after {AGENT_START_S} s; Ray's dashboard agent has probably ended: {done.stdout}"
         assert time.monotonic() < deadline, message
@@ -94,11 +94,11 @@ def test_a_submitted_job_trains_over_two_machines(started, job, plain_environmen
     port, page, first_agent, second_agent = free_ports(4)
     url = f"http://127.0.0.1:{page}"
     first = command("ray start --head").replace("6379", str(port))
-    # agents of other clusters on this machine take Ray's default port, and an agent without its port takes no jobs
+    # agents of other clusters on this machine use Ray's default port, and an agent without its port accepts no jobs
     ports = f"--dashboard-port={page}", f"--dashboard-agent-listen-port={first_agent}"
     head = started(first, *ports, "--include-dashboard=true")
     other = command("ray start --address").replace("10.0.0.1:6379", f"{head}:{port}")
-    own_folder = f"--temp-dir={plain_environment['RAY_TMPDIR']}/2"  # or both would unpack a job into one
+    own_folder = f"--temp-dir={plain_environment['RAY_TMPDIR']}/2"  # otherwise both would unpack a job into one folder
     agent = f"--dashboard-agent-listen-port={second_agent}"
     assert started(other, "--node-ip-address=127.0.0.2", own_folder, agent) == "127.0.0.2"
     wait_for_page(url)

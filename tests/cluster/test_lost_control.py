@@ -1,4 +1,4 @@
-"""A cluster whose control process is killed: the run ends by itself, and none of its processes stays."""
+"""A cluster whose control process is killed: the run ends, and none of its processes is left."""
 
 import contextlib
 import re
@@ -28,20 +28,20 @@ SETTINGS = [
 
 
 def of_the_run(cluster):
-    """Processes of the cluster that work for the run."""
+    """Return the processes of the cluster that belong to the run."""
     below = psutil.Process(cluster.process.pid).children(recursive=True)
     return [one for one in below if "ActorProcess" in command_of(one)]
 
 
 def command_of(process):
-    """Its command line; empty for one that has ended."""
+    """Return the command line of a process; empty if it has ended."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
 
 
 def control_of(cluster):
-    """The control process of a cluster."""
+    """Return the control process of a cluster."""
     below = psutil.Process(cluster.process.pid).children(recursive=True)
     (control,) = (one for one in below if one.name() == "gcs_server")
     return control
@@ -81,12 +81,13 @@ CLUSTERS_LOST = r"error: .*the cluster's control process \(gcs_server\) was lost
 
 
 def shared_memory():
-    """Names in /dev/shm, without the semaphores that any Python program of this machine makes for a moment."""
+    """Return the names in /dev/shm, except semaphores, which any Python program on this machine creates briefly."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
 
 
 def end_at_start(process, lost, others=tuple, *, wait_s=20):
-    """Wait until the run has ended with one line and, soon after, without its processes; `others` returns more."""
+    """Wait until the run has ended with one line and its processes are gone soon after; `others` returns more
+    processes."""
     own, shared = set(), shared_memory()
     while process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -121,7 +122,7 @@ def test_a_run_whose_cluster_loses_its_control_process_at_the_start_ends(cluster
     with cluster_of(node, {**node, "node_ip_address": SECOND}) as cluster:
         trainer = f"trainer={{kind='killing', {moment}, pid={control_of(cluster).pid}}}"
         process = job.begin(*AT_START, "placement.nodes=2", trainer, environment=cluster.environment)
-        # a process that Ray was just starting is not known to the run; it ends with its raylet, after 60 s
+        # the run does not know a process that Ray is just starting; it ends with its raylet, after 60 s
         error = end_at_start(process, CLUSTERS_LOST, lambda: of_the_run(cluster), wait_s=150)
     assert error in (job.folder / "run/logs/driver.log").read_text()
 

@@ -1,4 +1,4 @@
-"""A machine of a joined cluster that is lost: the run ends with its name, and goes on where another one comes."""
+"""Loss of a machine of a joined cluster: the run ends with its name, or resumes if another machine is available."""
 
 import time
 
@@ -24,7 +24,7 @@ SETTINGS = [
 
 
 def kill_machine(cluster, address):
-    """All processes of a node at once, as by a power cut."""
+    """Kill all processes of a node at once, as a power failure would."""
     below = psutil.Process(cluster.process.pid).children(recursive=True)
     (raylet,) = (one for one in below if one.name() == "raylet" and f"={address}" in " ".join(one.cmdline()))
     for one in [raylet, *raylet.children(recursive=True)]:

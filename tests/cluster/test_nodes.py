@@ -1,4 +1,4 @@
-"""Runs over several machines, which are nodes of a Ray cluster on this one; each has an address of its own."""
+"""Runs over several machines, which are nodes of a Ray cluster on this one with an address each."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ def test_actors_see_the_gpus_of_their_machine_that_the_run_was_given(two_machine
 
 
 async def look_at_gpus(cluster, folder):
-    """What an actor with two GPUs sees on either machine, while somebody else holds one GPU of each."""
+    """Return the GPUs that an actor with two GPUs sees on each machine, while another actor holds one GPU of each."""
     import ray
     from plasmid.protocols import Bundle, Resources, Share
     from plasmid_runtime.cluster import open_cluster
@@ -70,7 +70,7 @@ def test_a_reference_on_the_other_machine_follows_the_policy(two_machines, job):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_run_that_gets_too_little_says_what_it_wanted_and_what_there_is(two_machines, job):
+def test_a_run_without_enough_machines_names_required_and_available_ones(two_machines, job):
     short = ["placement.nodes=3", "placement.wait_timeout_s=2"]
     code, out = job.train(*short, environment=two_machines.environment)
     there = ", ".join(sorted(f"{address} with 3 GPUs and 3 CPUs" for address in (two_machines.first, SECOND)))

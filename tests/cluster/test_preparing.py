@@ -1,4 +1,4 @@
-"""What is checked on every machine before a run starts there, and how plugin files get there."""
+"""Checks of every machine before a run starts on it, and distribution of plugin files."""
 
 import asyncio
 from dataclasses import replace
@@ -16,7 +16,7 @@ from plasmid_runtime.cluster.node_checks import prepare_nodes
 
 
 class Elsewhere(NodeAgent):
-    """A machine with files of its own: what lies under ``here`` is not there."""
+    """A machine with its own files: those in ``here`` do not exist on it."""
 
     def __init__(self, here, *, versions=None):
         super().__init__(shared_s=0.0)
@@ -42,7 +42,7 @@ def config(job, monkeypatch):
 
 
 def prepared(config, run_dir, agent, *arguments, **options):
-    """The configuration for the processes of a run with one machine beside the driver's own."""
+    """Return the configuration for the processes of a run with one machine besides the driver's own."""
 
     async def main():
         cluster = LocalCluster()
@@ -81,8 +81,8 @@ def test_a_folder_that_is_not_shared_is_refused(config, tmp_path):
     with pytest.raises(ConfigError) as caught:
         prepared(config, tmp_path, Elsewhere, tmp_path)
     assert str(caught.value) == (
-        f"run.dir: node 10.0.0.2 does not see files written to {tmp_path} here; set it to a folder that all machines "
-        "share"
+        f"run.dir: node 10.0.0.2 does not see files that the driver writes to {tmp_path}; set it to a folder "
+        "that all machines share"
     )
 
 

@@ -1,4 +1,4 @@
-"""A process of a run, in this process."""
+"""A process of a run, started within this process."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from plasmid_runtime.cluster.process import ActorProcess
 
 @pytest.fixture
 def actor(tmp_path, monkeypatch):
-    """One that keeps this process's folder and output."""
+    """An actor that keeps this process's folder and output."""
     monkeypatch.setattr(process.LEDGER, "report_always", lambda write: None)
     missing = tmp_path / "missing"
     return ActorProcess("worker-0", str(missing / "worker-0.log"), str(missing))

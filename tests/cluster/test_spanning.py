@@ -1,4 +1,4 @@
-"""A run whose SGLang server lies on two machines, which are nodes of a Ray cluster on this one."""
+"""A run whose SGLang server spans two machines, which are nodes of a Ray cluster on this one."""
 
 import json
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ def test_a_server_over_two_machines_is_trained_with(two_machines, job):
         json.loads((run / f"engines/{name}/arguments.json").read_text()) for name in ("engine-0", "engine-0-node-1")
     ]
     hosts = [one["host"] for one in told]
-    assert sorted(hosts) == sorted([two_machines.first, SECOND])  # Ray says which of them is machine 0
+    assert sorted(hosts) == sorted([two_machines.first, SECOND])  # Ray determines which of them is machine 0
     assert {one["dist_init_addr"].rpartition(":")[0] for one in told} == {hosts[0]}
     assert {log.name for log in (run / "logs").iterdir()} >= {"engine-0-server.log", "engine-0-node-1-server.log"}
     metrics = [entry.metrics for entry in read_journal(run / "metrics.jsonl")]

@@ -1,4 +1,4 @@
-"""What the process that watches over a driver's Ray takes for the driver's own."""
+"""How the process that watches a driver's Ray recognizes the processes of this driver."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def start():
     def run(*words):
         started.append(subprocess.Popen([sys.executable, "-c", SLEEP, *words]))
         process = psutil.Process(started[-1].pid)
-        while not set(words) <= set(process.cmdline()):  # until the program has replaced the fork
+        while not set(words) <= set(process.cmdline()):  # wait until the program has replaced the fork
             time.sleep(0.01)
         return process
 

@@ -1,4 +1,4 @@
-"""Errors of others on one line, whatever they hold."""
+"""Errors of other libraries on one line, whatever their text is."""
 
 from plasmid.errors import one_line
 

@@ -1,4 +1,4 @@
-"""The extra that brings each kind of component."""
+"""The extra that installs each kind of component."""
 
 import pytest
 from plasmid.config.load import resolve

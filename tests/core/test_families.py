@@ -1,4 +1,4 @@
-"""Families of models that plugins register: merged, refused if two disagree, and used by `auto`."""
+"""Model families registered by plugins: merged, refused if two of them conflict, and used by `auto`."""
 
 import asyncio
 

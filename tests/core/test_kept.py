@@ -1,4 +1,4 @@
-"""Kept sets as flat arrays, against lists of lists."""
+"""Kept sets as flat arrays, compared with lists of lists."""
 
 import numpy as np
 import pytest

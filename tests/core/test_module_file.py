@@ -1,4 +1,4 @@
-"""Files that several threads import at once, as rollout workers do that share a process."""
+"""Files that several threads import at once, as rollout workers in one process do."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ def file(tmp_path):
 
 
 def by_three(work):
-    """What three threads get that begin one shortly after the other."""
+    """Return the results of three threads that start shortly after each other."""
 
     def later(seconds):
         time.sleep(seconds)

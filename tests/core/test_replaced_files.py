@@ -1,4 +1,4 @@
-"""Files that take the name of another one: root must not replace a device or a pipe by a file."""
+"""Atomic replacement of files: as root, it must not replace a device or a pipe by a file."""
 
 import os
 import stat

@@ -1,12 +1,14 @@
-"""What may change on resume is said at the setting, in plugins, too."""
+"""Markers of settings, also in plugins: which may change on resume, and former names."""
 
 from typing import Annotated, Literal
 
 import pytest
 from plasmid.components import Settings
-from plasmid.errors import CheckpointError
-from plasmid.settings.resume import MAY_CHANGE, changeable_settings
+from plasmid.errors import CheckpointError, ConfigError
+from plasmid.settings.resume import MAY_CHANGE, FormerName, changeable_settings
+from plasmid.settings.validation import validate
 from plasmid_runtime.checkpoint.folder import check_same_config
+from pydantic import Field
 
 
 class Inner(Settings):
@@ -41,9 +43,39 @@ def test_a_setting_that_the_checkpoint_does_not_have_is_not_called_none():
         "checkpoint.start_from=<the checkpoint>"
     )
     older = {"kind": "outer", "inner": {"speed": 1}, "places": [], "maybe": None}
-    check_same_config(older, Outer())  # a default value of a new setting is what the older version did
+    check_same_config(older, Outer())  # the default of a new setting is the behavior of the older version
     with pytest.raises(CheckpointError) as error:
         check_same_config(older, Outer(inner=Inner(seed=2)))
     assert str(error.value) == message
     with pytest.raises(CheckpointError, match=r"^maybe\.seed: .* has no such setting, got 1; remove it"):
         check_same_config(Outer().model_dump(mode="json"), Outer(maybe=Inner()))
+
+
+class Renamed(Settings):
+    attempts: Annotated[int, FormerName("tries")] = 3
+
+
+class Tables(Settings):
+    table: Renamed = Renamed()
+    named: dict[str, Renamed] = Field(default_factory=dict)
+    several: tuple[Renamed, ...] = ()
+
+
+def test_a_former_name_of_a_setting_is_answered_with_the_new_one():
+    with pytest.raises(ConfigError, match=r"^table\.tries: is now 'attempts'$"):
+        validate(Tables, {"table": {"tries": 4}})
+
+
+def test_a_checkpoint_with_a_former_name_resumes_with_the_same_value():
+    config = Tables(
+        table=Renamed(attempts=4), named={"a": Renamed(attempts=5)}, several=(Renamed(), Renamed(attempts=6))
+    )
+    saved = {
+        "table": {"tries": 4},
+        "named": {"a": {"tries": 5}},
+        "several": [{"tries": 3}, {"tries": 6}],
+    }
+    check_same_config(saved, config)
+    saved["several"][1]["tries"] = 7
+    with pytest.raises(CheckpointError, match=r"several\.1\.attempts: must not change on resume, was 7, got 6"):
+        check_same_config(saved, config)

@@ -1,4 +1,4 @@
-"""A plugin may bring a slot of its own: its base class names it, and recipes fill it by kind."""
+"""Slots defined by plugins: the base class names the slot, and recipes fill it by kind."""
 
 import json
 
@@ -57,7 +57,7 @@ def register_components():
 
 @pytest.fixture
 def rl(tmp_path):
-    """The command as a process of its own: base classes stay registered for as long as a process lives."""
+    """Run the command in a separate process: base classes stay registered for the lifetime of a process."""
     (tmp_path / "grading.py").write_text(PLUGIN)
     rows = [{"prompt": "?", "response": text} for text in ("7", "42")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

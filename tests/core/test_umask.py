@@ -1,4 +1,4 @@
-"""Exported files can be read by whom the umask lets: the library that writes weights makes them private."""
+"""Exported files follow the umask, although the library that writes weights makes them private."""
 
 import os
 

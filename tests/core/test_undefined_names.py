@@ -1,4 +1,4 @@
-"""A misspelt name in a plugin file is found when the file is loaded, not when a run has started and calls it."""
+"""A misspelled name in a plugin file is found when the file is loaded, not when a run calls the function."""
 
 import pytest
 from plasmid.errors import PluginError

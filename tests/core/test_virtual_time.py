@@ -1,4 +1,4 @@
-"""Virtual time stands still for threads, and only for them."""
+"""Virtual time stops while threads run, and only then."""
 
 import asyncio
 import threading
@@ -33,7 +33,7 @@ def test_no_timer_fires_while_a_call_runs_in_a_thread():
     async def main():
         async with asyncio.timeout(3600):
             await asyncio.to_thread(time.sleep, 0.2)
-        await asyncio.sleep(5)  # the clock goes on afterwards
+        await asyncio.sleep(5)  # the clock continues afterwards
         return now()
 
     assert run_virtual(main()) == 5

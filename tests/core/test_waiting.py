@@ -1,4 +1,4 @@
-"""Deadlines, the ledger of waits, and what is written about processes that hang."""
+"""Deadlines, the ledger of waits, and reports about hanging processes."""
 
 import asyncio
 import os
@@ -106,7 +106,7 @@ def test_a_thread_that_hangs_does_not_hold_up_the_end_of_its_loop():
 
 @pytest.fixture
 def child(tmp_path):
-    """A process whose output goes into a log, stuck in a call."""
+    """Start a process that is stuck in a call and writes its output to a log."""
     log = tmp_path / "child.log"
     process = subprocess.Popen([sys.executable, "-c", CHILD, str(log)])
     while not log.exists() or "ready" not in log.read_text():

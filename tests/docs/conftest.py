@@ -1,4 +1,4 @@
-"""A folder to read the documentation in."""
+"""A folder in which the commands of the documentation run."""
 
 import json
 import shutil
@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def checkout(tmp_path, tiny_model) -> Path:
-    """A folder that looks like the repository to the commands of a page, with a tiny model for the real one."""
+    """A folder that looks like the repository to the commands of a page, with a tiny model instead of the real one."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "models").mkdir()
     model = shutil.copytree(tiny_model, tmp_path / "models" / "SmolLM2-135M-Instruct")
     config = json.loads((model / "config.json").read_text())
-    # descriptions of tools are long in a vocabulary of single characters
+    # tool descriptions are long in a vocabulary of single characters
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
     return tmp_path

@@ -6,7 +6,7 @@ The info string after the three backquotes determines what happens to a block:
 - ``bash``: every line is run and must succeed;
 - ``console``: a transcript. Lines after ``$`` are run; the following lines are compared with the output, ignoring
   numbers and spacing; ``...`` stands for any lines. A transcript that shows an ``error:`` must exit with code 2, one of
-  ``rl compare`` that shows where runs part with code 1;
+  ``rl compare`` that shows a difference with code 1;
 - ``python`` without a name: the code is run;
 - ``toml`` without a name: part of a recipe, not run;
 - ``text``: not run.
@@ -47,16 +47,16 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"bash", "console", "python", "text"}
-"""Blocks of these need no file name."""
+"""Languages whose blocks need no file name."""
 SMALL = (
     "run.prompts_per_batch=2",
     "run.samples_per_prompt=4",
     "trainer.dtype=float32",
     "rollout.dtype=float32",
 )
-"""Settings behind the recipes and before the settings of the page."""
+"""Settings inserted after the recipes and before the settings of the page."""
 MAKE = {"make train": "rl train recipes/smollm2-sums-cpu.toml"}
-"""Commands that targets of the Makefile run once everything is installed."""
+"""Commands that Makefile targets run once everything is installed."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Block:
     text: str
 
     def commands(self) -> list[tuple[str, list[str]]]:
-        """Each command with the output lines that the page shows."""
+        """Yield each command with the output lines that the page shows."""
         if self.language == "bash":
             return [(line, []) for line in self.text.replace("\\\n", " ").splitlines() if line.strip()]
         found: list[tuple[str, list[str]]] = []
@@ -88,8 +88,10 @@ class Reader:
 
     folder: Path
     in_one_process: bool
-    """Run `rl` here and without Ray, and leave out Python code that trains. Until pip is called: what it installs lies
-    in a folder of its own, which this process does not know."""
+    """Run `rl` in this process and without Ray, and skip Python code that trains.
+
+    Applies until pip is called: it installs into a separate folder that this process does not know.
+    """
     printed: dict[str, str] = field(default_factory=dict)
 
     def read(self, page: Path, *, until: str = "") -> None:
@@ -153,13 +155,13 @@ class Reader:
 
 
 def with_small(command: Sequence[str]) -> list[str]:
-    """The command with `SMALL` behind its recipes."""
+    """Return the command with `SMALL` after its recipes."""
     last = max(i for i, part in enumerate(command) if part.endswith(".toml"))
     return [*command[: last + 1], *SMALL, *command[last + 1 :]]
 
 
 def rl(arguments: Sequence[str]) -> int:
-    """The command `rl` in this process; runs are made on a local cluster."""
+    """Run the command `rl` in this process, with a local cluster for runs."""
     if arguments[0] != "train" or "--dry-run" in arguments:
         app(arguments, make_cluster=lambda _: LocalCluster())
     parser = argparse.ArgumentParser()
@@ -185,7 +187,7 @@ def rl(arguments: Sequence[str]) -> int:
 
 
 def matches(shown: Sequence[str], out: str) -> bool:
-    """True if the lines that a page shows are in the output, in their order, with gaps only where it has ``...``."""
+    """Return True if the output contains the lines that a page shows, in order, with gaps only at ``...``."""
     wanted = [shape(line) for line in shown if line.strip()]
     pattern = "".join(_gap() if line == "..." else re.escape(line) + "\n" for line in wanted)
     return re.search(f"^{pattern}", "".join(f"{line}\n" for line in shapes(out)), re.MULTILINE) is not None
@@ -200,5 +202,5 @@ def shapes(text: str) -> Iterator[str]:
 
 
 def shape(line: str) -> str:
-    """A line without its numbers and spacing."""
+    """Return a line without its numbers and spacing."""
     return " ".join(re.sub(r"[-+]?\d[\d.,:]*", "#", line).split())

@@ -1,4 +1,4 @@
-"""The page about algorithms is what the docstrings say now."""
+"""The page about algorithms matches the docstrings."""
 
 import importlib.util
 import re
@@ -28,7 +28,7 @@ def test_every_algorithm_has_one_row_with_every_column():
         assert all(cell.strip() for cell in row[:4])
 
 
-def test_a_docstring_without_a_paper_is_told_so():
+def test_a_docstring_without_a_paper_is_an_error():
     class Nameless(script.Algorithm):
         """Something.
 

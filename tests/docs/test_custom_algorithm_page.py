@@ -1,4 +1,4 @@
-"""docs/plugins/algorithms.md: its algorithm is checked and trained, and its tables are what the code says."""
+"""docs/plugins/algorithms.md: its algorithm passes the check and trains, and its tables match the code."""
 
 import pytest
 from plasmid_runtime.observe.journal import read_journal
@@ -9,7 +9,7 @@ PAGE = ROOT / "docs" / "plugins" / "algorithms.md"
 
 
 def check(reader):
-    """The algorithm saw how old each token was."""
+    """The algorithm received the age of each token."""
     assert "2 passed" in reader.printed["python -m pytest -q test_fresh_grpo.py"]
     entries = read_journal(reader.folder / "runs" / "fresh" / "metrics.jsonl")
     ages = [entry.metrics["train/token_age"] for entry in entries]

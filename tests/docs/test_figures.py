@@ -1,4 +1,4 @@
-"""Generated pictures show the code as it is."""
+"""Generated pictures match the code."""
 
 import re
 

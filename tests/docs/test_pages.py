@@ -1,4 +1,4 @@
-"""Every block of every page works, in the order of the page, and transcripts show what is really printed."""
+"""Every block of every page works, in the order of the page, and transcripts show the real output."""
 
 import re
 import shlex
@@ -45,15 +45,14 @@ READ = [
     "docs/workflows/functions.md",
 ]
 LONG = set(READ) - {
-    "docs/quickstart.md",
     "docs/python.md",
     "docs/sglang.md",
     "docs/workflows/single-turn.md",
     "docs/workflows/functions.md",
 }
-"""Several runs each, of parts that have quick tests of their own. Their commands are checked by a quick test."""
+"""Pages with several runs each, of parts that have quick tests of their own. A quick test checks their commands."""
 FRAGMENT = "toml"
-"""Without a name: part of a recipe, whose settings are checked."""
+"""Languages that need no file name: parts of a recipe, whose settings are checked."""
 ELSEWHERE = ("algorithms", "families", "hooks", "rewards")
 READ_ELSEWHERE = {f"docs/plugins/{name}.md" for name in ELSEWHERE}
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
@@ -139,7 +138,7 @@ def test_every_link_leads_somewhere(name):
 
 
 def anchors(text):
-    """What GitHub makes of headings."""
+    """Return the anchors that GitHub creates for headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""The tables of the page about performance are what the result files say."""
+"""The tables of the page about performance match the result files."""
 
 import importlib.util
 import re

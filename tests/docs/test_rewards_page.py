@@ -13,12 +13,12 @@ PAGE = ROOT / "docs" / "plugins" / "rewards.md"
 
 
 def blocks() -> dict[str, str]:
-    """Text of the blocks that have a name."""
+    """Return the text of the blocks that have a name."""
     return {block.name: block.text for block in blocks_of(PAGE) if block.name}
 
 
 def check(printed: dict[str, str]) -> None:
-    """The outputs say what the page says they say."""
+    """Check that the outputs match the page."""
     assert "6 passed" in printed["python -m pytest test_my_reward.py"]
     assert "Difference to the target at which half" in printed["rl options closeness --plugin ./my_reward.py"]
     assert "closeness.difference" in printed["rl view runs/look --order best"]
@@ -40,7 +40,7 @@ def test_the_page_works_exactly_as_written(checkout):
     check(reader.printed)
 
 
-def test_the_error_that_the_page_shows_is_what_is_said(checkout, monkeypatch):
+def test_the_error_on_the_page_is_the_real_one(checkout, monkeypatch):
     found = blocks()
     for name in ("my_reward.py", "closeness.toml"):
         (checkout / name).write_text(found[name])
@@ -58,7 +58,7 @@ def test_the_error_that_the_page_shows_is_what_is_said(checkout, monkeypatch):
         (["plugins=['./my_reward.py','./again.py']"], "`{}: ...` | uninstall one, or remove the file from `plugins`"),
     ],
 )
-def test_the_table_of_errors_quotes_what_is_said(checkout, monkeypatch, overrides, row):
+def test_the_table_of_errors_quotes_real_messages(checkout, monkeypatch, overrides, row):
     found = blocks()
     for name, source in (("my_reward.py", "my_reward.py"), ("again.py", "my_reward.py"), ("closeness.toml",) * 2):
         (checkout / name).write_text(found[source])

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 from plasmid.config.load import merge, resolve
+from plasmid.types import Sample
 from plasmid.types.runs import Mode, RunResult
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.journal import read_journal
+from plasmid_runtime.observe.sample_store import read_samples
 
 FAMILIES = str(Path(__file__).parent.parent / "backend_megatron")
 if FAMILIES not in sys.path:
-    sys.path.insert(0, FAMILIES)  # helpers that make tiny models of them
+    sys.path.insert(0, FAMILIES)  # modules of helpers that create tiny models
 
 REWARD = '''
 from typing import Literal
@@ -35,13 +37,13 @@ def register_components():
 
 @dataclass
 class Job:
-    """A recipe in a folder: a tiny model learns to answer in digits."""
+    """A recipe in a folder, with which a tiny model learns to answer in digits."""
 
     folder: Path
     model: Path
 
     def plain(self) -> dict[str, Any]:
-        """The recipe as plain data; its files are written."""
+        """Write the recipe's files and return the recipe as plain data."""
         plugin = self.folder / "digit_share.py"
         plugin.write_text(REWARD)
         for name, rows in (("train", range(40)), ("test", range(40, 56))):
@@ -62,7 +64,7 @@ class Job:
         }
 
     def write_recipe(self, batches: int) -> Path:
-        """A small recipe as a file, for the `rl` command; run it in `folder`."""
+        """Write a small recipe as a file for the `rl` command, to be run in `folder`."""
         self.plain()
         path = self.folder / "digits.toml"
         path.write_text(
@@ -95,3 +97,19 @@ class Job:
 @pytest.fixture
 def job(tmp_path, tiny_model) -> Job:
     return Job(tmp_path, tiny_model)
+
+
+@pytest.fixture(params=["openai", "sglang"])
+def server(request, job, teacher):
+    """A server of the module's `teacher`."""
+    from tests.core.rollout.model_server import ModelServer
+
+    made = ModelServer(teacher, job.plain(), sglang=request.param == "sglang")
+    yield made
+    made.close()
+
+
+def stored(folder: Path) -> list[Sample]:
+    """Return the samples in a run's files, in order."""
+    files = sorted((folder / "samples").glob("batch-*.parquet"))
+    return [sample for file in files for group in read_samples(file) for sample in group.samples]

@@ -1,8 +1,9 @@
-"""Kill `rl train` on Ray and all its processes with -9 at random moments, resume it, and check what it promises.
+"""Kill `rl train` on Ray and all its processes with -9 at random moments, resume it, and check its guarantees.
 
     python -m tests.end_to_end.kill_runs FOLDER MODEL MAX_STALENESS KILLS SEED
 
-Trainer `fsdp` and engine `hf` on the CPU. This process is a subreaper, so that no process of a killed run escapes it.
+Uses trainer `fsdp` and engine `hf` on the CPU. This process is a subreaper, so that it can end all processes of a
+killed run.
 """
 
 import json
@@ -90,7 +91,7 @@ checkpoint = {{ every = 1, keep_last = 3 }}
 
 
 class KilledCommand:
-    """`rl train` in a folder and the attempts at it."""
+    """`rl train` in a folder, and the attempts at it."""
 
     def __init__(self, folder, model, max_staleness):
         self.folder, self.run, self.attempts = folder, folder / "run", []
@@ -114,7 +115,7 @@ class KilledCommand:
             )
 
     def kill_at(self, seconds, *, after_saves):
-        """Kill an attempt and all its processes so long after it has saved so often, or after its start."""
+        """Kill an attempt and all its processes a given time after its n-th save, or after its start."""
         process, saved, deadline = (
             self.start(10**6, self.run),
             newest_checkpoint(self.run),

@@ -1,4 +1,4 @@
-"""Kills `rl train` while a checkpoint is written in the background, and checks the run that resumes."""
+"""Kills `rl train` while a checkpoint is written in the background, and checks the resumed run."""
 
 import os
 import signal
@@ -38,9 +38,9 @@ def curve(folder):
 
 
 def check_killed_while_saving(folder, recipe):
-    """Nothing can write the tensors of batch 4 before the run is killed in a later batch.
+    """Block writing the tensors of batch 4 until the run is killed in a later batch.
 
-    The recipe has a plugin `digit_share.py` and saves every second batch. The run that resumes it from batch 2 equals
+    The recipe has a plugin `digit_share.py` and saves every second batch. The run that resumes from batch 2 must equal
     one that saved synchronously and was not killed.
     """
     behind = ("train", recipe, "trainer.async_save=true", "run.batches=6", "checkpoint.export=false")

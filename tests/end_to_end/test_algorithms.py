@@ -1,4 +1,4 @@
-"""Algorithms besides GRPO with the real trainer and engine: rewards rise, demonstrations are learned."""
+"""Algorithms other than GRPO with the real trainer and engine: rewards rise, and demonstrations are learned."""
 
 import json
 
@@ -79,18 +79,18 @@ def test_every_variant_trains_behind_the_policy_in_several_steps(job, name):
 
 
 def demonstrations(job, seed):
-    """A recipe of supervised fine-tuning: every question is answered with 777."""
+    """A recipe of supervised fine-tuning in which every question is answered with 777."""
     recipe = job.plain()
     ask = [{"role": "user", "content": ""}, {"role": "assistant", "content": "777"}]
     rows = [{"messages": [{**ask[0], "content": f"say {i}: "}, ask[1]]} for i in range(40)]
     path = job.folder / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loop = {"batches": 40, "prompts_per_batch": 8, "samples_per_prompt": 1, "seed": seed}
+    loop = {"batches": 20, "prompts_per_batch": 8, "samples_per_prompt": 1, "seed": seed}
     kept = {name: recipe[name] for name in ("recipe", "model", "plugins")}
     return kept | {
         "algorithm": {"kind": "sft"},
         "data": {"kind": "demonstrations", "path": str(path)},
-        "trainer": {"kind": "fsdp", "lr": 3e-3},
+        "trainer": {"kind": "fsdp", "lr": 1e-2},
         "run": {"dir": str(job.folder / "run"), **loop},
     }
 

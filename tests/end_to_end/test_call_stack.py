@@ -1,4 +1,4 @@
-"""How many files lie between `rl train` and the trainer's ``backward()``: what a reader has to follow."""
+"""The number of files between `rl train` and the trainer's ``backward()``, which a reader has to follow."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ MOST_FILES = 15
 
 
 def awaited(coroutine):
-    """Files of the coroutines that one waits for, itself first."""
+    """Yield the files of the coroutines that a coroutine waits for, starting with its own."""
     files = []
     while coroutine is not None:
         code = getattr(coroutine, "cr_code", None) or getattr(coroutine, "gi_code", None)
@@ -28,13 +28,14 @@ def awaited(coroutine):
 
 
 def ours(files):
-    """Those in packages, by name; a file counts once."""
+    """Return the files in packages by name, each once."""
     found = [Path(file) for file in files]
     return {path.relative_to(PACKAGES).as_posix() for path in found if path.is_relative_to(PACKAGES)}
 
 
 class Recorder:
-    """Notes the stacks of the run, of the driver's call to a rank, and of the rank, as the rank calls ``backward``."""
+    """Records the stacks of the run, of the driver's call to a rank, and of the rank, when the rank calls
+    ``backward``."""
 
     def __init__(self):
         self.calls = {}

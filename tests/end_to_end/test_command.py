@@ -1,4 +1,4 @@
-"""The `rl` command on a real cluster: processes, checkpoints, Ctrl-C and what is left behind."""
+"""The `rl` command on a real cluster: processes, checkpoints, Ctrl-C, and what is left behind."""
 
 import os
 import signal

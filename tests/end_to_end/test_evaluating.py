@@ -1,4 +1,4 @@
-"""A run, its checkpoints and its final policy are evaluated to what the run itself measured."""
+"""Evaluating a run, its checkpoints and its final policy gives the metrics that the run itself measured."""
 
 import json
 
@@ -11,7 +11,8 @@ from plasmid_runtime.observe.journal import read_journal
 
 @pytest.fixture
 def rl(job, capsys, monkeypatch):
-    """The command `rl eval` in the folder of a job, whose rewards are a plugin file; returns the metrics it prints."""
+    """Return a function that runs `rl eval` in the folder of a job with a plugin file for rewards, and returns its
+    metrics."""
     monkeypatch.chdir(job.folder)
 
     def rl(*arguments):

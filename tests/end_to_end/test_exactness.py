@@ -54,7 +54,7 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_never_stopped(job):
 
 
 def test_the_same_recipe_twice_gives_equal_metrics_and_samples(job):
-    """Times and memory apart, on the CPU with `max_staleness = 0`: the trainer and the engine themselves."""
+    """Except times and memory, on the CPU with `max_staleness = 0`, with the real trainer and engine."""
     for name in ("first", "second"):
         job.run(SETTINGS | {"run": {"steps_per_batch": 2, "batches": 3, "dir": str(job.folder / name)}})
     found = compare_runs(*(load_run(job.folder / name) for name in ("first", "second")))
@@ -128,7 +128,7 @@ def test_a_replay_is_bit_identical_when_repeated_and_to_the_run_itself(job):
 
 
 def remove(folder):
-    """Remove a folder that dying processes may still write logs into."""
+    """Remove a folder into which ending processes may still write logs."""
     deadline = time.monotonic() + 60
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
@@ -159,7 +159,7 @@ def test_a_run_that_was_killed_continues_bit_identically(job, after):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if not any((folder / "checkpoints").glob("batch-*")):
-        remove(folder)  # killed before the first save: nothing to resume, the run begins anew
+        remove(folder)  # killed before the first save: nothing to resume, the run starts over
         assert start("begin").wait(timeout=240) == 0
     else:
         assert start("resume").wait(timeout=240) == 0
@@ -175,7 +175,7 @@ IN_FLIGHT_SETTINGS = {
 
 
 def check_in_flight(run, turns):
-    """What rollouts had drawn in a checkpoint is in the samples of the run that was resumed from it; counts them."""
+    """Check that tokens sampled before a checkpoint are in the samples of the resumed run; return their number."""
     newest = CheckpointFolder.complete(run / "checkpoints")[-1]
     files = [*(run / "samples").glob("batch-*.parquet"), *([newest / BUFFER] if (newest / BUFFER).exists() else [])]
     groups = [group for file in files for group in read_samples(file)]
@@ -195,7 +195,7 @@ def check_in_flight(run, turns):
 
 
 def test_rollouts_in_flight_go_on_after_a_resume(job):
-    """With the real engine: their first tokens are those of the policy before, with its log-probabilities."""
+    """With the real engine: their first tokens come from the previous policy, with its log-probabilities."""
     settings = IN_FLIGHT_SETTINGS | {"eval": []}
     run = {"max_staleness": 1, "prompts_per_batch": 2}
     job.run(settings | {"run": {**run, "batches": 2}})

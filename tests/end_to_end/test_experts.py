@@ -1,4 +1,4 @@
-"""Mixtures of experts from a folder to a policy that has learned, with both trainers and the embedded engine."""
+"""Mixtures of experts, from a model folder to a trained policy, with both trainers and the embedded engine."""
 
 import json
 import shutil
@@ -144,5 +144,28 @@ def test_sglang_takes_single_experts_from_ranks_that_split_them_and_every_versio
     rl(folder, "train", "digits.toml", "run.batches=3", "checkpoint.every=3", "run.dir=x", f"rollout={{{engine}}}")
     metrics = journal(folder / "x")
     assert len(metrics) == 3
+    assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5
+    assert max(m["sync/canary_difference"] for m in metrics) < 1e-4
+
+
+LORA_RECIPE = RECIPE.replace('kind = "megatron"\nlr = 3e-3\nexpert_parallel = 2', 'kind = "fsdp"\nlr = 2e-2')
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+def test_sglang_merges_adapters_of_single_experts_and_every_version_is_read_back(job, tmp_path):
+    job.plain()
+    folder, model = job.folder, make_family(tmp_path / "moe", "Qwen3-MoE")
+    (folder / "digits.toml").write_text(LORA_RECIPE.format(model=model))
+    engine = (
+        'kind="sglang", dtype="float32", read_back_every=1, bucket_bytes=20000, server_args={max_total_tokens=4096}'
+    )
+    lora = 'trainer.lora={rank=4, alpha=8.0, targets=["experts.*proj"]}'
+    rl(folder, "train", "digits.toml", "run.batches=3", "run.dir=x", lora, f"rollout={{{engine}}}")
+    metrics = journal(folder / "x")
+    matrices = load_file(folder / "x/final-adapter/adapter_model.safetensors")
+    assert len(metrics) == 3 and len(matrices) == 48
+    size = sum(matrix.nbytes for matrix in matrices.values())
+    assert all(size <= m["sync/bytes"] <= size + 16 * len(matrices) for m in metrics)
     assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5
     assert max(m["sync/canary_difference"] for m in metrics) < 1e-4

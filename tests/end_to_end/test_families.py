@@ -1,8 +1,13 @@
 """Sliding windows, attention sinks and linear attention in whole runs: trainer and engine agree on every token."""
 
+import json
+
 import pytest
+import torch
 from megatron_families import LINEAR, WINDOWS, make_family
 from safetensors.torch import load_file
+
+from tests.mxfp4_folders import decoded, make_mxfp4_folder
 
 QUICK = ("gpt-oss", "Qwen3.5")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in (*WINDOWS, *LINEAR)]
@@ -10,9 +15,8 @@ EXPERTS = [pytest.param(name, marks=pytest.mark.long) for name in ("gpt-oss", "Q
 
 
 def train(job, folder, family, trainer):
-    """A run of three batches with texts longer than the windows; the folder before, and what was exported."""
+    """Run three batches with texts longer than the windows; return the original folder and the export."""
     model = make_family(folder / "model", family)
-    trainer |= {"attention": "sdpa"} if family in LINEAR else {}
     job.run(
         {
             "model": {"path": str(model)},
@@ -30,6 +34,16 @@ def test_a_family_is_trained_on_what_the_engine_samples(family, job, tmp_path):
     assert max(m["train/logprob_diff_max"] for m in job.metrics()) < 2e-5
     assert {name: t.shape for name, t in after.items()} == {name: t.shape for name, t in before.items()}
     assert not any(after[name].equal(tensor) for name, tensor in before.items() if "norm" in name)
+
+
+def test_a_run_from_a_folder_in_mxfp4_exports_plain_weights(job, tmp_path):
+    model = make_mxfp4_folder(make_family(tmp_path / "model", "gpt-oss"), tmp_path / "mxfp4", dtype=torch.float32)
+    job.run({"model": {"path": str(model)}, "run": {"batches": 2}})
+    assert max(m["train/logprob_diff_max"] for m in job.metrics()) < 2e-5
+    ours, theirs = load_file(tmp_path / "run/final/model.safetensors"), decoded(model)
+    assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
+    assert max((ours[name] - tensor.float()).abs().max() for name, tensor in theirs.items()) < 0.1
+    assert "quantization_config" not in json.loads((tmp_path / "run/final/config.json").read_text())
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -1,4 +1,4 @@
-"""`rl train` with real processes, all of which are killed with -9 at random moments: nothing is lost or done twice."""
+"""`rl train` with real processes, all killed with -9 at random moments: nothing is lost or done twice."""
 
 import json
 import subprocess

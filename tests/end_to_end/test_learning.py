@@ -1,4 +1,4 @@
-"""The reward of prompts that were never trained on rises, for every seed."""
+"""The reward of held-out prompts rises, for every seed."""
 
 import pytest
 

@@ -1,8 +1,9 @@
-"""Whole runs that train an adapter: it learns, what is sent is the adapter, and a resumed run is the same run."""
+"""Whole runs that train an adapter: it learns, only the adapter is sent, and resume is exact."""
 
 import json
 
 import pytest
+from megatron_families import make_family
 from plasmid_runtime.cluster.local import LocalCluster
 from plasmid_runtime.lifecycle.export import export_checkpoint
 from safetensors.torch import load_file
@@ -13,7 +14,7 @@ LORA = {"lr": 2e-2, "lora": {"rank": 8, "alpha": 16.0}}
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_an_adapter_raises_the_held_out_reward(job, seed):
-    """The head is not adapted, and no hidden state of this base's norm gives digits more than 0.81."""
+    """The head is not adapted, and no hidden state with this base's norm gives digits a probability above 0.81."""
     loop = {"seed": seed, "batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
     result = job.run({"run": loop, "trainer": LORA, "algorithm": {"kl_coef": 0.001}})
     (_, before), (_, after) = result.evaluations["held-out"]
@@ -28,8 +29,42 @@ def test_an_adapter_raises_the_held_out_reward(job, seed):
     assert all(size <= m["sync/bytes"] <= size + padding for m in metrics)
 
 
-def test_a_resumed_run_and_its_export_are_those_of_one_that_never_stopped(job):
-    changes = {"trainer": LORA, "algorithm": {"kl_coef": 0.01}, "checkpoint": {"every": 2}, "eval": []}
+EXPERTS = {"rank": 4, "alpha": 8.0, "targets": [r"experts\.\d+\.(gate|up|down)_proj"]}
+
+
+def of_experts(job):
+    """The job with a mixture of experts."""
+    job.model = make_family(job.folder / "moe", "Qwen3-MoE")
+    return {"lr": 2e-2, "lora": EXPERTS}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_adapters_of_experts_raise_the_held_out_reward(job, seed):
+    loop = {"seed": seed, "batches": 30, "prompts_per_batch": 4, "samples_per_prompt": 8}
+    result = job.run({"run": loop, "trainer": of_experts(job)})
+    (_, before), (_, after) = result.evaluations["held-out"]
+    assert before < 0.25
+    assert after > 0.6
+
+
+def test_a_run_with_adapters_of_experts_sends_them_alone(job):
+    job.run({"trainer": of_experts(job), "algorithm": {"kl_coef": 0.01}, "run": {"batches": 3}})
+    metrics = job.metrics()
+    assert max(m["train/logprob_diff_max"] for m in metrics) < 2e-5
+    assert metrics[0]["train/kl"] == 0 < metrics[-1]["train/kl"]
+    matrices = load_file(job.folder / "run/final-adapter/adapter_model.safetensors")
+    assert len(matrices) == 2 * 4 * 3 * 2 and all(".mlp.experts." in name for name in matrices)
+    size = sum(matrix.nbytes for matrix in matrices.values())
+    assert all(size <= m["sync/bytes"] <= size + 16 * len(matrices) for m in metrics)
+    base, final = load_file(job.model / "model.safetensors"), load_file(job.folder / "run/final/model.safetensors")
+    assert {name for name in base if not base[name].equal(final[name])} == {n for n in base if ".mlp.experts." in n}
+
+
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_resumed_run_and_its_export_are_those_of_one_that_never_stopped(job, experts):
+    trainer = of_experts(job) if experts else LORA
+    changes = {"trainer": trainer, "algorithm": {"kl_coef": 0.01}, "checkpoint": {"every": 2}, "eval": []}
     job.run(changes)
     whole = job.metrics()
     run = job.folder / "run"
@@ -46,4 +81,4 @@ def test_a_resumed_run_and_its_export_are_those_of_one_that_never_stopped(job):
         assert exported.keys() == final.keys()
         assert all((exported[key] == final[key]).all() for key in final)
     config = json.loads((job.folder / "exported-adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["base_model_name_or_path"]) == (8, str(job.model))
+    assert (config["r"], config["base_model_name_or_path"]) == (trainer["lora"]["rank"], str(job.model))

@@ -1,4 +1,4 @@
-"""Runs whose trainer is Megatron: through `rl train` with ranks in processes of their own, and resumed bit by bit."""
+"""Runs with trainer Megatron: through `rl train` with ranks in separate processes, and resumed bit by bit."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def write(folder, model, algorithm="grpo"):
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_the_same_recipe_twice_gives_equal_metrics_samples_and_weights(folder, tiny_model):
-    """On the CPU with `max_staleness = 0`, times and memory apart: two ranks of Megatron and the engine `hf`."""
+    """On the CPU with `max_staleness = 0`, except times and memory: two ranks of Megatron and engine `hf`."""
     write(folder, tiny_model)
     for name in ("first", "second"):
         code, _, err = rl(folder, "train", "digits.toml", f"run.dir={name}", "run.batches=3", "checkpoint.every=1")
@@ -107,7 +107,8 @@ def test_other_families_train_through_the_command(name, model_type, changes, fol
 @pytest.mark.long
 @pytest.mark.timeout(2000)
 def test_checkpoints_of_both_trainers_convert_and_megatron_trains_on_from_its_own_format(folder, tiny_model):
-    """The curve from torch_dist is that from Hugging Face; what a run exports is what its checkpoint converts to."""
+    """Training from torch_dist gives the same curve as from Hugging Face, and the export equals the converted
+    checkpoint."""
     write(folder, tiny_model)
     code, _, err = rl(folder, "convert", str(tiny_model), "there", "--to", "torch_dist", "to.vocab_multiple=64")
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""An adapter trained by Megatron through `rl train`: it learns, only it is sent, and it resumes bit by bit."""
+"""An adapter trained by Megatron through `rl train`: it learns, only the adapter is sent, and resume is exact."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from megatron_families import make_family
 from plasmid_runtime.observe.journal import read_journal
 from safetensors.torch import load_file
 
@@ -50,23 +51,29 @@ def metrics_of(folder):
     return [dict(entry.metrics) for entry in read_journal(folder / "metrics.jsonl")]
 
 
+def check_syncs(run, num_matrices=None):
+    """The engine has the trainer's policy although only the adapter was sent."""
+    metrics = metrics_of(run)
+    assert max(entry["train/logprob_diff_max"] for entry in metrics) < 2e-5
+    assert metrics[0]["train/kl"] == 0 and metrics[-1]["train/kl"] > 0
+    matrices = load_file(run / "final-adapter/adapter_model.safetensors").values()
+    size = sum(matrix.nbytes for matrix in matrices)
+    assert num_matrices in (None, len(matrices))
+    assert all(size <= entry["sync/bytes"] <= size + 16 * len(matrices) for entry in metrics)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("seed", LAYOUTS)
 def test_an_adapter_raises_the_held_out_reward(seed, folder, tiny_model):
-    """As `test_lora.py` does with trainer `fsdp`: the head is not adapted, which allows no more than 0.81."""
+    """As in `test_lora.py` with trainer `fsdp`: the head is not adapted, which allows no more than 0.81."""
     ranks, layout = LAYOUTS[seed]
     train(folder, tiny_model, ranks, "run.dir=run", f"run.seed={seed}", *layout)
     evaluations = read_journal(folder / "run" / "evaluations.jsonl")
     before, after = (entry.metrics["eval/held-out/reward"] for entry in evaluations)
     assert before < 0.25
     assert after > 0.65
-    metrics = metrics_of(folder / "run")
-    assert max(entry["train/logprob_diff_max"] for entry in metrics) < 2e-5
-    assert metrics[0]["train/kl"] == 0 and metrics[-1]["train/kl"] > 0
-    matrices = load_file(folder / "run/final-adapter/adapter_model.safetensors").values()
-    size = sum(matrix.nbytes for matrix in matrices)
-    assert all(size <= entry["sync/bytes"] <= size + 16 * len(matrices) for entry in metrics)
+    check_syncs(folder / "run")
 
 
 @pytest.mark.long
@@ -83,3 +90,27 @@ def test_a_resumed_run_is_one_that_never_stopped(folder, tiny_model):
         assert (folder / "again" / name).read_bytes() == (folder / "whole" / name).read_bytes()
     config = json.loads((folder / "whole/final-adapter/adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (8, str(tiny_model))
+
+
+EXPERTS = (
+    "run.dir=run",
+    "trainer.expert_parallel=2",
+    'trainer.lora={rank=8, alpha=16.0, targets=["experts.*proj"]}',
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_adapters_of_experts_are_sent_alone(folder, tmp_path):
+    train(folder, make_family(tmp_path / "moe", "Qwen3-MoE"), 2, *EXPERTS, "run.batches=2", "eval=[]")
+    check_syncs(folder / "run", num_matrices=48)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_adapters_of_experts_raise_the_held_out_reward(seed, folder, tmp_path):
+    train(folder, make_family(tmp_path / "moe", "Qwen3-MoE"), 2, *EXPERTS, f"run.seed={seed}")
+    before, after = (e.metrics["eval/held-out/reward"] for e in read_journal(folder / "run/evaluations.jsonl"))
+    assert before < 0.25 and after > 0.6
+    check_syncs(folder / "run", num_matrices=48)

@@ -1,4 +1,4 @@
-"""`run.deterministic`: trainer and engine give every token the same log-probability, bit by bit."""
+"""`run.deterministic`: trainer and engine compute bitwise equal log-probabilities for every token."""
 
 import pytest
 from plasmid_cli.comparison.runs import compare_runs
@@ -23,14 +23,14 @@ def mismatch(metrics):
 
 
 def families(quick):
-    """The fixture `model` for these families, of which all but one make a long test."""
+    """Return the fixture `model` for these families; tests with all but the first are long."""
     names = [n if n == quick else pytest.param(n, marks=pytest.mark.long) for n in ("llama", "qwen3", "qwen2")]
     return pytest.mark.parametrize("model", names, indirect=True)
 
 
 @pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
-    """A width that is no multiple of vectors or tiles."""
+    """The width is not a multiple of vector or tile sizes."""
     path = tmp_path_factory.mktemp("models") / request.param
     return make_tiny_model(path, family=request.param, hidden_size=72, intermediate_size=50, head_dim=18)
 
@@ -68,10 +68,9 @@ def test_samples_do_not_depend_on_the_batch(job, model):
     "changes",
     [
         {"dtype": "bfloat16"},
-        {"lora": {"rank": 4}},
         *(
             pytest.param(c, marks=pytest.mark.long)
-            for c in ({"activation_checkpointing": True}, {"microbatch_samples": 3})
+            for c in ({"lora": {"rank": 4}}, {"activation_checkpointing": True}, {"microbatch_samples": 3})
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""Power loss during a run of the real trainer and engine: exports and checkpoints under their names are whole."""
+"""Power loss during a run of the real trainer and engine: exports and checkpoints are complete once they have their
+name."""
 
 import random
 import shutil
@@ -16,7 +17,7 @@ SETTINGS = {"checkpoint": {"every": 2, "keep_last": 2, "export": True, "export_e
 
 @pytest.fixture
 def recorded(job, monkeypatch):
-    """A whole run, and the disk at every moment of it."""
+    """A whole run, and the state of the disk at every moment of it."""
     disk = Disk(job.folder)
     with disk.recorded(monkeypatch):
         job.run(SETTINGS)

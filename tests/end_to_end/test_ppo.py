@@ -1,4 +1,4 @@
-"""PPO with its critic, from the recipe to a policy that is better on prompts it was never trained on."""
+"""PPO with its critic, from the recipe to a policy that improves on held-out prompts."""
 
 import shutil
 
@@ -26,7 +26,7 @@ def test_ppo_raises_the_held_out_reward(job, seed):
     assert after > 0.9
     explained = [m["train/explained_variance"] for m in metrics if "train/explained_variance" in m]
     assert explained[0] == 0
-    assert np.mean(explained[10:]) > 0.03  # most of what is left is which tokens were drawn, which no critic knows
+    assert np.mean(explained[10:]) > 0.03  # the remaining variance is due to sampling, which no critic can predict
     errors = [abs(m["train/value_mean"] - m["reward/mean"]) for m in metrics]
     assert errors[0] > 0.1 and np.mean(errors[10:]) < 0.1
     critic = AutoModelForTokenClassification.from_pretrained(result.final.with_name("final-critic"))
@@ -44,7 +44,7 @@ def test_ppo_learns_off_policy_with_several_steps_a_batch_after_a_warm_up(job, s
     assert [m["train/step"] for m in metrics[:6]] == [0, 0, 0, 0, 2, 4]
     assert all(("train/loss" in m) == (i >= 4) for i, m in enumerate(metrics))
     assert all(m["train/value_loss"] > 0 for m in metrics)
-    assert [m["version"] for m in metrics] == list(range(1, 35))  # the same weights are published while it warms up
+    assert [m["version"] for m in metrics] == list(range(1, 35))  # the same weights are published during the warm-up
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""`run.profile` and `run.token_values_every` write what trainer ranks did with chosen batches."""
+"""`run.profile` and `run.token_values_every` write data of the trainer ranks for the selected batches."""
 
 import gzip
 import json

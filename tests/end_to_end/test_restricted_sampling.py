@@ -1,4 +1,4 @@
-"""Runs whose sampling is restricted: what was left to draw from is replayed by the trainer, from engine to gradient."""
+"""Runs with restricted sampling: the trainer replays the kept sets, from engine to gradient."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_a_replay_without_the_sets_is_refused_where_ratios_would_be_wrong(job):
     groups = read_samples(file)
     for group in groups:
         for sample in group.samples:
-            object.__setattr__(sample, "kept", None)  # as an engine leaves it that cannot tell
+            object.__setattr__(sample, "kept", None)  # as written by an engine that does not report the sets
     write_samples(file, groups, step=1)
     with pytest.raises(CheckpointError) as error:
         job.run(SETTINGS | {"run": {"dir": str(job.folder / "again")}}, replay=job.folder / "run")
@@ -57,7 +57,7 @@ def test_a_replay_without_the_sets_is_refused_where_ratios_would_be_wrong(job):
 
 def test_groups_that_wait_in_a_checkpoint_keep_their_sets(job):
     ahead = {"run": {"batches": 2, "max_staleness": 2}, "checkpoint": {"every": 2}, "eval": []}
-    ahead["trainer"] = {"lr": 1e-6}  # the policy hardly moves, so a lost mass of 0.8 would be seen
+    ahead["trainer"] = {"lr": 1e-6}  # the policy hardly changes, so a lost mass of 0.8 would be noticed
     job.run(SETTINGS | ahead)
     (checkpoint,) = (job.folder / "run" / "checkpoints").glob("batch-*")
     unfinished = [turn.completion for turns in read_turns(checkpoint / IN_FLIGHT).values() for turn in turns]

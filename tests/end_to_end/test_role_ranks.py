@@ -1,4 +1,4 @@
-"""Reference and critic with processes of their own on a real cluster, from the recipe on."""
+"""Reference and critic with separate processes on a real cluster."""
 
 import os
 import subprocess
@@ -9,7 +9,58 @@ from pathlib import Path
 import psutil
 import pytest
 from plasmid.errors import EXIT_RETRY
+from plasmid.types.runs import Mode
+from plasmid_runtime.cluster.local import LocalCluster
+from plasmid_runtime.lifecycle.session import run
 from plasmid_runtime.observe.journal import read_journal
+
+from tests.backend_fsdp.fsdp_processes import ProcessCluster, Processes
+
+
+class RolesInProcesses(LocalCluster):
+    """Starts reference and critic in processes of their own, and everything else in threads of this process."""
+
+    def __init__(self, processes):
+        super().__init__()
+        self.processes = ProcessCluster(processes)
+
+    async def start(self, factory, /, *args, name, **options):
+        cluster = self.processes if name in ("reference-0", "critic-0") else super()
+        return await cluster.start(factory, *args, name=name, **options)
+
+
+@pytest.fixture(scope="module")
+def two_processes():
+    processes = Processes(2)
+    yield processes
+    processes.shutdown()
+
+
+def test_roles_in_processes_of_their_own_train_the_same_and_resume_exactly(job, two_processes):
+    """The same as over Ray, which the long tests below start."""
+    settings = {
+        "algorithm": {"kind": "ppo", "critic_warmup": 1, "reward_kl_coef": 0.1, "monitor_kl": True},
+        "reference": {"update_every": 2},
+        "trainer": {"lr": 0.03, "critic": {"lr": 0.02, "export": True}},
+        "checkpoint": {"export": True},
+        "eval": [],
+    }
+
+    def train(name, batches, *, resume=False, **placement):
+        changes = {"run": {"dir": str(job.folder / name), "batches": batches}, "placement": placement}
+        config, cluster = job.config(settings | changes), RolesInProcesses(two_processes)
+        run(config, mode=Mode(resume=resume), make_cluster=lambda _: cluster)
+        return [actor.name for actor in cluster.processes.actors]
+
+    assert train("shared", 4) == []
+    for batches, resume in ((3, False), (4, True)):
+        names = train("apart", batches, resume=resume, reference_ranks=1, critic_ranks=1)
+        assert sorted(names) == ["critic-0", "reference-0"]
+    assert curve(job.folder / "apart") == curve(job.folder / "shared")
+    _, second, third, fourth = curve(job.folder / "apart")
+    assert second["train/grad_norm"] and third["train/kl"] == 0 and fourth["train/kl"], "the reference has moved once"
+    both = [job.folder / name / "final-critic/model.safetensors" for name in ("apart", "shared")]
+    assert both[0].read_bytes() == both[1].read_bytes()
 
 
 def recipe_of(job, batches):
@@ -54,6 +105,7 @@ def finish(process):
     assert process.returncode == 0, errors
 
 
+@pytest.mark.long
 def test_a_reference_with_its_own_process_trains_the_same_and_resumes_exactly(job):
     recipe_of(job, 4)
     finish(start(job.folder, "run.dir=shared"))
@@ -68,7 +120,7 @@ def test_a_reference_with_its_own_process_trains_the_same_and_resumes_exactly(jo
 
 
 def kill(process, name, run_dir, *, batches):
-    """Kill a process of the run by its name after so many batches: the run ends with its name."""
+    """Kill a process of the run by its name after this many batches: the run ends with its name."""
     metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 200
     while not metrics.exists() or metrics.read_text().count("\n") < batches:
         assert process.poll() is None and time.monotonic() < deadline
@@ -89,8 +141,9 @@ def test_a_killed_reference_ends_the_run_with_its_name(job):
     kill(process, "reference-0", job.folder / "runs/digits", batches=1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("megatron", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
 def test_a_critic_with_its_own_process_learns_the_same_also_after_it_was_killed(job, kind):
     ppo_recipe(job, 12, kind)
     finish(start(job.folder, "run.dir=shared"))

@@ -1,4 +1,4 @@
-"""Runs whose trainer and engine route differently: with the engine's experts their log-probabilities agree better."""
+"""Trainer and engine route differently: their log-probabilities agree better with the engine's experts."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def train(job, moe, replays, **options):
 
 
 def train_with_sglang(job, moe, replays):
-    """By the command, in processes of their own."""
+    """By the command, with separate processes."""
     job.plain()
     (job.folder / "recipe.toml").write_text(
         f"""
@@ -62,7 +62,7 @@ def train_with_sglang(job, moe, replays):
 
 
 def differences(job, moe, replays, train=train, **options):
-    """KL of engine (bfloat16) and trainer (float32) by batch, and the samples."""
+    """Return the KL of engine (bfloat16) and trainer (float32) by batch, and the samples."""
     train(job, moe, replays, **options)
     samples = [read_samples(job.folder / f"run/samples/batch-{i + 1:06d}.parquet") for i in range(BATCHES)]
     return [m["train/mismatch_kl"] for m in job.metrics()], [s for groups in samples for g in groups for s in g.samples]
@@ -84,6 +84,7 @@ def check(job, moe, **options):
         assert sample.experts[known].max() < 32
 
 
+@pytest.mark.long
 def test_fsdp_agrees_better_with_an_engine_whose_experts_it_replays(job, moe):
     check(job, moe)
     again = recipe(moe, True) | {"run": {"batches": BATCHES, "warn_mismatch": 0.0, "dir": str(job.folder / "again")}}
@@ -95,7 +96,7 @@ def test_fsdp_agrees_better_with_an_engine_whose_experts_it_replays(job, moe):
 
 
 def test_experts_of_samples_ahead_of_the_policy_survive_a_resume(job, moe):
-    """Tokens of several policy versions, in engine and trainer of the same precision."""
+    """Tokens of several policy versions, with engine and trainer in the same precision."""
     ahead = {"batches": 2, "max_staleness": 2, "prompts_per_batch": 2, "samples_per_prompt": 4}
     tables = {"rollout": {"kind": "hf", "dtype": "float32"}, "checkpoint": {"every": 2}}
     job.run(recipe(moe, True, run=ahead, **tables))

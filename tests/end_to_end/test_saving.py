@@ -11,7 +11,7 @@ from tests.end_to_end.killed_saves import check_killed_while_saving
 
 
 def test_a_second_save_waits_for_the_first(job, monkeypatch):
-    """The files of batch 1 are written after batch 2 was trained; only then are those of batch 2 planned."""
+    """The files of batch 1 are written after batch 2 was trained; only then does the save of batch 2 start."""
     events, trained = [], threading.Event()
     write, commit, save = FileSystemWriter.write_data, PendingSave.commit, FSDPBackend.save
     metrics = FSDPBackend.step_metrics
@@ -29,7 +29,7 @@ def test_a_second_save_waits_for_the_first(job, monkeypatch):
     def write_late(self, plan, planner):
         if "written" not in events:
             trained.wait()
-            threading.Event().wait(0.3)  # a save that did not wait would begin now
+            threading.Event().wait(0.3)  # a save that did not wait would start now
         events.append("written")
         return write(self, plan, planner)
 

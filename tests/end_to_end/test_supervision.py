@@ -1,4 +1,4 @@
-"""Every part of a supervised run is killed; it ends as the run that nobody disturbed, bit for bit."""
+"""Every process of a supervised run is killed; the run ends bit for bit like an undisturbed one."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ SETTINGS = [
 @pytest.mark.timeout(600)
 def test_a_supervised_run_survives_the_death_of_every_part_and_ends_bit_for_bit_the_same(job, monkeypatch):
     recipe = job.write_recipe(batches=2 * len(PARTS) + 1).name
-    plugin = job.folder / "digit_share.py"  # a batch takes longer than it takes to find and kill a process
+    plugin = job.folder / "digit_share.py"  # a batch takes longer than finding and killing a process
     slow = plugin.read_text().replace("return sum", "await asyncio.sleep(1.5); return sum")
     plugin.write_text(f"import asyncio\n{slow}")
     monkeypatch.chdir(job.folder)

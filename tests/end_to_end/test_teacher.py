@@ -1,4 +1,4 @@
-"""Distillation from a teacher in the trainer and from one that is a server, from the recipe on."""
+"""Distillation from a teacher in the trainer and from a server, in whole runs."""
 
 import shutil
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from plasmid.errors import CheckpointError, EngineError
 from plasmid_models.testing import make_tiny_model
-from plasmid_runtime.observe.sample_store import read_samples
 
 from tests.core.rollout.model_server import ModelServer
+from tests.end_to_end.conftest import stored
 
 OPD = {"algorithm": {"kind": "opd"}, "rewards": [], "eval": []}
 NUM_SAMPLES = 16
-"""Samples of a batch of the recipe."""
+"""Number of samples in a batch of the recipe."""
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +21,8 @@ def teacher(tmp_path_factory):
     return make_tiny_model(folder, family="qwen3", num_layers=1, seed=11, initializer_range=0.2)
 
 
-@pytest.fixture(params=["openai", "sglang"])
-def server(request, job, teacher):
-    made = ModelServer(teacher, job.plain(), sglang=request.param == "sglang")
-    yield made
-    made.close()
-
-
 def taught_by(server):
     return OPD | {"teacher": {"kind": "server", "url": server.url, "backoff_s": 0.01}}
-
-
-def stored(folder):
-    files = sorted((folder / "samples").glob("batch-*.parquet"))
-    return [sample for file in files for group in read_samples(file) for sample in group.samples]
 
 
 def trained(metrics):

@@ -1,4 +1,4 @@
-"""Settings that change what a run is made of: where the policy starts, what it is compared with, who waits for whom."""
+"""Settings that change the structure of a run: initial policy, reference, placement and evaluation."""
 
 import pytest
 from plasmid_models.testing import make_tiny_model

@@ -1,4 +1,4 @@
-"""Checkpoints without the optimizer's state, through the `rl` command: what they can be used for, and what not."""
+"""Checkpoints without optimizer state, through the `rl` command: what they can be used for, and what not."""
 
 import re
 import signal
@@ -19,7 +19,8 @@ OPTIONS = ("checkpoint.every=2", "checkpoint.optimizer=false", "checkpoint.at_en
 
 @pytest.fixture
 def rl(job):
-    """Run the command in the job's folder; returns what it prints, or its error if it must fail with ``code``."""
+    """Return a function that runs the command in the job's folder and returns its output, or its error if ``code`` is
+    given."""
     job.write_recipe(batches=2)
 
     def run(*arguments, code=0):
@@ -110,6 +111,6 @@ def test_trainers_that_always_save_it_and_supervised_runs_refuse_the_setting(rl)
         "optimizer's state; remove the setting\n"
     )
     assert rl("train", "digits.toml", "checkpoint.optimizer=false", "--supervise", code=2) == (
-        "error: checkpoint.optimizer: must be true with --supervise, which resumes runs, and they need the optimizer's "
-        "state; remove the setting\n"
+        "error: checkpoint.optimizer: must be true with --supervise, because a run can be resumed only with the "
+        "optimizer's state; remove the setting\n"
     )

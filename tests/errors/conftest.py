@@ -1,4 +1,4 @@
-"""A folder with everything that a run needs, and the `rl` command to try it on."""
+"""A folder with everything that a run needs, and the `rl` command."""
 
 import json
 import re
@@ -33,12 +33,12 @@ data = { path = "prompts.jsonl" }
 """
 Rl = Callable[..., list[str]]
 WAITING = re.compile(r"^\d+ s: waiting for .*\n", re.MULTILINE)
-"""What a start waits for, as far as anyone had the time to see it."""
+"""Lines about what a start waits for; which of them appear depends on timing."""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """The current folder: a good recipe, its prompts, and a model with a tokenizer and no real weights."""
+    """The current folder, with a valid recipe, its prompts, and a model with a tokenizer and no real weights."""
     make_empty_model(tmp_path / "model")
     (tmp_path / "recipe.toml").write_text(RECIPE)
     rows = [json.dumps({"prompt": f"say {i}", "target": i}) for i in range(8)]
@@ -49,9 +49,10 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def rl(folder, capsys) -> Rl:
-    """Run the command in this process; it must fail as a user's mistake does, and returns the lines of its errors.
+    """Return a function that runs the command in this process and returns its error lines.
 
-    What it printed before must be ``printed``, but for what a start waits for.
+    The command must fail as for a user's mistake. Its previous output must be ``printed``, ignoring what a start waits
+    for.
     """
 
     def run(*argv: object, printed: str = "", code: int = 2) -> list[str]:

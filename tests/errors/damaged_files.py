@@ -1,4 +1,4 @@
-"""Damage to single files of a run or a model from outside, of every kind, and commands that read them."""
+"""Every kind of damage to single files of a run or a model, and commands that read them."""
 
 import contextlib
 import io
@@ -55,12 +55,12 @@ def swap(file, other):
 
 
 def change_types(file, other):
-    """Numbers become texts, texts numbers, lists and objects each other."""
+    """Change types: numbers become texts, texts numbers, and lists and objects each other."""
     _rewrite(file, _change_type)
 
 
 def enlarge_numbers(file, other):
-    """All numbers become huge."""
+    """Make all numbers huge."""
     _rewrite(file, lambda value: HUGE if isinstance(value, int | float) else value)
 
 
@@ -122,7 +122,7 @@ def run_command(*arguments):
 
 
 def find_problem(code, err):
-    """Return what is wrong with an end; empty if it is a success, or a failure with one clear line."""
+    """Return what is wrong with a result; empty if it is a success, or a failure with one clear line."""
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     if "Traceback" in err:
         return f"a traceback: {err.splitlines()[-1][:300]}"

@@ -1,4 +1,4 @@
-"""A plugin whose components misbehave as they are told to."""
+"""A plugin whose components fail as configured."""
 
 import asyncio
 import time
@@ -12,13 +12,13 @@ SAVED_BYTES = 40_000
 
 
 class BadReward(Reward):
-    """1.0 until a group comes, then something else."""
+    """Gives 1.0 until a certain group, then fails."""
 
     kind: Literal["bad"] = "bad"
     how: Literal["raise", "wait", "block", "none", "nan", "text"] = "raise"
-    """What goes wrong."""
+    """How it fails."""
     from_group: int = 0
-    """First group that it goes wrong with."""
+    """First group for which it fails."""
 
     async def __call__(self, prompt, sample):
         if sample.group_id < self.from_group:
@@ -34,7 +34,7 @@ class BadReward(Reward):
 
 
 class ShortReward(Reward):
-    """Scores groups, and forgets a sample."""
+    """Scores groups, and omits a sample."""
 
     kind: Literal["short"] = "short"
 
@@ -50,7 +50,7 @@ class BadFilter(Filter):
 
     kind: Literal["bad"] = "bad"
     how: Literal["raise", "drop"] = "raise"
-    """What goes wrong."""
+    """How it fails."""
 
     def __call__(self, group):
         if self.how == "raise":
@@ -77,9 +77,9 @@ class Growing(TrainerConfig):
 
     kind: Literal["growing"] = "growing"
     export_s: float = 0.0
-    """How long an export takes."""
+    """Duration of an export, in seconds."""
     start_s: float = 0.0
-    """How long a start takes."""
+    """Duration of a start, in seconds."""
 
     async def build(self, context):
         if self.start_s:

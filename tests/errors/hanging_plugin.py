@@ -1,4 +1,4 @@
-"""A plugin whose trainer ranks, engine and rewards are processes that hang as they are told to. Imports no torch."""
+"""A plugin whose trainer ranks, engine and rewards are processes that hang as configured. Imports no torch."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ from plasmid_training.driver.group import RankGroup
 
 
 def stop_here():
-    """As a debugger or a full terminal would."""
+    """Stop this process, as a debugger or a full terminal would."""
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(3600)  # the signal may take a moment
 
 
 class HangingRank:
-    """One rank: all of them meet in every step."""
+    """One rank; all ranks meet in every step."""
 
     def __init__(self, rank: int, num_ranks: int, folder: Path, settings: "Ranks") -> None:
         self._rank, self._num_ranks, self._folder, self._settings = rank, num_ranks, folder, settings
@@ -95,7 +95,7 @@ class HangingServer:
 
 
 class Client:
-    """Asks the process."""
+    """Calls the process."""
 
     def __init__(self, actor) -> None:
         self._actor = actor
@@ -130,7 +130,7 @@ class Served(RolloutEngineConfig):
 
     kind: Literal["served"] = "served"
     from_group: int = 1000
-    """First group with which it stops."""
+    """First group at which it stops."""
 
     async def build(self, context):
         actor = await context.cluster.start(HangingServer, self, name="engine-0", resources=Resources())
@@ -167,13 +167,13 @@ class Calling(RolloutEngineConfig):
 
 
 class HangingReward(Reward):
-    """1.0 until a group comes."""
+    """Gives 1.0 until a certain group, then hangs."""
 
     kind: Literal["hanging"] = "hanging"
     how: Literal["wait", "block", "stop", "never"] = "never"
-    """What it does then."""
+    """How it hangs."""
     from_group: int = 4
-    """First group that it hangs with."""
+    """First group for which it hangs."""
 
     async def __call__(self, prompt, sample):
         if sample.group_id >= self.from_group:
@@ -186,24 +186,24 @@ class HangingReward(Reward):
         return 1.0
 
 
-class Swamp(Environment):
-    """Where nobody gets on."""
+class HangingEnvironment(Environment):
+    """An environment whose steps never end."""
 
-    kind: Literal["swamp"] = "swamp"
+    kind: Literal["hanging"] = "hanging"
 
     def episode(self):
-        return Wading()
+        return HangingEpisode()
 
 
-class OpenSwamp(Swamp):
+class ThreadedHangingEnvironment(HangingEnvironment):
     """The same in threads of the rollout worker."""
 
-    kind: Literal["open-swamp"] = "open-swamp"
+    kind: Literal["hanging-in-threads"] = "hanging-in-threads"
     isolated: ClassVar[bool] = False
 
 
-class Wading(Episode):
-    """One step is one too many."""
+class HangingEpisode(Episode):
+    """An episode whose first step never ends."""
 
     def reset(self, seed, prompt):
         return ""
@@ -215,7 +215,7 @@ class Wading(Episode):
 
 @hookimpl
 def batch_ready(batch, groups):
-    """Blocks the driver's event loop in batch 2, if the environment says so."""
+    """Block the driver's event loop in batch 2, if the environment variable is set."""
     if os.environ.get("HANGING_HOOK") == "sleep" and batch == 2:
         time.sleep(3600)
     if os.environ.get("HANGING_HOOK") == "stubborn" and batch == 2:
@@ -226,4 +226,4 @@ def batch_ready(batch, groups):
 
 @hookimpl
 def register_components():
-    return [Ranks, Served, Calling, HangingReward, Swamp, OpenSwamp]
+    return [Ranks, Served, Calling, HangingReward, HangingEnvironment, ThreadedHangingEnvironment]

@@ -1,4 +1,4 @@
-"""Sources of data that cannot be used: one literal line each, before anything is started."""
+"""Data sources that cannot be used: one exact line each, before anything is started."""
 
 import json
 import sys
@@ -124,7 +124,7 @@ def test_without_the_package_datasets_the_extra_is_named(rl, folder, monkeypatch
     ]
 
 
-def test_a_data_source_that_hopes_to_be_opened_is_told_who_opens_it(rl, folder):
+def test_a_data_source_with_an_open_method_is_refused(rl, folder):
     (folder / "plugin.py").write_text(
         "from typing import Literal\n"
         "from plasmid import DataSource, hookimpl\n"

@@ -126,7 +126,7 @@ def test_a_model_folder_that_cannot_be_used_is_named_with_what_it_lacks(rl, fold
     assert torn[0].startswith("model.path: the tokenizer in torn cannot be loaded: ")
 
 
-def test_everything_that_a_recipe_lacks_on_disk_is_told_at_once(rl):
+def test_all_missing_files_of_a_recipe_are_reported_at_once(rl):
     changes = ["model.path='no'", "model.tokenizer='tok'", "model.chat_template='no.jinja'"]
     assert rl("train", "recipe.toml", *changes, "checkpoint.start_from='old'") == [
         f"model.path: no such folder: no (searched from {Path.cwd()})",

@@ -1,4 +1,4 @@
-"""Plugins that cannot be used: one line that names the plugin and the way out."""
+"""Plugins that cannot be used: one line that names the plugin and the fix."""
 
 import sys
 
@@ -108,7 +108,7 @@ def test_a_plugin_file_that_is_none_is_named(rl, folder):
 
 @pytest.fixture
 def install(folder, monkeypatch):
-    """Install a distribution with one module and one entry point, as pip would."""
+    """Return a function that installs a distribution with one module and one entry point, as pip would."""
 
     def install(name: str, source: str) -> None:
         site = folder / "site"

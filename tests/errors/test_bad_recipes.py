@@ -1,4 +1,4 @@
-"""Recipes and overrides that cannot be meant: one literal line for each mistake, before anything is started."""
+"""Invalid recipes and overrides: one exact line for each mistake, before anything is started."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from plasmid.plugins.registry import find_components, load_plugins
 
 INSTALLED = {slot: ", ".join(sorted(kinds)) for slot, kinds in find_components(load_plugins()).items()}
-"""What the messages list; more packages install more."""
+"""Kinds that the messages list; further installed packages would add more."""
 TABLES = (
     "algorithm, buffer, checkpoint, critic, data, eval, filters, model, placement, plugins, profiles, recipe, "
     "reference, reuse, rewards, rollout, run, sampling, teacher, trackers, trainer, workflow"
@@ -253,7 +253,7 @@ def test_the_recipe_of_these_tests_is_good(folder, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_mistakes_in_different_tables_are_all_told_and_none_twice(rl):
+def test_mistakes_in_different_tables_are_all_reported_and_none_twice(rl):
     overrides = ["run.batches=0", "run.seed='x'", "trainer.lr=-1", "rewards.0.pik=1", "data.pth='x'", "zzz=1"]
     assert rl("train", "recipe.toml", *overrides, "eval.0.data.kind='x'", "eval.0.limit=0", "model.max_length='x'") == [
         "data.pth: no such setting; did you mean 'path'?",
@@ -268,7 +268,7 @@ def test_mistakes_in_different_tables_are_all_told_and_none_twice(rl):
     ]
 
 
-def test_settings_of_one_table_that_do_not_fit_together_are_all_told(rl):
+def test_conflicting_settings_of_one_table_are_all_reported(rl):
     trainer = ("microbatch_samples=0", "microbatch_tokens=10", "decay_steps=5", "momentum=0.9", "nesterov=true")
     algorithm = ("kl_estimator='k1'", "unbiased_kl=true", "reward_kl_estimator='k2'", "constant_length=5")
     std = ("normalize_std=false", "std_eps=0.1", "std_form='population'", "correction.mode='mask'")
@@ -290,7 +290,7 @@ def test_settings_of_one_table_that_do_not_fit_together_are_all_told(rl):
     ]
 
 
-def test_checks_that_span_tables_are_all_told(rl):
+def test_errors_of_checks_across_tables_are_all_reported(rl):
     assert rl("train", "recipe.toml", "run.steps_per_batch=3", "run.over_sampling=2.0", "rewards=[]") == [
         "rewards: algorithm 'grpo' needs at least one reward; add a [[rewards]] table",
         "run.steps_per_batch: must divide the 16 rollouts of a batch (prompts_per_batch x samples_per_prompt), got 3",
@@ -298,7 +298,7 @@ def test_checks_that_span_tables_are_all_told(rl):
     ]
 
 
-def test_an_empty_recipe_is_told_all_that_it_lacks(rl, folder):
+def test_all_missing_tables_of_an_empty_recipe_are_reported(rl, folder):
     (folder / "empty.toml").write_text("")
     assert rl("train", "empty.toml") == [
         "data.path: is required",
@@ -308,7 +308,7 @@ def test_an_empty_recipe_is_told_all_that_it_lacks(rl, folder):
     ]
 
 
-def test_a_recipe_without_an_engine_is_told_to_add_one(rl, folder):
+def test_the_error_for_a_recipe_without_an_engine_names_the_fix(rl, folder):
     recipe = (folder / "recipe.toml").read_text().replace('[rollout]\nkind = "hf"\n', "")
     (folder / "recipe.toml").write_text(recipe)
     expected = "rollout: algorithm 'grpo' needs an engine; add a [rollout] table, for example kind = \"hf\""
@@ -346,7 +346,7 @@ def test_a_recipe_that_cannot_be_read_is_named(rl, folder):
         ("train", "missing argument 'RECIPE|KEY=VALUE'; see `rl train --help`"),
         ("train recipe.toml --foo", "no such option: --foo; see `rl train --help`"),
         ("trian", "no such command 'trian'; did you mean 'train'; see `rl --help`"),
-        ("convert x", "missing argument 'target'; see `rl convert --help`"),
+        ("convert x", "missing argument 'TARGET'; see `rl convert --help`"),
         ("options a b", "got unexpected extra argument(s) (b); see `rl options --help`"),
         ("train run.batches=3", "no recipe given; add a TOML file, for example recipes/smollm2-sums-cpu.toml"),
         ("train recipe.toml --replay x --resume", "--replay: always starts a new run; remove --resume"),

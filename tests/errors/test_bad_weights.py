@@ -1,4 +1,5 @@
-"""Models and checkpoints that only turn out not to fit when they are loaded: one line, and the folder stays free."""
+"""Models and checkpoints that turn out not to fit only when they are loaded: one line, and the run folder is
+released."""
 
 import json
 import shutil
@@ -62,7 +63,7 @@ def test_a_config_that_is_no_model_is_named(rl, real):
     (real / "model" / "config.json").write_text("{}")
     said = rl("train", "recipe.toml", *SMALL, printed=STARTING.format("run") + "\n")
     assert len(said) == 1
-    assert said[0].startswith("model.path: model ")  # trainer or engine, whichever looks first
+    assert said[0].startswith("model.path: model ")  # trainer or engine, whichever reads it first
     assert "model_type" in said[0]
 
 

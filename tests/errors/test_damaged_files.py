@@ -1,4 +1,4 @@
-"""Runs and models whose files were damaged from outside: commands end with one clear line, or do without the file."""
+"""Runs and models with damaged files: commands end with one clear line, or work without the file."""
 
 import shutil
 from pathlib import Path
@@ -49,7 +49,7 @@ READ = {
     "convert a model": ("run/final/",),
     "check": ("run/final/",),
 }
-"""Beginnings of the names of the files that each command reads."""
+"""Prefixes of the names of the files that each command reads."""
 
 
 def files_of(folder, command):
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_one_clear_line(finished, tmp_path, command):
             assert not problem, f"{damage.__name__}: {problem}"
             codes[damage] = code
             assert not code or command == "compare" or Path(name).name in err or "batch-000002" in err, err
-    least = 4 if command == "view" else 5  # a flipped bit of metrics.jsonl may only give another number
+    least = 4 if command == "view" else 5  # a flipped bit in metrics.jsonl may just change a number
     assert sum(code != 0 for code in codes.values()) >= least, codes
 
 

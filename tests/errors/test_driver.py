@@ -1,4 +1,4 @@
-"""The process of a run that has the event loop: its log, and calls that block it."""
+"""The process with the event loop of a run: its log, and calls that block it."""
 
 import logging
 import re

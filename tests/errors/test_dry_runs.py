@@ -1,4 +1,4 @@
-"""What `rl train` refuses before it starts a process, its dry run refuses as well: with the same line."""
+"""`rl train --dry-run` refuses what `rl train` refuses before it starts a process, with the same line."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ FAKES = [*KINDS, f"plugins=['{fakes.__file__}']", "eval=[]", "checkpoint.export=
 
 @pytest.fixture
 def both(rl):
-    """Run the command with and without ``--dry-run``; both must fail alike."""
+    """Return a function that runs the command with and without ``--dry-run``; both must fail with the same lines."""
 
     def run(*argv: object) -> list[str]:
         dry = rl("train", "recipe.toml", *argv, "--dry-run")
@@ -38,7 +38,7 @@ def finish(changes, **mode):
 
 
 def without(monkeypatch, *names):
-    """Let packages look as if they were not installed."""
+    """Make packages look as if they were not installed."""
     for name in names:
         monkeypatch.setitem(sys.modules, name, None)
 

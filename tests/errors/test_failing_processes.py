@@ -1,4 +1,4 @@
-"""The real command in a process of its own: how quickly it fails, and what is left behind."""
+"""The real command in a separate process: how quickly it fails, and what is left behind."""
 
 import contextlib
 import json
@@ -36,11 +36,11 @@ QUICK = [
     (["--plugin", "no.py"], "plugins: no such file: no.py"),
 ]
 FAST = (QUICK[1], QUICK[2], QUICK[4])
-"""Those that are found last of settings, data and the folder of the run."""
+"""Mistakes found by the last checks of settings, data and the run folder."""
 
 
 def cpu_seconds() -> float:
-    """Of all processes that this one has waited for."""
+    """Return the CPU seconds of all processes that this one has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -57,7 +57,7 @@ def rl(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
 def test_a_mistake_is_found_within_two_seconds(folder, changes, message):
     (folder / "bad.jsonl").write_text('{"prompt": "a", "target": 1}\nbad\n')
     seconds = []
-    for _ in range(5):  # the best of some, and of the processor only: other work on the machine is not ours
+    for _ in range(5):  # the minimum of several runs, in CPU time, so that other load does not matter
         before = cpu_seconds()
         done = rl("train", "recipe.toml", *changes)
         seconds.append(cpu_seconds() - before)
@@ -121,7 +121,7 @@ SLOW = [
 
 
 def left_on_disk() -> set[str]:
-    """Shared memory, and folders of Ray's sessions."""
+    """Return shared memory, and folders of Ray's sessions."""
     sessions = Path(f"/tmp/plasmid-{os.getuid()}/ray")
     return {str(path) for folder in (sessions, Path("/dev/shm")) for path in folder.glob("*")}
 
@@ -145,7 +145,7 @@ def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(folder, number)
     assert any("DashboardAgent" in name for name in map(str, (one.cmdline() for one in seen if one.is_running())))
     process.send_signal(number)
     assert process.wait(timeout=120) == {signal.SIGKILL: -9, signal.SIGTERM: 130, signal.SIGINT: 130}[number]
-    deadline = time.monotonic() + 20  # of a driver that was killed, others clean up
+    deadline = time.monotonic() + 20  # others clean up after a driver that was killed
     while (alive := [one for one in seen if one.is_running()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive, [one.cmdline() for one in alive]
@@ -250,7 +250,8 @@ def test_a_disk_that_is_full_ends_the_run_with_one_line_and_it_goes_on_when_ther
 
 
 def kill_part(folder, name, *argv, ready="waiting", plugin=PLUGIN):
-    """Run a command, kill a process of it once a file is there, and return its error. Nothing of it may be left."""
+    """Run a command, kill one of its processes once a file exists, and return its error. Checks that nothing is
+    left."""
     fakes = ["rollout={kind='fake'}", "algorithm={kind='fake'}", "run.samples_per_prompt=2"]
     command = [sys.executable, "-m", "plasmid_cli", *argv[:2], *fakes, *argv[2:], "--plugin", plugin, "--plugin", FAKES]
     before = left_on_disk()

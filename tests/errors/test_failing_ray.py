@@ -1,4 +1,4 @@
-"""A Ray that does not come up, or cannot be joined, is one line."""
+"""If Ray fails to start or cannot be joined, the error is one line."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ app(["train", "recipe.toml", "placement.address=local"])
 
 @pytest.fixture
 def short_folder():
-    """One whose path leaves room for the names of Ray's sockets, which pytest's do not."""
+    """A folder whose path is short enough for the names of Ray's sockets, unlike pytest's."""
     with tempfile.TemporaryDirectory(prefix="ray-") as path:
         yield Path(path)
 
@@ -69,9 +69,9 @@ def test_a_ray_that_is_too_slow_is_started_once_more(monkeypatch, short_folder, 
     assert not list(attempts)
 
 
-def test_a_cluster_at_whose_address_nobody_listens_is_told_at_once(rl):
+def test_a_cluster_address_without_a_listener_is_reported_at_once(rl):
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
+        unused.bind(("127.0.0.1", 0))  # no other process gets the port, and nothing listens on it
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         (said,) = rl("train", "recipe.toml", f"placement.address={address}", printed=STARTING, code=EXIT_RETRY)
     assert said.startswith(f"cannot join the Ray cluster at {address}: ConnectionRefusedError: ")

@@ -1,4 +1,4 @@
-"""Runs that fail while they go on: one line, and everything that was written before is kept."""
+"""Runs that fail while they are running: one line, and all files written before are kept."""
 
 import json
 import re

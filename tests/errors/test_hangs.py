@@ -1,4 +1,5 @@
-"""Runs that hang, with real processes: who is waited for is named, stacks are kept, nothing is left behind."""
+"""Runs with real processes that hang: the error names the waiting part, stacks are saved, and nothing is left
+behind."""
 
 import json
 import re
@@ -34,14 +35,14 @@ class Ended:
 
     error: str
     folder: Path
-    """Of the report."""
+    """Path of the report."""
 
     def read(self, name: str) -> str:
         return (self.folder / name).read_text()
 
 
 def hang(*changes: str, code: int = EXIT_RETRY) -> Ended:
-    """Run a command that hangs: its one line must name the report."""
+    """Return a function that runs a command that hangs; its one error line must name the report."""
     line = fail(*changes, code=code)
     found = re.fullmatch(r"error: (.*); stacks of all processes: (\S+)", line)
     assert found is not None, line
@@ -144,7 +145,7 @@ def test_a_reward_that_sleeps_is_named_with_its_sample(folder, how):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["swamp", "open-swamp"])
+@pytest.mark.parametrize("kind", ["hanging", "hanging-in-threads"])
 def test_an_environment_that_hangs_is_named_and_leaves_nothing(folder, kind):
     ended = hang(f"workflow={{kind='environment', environment={{kind='{kind}'}}, step_timeout_s=1}}")
     assert f"environment '{kind}': step did not finish within step_timeout_s = 1; in batch 1, sample" in ended.error

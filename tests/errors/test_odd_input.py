@@ -1,4 +1,4 @@
-"""Input that parsers stumble over: one line for each mistake, never a traceback, never a wait."""
+"""Unusual input that breaks parsers: one line for each mistake, never a traceback or a hang."""
 
 import json
 import os
@@ -19,7 +19,7 @@ OVERRIDES = [
     ("rewards.\u00b2=1", "rewards: must be a list of tables ([[rewards]]), got {'\u00b2': 1}"),
     (f"rewards.{DIGITS}=1", "no such item; rewards has 1, counted from 0"),
     (f"run.seed={DIGITS}", "run.seed: cannot be read: Exceeds the limit (4300 digits)"),
-    ("run.seed=0x" + "f" * 17, "override: run.seed: an integer must have at most 64 bits, got one of 68"),
+    ("run.seed=0x" + "f" * 17, "override: run.seed: an integer must have at most 64 bits, got 68 bits"),
     ("placement.trainer_ranks=999999999999", "placement.trainer_ranks: must be at most 100000, got 999999999999"),
     ('run.dir="a\\u0000b"', "override: run.dir: must not contain a NUL character, got 'a\\x00b'"),
     (f"eval.0.name={LONG}", "eval.0.name: must have at most 200 characters"),
@@ -65,7 +65,7 @@ def test_an_override_that_no_setting_could_take_is_one_line(rl, override, messag
 @pytest.mark.parametrize(("key", "value"), PATHS, ids=string.ascii_letters[: len(PATHS)])
 def test_a_name_that_is_too_long_for_a_file_is_one_line(rl, key, value):
     toml = json.dumps(value).replace('": ', '"=')
-    options = ["--dry-run"] if key != "run.dir" else []  # which a dry run does not make
+    options = ["--dry-run"] if key != "run.dir" else []  # a dry run creates no file
     (line,) = rl("train", "recipe.toml", f"{key}={toml}", *options)
     assert "aaaa" in line or "x/x/" in line
     assert len(line) < 2100
@@ -134,7 +134,7 @@ def test_folders_that_are_nested_deep_are_searched(rl, folder):
         os.chdir("d")
     Path("x.jsonl").write_text("{}\n")
     os.chdir(folder)
-    os.rename("data", folder.parent / "deep")  # the fixtures look through the folder with a recursive function
+    os.rename("data", folder.parent / "deep")  # the fixtures search the folder with a recursive function
     try:
         (line,) = rl("train", "recipe.toml", "data.path=../deep/**/x*", "--dry-run")
         assert line.startswith("../deep/d/d/") and "x.jsonl:1: " in line

@@ -1,4 +1,4 @@
-"""The example plugin, built and installed as a user would, into a folder of its own."""
+"""The example plugin, built and installed into a separate folder as a user would do."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ EXAMPLE = ROOT / "examples" / "reward-plugin"
 
 @pytest.fixture(scope="session")
 def installed_example(tmp_path_factory) -> Path:
-    """Folder that the example's wheel was installed into."""
+    """Folder in which the wheel of the example is installed."""
     target = tmp_path_factory.mktemp("site-packages")
     options = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-build-isolation"]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(EXAMPLE)]
@@ -23,7 +23,7 @@ def installed_example(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def with_example(installed_example):
-    """Run a command in the repository, with the example installed; returns what it printed."""
+    """Return a function that runs a command in the repository with the example installed, and returns its output."""
 
     def call(*command: str | Path) -> str:
         paths = [str(Path(sys.executable).parent), os.environ["PATH"]]

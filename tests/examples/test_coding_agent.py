@@ -1,4 +1,4 @@
-"""examples/coding-agent: mini-swe-agent repairs files behind our endpoint, and hidden tests are its reward."""
+"""examples/coding-agent: mini-swe-agent repairs files with the policy's endpoint, and hidden tests give the reward."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ REPAIRS = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[next(iter(row["files"])) for row in ROWS])
-def test_tests_tell_the_broken_file_from_the_repaired_one(row, tmp_path):
+def test_tests_distinguish_the_broken_file_from_the_repaired_one(row, tmp_path):
     count_passed = runpy.run_path(str(EXAMPLE))["count_passed"]
     for name, text in row["files"].items():
         (tmp_path / name).write_text(text)
@@ -74,7 +74,7 @@ def test_mini_swe_agent_repairs_a_file(tmp_path, monkeypatch):
         "kind": "agent",
         "function": f"{EXAMPLE}:solve",
         "environment": ["MINI_SWE_AGENT"],
-        "unfollowed": "ignore",
+        "unsupported_options": "ignore",
         "max_turns": 3,
     }
 

@@ -15,7 +15,7 @@ EXAMPLE = ROOT / "examples" / "http-agent"
 RECIPE = "recipes/smollm2-sums-agent-cpu.toml"
 SMALL = ("run.batches=1", "run.prompts_per_batch=2", "run.samples_per_prompt=4", "eval=[]")
 LESS = ("checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.export=false")
-# one precision, because the threads of a local cluster share the default that models are made with
+# one precision, because the threads of a local cluster share torch's default dtype
 PLAIN = ("trainer.dtype=float32", "rollout.dtype=float32")
 
 
@@ -27,7 +27,7 @@ def test_the_agent_answers_and_is_trained(tiny_model, tmp_path, monkeypatch):
     rows = pyarrow.parquet.read_table(path).to_pylist()
     assert len({row["rollout_id"] for row in rows}) == 8
     assert [row["error"] for row in rows] == [None] * len(rows)
-    # a number that the agent found, or after two tries what the model said last
+    # a number that the agent found, or after two tries the last message of the model
     asked_once = [row for row in rows if row["text"].isdigit()]
     assert all(any(row["loss_mask"]) for row in rows)
     assert all('"turns": 1' in row["metadata"] or '"turns": 2' in row["metadata"] for row in asked_once)

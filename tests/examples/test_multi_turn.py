@@ -1,4 +1,4 @@
-"""The example of fan-out, run as it stands with a tiny model."""
+"""The fan-out example, run unchanged with a tiny model."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def done(tmp_path, tiny_model, monkeypatch):
-    """The folder of a run of the recipe, shortened."""
+    """The folder of a shortened run of the recipe."""
     monkeypatch.chdir(ROOT)
     changes = [
         f"model.path='{tiny_model}'",

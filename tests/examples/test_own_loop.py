@@ -1,4 +1,4 @@
-"""examples/own-loop: its loop trains a tiny model with its own rewards, and without the groups that it leaves out."""
+"""examples/own-loop: its loop trains a tiny model with its own rewards, without the groups that it drops."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""examples/reward-plugin is what it says: a complete package that installs, is listed, and rewards samples in a run."""
+"""examples/reward-plugin: a complete package that installs, is listed, and rewards samples in a run."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reward-plugin"
 RECIPES = ("recipes/smollm2-sums-cpu.toml", "examples/reward-plugin/contains.toml")
 SMALL = ("run.batches=2", "run.prompts_per_batch=2", "run.samples_per_prompt=4", "eval=[]", "trackers=[]")
-# one precision, because the threads of a local cluster share the default that models are made with
+# one precision, because the threads of a local cluster share torch's default dtype
 LESS = (
     "checkpoint.every=0",
     "checkpoint.at_end=false",
@@ -66,7 +66,7 @@ except ConfigError as error:
 
 
 def check_rewards_of(run_dir: Path) -> None:
-    """The stored samples carry the example's reward, and its weight counts."""
+    """Check that the stored samples contain the example's reward, and that its weight is applied."""
     metrics = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 2
     assert all("reward/contains" in m and "reward/number" in m for m in metrics)
@@ -78,7 +78,7 @@ def check_rewards_of(run_dir: Path) -> None:
 
 @pytest.fixture
 def small_run(tiny_model, tmp_path) -> tuple[str, ...]:
-    """Recipes and settings of two batches with a tiny model."""
+    """Return recipes and settings for two batches with a tiny model."""
     return (*RECIPES, f"model.path={tiny_model}", f"run.dir={tmp_path / 'run'}", *SMALL, *LESS)
 
 
@@ -98,7 +98,7 @@ def test_the_commands_of_its_readme_work(with_example, tiny_model):
     block = (EXAMPLE / "README.md").read_text().split("```bash\n")[1].split("```")[0]
     commands = [shlex.split(line) for line in block.splitlines()]
     assert commands[0][:2] == ["pip", "install"] and commands[0][-1] == "examples/reward-plugin"
-    for command in commands[1:]:  # the first is what the fixture did
+    for command in commands[1:]:  # the fixture has run the first
         model = [f"model.path={tiny_model}"] if command[:2] == ["rl", "train"] else []
         start = [sys.executable] if command[0] == "python" else [command[0]]
         assert with_example(*start, *command[1:], *model)

@@ -1,4 +1,4 @@
-"""Checksums are the same on the CPU and on a GPU, with the kernel and without it."""
+"""Checksums are equal on the CPU and on a GPU, with and without the kernel."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Grouped matrix products over experts on a GPU: as one expert after another, also for experts without tokens.
+"""Grouped matrix products over experts on a GPU compute the same as one expert after another, also for unused experts.
 
-One layer: rounding in bfloat16 would change the choices of a second layer's router.
+Only one layer: rounding in bfloat16 would change the choices of a second layer's router.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def gradients(model, implementation, dtype, tokens):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
 @pytest.mark.parametrize("length", [5, 200])
 def test_gradients_of_transformers_experts(length, dtype, tolerance, tmp_path):
-    """Of five tokens with four experts each, at least 44 of 64 experts have none."""
+    """With five tokens and four experts each, at least 44 of 64 experts have no tokens."""
     model = make_tiny_model(tmp_path / "model", family="qwen3_moe", **SIZES)
     tokens = torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
     loop, grouped = (gradients(model, name, dtype, tokens) for name in ("eager", "grouped_mm"))

@@ -1,4 +1,4 @@
-"""The FSDP trainer on GPUs does what it does on the CPU."""
+"""The FSDP trainer computes the same on GPUs as on the CPU."""
 
 import asyncio
 import sys

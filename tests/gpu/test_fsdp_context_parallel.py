@@ -1,4 +1,4 @@
-"""Two GPUs that split the tokens of every microbatch do what one does, over NCCL. Needs two GPUs."""
+"""Two GPUs that split the tokens of every microbatch compute the same as one, over NCCL. Needs two GPUs."""
 
 import asyncio
 import sys
@@ -46,7 +46,7 @@ def test_bf16_stays_close(two_gpus, tiny_model, tmp_path, options):
 
 @pytest.mark.parametrize("options", [{}, {"compile": True}], ids=str)
 def test_long_samples_need_less_memory_on_each_gpu(two_gpus, tmp_path, options):
-    """Of ragged samples of up to 8,000 tokens, packed in bf16."""
+    """With ragged samples of up to 8,000 tokens, packed in bf16."""
     model = make_tiny_model(tmp_path / "model", family="qwen3", hidden_size=512, num_layers=4)
     batch = make_batch(num_groups=1, longest=8000)
 

@@ -1,4 +1,4 @@
-"""Critics and models of other architectures on a GPU do what they do on the CPU."""
+"""Critics and models of other architectures compute the same on a GPU as on the CPU."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Two ranks over NCCL do what one does. Needs two GPUs."""
+"""Two ranks over NCCL compute the same as one. Needs two GPUs."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""The embedded engine on a GPU does what it does on the CPU."""
+"""The embedded engine computes the same on a GPU as on the CPU."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Megatron on one, two and four GPUs gives what FSDP gives on one, to the noise of bfloat16. Random Qwen3-0.6B.
+"""Megatron on one, two and four GPUs agrees with FSDP on one, up to bfloat16 rounding, for a random Qwen3-0.6B.
 
 Names begin with the number of GPUs that a layout needs: `pytest -m gpu tests/gpu/test_megatron.py -k "1gpu or 2gpus"`.
 """
@@ -81,7 +81,7 @@ def ranks_for(processes, model, folder):
 
 
 async def curve(ranks, layout, *, kind="megatron", steps=10, **trainer):
-    """Losses and gradient norms of ten batches."""
+    """Return losses and gradient norms of ten batches."""
     try:
         settings = (FSDP_ADAM if kind == "fsdp" else ADAM) | trainer | layout[1]
         handle, config = await ranks.start(num_ranks=layout[0], kind=kind, trainer=settings)
@@ -93,7 +93,7 @@ async def curve(ranks, layout, *, kind="megatron", steps=10, **trainer):
 
 
 def show(layout, ours, theirs):
-    """With ``-s``: how far both curves are apart, and the losses and norms themselves."""
+    """Print the differences of both curves, and the losses and norms themselves (shown with ``-s``)."""
     pairs = list(zip(ours, theirs, strict=True))
     apart = [max(abs(one[i] - other[i]) for one, other in pairs) for i in range(2)]
     print(f"{layout}: losses differ by at most {apart[0]:.2g}, norms by {apart[1]:.2g}")
@@ -110,7 +110,7 @@ def test_fp32_on_gpus_gives_what_fsdp_gives(layout, processes, small, tmp_path):
         num_ranks, trainer = LAYOUTS[layout]
         ours = await outcome(ranks, tmp_path / "out", num_ranks=num_ranks, trainer=ADAM | trainer)
         await ranks.close()
-        assert_alike(ours, theirs, 1e-4)  # tf32 is off; other orders of sums
+        assert_alike(ours, theirs, 1e-4)  # tf32 is off; sums have a different order
 
     asyncio.run(run())
 
@@ -135,8 +135,8 @@ def test_ten_steps_with_experts_follow_the_curve_of_one_gpu(layout, processes, m
 
 @pytest.mark.parametrize("layout", ["1gpu", "2gpus-tp2", "2gpus-pp2"])
 @pytest.mark.parametrize("distributed", [True, False])
-def test_the_trainer_keeps_its_promises_on_gpus(layout, distributed, processes, small, tmp_path):
-    """Offloading included; short sequences, so that the packed kernel's backward repeats itself."""
+def test_the_trainer_satisfies_its_contract_on_gpus(layout, distributed, processes, small, tmp_path):
+    """Including offloading; sequences are short, so that the packed kernel's backward pass is reproducible."""
     ranks = ranks_for(processes, small, tmp_path)
 
     async def run():

@@ -34,13 +34,13 @@ SIZES = {
     "initializer_range": 0.02,
 }
 LOAD = (16, 8, 256) if ON_GPU else (4, 4, 24)
-"""Prompts, samples per prompt, new tokens; without a GPU only the script itself can be tried."""
+"""Prompts, samples per prompt, new tokens. Without a GPU, only the script itself can be tried."""
 BATCHES = 4
 STOPS = list(range(100, 200)) if ON_GPU else [20, 21]
 
 
 def report(**found):
-    """Add to the results."""
+    """Add an entry to the results."""
     path = os.environ.get("PLASMID_ON_POLICY_JSON")
     known = json.loads(Path(path).read_text()) if path and Path(path).exists() else {}
     text = json.dumps(known | found, indent=2)

@@ -1,4 +1,4 @@
-"""The recipe of `make train`, with nothing but its placement overridden, on one GPU."""
+"""The recipe of `make train` on one GPU, with only its placement overridden."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""SGLang on a GPU: weights through shared GPU memory or by NCCL, memory given up and taken, the same tokens twice."""
+"""SGLang on a GPU: weights through shared GPU memory or NCCL, releasing memory, and reproducible sampling."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ SERVER = {
 
 
 def recipe(folder, placement, *, save_every=0, **rollout):
-    """A tiny model with random rewards, in bf16."""
+    """Return a recipe for a tiny model with random rewards, in bf16."""
     model = make_tiny_model(folder / "model", family="qwen3", hidden_size=256)
     rows = "".join(f'{{"prompt": "say {i}: ", "target": {i}}}\n' for i in range(40))
     (folder / "prompts.jsonl").write_text(rows)
@@ -55,7 +55,7 @@ def metrics_of(config):
 
 
 def drawn(folder):
-    """Tokens of every sample by its id."""
+    """Return the tokens of every sample by its id."""
     groups = [group for file in sorted((folder / "samples").glob("batch-*.parquet")) for group in read_samples(file)]
     return {sample.id: tuple(sample.token_ids.tolist()) for group in groups for sample in group.samples}
 

@@ -1,4 +1,4 @@
-"""Packed attention with sinks on a GPU against dense attention in fp32."""
+"""Packed attention with sinks on a GPU, compared with dense attention in fp32."""
 
 import pytest
 import torch

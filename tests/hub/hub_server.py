@@ -1,4 +1,4 @@
-"""A server that speaks as much of the Hugging Face Hub's API as a download takes."""
+"""A server with the parts of the Hugging Face Hub's API that a download needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Hub:
 
 @contextmanager
 def hub_server(root: Path) -> Iterator[Hub]:
-    """Serve repositories on a port of the loopback."""
+    """Serve repositories on a port of the loopback address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -88,5 +88,5 @@ def hub_server(root: Path) -> Iterator[Hub]:
 
 
 def digest(file: Path) -> str:
-    """What the cache calls the file."""
+    """Return the name that the cache uses for the file."""
     return hashlib.sha1(file.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""A run that names a model of the Hub without a revision goes on with the files that it began with."""
+"""A run that names a Hub model without a revision resumes with the files that it started with."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def change_repository(cache):
-    """Somebody pushes to the repository, and a look at it downloads the new revision."""
+    """Add a revision to the repository, as if somebody had pushed it and a later access had downloaded it."""
     shutil.copytree(cache / "snapshots" / OLD, cache / "snapshots" / NEW)
     (cache / "refs/main").write_text(NEW)
 

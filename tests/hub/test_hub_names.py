@@ -1,4 +1,4 @@
-"""Models and data by their names on the Hugging Face Hub, against a server that speaks its API."""
+"""Models and data by their names on the Hugging Face Hub, with a server that implements its API."""
 
 import json
 import os
@@ -87,17 +87,17 @@ def test_a_run_downloads_what_it_reads_and_goes_on_offline(rl, hub, tmp_path):
     printed = rl("train", "recipe.toml", "--dry-run", offline=True)
     assert "weights to download" not in printed and len(hub.files) == asked
     rl("sample", "recipe.toml", "-n", "1", "--dry", offline=True)
-    rl("train", "recipe.toml", "--dry-run", endpoint="http://127.0.0.1:9")  # nobody listens there
+    rl("train", "recipe.toml", "--dry-run", endpoint="http://127.0.0.1:9")  # nothing listens there
 
 
 def refused(*arguments):
-    """Last line of a command that asks no hub."""
+    """Return the last line of a command that contacts no hub."""
     done = run_rl(*arguments)
     assert done.returncode == 2, done.stderr
     return done.stderr.splitlines()[-1]
 
 
-def test_without_the_hub_the_command_that_downloads_is_told(hub):
+def test_without_the_hub_the_error_names_the_command_that_downloads(hub):
     told = refused("train", "recipe.toml", "--dry-run")
     assert told == (
         "error: model.path: no such folder: tiny/model, and the Hugging Face cache has no such model; download it: "
@@ -107,7 +107,7 @@ def test_without_the_hub_the_command_that_downloads_is_told(hub):
     assert told.endswith("download it: hf download tiny/model --revision v1")
 
 
-def test_a_name_that_the_hub_does_not_have_is_told(rl, hub):
+def test_a_name_that_the_hub_does_not_have_is_reported(rl, hub):
     told = rl("train", "recipe.toml", "model.path=tiny/modle", "--dry-run", code=2)
     assert told == (
         f"error: model.path: no such folder: tiny/modle, and {hub.url} has no such model; correct the name, or log in "
@@ -116,7 +116,7 @@ def test_a_name_that_the_hub_does_not_have_is_told(rl, hub):
 
 
 @pytest.mark.long
-def test_data_that_are_not_there_are_told(rl, hub):
+def test_missing_data_are_reported(rl, hub):
     for path, told in (
         (
             "hf://datasets/tiny/sums/tset.jsonl",

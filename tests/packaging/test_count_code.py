@@ -1,4 +1,4 @@
-"""The counter of code counts what a reader would call code."""
+"""The line counter counts only lines of code."""
 
 import importlib.util
 from pathlib import Path

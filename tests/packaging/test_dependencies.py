@@ -1,4 +1,4 @@
-"""Every package asks for the packages of ours that it imports, and for no others."""
+"""Every package requires exactly the packages of this repository that it imports."""
 
 import ast
 import tomllib
@@ -24,7 +24,8 @@ def asked_for(package: str) -> set[str]:
 
 
 def imported(package: str) -> set[str]:
-    """Packages of ours that are imported when the code runs: what only type checkers read does not count."""
+    """Return the packages of this repository that are imported when the code runs, without imports for type checkers
+    only."""
     found = set()
     for file in (PROJECTS[package].parent / "src").rglob("*.py"):
         tree = ast.parse(file.read_text())

@@ -1,4 +1,4 @@
-"""What installs Plasmid on a machine with GPUs, as far as it can be checked without one and without downloads."""
+"""Installation on machines with GPUs, as far as it can be checked without one and without downloads."""
 
 import os
 import re

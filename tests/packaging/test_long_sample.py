@@ -1,4 +1,4 @@
-"""CI's choice of long tests: a twelfth of them, every one of them in its turn, none without the mark."""
+"""CI's selection of long tests: a twelfth of them in each run, all of them over time, and none without the mark."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a package index shows of every distribution, and that plasmid[all] asks for all of them."""
+"""What a package index shows of every distribution, and that plasmid[all] requires all of them."""
 
 import re
 import tomllib
@@ -18,7 +18,7 @@ PROJECTS = {
 
 
 def wanted(name: str, extras: set[str]) -> list[Requirement]:
-    """What a distribution of ours asks for with some extras."""
+    """Return what a distribution of this repository requires with some extras."""
     project = PROJECTS[name]
     optional = project.get("optional-dependencies", {})
     texts = [*project.get("dependencies", ()), *(text for extra in extras for text in optional[extra])]
@@ -36,7 +36,7 @@ def test_an_index_shows_what_it_is(folder):
 
 
 def published_readme(folder: Path, urls: dict[str, str] | None = None) -> str:
-    """The README as the metadata of a distribution has it."""
+    """Return the README in the metadata of a distribution."""
     metadata = ProjectMetadata(str(folder), PluginManager())
     if urls is not None:
         metadata.config["project"]["urls"] = urls
@@ -45,7 +45,7 @@ def published_readme(folder: Path, urls: dict[str, str] | None = None) -> str:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_readme_needs_no_file_beside_it(folder):
-    """An index shows the page alone: relative links would lead nowhere."""
+    """An index shows the page alone: relative links would be broken."""
     text = published_readme(folder)
     name = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]
     assert text.startswith("# ") and name in text.splitlines()[0].lower()
@@ -63,9 +63,9 @@ def test_the_readme_on_an_index_shows_pictures_of_the_repository():
 
 
 ALONE = {"plasmid-vllm"}
-"""vLLM pins another torch than SGLang, so no environment can have both."""
+"""vLLM pins another torch than SGLang, so that no environment can have both."""
 LEFT_OUT = {"vllm", "mlflow", "trackio"}
-"""Of these `all` has none: the two trackers bring web servers of their own and what those pin."""
+"""Extras that are not part of `all`: both trackers require web servers and pin their dependencies."""
 
 
 def test_all_is_all():

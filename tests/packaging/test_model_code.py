@@ -1,15 +1,15 @@
-"""What transformers builds of a model's folder: each call says whether the model's code may run."""
+"""Calls of transformers that read a model folder: each specifies whether the model's code may run."""
 
 import ast
 from pathlib import Path
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 OWN = PACKAGES / "models/src/plasmid_models/testing.py"
-"""Builds models of configs of its own, and reads none."""
+"""Builds models from its own configs, and reads none."""
 
 
 def calls():
-    """Place, method and text of the function around it, of each call of transformers' Auto classes."""
+    """Yield place, method, and source of the enclosing function for each call of transformers' Auto classes."""
     for path in sorted({*PACKAGES.glob("*/src/**/*.py")} - {OWN}):
         text = path.read_text()
         for function in ast.walk(ast.parse(text)):

@@ -1,4 +1,4 @@
-"""The table of injected bugs fits the tree, and the script tells bugs that are caught from those that are not."""
+"""The table of injected bugs matches the code, and the script distinguishes bugs that are caught from others."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("mutate", ROOT / "scripts/mutate.py")
 mutate = importlib.util.module_from_spec(SPEC)
-sys.modules["mutate"] = mutate  # dataclasses look their module up
+sys.modules["mutate"] = mutate  # dataclasses look up their module
 SPEC.loader.exec_module(mutate)
 MODULE = "def double(x):\n    return x + x\n\n\ndef half(x):\n    return x // 2\n"
 TESTS = """import sys

@@ -1,6 +1,7 @@
-"""Our wheels are complete: installed from a folder into an empty environment, they list, explain and train.
+"""The wheels are complete: installed from a folder into an empty environment, `rl` lists, explains and trains.
 
-Third-party packages are not installed again: a path file lends the environment those of this one, after ours are in.
+Third-party packages are not installed again: a path file makes those of this environment available after the wheels are
+installed.
 """
 
 import json
@@ -68,15 +69,15 @@ def wheels(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def bin_(wheels, tmp_path_factory) -> Path:
-    """The folder of programs of an environment that holds our wheels."""
+    """Return the folder of programs of an environment with the installed wheels."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=True)
     run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *wheels, cwd=folder)
-    # older Pythons put an old setuptools in, which would hide the one lent
+    # older Pythons install an old setuptools, which would take precedence
     run(folder / "bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools", cwd=folder)
     (site,) = folder.glob("lib/python*/site-packages")
     lent = Path(sysconfig.get_path("purelib"))
-    helper = lent / "sglang_cpu.pth"  # without it the torchvision of the tests' SGLang cannot be imported
+    helper = lent / "sglang_cpu.pth"  # without it, the torchvision of the tests' SGLang cannot be imported
     (site / "third_party.pth").write_text(f"{lent}\n{helper.read_text() if helper.is_file() else ''}")
     return folder / "bin"
 
@@ -132,7 +133,7 @@ print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
 
 
 def test_a_reward_and_its_contract_need_neither_torch_nor_ray(wheels, tmp_path):
-    """In an environment that holds what the wheels ask for and nothing else."""
+    """In an environment with only the requirements of the wheels."""
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv/bin/python"
     ours = [wheel for wheel in wheels if wheel.name.split("-")[0] in LIGHT]
@@ -149,7 +150,7 @@ def test_a_reward_and_its_contract_need_neither_torch_nor_ray(wheels, tmp_path):
 
 
 def needed(*names: str) -> set[str]:
-    """Third-party distributions that these ask for, without extras, those that they ask for included."""
+    """Return the third-party distributions that these require, directly or indirectly, without extras."""
     found: set[str] = set()
     todo = list(names)
     while todo:
@@ -164,7 +165,7 @@ def needed(*names: str) -> set[str]:
 
 def test_what_the_wheels_ask_for_fits_together(bin_):
     done = subprocess.run([bin_ / "python", "-m", "pip", "check"], cwd=bin_, capture_output=True, text=True)
-    # the SGLang of the tests has none of the CUDA packages that it asks for
+    # the SGLang of the tests has none of the CUDA packages that it requires
     assert [line for line in done.stdout.splitlines() if line.startswith("plasmid")] == []
 
 

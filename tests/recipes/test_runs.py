@@ -1,4 +1,4 @@
-"""Recipes of workflows and data that no page or example runs: one batch each, with a tiny model for the real one."""
+"""Recipes of workflows and data that no page or example runs: one batch each, with a tiny model."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ SMALL = (
     "checkpoint.every=0",
     "checkpoint.at_end=false",
     "checkpoint.export=false",
-    # one precision, because the threads of a local cluster share the default that models are made with
+    # one precision, because the threads of a local cluster share torch's default dtype
     "trainer.dtype=float32",
     "rollout.dtype=float32",
 )
@@ -28,7 +28,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def long_model(tiny_model, tmp_path_factory):
-    """The tiny model, for texts of 2048 tokens: its tokens are characters, and descriptions of tools are long."""
+    """The tiny model for texts of 2048 tokens: its tokens are characters, and tool descriptions are long."""
     model = shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "tiny")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
@@ -37,7 +37,7 @@ def long_model(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def batch(long_model, tmp_path, monkeypatch):
-    """Runs a batch of a recipe; its samples and metrics."""
+    """Return a function that runs a batch of a recipe and returns its samples and metrics."""
 
     def make(name, *changes):
         monkeypatch.chdir(ROOT)

@@ -12,7 +12,7 @@ KEPT: list[Any] = []
 
 
 class Obedient(PooledReward):
-    """1.0, once the text has been obeyed."""
+    """Gives 1.0 after it has done what the text says."""
 
     kind: Literal["obedient"] = "obedient"
     batched: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Short names for what plugin authors use, too."""
+"""Short names for functions that plugin authors also use."""
 
 from dataclasses import replace
 
@@ -8,13 +8,14 @@ from plasmid.testing.rewards import make_group, score_text
 
 @pytest.fixture
 def score():
-    """Ask a reward about a text."""
+    """Score a text with a reward."""
     return score_text
 
 
 @pytest.fixture
 def group():
-    """A group of samples with these rewards; None is a failed rollout, a tuple holds reward and stop reason."""
+    """Return a function that creates a group with these rewards; None is a failed rollout, a tuple has reward and stop
+    reason."""
 
     def make(*rewards):
         group = make_group(*(item[0] if isinstance(item, tuple) else item for item in rewards))

@@ -1,4 +1,4 @@
-"""A server on this machine that answers JSON with JSON, or fails as it is told to."""
+"""A server on this machine that answers JSON with JSON, or fails as configured."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def server(answer):
-    """Serves ``answer(body, number)`` -> (status, body); yields its address and the requests that it got."""
+    """Serve ``answer(body, number)`` -> (status, body); yield its address and the received requests."""
     got = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Rewards that look for an answer: which texts are right, and that no text breaks them."""
+"""Rewards that extract an answer: which texts are right, and that no text breaks them."""
 
 import asyncio
 import math
@@ -66,7 +66,7 @@ THINKING = [
 def test_a_target_of_thousands_of_open_boxes_is_read_in_one_pass():
     text, started = r"So \boxed{" * 20_000 + "3}", time.process_time()
     assert remove_boxes(text) == "3"
-    assert time.process_time() - started < 2  # 400 s when every box looked for its own end
+    assert time.process_time() - started < 2  # 400 s when every box searched for its own end
 
 
 def test_mathematics_is_compared_as_quantities_and_after_thinking():

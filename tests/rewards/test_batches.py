@@ -1,4 +1,4 @@
-"""Rewards that judge many samples in one process: what breaks it costs one sample, and all others get their scores."""
+"""Rewards that score many samples in one process: a sample that breaks it fails alone, and all others are scored."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ REASONS = {
 
 
 def ask(tmp_path, reward, texts, *, prompt=None, during=None):
-    """Scores, or what was raised, of texts that are asked about at once."""
+    """Return the scores, or the exceptions, of texts that are scored at once."""
 
     async def work():
         await reward.open(RunContext(seed=0, run_dir=tmp_path))

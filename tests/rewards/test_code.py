@@ -1,4 +1,4 @@
-"""Programs against their tests, in all the forms that tests have."""
+"""Programs and their tests, in all formats of tests."""
 
 import time
 

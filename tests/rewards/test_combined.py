@@ -1,4 +1,4 @@
-"""Rewards made of rewards: their values, their recipes, and messages about mistakes within them."""
+"""Rewards composed of rewards: their values, their recipes, and errors within them."""
 
 import asyncio
 from pathlib import Path
@@ -45,7 +45,7 @@ def resolve(*rewards) -> RunConfig:
 
 
 def score(reward, *texts, target=12):
-    """What the scorer of a run makes of these texts of one prompt."""
+    """Return the result of a run's scorer for these texts of one prompt."""
 
     async def work():
         scorer = Scorer([reward])
@@ -83,7 +83,7 @@ def test_a_recipe_nests_rewards_and_every_part_is_logged():
 
 
 class Turns(Reward):
-    """Rewards two tokens: the first by 0.5, the last by the length of the text."""
+    """Rewards two tokens: the first with 0.5, the last with the length of the text."""
 
     kind: Literal["turns"] = "turns"
 
@@ -168,13 +168,13 @@ def test_rewards_of_one_kind_are_numbered_unless_they_have_names():
         ),
     ],
 )
-def test_mistakes_within_are_told_where_they_are(reward, message):
+def test_errors_within_a_reward_name_their_place(reward, message):
     with pytest.raises(ConfigError) as error:
         resolve(reward)
     assert str(error.value).splitlines() == [message]
 
 
-def test_several_mistakes_within_are_told_at_once():
+def test_several_errors_within_a_reward_are_reported_at_once():
     wrong = {"kind": "gate", "condition": {"kind": "x"}, "reward": {"kind": "number", "y": 1}, "z": 1}
     with pytest.raises(ConfigError) as error:
         resolve(wrong, {"kind": "number", "w": 1})
@@ -202,7 +202,7 @@ def test_a_component_that_is_not_there_is_named_with_those_that_are():
 
 
 class Stateful(Reward):
-    """Counts."""
+    """Counts its calls."""
 
     kind: Literal["stateful"] = "stateful"
     _count: int = PrivateAttr(0)

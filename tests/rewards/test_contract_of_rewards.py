@@ -1,4 +1,4 @@
-"""Every installed reward and filter passes the checks that plugin authors run."""
+"""Every installed reward and filter passes the checks for plugin authors."""
 
 import pytest
 from plasmid.config.load import resolve, validate
@@ -40,7 +40,7 @@ PROMPTS = {
 }
 PLAYED = {"environment": {"reward": 0.5, "rewards": [0.5], "done": True}}
 POOLED = {"deepscaler", "ifbench", "ifeval", "math", "reasoning-gym"}
-"""Their worker processes take seconds to import what they need; `isolated` and `code` have some, too, but soon."""
+"""Rewards whose worker processes take seconds to import; those of `isolated` and `code` start quickly."""
 
 
 def marked(kinds):
@@ -48,7 +48,7 @@ def marked(kinds):
 
 
 @pytest.mark.parametrize("kind", marked(SLOTS["rewards"]))
-def test_a_reward_keeps_its_promises(kind):
+def test_a_reward_satisfies_its_contract(kind):
     settings = {"kind": kind, **SETTINGS.get(kind, {})}
     if "workers" in SLOTS["rewards"][kind].model_fields:
         settings["workers"] = 1
@@ -69,7 +69,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("kind", sorted(SLOTS["filters"]))
-def test_a_filter_keeps_its_promises(kind, tmp_path):
+def test_a_filter_satisfies_its_contract(kind, tmp_path):
     (tmp_path / "keep.py").write_text("def keep(group): return len(group.samples) > 1\n")
     settings = {**FILTERS.get(kind, {}), **({"function": f"{tmp_path}/keep.py:keep"} if kind == "function" else {})}
     check_filter(validate(SLOTS["filters"][kind], {"kind": kind, **settings}))

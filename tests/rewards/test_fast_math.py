@@ -1,4 +1,4 @@
-"""What makes math-verify faster changes no tree and no verdict."""
+"""The speedups of math-verify change no parse tree and no verdict."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from plasmid_rewards.mathematics.fast_math import reduce_difference, speed_up
-from plasmid_rewards.mathematics.math_answer import SEEN_BEFORE, _parse
+from plasmid_rewards.mathematics.math_answer import WARM_UP_ANSWERS, _parse
 
 VERDICTS = [
     pair
@@ -34,7 +34,7 @@ x, y = sympy.symbols("x y", real=True)
 
 
 def trees(how, texts):
-    """What math-verify makes of texts, in a process of its own."""
+    """Return the parse trees of texts by math-verify, in a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", TREES, how], input=json.dumps(texts), stdout=subprocess.PIPE, text=True
     )
@@ -49,7 +49,7 @@ def test_every_text_has_the_same_tree(every):
     made = ["".join(draw.choices(pieces, k=draw.randint(2, 7))) for _ in range(120)]
     texts = sorted(
         {
-            *SEEN_BEFORE,
+            *WARM_UP_ANSWERS,
             *made,
             *(str(pair[side]) for pair in VERDICTS for side in ("target", "answer", "text") if side in pair),
         }
@@ -87,7 +87,7 @@ def test_what_is_not_known_at_once_is_left_to_simplify(difference):
 
 
 def test_it_replaces_what_math_verify_calls():
-    """A release that has renamed these places would be as slow as before without a word."""
+    """If a release renames these places, it would silently be as slow as before."""
     speed_up()
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
     from math_verify import grader

@@ -83,7 +83,7 @@ def group_of(*samples):
 
 
 def drawn(*versions):
-    """A sample with a token of each version."""
+    """Return a sample with a token of each version."""
     spans = tuple(VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions))
     return make_sample(num_generated=len(versions), versions=spans)
 

@@ -1,4 +1,4 @@
-"""Checkers of IFEval and IFBench, run where they can download nothing."""
+"""Checkers of IFEval and IFBench, run without network access."""
 
 import asyncio
 
@@ -50,12 +50,12 @@ def test_ifeval_counts_all_instructions_or_their_fraction_and_refuses_rows_that_
 
 RAISING = {"instruction_id_list": ["format:quote_unquote"], "kwargs": [{}]}
 RAISED = ("(123)", "plain", '"no"')
-"""The checker takes the last letter of a text, and the first has none."""
+"""The checker reads the last letter of a text, and the first text has none."""
 
 
 def test_arguments_that_a_checker_cannot_use_are_an_error_of_the_row_and_texts_get_the_failure_value():
     rows = {
-        "ratio:overlap": {},  # raises on every text
+        "ratio:overlap": {},  # raises for every text
         "count:numbers": {"unknown": 1},  # raises before any text
     }
 
@@ -83,7 +83,7 @@ def test_arguments_that_a_checker_cannot_use_are_an_error_of_the_row_and_texts_g
 
 
 def test_ifbench_runs_its_checkers_and_names_data_that_are_missing(tmp_path, monkeypatch):
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path))  # nowhere; nothing is downloaded into it either
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))  # a missing folder, into which nothing is downloaded
     monkeypatch.setenv("HOME", str(tmp_path))
 
     async def work():

@@ -1,4 +1,4 @@
-"""Rewards in worker processes: whatever a call does, the others get their scores, and the loop stays free."""
+"""Rewards in worker processes: whatever a call does, the others are scored, and the event loop is not blocked."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ async def opened(reward, tmp_path):
 
 
 def ask(tmp_path, *texts, **settings):
-    """Scores of texts, asked one after another of one worker."""
+    """Return the scores of texts, scored one after another by one worker."""
 
     async def work():
         settings_ = {"workers": 1, "call_timeout_s": 5.0, "memory_mb": 512, **settings}
@@ -236,7 +236,7 @@ def test_of_a_thousand_rewards_fifty_hang_and_the_loop_never_waits(tmp_path):
     scored, lags = asyncio.run(work())
     assert [s.reward for s in scored] == [-1.0 if text == "hang" else 1.0 for text in texts]
     assert {s.score.error for s in scored if s.reward < 0} == {"no answer within call_timeout_s = 1.5"}
-    # a loop that waits for what hangs would be late fifty times; other programs of the machine may make it late, too
+    # a loop that waits for hanging rewards would be late fifty times; other load on the machine may delay it too
     assert sum(lag > 0.3 for lag in lags) < 10 and sorted(lags)[len(lags) // 2] < 0.05
 
 

@@ -1,4 +1,4 @@
-"""The tasks of reasoning-gym as prompts and as a verifier."""
+"""Tasks of reasoning-gym as prompts and as a verifier."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from plasmid_runtime.data.curriculum import Curriculum
 from pydantic import ValidationError
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Families that make other entries of one seed where strings have other hashes."""
+"""Families that create other entries for the same seed if strings have other hashes."""
 
 
 def encode(prompt, template):
@@ -29,7 +29,7 @@ def encode(prompt, template):
 
 @pytest.fixture(scope="module")
 def generator():
-    """One process that creates entries, for sources of which none closes it."""
+    """A process that creates entries, shared by sources that do not close it."""
     made = Generator()
     yield made
     made.close()
@@ -178,7 +178,7 @@ def test_a_prompt_that_is_no_task_is_the_users_mistake():
 
 
 UNANSWERED = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
-"""Families that only verify: they say no right answer."""
+"""Families that only verify and do not provide a right answer."""
 
 
 @pytest.mark.long
@@ -189,7 +189,7 @@ def test_all_families_accept_their_answer_and_no_constant():
     assert len(families) == 105
     stream = ReasoningGymSource(families="all", instruction="").stream(encode, seed=1)
     seen = {}
-    while len(seen) < 105:  # all drawn alike often: some 550 draws
+    while len(seen) < 105:  # all are equally likely: about 550 draws
         prompt = stream.draw()
         seen.setdefault(prompt.metadata["reasoning_gym"]["family"], prompt)
     stream.close()
@@ -205,7 +205,7 @@ def test_all_families_accept_their_answer_and_no_constant():
 
 
 def carry(state):
-    """A plan for boxnet: one box after another is carried to its target, square by square."""
+    """Return a plan for boxnet: one box after another is moved to its target, square by square."""
     plan = []
     for place, items in state.items():
         for box in (item for item in items if item.startswith("box_")):
@@ -222,7 +222,7 @@ def carry(state):
 
 
 def solutions(family, metadata):
-    """Texts of which one is right."""
+    """Return texts of which one is right."""
     if family == "boxnet":
         return [carry(metadata["initial_state"])]
     if family == "rush_hour":  # the board is chosen so that two moves solve it
@@ -248,7 +248,7 @@ def test_importing_the_package_does_not_import_reasoning_gym():
 
 
 SMALL = {"chain_sum": {"max_terms": 2, "max_digits": 1, "min_digits": 1}, "gcd": {"max_value": 6, "max_numbers": 2}}
-"""Families with a few hundred different tasks: two streams of seeds meet again and again."""
+"""Families with a few hundred different tasks, of which two streams of seeds repeatedly draw the same."""
 
 
 @pytest.mark.usefixtures("one_generator")
@@ -264,7 +264,7 @@ def test_no_task_of_an_evaluation_set_is_drawn_in_training(caplog):
         assert len(held_out) == 60
         assert not {prompt.text for prompt in trained} & {prompt.text for prompt in held_out}
         assert {prompt.metadata["family"] for prompt in held_out} == set(SMALL)
-    assert 60 < metrics["data/held_out"] < 240  # a quarter of what the seeds gave
+    assert 60 < metrics["data/held_out"] < 240  # a quarter of the entries that the seeds gave
     first, second = (record for record in caplog.messages if record.startswith("reasoning-gym: 60 tasks"))
     assert first.endswith(" others are excluded, because training may draw them") and first != second
     resumed = source.stream(encode, seed=0)

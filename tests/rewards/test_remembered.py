@@ -1,4 +1,4 @@
-"""Rewards that ask servers remember grades and failures over a resume."""
+"""Rewards that call servers keep grades and failures across a resume."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What each reward gives for which text."""
+"""The value of each reward for different texts."""
 
 import asyncio
 import subprocess

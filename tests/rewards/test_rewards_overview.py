@@ -1,4 +1,4 @@
-"""docs/rewards.md tells every reward there is, and its recipes resolve."""
+"""docs/rewards.md lists every reward, and its recipes resolve."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Rewards that ask a server: a real one on this machine, which fails as it is told to."""
+"""Rewards that call a server: a real one on this machine, which fails as configured."""
 
 import asyncio
 import re

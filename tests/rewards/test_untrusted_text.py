@@ -1,4 +1,4 @@
-"""Whatever a policy writes, a reward answers with a finite number, soon."""
+"""For any text of a policy, a reward soon returns a finite number."""
 
 import math
 import time

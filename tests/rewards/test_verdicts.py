@@ -17,7 +17,7 @@ FILES = {
 }
 MATH = [name for name, file in FILES.items() if file["kind"] == "math"]
 EVERY = 5
-"""Quick tests judge one of so many pairs on which all agree; a long test judges all."""
+"""Quick tests check one of this many pairs on which all agree; a long test checks all."""
 
 
 def pairs_of(kind):
@@ -33,7 +33,7 @@ def asked_of(pair):
 
 
 def judge(asked):
-    """The verdict on each (target, text, decimals), judged in worker processes."""
+    """Return the verdict on each (target, text, decimals), computed in worker processes."""
 
     async def work(decimals):
         reward, chosen = Math(workers=1, decimals=decimals), sorted(pair for pair in asked if pair[2] == decimals)
@@ -52,7 +52,8 @@ def judge(asked):
 
 @pytest.fixture(scope="module")
 def math_verdicts():
-    """Verdicts on our own table, and on a part of the others that has all pairs on which we disagree."""
+    """Return verdicts on the project's own table, and on a part of the others that contains all pairs with
+    disagreement."""
     asked = {asked_of(pair) for name in MATH for pair in quick_pairs(name)}
     return judge(asked | {(t, boxed(a), 6) for t, a in EQUAL + UNEQUAL})
 

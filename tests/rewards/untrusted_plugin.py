@@ -85,7 +85,7 @@ class Rank(Reward):
 
 
 class Broken(Reward):
-    """Raises whatever it is asked."""
+    """Raises for every text."""
 
     kind: Literal["broken"] = "broken"
 

@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable, and the families of models of Megatron's tests."""
+"""Makes the helper modules of this folder importable, and the model families of Megatron's tests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Engines in this process, requests, and an independent account of what a completion must say."""
+"""Engines in this process, requests, and an independent computation of the expected completions."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ PLUGIN = Path(__file__).parents[1] / "no_training_plugin.py"
 
 
 def run(coroutine):
-    """Run a test's coroutine with a limit."""
+    """Run a test's coroutine with a time limit."""
 
     async def limited():
         return await asyncio.wait_for(coroutine, LIMIT_S)
@@ -44,7 +44,7 @@ def make_config(path, *, max_length="auto", sync_timeout_s=20.0, trainer="no-tra
 
 @contextlib.asynccontextmanager
 async def started(path, *, ranks=1, cluster=None, gpu=False, **options):
-    """An engine, on a cluster of threads unless told otherwise; with ``gpu`` on the first GPU."""
+    """Start an engine, by default on a cluster of threads; with ``gpu`` on the first GPU."""
     config, cluster = make_config(path, **options), cluster or LocalCluster()
     context = BuildContext(
         cluster=cluster, config=config, run_dir=Path(), bundles=(Bundle(gpu=0 if gpu else None),) * ranks, threads=1
@@ -56,7 +56,7 @@ async def started(path, *, ranks=1, cluster=None, gpu=False, **options):
 
 
 def make_request(number, *, length=8, tokens=None, id_=None, session=None, seed=None, **fields):
-    """A request whose prompt is random and follows from its number."""
+    """Create a request whose random prompt follows from its number."""
     drawn = np.random.default_rng(number).integers(7, 50, length)
     sampling = {"max_new_tokens": 12, **fields.pop("sampling", {})}
     return GenerateRequest(
@@ -70,17 +70,17 @@ def make_request(number, *, length=8, tokens=None, id_=None, session=None, seed=
 
 
 async def generate_all(engine, requests):
-    """Completions in the order of the requests."""
+    """Return completions in the order of the requests."""
     return await asyncio.gather(*(engine.client.generate(request) for request in requests))
 
 
 def plain_model(path):
-    """The model as transformers runs it, one expert after another."""
+    """Return the model in transformers, computing one expert after another."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
 
 
 def plain_logprobs(model, request, completion):
-    """Log-probabilities of the completion's tokens by one plain forward pass over the whole sequence."""
+    """Return log-probabilities of the completion's tokens by one plain forward pass over the whole sequence."""
     tokens = torch.from_numpy(np.concatenate([request.token_ids, completion.token_ids])).long()
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
@@ -90,7 +90,7 @@ def plain_logprobs(model, request, completion):
 
 
 def changed(model, *, by=0.05, seed=3):
-    """Named parameters of a model after random steps, as a trainer would send them."""
+    """Return named parameters of a model after random changes, as a trainer would send them."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,7 +99,7 @@ def changed(model, *, by=0.05, seed=3):
 
 
 async def publish(engine, named_tensors, version):
-    """One weight sync, both halves together; returns both receipts."""
+    """Run one weight sync, both sides concurrently; return both receipts."""
     plan = await engine.plan_sync()
     sending = asyncio.to_thread(send_weights, named_tensors, plan=plan, version=version, rank=0)
     return await asyncio.gather(sending, engine.receive(plan, version))

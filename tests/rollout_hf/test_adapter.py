@@ -1,4 +1,4 @@
-"""An engine that holds a base and an adapter: after the base has come once, the adapter alone is sent, and proved."""
+"""An engine with a base and an adapter: after the base was sent once, only the adapter is sent and verified."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_the_adapter_alone_makes_the_engine_the_new_policy(tiny_model, layers, r
 
 
 def publish_error(tiny_model, *updates):
-    """What the last of these weight syncs raises; the others may fail."""
+    """Return the error of the last of these weight syncs; the others may fail."""
 
     async def test():
         async with started(tiny_model, trainer="adapter-trainer") as engine:

@@ -1,4 +1,4 @@
-"""The embedded engine keeps what every engine promises, and an engine that does not is told what is missing."""
+"""The embedded engine passes the contract check, which names what other engines are missing."""
 
 import contextlib
 import re
@@ -37,7 +37,7 @@ def test_the_embedded_engine_keeps_its_promises(tiny_model, policy, ranks, mode)
 
 
 class Broken:
-    """An engine, and its client, that do as another one but for what a test changes."""
+    """An engine and its client that behave like another one, except for what a test changes."""
 
     def __init__(self, whole):
         self._whole = whole
@@ -68,7 +68,7 @@ class WithConstantChecksums(Broken):
 
 
 class WithoutProof(Broken):
-    """Takes the sender's word for what has arrived."""
+    """Trusts the sender about what has arrived."""
 
     async def receive(self, plan, version):
         with contextlib.suppress(SyncError):
@@ -88,7 +88,7 @@ class WithoutVersions(Broken):
 
 
 class WithOtherLogprobs(Broken):
-    """As an engine that loads its weights wrongly."""
+    """Behaves like an engine that loads its weights incorrectly."""
 
     async def generate(self, request):
         found = await self._whole.generate(request)
@@ -96,7 +96,7 @@ class WithOtherLogprobs(Broken):
 
 
 class ForgettingPartialRollouts(Broken):
-    """Begins anew what a sync has interrupted."""
+    """Restarts completions that a sync has interrupted."""
 
     async def generate(self, request):
         found = await self._whole.generate(request)
@@ -121,7 +121,7 @@ class ForgettingPartialRollouts(Broken):
         (ForgettingPartialRollouts, "with pause mode 'abort', a request must continue after a sync"),
     ],
 )
-def test_an_engine_that_breaks_a_promise_is_told_which_in_one_line(tiny_model, policy, broken, message):
+def test_a_violation_of_the_contract_by_an_engine_is_one_line(tiny_model, policy, broken, message):
     async def check():
         async with started(tiny_model, pause_mode="abort") as engine:
             await check_engine(broken(engine), token_ids=[7, 8, 9], gives_kept_sets=True, policy=policy)

@@ -1,4 +1,4 @@
-"""With expected sessions, results depend on the set of requests and on nothing else."""
+"""With expected sessions, results depend only on the set of requests."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ from hf_cases import make_request, run, started
 
 
 async def session(engine, number, turns, delays):
-    """Several turns of one session, each after a random delay."""
+    """Run several turns of one session, each after a random delay."""
     parts = []
     tokens = make_request(number, length=3 + number % 11).token_ids.tolist()
     for turn in range(turns):

@@ -1,4 +1,4 @@
-"""Mixtures of experts, which transformers holds in fused tensors, and attention with heads of unequal sizes."""
+"""Mixtures of experts, which transformers stores in fused tensors, and attention with heads of different sizes."""
 
 import numpy as np
 import pytest
@@ -19,14 +19,14 @@ def models(tmp_path_factory):
 
 
 def moved(folder):
-    """Every tensor of the folder by its name there, after random steps."""
+    """Return every tensor of the folder by its name there, after random changes."""
     draw = torch.Generator().manual_seed(3)
     tensors = load_file(folder / "model.safetensors")
     return {name: t + 0.05 * torch.randn(t.shape, generator=draw) for name, t in tensors.items()}
 
 
 def written(source, target, tensors):
-    """A folder of the model with these tensors."""
+    """Write a folder of the model with these tensors."""
     target.mkdir()
     (target / "config.json").write_text((source / "config.json").read_text())
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
@@ -123,7 +123,8 @@ def test_corrections_of_experts_arrive_in_float32_where_all_else_is_in_bfloat16(
 
 
 def test_experts_are_sent_to_an_engine_that_has_read_a_config_alone(models, tmp_path):
-    """As of a folder in Megatron's distributed format, which does not say under which names the trainer will send."""
+    """As with a folder in Megatron's distributed format, which does not contain the names that the trainer will
+    send."""
     tensors = moved(models("GLM-4.5"))
     folder = written(models("GLM-4.5"), tmp_path / "dist", {})
     (folder / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Sliding windows, attention sinks and linear attention: log-probabilities are those of a plain forward pass."""
+"""Sliding windows, attention sinks and linear attention: log-probabilities equal those of a plain forward pass."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from megatron_families import LINEAR, WINDOWS, folders_of_families
 
 FAMILIES = [*WINDOWS, *LINEAR]
 LENGTHS = [2, 3, 3, 9, 17, 17, 30]
-"""Of prompts: shorter than the convolution of linear attention, of equal length, and longer than the windows."""
+"""Prompt lengths: shorter than the convolution of linear attention, equal, and longer than the windows."""
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def models(tmp_path_factory):
 
 
 def requests_of(lengths):
-    """Requests that end at different times, so that rows change their slots; the last shares its prompt."""
+    """Create requests that end at different times, so that rows change slots; the last one repeats a prompt."""
     made = [
         make_request(i, length=n, sampling={"temperature": 0.8, "max_new_tokens": 4 + 9 * (i % 3)})
         for i, n in enumerate(lengths)

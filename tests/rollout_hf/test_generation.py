@@ -1,4 +1,4 @@
-"""What completions contain: log-probabilities, ends, spans, errors."""
+"""Contents of completions: log-probabilities, ends, version spans, errors."""
 
 import asyncio
 import pickle

@@ -1,4 +1,4 @@
-"""Several engines of one process read their models at the same time."""
+"""Several engines of one process load their models at the same time."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Pause, resume, abort, sleep: what is held, what ends, and that nothing changes by it."""
+"""Pause, resume, abort and sleep: which requests are held or end, and that results do not change."""
 
 import asyncio
 
@@ -11,12 +11,12 @@ LONG = {"max_new_tokens": 230, "temperature": 1.0}
 
 
 def long_requests(count=4):
-    """Requests that do not end by themselves for a while: the end of text is drawn late with these seeds."""
+    """Create requests that do not end soon: with these seeds the end of text is sampled late."""
     return [make_request(i, seed=seed, sampling=LONG) for i, seed in enumerate(range(40, 40 + count))]
 
 
 async def started_requests(engine, requests):
-    """The requests as tasks, once all of them have begun to generate."""
+    """Return the requests as tasks, once all of them have started generating."""
     tasks = [asyncio.create_task(engine.client.generate(request)) for request in requests]
     while (await engine.metrics())["engine/new_tokens"] < 3 * len(requests):
         await asyncio.sleep(0.002)

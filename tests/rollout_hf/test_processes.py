@@ -1,4 +1,4 @@
-"""The same engine behind Ray: handles that travel, weights over process borders."""
+"""The same engine on Ray: pickled handles, and weights sent between processes."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The experts that the engine chose, from prefill and decoding to samples of several turns, aborts and versions."""
+"""The experts chosen by the engine, from prefill and decoding to samples of several turns, aborts and versions."""
 
 from dataclasses import replace
 
@@ -27,7 +27,8 @@ def models(tmp_path_factory):
 
 
 def experts_of(model, tokens):
-    """[tokens - 1, layers, choices] by transformers in one pass, each in increasing order; 0 without experts."""
+    """Return experts [tokens - 1, layers, choices] by transformers in one pass, in increasing order; 0 without
+    experts."""
     lm, chosen = plain_model(model), {}
     for index, layer in enumerate(lm.model.layers):
         if hasattr(layer.mlp, "experts"):
@@ -40,7 +41,7 @@ def experts_of(model, tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_completion_has_the_experts_of_all_tokens_that_were_processed(family, models):
-    """Of prompts that share a prefill, of equal ones, and of rows that are decoded together."""
+    """For prompts that share a prefill, equal prompts, and rows that are decoded together."""
     routing = read_routing(models(family))
     requests = [replace(make_request(i, length=3 + 4 * (i // 2), seed=i), routing=routing) for i in range(4)]
     requests[1] = replace(requests[1], token_ids=requests[0].token_ids, routing=None)
@@ -59,7 +60,7 @@ def test_a_completion_has_the_experts_of_all_tokens_that_were_processed(family, 
 
 
 class Splitting:
-    """Implements `EngineClient`: aborts each turn after ``stops`` of its tokens, and calls ``between`` then."""
+    """Implements `EngineClient`: aborts each turn after ``stops`` of its tokens, and then calls ``between``."""
 
     def __init__(self, client, stops=(), between=None):
         self._client, self._stops, self._between = client, list(stops), between
@@ -136,7 +137,7 @@ def test_tokens_of_two_policy_versions_have_the_experts_of_the_version_that_samp
     sample = run(test())
     assert [span.version for span in sample.versions] == [0, 1]
     old = experts_of(model, sample.token_ids)
-    first = len(PROMPT) + 3 - 1  # the last token before the abort is processed by the new policy
+    first = len(PROMPT) + 3 - 1  # the new policy processes the last token before the abort
     assert np.sort(sample.experts, -1)[:first].tolist() == old[:first].tolist()
     assert np.sort(sample.experts, -1)[first:-1].tolist() != old[first:].tolist()
 

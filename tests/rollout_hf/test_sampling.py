@@ -1,4 +1,4 @@
-"""Random numbers and the sampler against known answers, transformers' own truncation, and frequencies."""
+"""Random numbers and the sampler, compared with published test vectors, transformers' truncation, and frequencies."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Weight updates: complete and proved, or not served from."""
+"""Weight updates: complete and verified, or the engine does not serve."""
 
 import asyncio
 
@@ -65,7 +65,7 @@ def test_a_request_across_an_update_has_a_span_of_each_version(tiny_model):
 
 
 def broken_sender(kind, weights, plan):
-    """What a trainer rank does wrong; returns what its sender raised."""
+    """Send weights incorrectly as a trainer rank; return the sender's exception."""
     sender = plan.wire.open(rank=0, version=1)
     buckets = list(make_buckets(weights, bucket_bytes=20_000))
     if kind == "incomplete":
@@ -82,7 +82,7 @@ def broken_sender(kind, weights, plan):
 
 
 def wrong(kind, weights):
-    """The weights of another model."""
+    """Return the weights of another model."""
     weights = list(weights)
     if kind == "other name":
         weights[3] = ("model.other.weight", weights[3][1])

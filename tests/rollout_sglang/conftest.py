@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable, and starts one server for the tests that can share it."""
+"""Makes the helper modules of this folder importable, and starts a server shared by tests."""
 
 import os
 import sys
@@ -15,19 +15,19 @@ if HERE not in sys.path:
 
 @pytest.fixture(scope="session")
 def sglang():
-    """Skips where SGLang is not installed, but not in CI: there it must be."""
+    """Skips tests where SGLang is not installed, except in CI, where it must be."""
     if find_spec("sglang") is None and not os.environ.get("CI"):
         pytest.skip("SGLang is not installed; `make dev` does that")
 
 
 def leaders():
-    """Children that lead a process group of their own: servers, whose names SGLang changes."""
+    """Return child processes that lead a process group: servers, whose names SGLang changes."""
     return [p for p in psutil.Process().children() if os.getpgid(p.pid) == p.pid]
 
 
 @pytest.fixture
 def servers():
-    """Says which servers have been started since the test began; the one that tests share may run beside them."""
+    """Return a function that lists the servers started since the test began, without the shared one."""
     before = {process.pid for process in leaders()}
     return lambda: [process for process in leaders() if process.pid not in before]
 
@@ -37,7 +37,8 @@ _shared = []
 
 @pytest.fixture(scope="module")
 def shared(sglang, tiny_model, tmp_path_factory):
-    """A server of the tiny model, up in 15 s on a quiet machine. It ends after the last test of this folder."""
+    """A server of the tiny model, which starts in 15 s on an idle machine. It ends after the last test of this
+    folder."""
     from sgl_cases import Shared
 
     if not _shared:
@@ -47,6 +48,6 @@ def shared(sglang, tiny_model, tmp_path_factory):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """End the server that tests share, after their fixtures."""
+    """End the shared server after its users' fixtures."""
     if _shared and (nextitem is None or HERE not in map(str, nextitem.path.parents)):
         _shared.pop().close()

@@ -1,4 +1,4 @@
-"""SGLang engines in this process's cluster, requests, and what plain transformers makes of them."""
+"""SGLang engines in this process's cluster, requests, and the results of plain transformers."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ KEY = "PLASMID_TEST_SERVER_KEY"
 
 
 def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), trainer="no-trainer", **settings):
-    """What an engine on this machine's CPU is built with."""
+    """Return the context for building an engine on this machine's CPU."""
     rollout = {"kind": "sglang", "dtype": "float32", "health_interval_s": 1.0, "health_timeout_s": 60.0, **settings}
     if rollout.get("server_args", {}) is not None:
         rollout["server_args"] = {"max_total_tokens": 4096} | dict(settings.get("server_args", {}))
@@ -56,7 +56,7 @@ def make_context(model_path, run_dir, *, ranks=1, stop=("<user>",), plugins=(), 
 
 @contextlib.asynccontextmanager
 async def started(model_path, run_dir, **settings):
-    """An engine with servers of its own."""
+    """Start an engine with its own servers."""
     context = make_context(model_path, run_dir, **settings)
     engine = None
     try:
@@ -69,7 +69,7 @@ async def started(model_path, run_dir, **settings):
 
 
 class Shared:
-    """One server for many tests; each looks at it through an engine with settings of its own."""
+    """One server for many tests; each test uses it through an engine with its own settings."""
 
     def __init__(self, model_path, run_dir):
         self.model_path = model_path
@@ -77,24 +77,24 @@ class Shared:
         self._runner = asyncio.Runner()
         self._context = make_context(model_path, run_dir)
         settings = self._context.config.rollout
-        # SGLang compiles penalties and samplers at their first use, which takes most of a minute of processor time
+        # SGLang compiles penalties and samplers on first use, which takes most of a minute of CPU time
         with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
             self._servers = self.run(start_servers(settings, self._context, make_dialect))
         self._count = 0
 
     def as_external(self, engine):
-        """Settings by which a run attaches to the server, which asks for its key."""
+        """Return the settings with which a run attaches to the server, which requires its key."""
         api = engine.supervisor.all[0].connection.api
         os.environ[KEY] = api.key
         return {"urls": [api.url], "api_key_env": KEY, "read_back_every": 0}
 
     def run(self, work):
-        """Run a coroutine on the loop that the server's connections belong to."""
+        """Run a coroutine on the event loop that owns the connections to the server."""
         return self._runner.run(work)
 
     @contextlib.asynccontextmanager
     async def engine(self, *, adapter=None, **settings):
-        """An engine over the server, which holds the model's own weights as version 0, and their ``adapter``."""
+        """Return an engine on the server, with the model's own weights as version 0, and their ``adapter``."""
         self._count += 1
         context = make_context(self.model_path, self.run_dir / str(self._count), **settings)
         context = replace(context, cluster=self._context.cluster)

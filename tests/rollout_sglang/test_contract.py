@@ -1,4 +1,4 @@
-"""A real SGLang server keeps what every engine promises."""
+"""A real SGLang server passes the contract check for engines."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ def policy(tiny_model):
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "in_place"])
-def test_the_engine_keeps_its_promises(shared, policy, mode):
+def test_the_engine_satisfies_its_contract(shared, policy, mode):
     async def test():
         async with shared.engine(pause_mode=mode, read_back_every=1) as engine:
             engine.supervisor.remove_from_service = lambda server, error: asyncio.sleep(

@@ -1,4 +1,4 @@
-"""Modes in which SGLang repeats its draws, or computes as the trainer does: what they set, and what they refuse."""
+"""Modes in which SGLang is reproducible or computes like the trainer: what they set, and what they refuse."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ RELEASES = ["0.5.17", "0.5.23"]
 
 
 def recipe(tmp_path, *, device="cuda", trainer="fsdp", trainer_dtype=None, **rollout):
-    """A configuration for GPUs; nothing is started."""
+    """Create a configuration for GPUs; nothing is started."""
     plain = make_context(tmp_path, tmp_path, dtype="auto").config.model_dump(mode="json")
     table = {"kind": trainer} if trainer_dtype is None else {"kind": trainer, "dtype": trainer_dtype}
     changes = {"trainer": table, "placement": {"device": device}, "rollout": rollout}

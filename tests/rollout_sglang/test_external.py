@@ -1,4 +1,4 @@
-"""Servers that somebody else runs: attached, checked, and given weights from disk."""
+"""External servers: attached, checked, and updated with weights from disk."""
 
 import contextlib
 from dataclasses import replace
@@ -17,7 +17,7 @@ from sgl_cases import changed, make_context, make_request, plain_logprobs, plain
 
 @contextlib.asynccontextmanager
 async def attached(shared, tmp_path, model_path=None, **more):
-    async with shared.engine() as own:  # which sets the weights back, and pauses afterwards
+    async with shared.engine() as own:  # resets the weights, and pauses afterwards
         settings = shared.as_external(own) | more
         context = make_context(model_path or shared.model_path, tmp_path, server_args=None, dtype="auto", **settings)
         engine = await context.config.rollout.build(context)
@@ -49,7 +49,7 @@ def test_a_server_of_others_takes_a_version_over(shared, tmp_path):
 
 
 def test_servers_of_others_take_no_gpu_of_the_run(tmp_path):
-    """One GPU is enough for the trainer; it needed a second one for an engine that computes elsewhere."""
+    """The trainer needs only one GPU; earlier versions required a second one for an engine that computes elsewhere."""
     config = make_context(tmp_path, tmp_path, urls=["http://a:1"], read_back_every=0, server_args=None).config
     plain = config.model_dump(mode="json")
     config = resolve(merge(plain, {"placement": {"device": "cuda", "engine_ranks": 1}}))
@@ -131,7 +131,7 @@ def test_the_server_lives_on_when_the_engine_is_closed(shared, tmp_path):
 
 
 def test_a_run_with_servers_of_others_moves_nothing_of_theirs(tmp_path):
-    """What `with_offload` puts in place of ``auto`` is read again by every process of the run."""
+    """Every process of the run validates the settings that `with_offload` puts in place of ``auto``."""
     config = make_context(tmp_path, tmp_path, urls=["http://a:1"], read_back_every=0, server_args=None).config
     chosen, _ = with_offload(config)
     assert chosen.placement.offload_engine is False

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities of a real SGLang server, against one forward pass of transformers."""
+"""Tokens and log-probabilities of a real SGLang server, compared with one forward pass of transformers."""
 
 import asyncio
 import base64
@@ -38,7 +38,7 @@ def test_log_probabilities_are_those_of_the_whole_distribution(shared):
         assert completion.versions == (VersionSpan(version=0, start=0, end=len(completion.token_ids)),)
 
 
-def test_what_was_left_to_draw_from_is_told_with_its_mass(shared):
+def test_kept_sets_are_returned_with_their_mass(shared):
     model = plain_model(shared.model_path)
     settings = [{"temperature": 0.5, "top_p": 0.6, "top_k": 100}, {"temperature": 1.7, "top_k": 5}, {}]
     settings += [{"min_p": 0.05, "top_k": 4096}]
@@ -188,7 +188,7 @@ def test_what_the_server_refuses_is_a_completion_with_its_reason():
 
 
 def test_a_request_that_a_pause_found_unbegun_is_to_be_asked_again():
-    """0.5.17 refuses it, where later releases answer that it was cut off."""
+    """SGLang 0.5.17 refuses it; later releases answer that it was aborted."""
     request = make_request(1)
     answer = {"error": {"message": f"Request {request.id}~77.3 was aborted"}}
     cut = completions.completion(request, 400, answer, has_spans=False)
@@ -256,4 +256,4 @@ def test_experts_that_the_model_does_not_have_are_refused(sent, told):
     meta = {"finish_reason": {"type": "stop"}, "weight_version": 0, "routed_experts": base64.b64encode(sent).decode()}
     found = completions.completion(request, 200, {"meta_info": meta}, has_spans=False)
     assert found.stop_reason is StopReason.ERROR and found.error is not None
-    assert found.error.startswith(f"the server returned wrong experts: {told}")
+    assert found.error.startswith(f"the server returned invalid experts: {told}")

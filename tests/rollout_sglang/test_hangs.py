@@ -1,4 +1,4 @@
-"""A server that hangs: the stacks of its processes are in the run's folder before it is restarted."""
+"""A server that hangs: the stacks of its processes are saved in the run folder before it is restarted."""
 
 import pytest
 

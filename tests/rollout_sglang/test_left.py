@@ -1,4 +1,4 @@
-"""A broadcast of weights that one of its servers leaves in the middle."""
+"""A weight broadcast during which one of the servers dies."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ def test_a_server_that_dies_in_a_broadcast_does_not_hold_the_others(sglang, serv
         async with started(tiny_model, tmp_path, **settings) as engine:
             weights = changed(model)
             await engine.pause("abort")
-            await publish(engine, weights, 1)  # they have met
+            await publish(engine, weights, 1)  # they have joined the group
             plan = await engine.plan_sync()
             os.killpg(servers()[0].pid, signal.SIGKILL)
             sending = asyncio.to_thread(send_weights, weights, plan=plan, version=2, rank=0)
@@ -31,7 +31,7 @@ def test_a_server_that_dies_in_a_broadcast_does_not_hold_the_others(sglang, serv
             assert [type(error) for error in found] == [EngineLostError, EngineLostError], found
             (left,) = (member for member in engine.supervisor.all if member.error)
             (other,) = (member for member in engine.supervisor.all if member is not left)
-            assert left.condition is not Condition.GONE and "aborted by" not in left.error
+            assert left.condition is not Condition.STOPPED and "aborted by" not in left.error
             assert other.condition is Condition.WAITING and other.restarts == 0
             await publish(engine, weights, 2)  # as the loop does then
             await engine.resume()

@@ -1,4 +1,4 @@
-"""Servers on several machines: which machine holds which engine, and where they listen."""
+"""Servers on several machines: the machines of each engine, and the addresses that they listen on."""
 
 import socket
 from datetime import timedelta
@@ -40,7 +40,7 @@ def test_stages_of_a_pipeline_are_spread_over_machines_evenly(tmp_path):
         placed(tmp_path, nodes=6, trainer_ranks=12, engine_ranks=12, gpus_per_engine=12, pipeline=2)
 
 
-def test_a_release_is_told_of_machines_by_the_engine_alone(tmp_path):
+def test_arguments_about_machines_are_set_by_the_engine_only(tmp_path):
     with pytest.raises(ConfigError) as error:
         make_context(tmp_path, tmp_path, server_args={"nnodes": 2, "dist_init_addr": "10.0.0.1:5000"})
     assert str(error.value).splitlines() == [

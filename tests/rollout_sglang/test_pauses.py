@@ -1,4 +1,4 @@
-"""Before a pause, requests are aborted and new ones held back: SGLang sleeps for a second if it finds one."""
+"""Requests are aborted and new ones held back before a pause, because SGLang waits a second if any is running."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ from sgl_cases import make_request
 
 REQUESTS = 8
 ATTEMPTS = 4
-"""Pauses until one finds all requests running. On a busy machine some may have ended before."""
+"""Maximum number of pauses until one finds all requests running; on a busy machine some may have ended before."""
 
 
 class OpenRequests:
-    """The requests that had no answer yet when SGLang was asked to pause, for each pause."""
+    """Records, for each pause, the requests without an answer when SGLang was asked to pause."""
 
     def __init__(self, monkeypatch, engine):
         self.at_pauses, self._sent, post = [], engine.client._loop_client()._sent, HttpApi.post
@@ -37,12 +37,12 @@ class OpenRequests:
 
 
 async def start_requests(engine, attempt):
-    """Rollouts of long requests that the server is working on, each asked again when it was aborted."""
+    """Start rollouts of long requests that the server processes; each is sent again after an abort."""
     await engine.metrics()
     long = {"num": 200, "temperature": 3.0, "ignore_eos": True}
     turns = [TurnState(0, make_request(100 * attempt + i, **long)) for i in range(REQUESTS)]
     tasks = [asyncio.create_task(turn.draw(engine.client)) for turn in turns]
-    while not (await engine.metrics())["engine/tokens_per_s"]:  # since the look before
+    while not (await engine.metrics())["engine/tokens_per_s"]:  # since the last check
         await asyncio.sleep(0.02)
     return turns, tasks
 
@@ -84,7 +84,7 @@ def test_a_failed_pause_leaves_the_engine_open(shared, monkeypatch):
                 removed.append(error)
 
             pause = SGLangDialect.pause
-            engine.supervisor.remove_from_service = note  # the shared server must not be started anew
+            engine.supervisor.remove_from_service = note  # the shared server must not be restarted
             monkeypatch.setattr(SGLangDialect, "pause", fail)
             failure = EngineError("no answer")
             await engine.pause("abort")
@@ -100,7 +100,7 @@ def test_a_failed_pause_leaves_the_engine_open(shared, monkeypatch):
 
 
 class Api:
-    """A server whose requests end after some aborts; the loads of each check are given."""
+    """A server whose requests end after some aborts; the loads reported to each check are given."""
 
     url = "http://127.0.0.1:1"
 

@@ -1,4 +1,4 @@
-"""The SGLang router in front of a real server: it learns who serves, is watched, and started anew."""
+"""The SGLang router in front of a real server: it is updated about servers, monitored, and restarted."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from sgl_cases import make_request
 
 @contextlib.asynccontextmanager
 async def routed(shared, **router_args):
-    """An engine whose endpoints name the router."""
+    """Start an engine whose endpoints name the router."""
     async with shared.engine(router=True, router_args=router_args) as engine:
         try:
             await until(lambda: engine._router.address)

@@ -1,4 +1,4 @@
-"""Whole runs: the real trainer, and servers that are killed and stopped while they serve."""
+"""Whole runs with the real trainer, and servers that are killed and stopped while they serve."""
 
 import gc
 import logging
@@ -21,7 +21,7 @@ BATCHES, PROMPTS, SAMPLES = 6, 2, 4
 
 
 def recipe(folder, model_path, rollout, **settings):
-    """Random rewards: what counts here is who sampled what."""
+    """Return a recipe with random rewards; the tests only check which samples are trained on."""
     rows = "".join(f'{{"prompt": "say {i}: ", "target": {i}}}\n' for i in range(30))
     (folder / "prompts.jsonl").write_text(rows)
     counts = {"batches": BATCHES, "prompts_per_batch": PROMPTS, "samples_per_prompt": SAMPLES}
@@ -48,7 +48,7 @@ def recipe(folder, model_path, rollout, **settings):
 
 
 def trained_groups(folder):
-    """Every group that was trained on, with the number of its batch; groups that grew too old lie beside them."""
+    """Return every group that was trained on, with the number of its batch; groups dropped as too old are excluded."""
     files = sorted((folder / "run" / "samples").glob("batch-*.parquet"))
     found = [
         (int(file.stem.rpartition("-")[2]), group, read_dropped(file)) for file in files for group in read_samples(file)
@@ -57,7 +57,7 @@ def trained_groups(folder):
 
 
 def check_batches(folder):
-    """Every draw in one batch, every batch full, nothing failed."""
+    """Check that every draw is in one batch, every batch is full, and nothing failed."""
     groups = trained_groups(folder)
     assert len({group.id for _, group in groups}) == len(groups) == BATCHES * PROMPTS
     assert [batch for batch, _ in groups] == sorted(list(range(1, BATCHES + 1)) * PROMPTS)
@@ -83,7 +83,7 @@ def test_a_run_trains_on_policy_and_proves_every_version(shared, tmp_path):
     assert max(m["sync/canary_difference"] for m in metrics) < 1e-4
     assert all(m["engine/serving"] == 1 and m["engine/restarts"] == 0 for m in metrics)
     assert all({"engine/queued", "engine/kv_usage"} <= set(m) for m in metrics)
-    # a late look sees the next batch drawn as well, and the look after it nothing: but never two in a row
+    # a late measurement includes the samples of the next batch, and the following one is 0: but never two in a row
     speeds = [m["engine/tokens_per_s"] for m in metrics]
     assert all(max(pair) > 0 for pair in pairwise(speeds))
     np.testing.assert_allclose([m["train/mismatch_kl"] for m in metrics], 0.0, atol=1e-6)
@@ -106,14 +106,14 @@ def test_a_run_trains_within_what_top_p_left(sglang, tiny_model, tmp_path):
 
 
 class Chaos:
-    """Told of every batch; ends and stops servers behind the engine's back."""
+    """Kills and stops servers after certain batches, without the engine's knowledge."""
 
     def __init__(self, servers):
         self.servers = servers
 
     @hookimpl
     def batch_finished(self, batch, metrics):
-        """Another harm after some batches."""
+        """Do a different kind of damage after some batches."""
         if batch == 1:
             first, self.other = self.servers()
             first.kill()
@@ -143,7 +143,7 @@ def test_every_prompt_is_trained_once_though_servers_die_and_hang(sglang, server
 
 
 class Killer:
-    """Ends the server once."""
+    """Kills the server once."""
 
     def __init__(self, servers):
         self.servers = servers

@@ -1,4 +1,4 @@
-"""What a recipe may say of SGLang, found out without starting or importing it."""
+"""Settings of SGLang in recipes, checked without starting or importing it."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import pytest
 from plasmid.config.load import resolve
 from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
-from plasmid_serving.planner import sent_adapter, transport_of
+from plasmid_serving.planner import transport_of
 from plasmid_sglang.dialect import server_arguments
-from plasmid_sglang.launch import skip_other_models
+from plasmid_sglang.launch import skip_other_models, text_arguments
 from plasmid_sglang.schema import NEWEST, SHIPPED, argument_errors, extract, installed_version, schema_of
 from plasmid_sglang.settings import FIXED, OWN
 from sgl_cases import make_context
@@ -25,7 +25,7 @@ def context(tmp_path, **settings):
 
 
 def refused(tmp_path, **settings):
-    """The lines of the error."""
+    """Return the lines of the error."""
     with pytest.raises(ConfigError) as error:
         context(tmp_path, **settings)
     return str(error.value).splitlines()
@@ -65,8 +65,8 @@ def test_groups_of_servers_have_arguments_of_their_own(tmp_path):
     assert [arguments["max_running_requests"] for arguments in found] == [8, 64, 64]
     assert [arguments["max_total_tokens"] for arguments in found] == [4096, 512, 512]
     assert refused(tmp_path, ranks=2, groups=groups) == [
-        "rollout.groups: must have 2 servers in total, which placement.engine_ranks = 2 and rollout.gpus_per_engine = 1"
-        " make, got 3"
+        "rollout.groups: must have 2 servers in total (placement.engine_ranks = 2 divided by "
+        "rollout.gpus_per_engine = 1), got 3"
     ]
     (line,) = refused(tmp_path, groups=[{"engines": 1, "server_args": {"max_running_requsts": 8}}])
     assert line.startswith("rollout: groups.0.server_args: max_running_requsts: not an argument of SGLang")
@@ -86,7 +86,7 @@ def test_the_router_has_arguments_of_its_own(tmp_path):
     ]
 
 
-def test_every_mistake_in_the_arguments_is_told(tmp_path):
+def test_every_mistake_in_the_arguments_is_reported(tmp_path):
     lines = refused(tmp_path, server_args={"dtype": "half", "port": 80, "max_running_request": 3})
     assert lines == [
         "rollout.server_args: dtype: follows from rollout.dtype; set that instead",
@@ -147,8 +147,14 @@ def test_what_the_engine_itself_sets_exists_in_every_supported_release(tmp_path,
     config = settings.config
     names = {*server_arguments(config.rollout, config, on_gpu=False), *OWN, *FIXED, "enable_memory_saver"}
     unknown = names - schema_of("sglang", release).keys()
-    # the older release knows the CUDA graphs of each phase only by their new names
+    # the older release only knows the CUDA graphs of each phase by their new names
     assert unknown <= {"disable_cuda_graph"}
+
+
+@pytest.mark.parametrize(("model_type", "expected"), [("gemma3", {"enable_multimodal": False}), ("qwen3", {})])
+def test_servers_of_folders_with_a_vision_model_take_only_texts(tmp_path, model_type, expected):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert text_arguments({"model_path": str(tmp_path)}) == expected
 
 
 def test_a_tokenizer_is_loaded_only_where_texts_stop_a_sample(tmp_path):
@@ -170,7 +176,7 @@ def test_servers_that_release_their_weights_get_merged_ones(tmp_path, sleeps):
     def found(**settings):
         config = context(tmp_path, trainer="adapter-trainer", **settings).config
         config = config.model_copy(update={"placement": placement})
-        return sent_adapter(config.rollout, config, on_gpu=True)
+        return config.rollout.sent_adapter(config, on_gpu=True)
 
     assert (found() is None) == sleeps
     assert found(adapter_sync="merged") is None
@@ -231,7 +237,7 @@ def test_restricted_sampling_needs_a_top_k_that_sglang_can_tell_the_set_of(tmp_p
     assert not recipe(top_p=0.9).rollout.gives_kept_sets()
 
 
-def test_servers_of_others_say_nothing_of_sets(tmp_path):
+def test_external_servers_return_no_kept_sets(tmp_path):
     found = context(tmp_path, urls=["http://somewhere:1"], server_args=None, read_back_every=0).config.rollout
     assert not found.gives_kept_sets()
 
@@ -277,7 +283,8 @@ def test_their_off_values_are_allowed(tmp_path):
 )
 def test_a_server_imports_only_the_module_of_its_model(arguments, tiny_model, monkeypatch):
     def skipped(**chosen):
-        monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
+        monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # so that it is restored
+        monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
         skip_other_models({"model_path": str(tiny_model), **chosen})
         return os.environ.get("SGLANG_DISABLED_MODEL_ARCHS", "").split(",")
 
@@ -292,6 +299,7 @@ def test_a_server_imports_only_the_module_of_its_model(arguments, tiny_model, mo
 def test_a_server_imports_all_models_if_none_offers_the_class(name, tmp_path, monkeypatch):
     """`LlamaModel` is a class of a module that offers others."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # so that it is restored
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
     skip_other_models({"model_path": str(tmp_path)})
     assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ

@@ -1,4 +1,4 @@
-"""A server over two machines: real SGLang, tensor parallel over gloo, with a process of its own for either machine."""
+"""A server over two machines: real SGLang, tensor parallel over gloo, with a separate process for each machine."""
 
 import asyncio
 import json
@@ -16,17 +16,17 @@ from plasmid_serving.supervisor import Condition
 from sgl_cases import changed, make_context, make_request, plain_logprobs, plain_model, publish
 
 OTHER = "sglang::scheduler_TP1"
-"""What SGLang calls the process of the second rank, which is the one on the second machine."""
+"""SGLang's name of the process of the second rank, which is on the second machine."""
 
 
 def spanning(model_path, run_dir, **settings):
-    """What an engine is built with whose one server lies on two machines."""
+    """Return the build context of an engine with one server over two machines."""
     context = make_context(model_path, run_dir, ranks=2, gpus_per_engine=2, **settings)
     return replace(context, bundles=(Bundle(0), Bundle(1)))
 
 
 def ranks():
-    """The processes of servers of several ranks below this one, by their names; the one that tests share has one."""
+    """Return the processes of multi-rank servers below this process, by name; the shared server has one rank."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         try:
@@ -75,7 +75,7 @@ def test_a_server_over_two_machines_serves_takes_weights_and_is_restarted(sglang
             await check_again(2)
 
             (beside,) = (actor for actor in context.cluster._actors if actor.name == "engine-0-node-1")
-            await beside.stop()  # as if its machine had gone; the server is then made anew whole
+            await beside.stop()  # as if its machine had failed; then the whole server is restarted
             await until(lambda: member.condition is Condition.WAITING)
             assert member.restarts == 2 and "server process on another machine: engine-0-node-1 " in member.error
             await check_again(3)
@@ -98,7 +98,7 @@ def test_a_server_over_two_machines_serves_takes_weights_and_is_restarted(sglang
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_what_ends_on_another_machine_while_starting_is_told(sglang, tiny_model, tmp_path):
+def test_a_process_that_ends_on_another_machine_while_starting_is_reported(sglang, tiny_model, tmp_path):
     async def test():
         context = spanning(tiny_model, tmp_path)
         building = asyncio.ensure_future(context.config.rollout.build(context))

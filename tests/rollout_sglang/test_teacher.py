@@ -1,4 +1,4 @@
-"""A real SGLang server as teacher."""
+"""A real SGLang server as the teacher."""
 
 import numpy as np
 import pytest
@@ -69,5 +69,5 @@ def test_another_tokenizer_is_refused(shared, tmp_path):
             config = taught(shared, tmp_path, own, tokenizer=str(other))
             await config.teacher.connect(config)
 
-    with pytest.raises(EngineError, match=r"^teacher.url: the server at \S+ has another tokenizer than the policy"):
+    with pytest.raises(EngineError, match=r"^teacher.url: the tokenizer of \S+ differs from the policy's"):
         shared.run(test())

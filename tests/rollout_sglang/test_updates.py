@@ -1,4 +1,4 @@
-"""Weight updates by every wire that needs no GPU: complete and proved, or not served from."""
+"""Weight updates over every wire that needs no GPU: complete and verified, or the engine does not serve."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ def test_tokens_of_requests_across_an_update_have_the_version_that_drew_them(sha
     requests = [make_request(i, num=200, temperature=3.0, ignore_eos=True) for i in range(8)]
 
     async def whole(engine, request):
-        """As rollouts do it: what was cut off is asked again with the tokens so far."""
+        """As in rollouts: aborted requests are sent again with the tokens so far."""
         parts = []
         asked = request
         while not parts or parts[-1].stop_reason is StopReason.ABORT:
@@ -83,7 +83,7 @@ def test_tokens_of_requests_across_an_update_have_the_version_that_drew_them(sha
         async with shared.engine(pause_mode=mode) as engine:
             await engine.metrics()
             tasks = [asyncio.create_task(whole(engine, request)) for request in requests]
-            while not (await engine.metrics())["engine/tokens_per_s"]:  # since the look before
+            while not (await engine.metrics())["engine/tokens_per_s"]:  # since the last check
                 await asyncio.sleep(0.02)
             await engine.pause(engine.pause_mode)
             await publish(engine, weights, 1)
@@ -104,7 +104,7 @@ def test_tokens_of_requests_across_an_update_have_the_version_that_drew_them(sha
 
 
 def broken_sender(kind, weights, plan):
-    """What a trainer rank does wrong; returns what its sender raised."""
+    """Send weights incorrectly as a trainer rank; return the sender's exception."""
     sender = plan.wire.open(rank=0, version=1)
     buckets = list(make_buckets(weights, bucket_bytes=100_000))
     if kind == "corrupt":
@@ -135,7 +135,7 @@ def test_after_a_failed_update_nothing_is_served_until_one_succeeds(shared, kind
             async def note(member, error):
                 gave_up.append(error)
 
-            engine.supervisor.remove_from_service = note  # the shared server must not be started anew
+            engine.supervisor.remove_from_service = note  # the shared server must not be restarted
             weights = list(plain_model(shared.model_path).named_parameters())
             if kind == "incomplete":
                 weights = [(name, tensor) for name, tensor in weights if not name.startswith("model.layers.1.mlp")]
@@ -206,7 +206,7 @@ def test_the_endpoints_file_says_how_long_a_request_may_be(shared):
 
 
 def test_a_sleeping_server_keeps_the_weights_that_nobody_sends_again(shared, monkeypatch):
-    """SGLang has no copy of them: what it gives up is lost."""
+    """SGLang has no copy of them: released weights are lost."""
     calls = []
 
     async def note(self, api, parts, *, is_held):

@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable, and starts one vLLM server for the tests that can share it."""
+"""Makes the helper modules of this folder importable, and starts a vLLM server shared by tests."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ if HERE not in sys.path:
 
 @pytest.fixture(scope="session")
 def vllm_python():
-    """The interpreter of the environment with vLLM; skips where there is none."""
+    """The interpreter of the environment with vLLM; skips the test if there is none."""
     from vllm_cases import PYTHON
 
     if not PYTHON.exists():
@@ -30,7 +30,7 @@ def wide_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shared(vllm_python, wide_model, tmp_path_factory):
-    """A server of the model, up in 30 s on a quiet machine."""
+    """A server of the model, which starts in 30 s on an idle machine."""
     from vllm_cases import Shared
 
     server = Shared(wide_model, tmp_path_factory.mktemp("vllm"))

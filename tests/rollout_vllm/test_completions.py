@@ -1,4 +1,4 @@
-"""Requests in vLLM's terms, and completions from what it returns."""
+"""Requests in vLLM's format, and completions from its responses."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,7 +48,8 @@ def test_likely_tokens_are_asked_for_where_sampling_leaves_some_out():
 
 
 def output(reason="length"):
-    """As vLLM returns it: at each position the drawn token first, then the most likely ones, cut tokens at -inf."""
+    """Create vLLM's output: at each position the sampled token first, then the most likely ones; excluded tokens have
+    -inf."""
     rows = [
         [(5, np.log(0.3)), (4, np.log(0.4)), (5, np.log(0.3)), (9, -np.inf)],
         [(2, np.log(0.6)), (2, np.log(0.6)), (8, -np.inf), (7, -np.inf)],

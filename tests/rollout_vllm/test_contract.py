@@ -1,4 +1,4 @@
-"""A real vLLM server keeps what every engine promises."""
+"""A real vLLM server passes the contract check for engines."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def policy(wide_model):
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "in_place"])
-def test_the_engine_keeps_its_promises(shared, policy, mode):
+def test_the_engine_satisfies_its_contract(shared, policy, mode):
     async def test():
         async with shared.engine(pause_mode=mode, read_back_every=1) as engine:
             engine.supervisor.remove_from_service = lambda server, error: asyncio.sleep(0)  # the server is shared

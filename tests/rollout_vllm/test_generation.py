@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities of a real vLLM server, against one forward pass of transformers."""
+"""Tokens and log-probabilities of a real vLLM server, compared with one forward pass of transformers."""
 
 import asyncio
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_log_probabilities_are_those_of_the_whole_distribution(shared):
         assert completion.versions == (VersionSpan(version=0, start=0, end=len(completion.token_ids)),)
 
 
-def test_what_was_left_to_draw_from_comes_with_its_mass(shared):
+def test_kept_sets_are_returned_with_their_mass(shared):
     model = plain_model(shared.model_path)
     requests = [replace(make_request(i, num=12, **s), wants_kept_set=True) for i, s in enumerate(RESTRICTED)]
     for request, completion in zip(requests, complete(shared, requests), strict=True):

@@ -1,4 +1,4 @@
-"""What checkpoints take of requests that a server is working on."""
+"""Checkpoints of requests that a server is processing."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whole runs: the real trainer, and a vLLM server in an environment of its own."""
+"""Whole runs with the real trainer, and a vLLM server in a separate environment."""
 
 import pytest
 from vllm_cases import START_S

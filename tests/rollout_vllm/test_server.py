@@ -31,7 +31,7 @@ def server_module(monkeypatch):
 
 
 class Engine:
-    """Notes what it is told. Requests run until they are aborted."""
+    """Records its calls. Requests run until they are aborted."""
 
     model_config = SimpleNamespace(max_model_len=256, get_vocab_size=lambda: 100)
 
@@ -88,7 +88,7 @@ def test_nothing_is_answered_without_the_key_or_before_the_model_is_loaded(serve
             server.load.cache_queries, server.load.cache_hits, server.load.tokens = 10, 4, 7
             (load,) = await DIALECT.loads(api)
             assert (load.tokens, load.fractions["cache_hit_rate"]) == (7, 0.4)
-            assert server.engine.calls == [("collective_rpc", "check_health")]  # the workers were asked
+            assert server.engine.calls == [("collective_rpc", "check_health")]  # the workers were called
 
     asyncio.run(test())
 

@@ -1,4 +1,4 @@
-"""What a recipe may say of vLLM, found out without vLLM."""
+"""Settings of vLLM in recipes, checked without vLLM."""
 
 import sys
 from dataclasses import replace
@@ -32,7 +32,7 @@ VIEW = RecipeView(
 
 
 def refused(**settings):
-    """The text of the error."""
+    """Return the text of the error."""
     with pytest.raises(ValidationError) as error:
         VLLM(**settings)
     return str(error.value)

@@ -1,4 +1,4 @@
-"""Weight updates of a real vLLM server: complete and verified, or not served from."""
+"""Weight updates of a real vLLM server: complete and verified, or the engine does not serve."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def leaders():
-    """Servers: children that lead a process group of their own."""
+    """Return the servers: child processes that lead a process group."""
     return {p for p in psutil.Process().children() if os.getpgid(p.pid) == p.pid}
 
 

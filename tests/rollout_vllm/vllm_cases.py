@@ -1,4 +1,4 @@
-"""vLLM engines in this process's cluster; their servers run in an environment of their own."""
+"""vLLM engines in this process's cluster; their servers run in a separate environment."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ START_S = 900
 
 
 def make_config(model_path, *, ranks=1, sampling=None, trainer="no-trainer", **settings):
-    """A recipe that trains nothing."""
+    """Create a recipe that trains nothing."""
     rollout = {"kind": "vllm", "python": str(PYTHON), "dtype": "float32", "health_timeout_s": 60.0, **settings}
     rollout["server_args"] = {"kv_cache_memory_bytes": 64 << 20} | dict(settings.get("server_args", {}))
     return resolve(
@@ -43,14 +43,14 @@ def make_config(model_path, *, ranks=1, sampling=None, trainer="no-trainer", **s
 
 
 def make_context(model_path, run_dir, *, ranks=1, **settings):
-    """What an engine on this machine's CPU is built with."""
+    """Return the context for building an engine on this machine's CPU."""
     config = make_config(model_path, ranks=ranks, **settings)
     bundles = (Bundle(),) * ranks
     return BuildContext(cluster=LocalCluster(), config=config, run_dir=Path(run_dir), bundles=bundles, threads=1)
 
 
 class Shared:
-    """One server for many tests; each looks at it through an engine with settings of its own."""
+    """One server for many tests; each test uses it through an engine with its own settings."""
 
     def __init__(self, model_path, run_dir):
         self.model_path = model_path
@@ -62,12 +62,12 @@ class Shared:
         self._count = 0
 
     def run(self, work):
-        """Run a coroutine on the loop that the server's connections belong to."""
+        """Run a coroutine on the event loop that owns the connections to the server."""
         return self._runner.run(work)
 
     @contextlib.asynccontextmanager
     async def engine(self, *, adapter=None, **settings):
-        """An engine over the server, which holds the model's own weights as version 0, and their ``adapter``."""
+        """Return an engine on the server, with the model's own weights as version 0, and their ``adapter``."""
         self._count += 1
         context = make_context(self.model_path, self.run_dir / str(self._count), **settings)
         context = replace(context, cluster=self._context.cluster)

@@ -1,4 +1,4 @@
-"""What `plasmid_vllm` imports of vLLM, for tests in environments without it."""
+"""Stand-ins for what `plasmid_vllm` imports from vLLM, for tests in environments without it."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,7 +15,7 @@ class DeadError(ClientError):
 
 
 class Sampler(torch.nn.Module):
-    """Keeps the two most likely tokens and takes the first of them, as vLLM's sampler with top_k = 2."""
+    """Keeps the two most likely tokens and takes the first of them, like vLLM's sampler with top_k = 2."""
 
     compute_logprobs = staticmethod(lambda logits: logits.log_softmax(-1))
 
@@ -45,7 +45,7 @@ NAMES = {
 
 
 def install(monkeypatch):
-    """Let these names be imported during a test."""
+    """Make these names importable during a test."""
     for name, values in NAMES.items():
         module = ModuleType(name)
         vars(module).update(values)

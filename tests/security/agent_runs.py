@@ -1,8 +1,10 @@
-"""Runs of `rl sample` with an agent, whose policy is a server in the test: its turns can be counted and read."""
+"""Runs of `rl sample` with an agent, whose policy is a server in the test, so that its turns can be counted and
+read."""
 
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,36 +43,37 @@ from plasmid_runtime.cluster.local import LocalCluster
 app(make_cluster=lambda _: LocalCluster())
 """
 WITHOUT_RAY = [sys.executable, "-c", PROGRAM]
-"""The command, whose rollout worker is a thread: for what does not depend on processes of a run."""
+"""The command with a thread as rollout worker: for tests that do not depend on processes of a run."""
 WAITING = """
 import os, pathlib, time, urllib.request
 
 def wait(prompt, base_url):
     name = pathlib.Path("base_url").with_suffix("." + prompt)
-    name.with_suffix(".new").write_text(base_url)
-    os.rename(name.with_suffix(".new"), name)
+    unfinished = name.with_name(name.name + ".new")
+    unfinished.write_text(base_url)
+    os.rename(unfinished, name)
     while not (os.path.exists("end") or os.path.exists("end." + prompt)):
         time.sleep(0.1)
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
     return urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body)).read().decode()
 """
-"""Says by which address it reaches the policy, and leaves the rest of its rollout to the test."""
+"""Program that prints the address of the policy, and leaves the rest of its rollout to the test."""
 
 
 class Policy:
-    """A server of completions that always says the same."""
+    """A completion server that always gives the same answer."""
 
     def __init__(self, port, bodies):
         self.port, self.bodies = port, bodies
 
     def prompts(self):
-        """Token ids that it has continued, in order of the requests."""
+        """Return the token ids of the prompts, in the order of the requests."""
         return [json.loads(body)["prompt"] for body in self.bodies if body]
 
 
 @contextlib.contextmanager
 def make_policy(folder, text="hello"):
-    """Also writes the model's tokenizer."""
+    """Create the server, and write the model's tokenizer."""
     make_tokenizer(folder / "model", TEMPLATE)
     (folder / "model" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 4096}')
     vocabulary = json.loads((folder / "model" / "tokenizer.json").read_text())["model"]["vocab"]
@@ -86,14 +89,14 @@ def make_policy(folder, text="hello"):
 
 
 def start(folder, policy, workflow, prompts, *, rl=RL, **environment):
-    """`rl sample` with one rollout of each prompt, as a process."""
+    """Start `rl sample` with one rollout of each prompt, as a process."""
     (folder / "recipe.toml").write_text(RECIPE.format(port=policy.port, workflow=workflow))
     rows = [json.dumps({"prompt": prompt, "target": ""}) + "\n" for prompt in prompts]
     (folder / "rows.jsonl").write_text("".join(rows))
     return subprocess.Popen(
         [*rl, "sample", "recipe.toml", "-n", str(len(prompts)), "--out", "samples.jsonl"],
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -101,7 +104,7 @@ def start(folder, policy, workflow, prompts, *, rl=RL, **environment):
 
 
 def finish(folder, process, timeout_s=120):
-    """Sample of each prompt, and the output of the run."""
+    """Return the sample of each prompt, and the output of the run."""
     try:
         said, _ = process.communicate(timeout=timeout_s)
     finally:
@@ -112,7 +115,7 @@ def finish(folder, process, timeout_s=120):
 
 
 def sample(folder, workflow, prompts, **environment):
-    """Samples by prompt, and the output of the run."""
+    """Return samples by prompt, and the output of the run."""
     with make_policy(folder) as policy:
         return finish(folder, start(folder, policy, workflow, prompts, **environment))
 
@@ -125,16 +128,18 @@ class Waiting:
         (folder / "waiting.py").write_text(WAITING)
         settings = 'function = "waiting.py:wait"\ntimeout_s = 900\nmax_turns = 1000'
         self.process = start(folder, policy, settings, names, rl=rl)
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         files = [folder / f"base_url.{name}" for name in names]
         while not all(file.exists() for file in files):
-            assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()[0]
+            if self.process.poll() is not None or time.monotonic() > until:
+                self.process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of all threads
+                raise AssertionError(self.process.communicate(timeout=20)[0])
             time.sleep(0.1)
         urls = [file.read_text() for file in files]
         self.port = int(urls[0].split(":")[2].partition("/")[0])
         self.keys = [url.split("/")[3] for url in urls]
 
     def end(self):
-        """Samples by prompt, and the output of the run."""
+        """Return samples by prompt, and the output of the run."""
         (self.folder / "end").touch()
         return finish(self.folder, self.process)

@@ -1,4 +1,4 @@
-"""A run with SGLang servers that is attacked while it syncs weights: what listens, and what it says."""
+"""A run with SGLang servers that is attacked during weight syncs: its listening ports, and what they answer."""
 
 import http.client
 import json
@@ -37,18 +37,18 @@ server_args = {{ max_total_tokens = 4096 }}
 CONNECT_S = 5
 SILENCE_S = 2
 HELLO = 32
-"""Bytes of the random number with which the control channel of weight syncs greets."""
+"""Length of the random number with which the control channel of weight syncs greets, in bytes."""
 
 
 def run_parallel(function, targets):
-    """Results, by target."""
+    """Return the results by target."""
     targets = list(targets)
     with ThreadPoolExecutor(32) as pool:
         return dict(zip(targets, pool.map(lambda target: function(*target), targets), strict=True))
 
 
 def status(host, port, method, path, headers=()):
-    """Status and body of an HTTP answer; None where there is no HTTP server."""
+    """Return status and body of an HTTP answer; None if there is no HTTP server."""
     connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
     try:
         connection.putrequest(method, path, skip_host=any(name == "Host" for name, _ in headers))
@@ -64,7 +64,7 @@ def status(host, port, method, path, headers=()):
 
 
 def sends_greeting(host, port):
-    """True if the listener sends the greeting of the control channel."""
+    """Return True if the listener sends the greeting of the control channel."""
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
             sock.settimeout(SILENCE_S)
@@ -74,14 +74,14 @@ def sends_greeting(host, port):
 
 
 class Recorder(threading.Thread):
-    """Records the first bytes of each TCP connection on the loopback. Needs root."""
+    """Records the first bytes of each TCP connection on the loopback interface. Needs root."""
 
     LIMIT = 1 << 20
 
     def __init__(self):
         super().__init__(daemon=True)
         self.said = defaultdict(bytes)
-        """(port of the speaker, port of the listener) -> bytes."""
+        """(port of the sender, port of the listener) -> bytes."""
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
         self._socket.bind(("lo", 0x0800))
@@ -105,11 +105,12 @@ class Attacked:
         own = set(os.environ.values())
         found = {value for one in run.processes() for value in variables(one) if len(value) > 30}
         self.keys = sorted(found - own)
-        """As the user of the run, and nobody else, can read them."""
+        """Keys that only the user of the run can read."""
         self.places = [reachable(place) for place in run.ports() if ":" not in reachable(place)[0]]
 
     def servers(self):
-        """[(host, port), list of "METHOD path"] of SGLang's servers, which list their paths to who has the key."""
+        """Return [(host, port), list of "METHOD path"] of SGLang's servers, which list their paths to clients with the
+        key."""
         headers = [(("Authorization", f"Bearer {key}"),) for key in ["", *self.keys]]
         listed = run_parallel(
             status, [(*place, "GET", "/openapi.json", one) for place in self.places for one in headers]
@@ -120,8 +121,8 @@ class Attacked:
                 yield target[:2], [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
 
     def router(self):
-        """(host, port) of the router's API and of its metrics."""
-        self.run.wait_for(lambda: len(self._router_ports()) == 2)  # a run samples without it until it is up
+        """Return (host, port) of the router's API and of its metrics."""
+        self.run.wait_for(lambda: len(self._router_ports()) == 2)  # a run samples without it until it has started
         places = [reachable(place) for place in self._router_ports()]
         metrics = [place for place in places if (status(*place, "GET", "/metrics") or (0,))[0] == 200]
         assert len(places) == 2 and len(metrics) == 1, places
@@ -134,7 +135,7 @@ class Attacked:
 
 
 def variables(process):
-    """Values of a process's variables whose names say that they are keys."""
+    """Return the values of a process's environment variables whose names look like keys."""
     try:
         return [value for name, value in process.environ().items() if name.endswith("_KEY")]
     except psutil.Error:

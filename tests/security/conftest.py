@@ -1,4 +1,4 @@
-"""Runs that the tests of several files attack."""
+"""Runs that several test files attack."""
 
 import os
 from importlib.util import find_spec
@@ -13,7 +13,8 @@ from tests.security.rl_command import call_rl
 
 @pytest.fixture
 def rl(capsys):
-    """Call the command, which must fail in the way of a user's mistake and run no code; returns what it says."""
+    """Return a function that calls the command and returns its error, which must be a user's mistake and run no
+    code."""
 
     def run(*arguments):
         code, said = call_rl(*arguments), capsys.readouterr().err
@@ -37,7 +38,7 @@ def running(tmp_path_factory, tiny_model):
 
 @pytest.fixture(scope="package")
 def attacked(tmp_path_factory, tiny_model):
-    """A run that syncs its weights to an SGLang server behind a router until the attacks are over."""
+    """A run that keeps syncing its weights to an SGLang server behind a router until the attacks are over."""
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed; `make dev` does that")
     folder = tmp_path_factory.mktemp("run")

@@ -40,26 +40,26 @@ from tests.security.fuzz_targets import PARSER_TARGETS, Finding, Target  # noqa:
 TARGETS = {**PARSER_TARGETS, **FOLDER_TARGETS}
 
 COMMON = ("plasmid.errors", "plasmid_runtime.plugin", "plasmid_cli.main", "plasmid_cli.output")
-"""Imported once, before the processes of targets are forked."""
+"""Modules imported once, before the processes of targets are forked."""
 BATCH = 1000
-"""Inputs of one process."""
+"""Number of inputs per process."""
 ADDRESS_SPACE = 2 << 30
-"""That a process may take besides what it has; its inputs are to take far less."""
+"""Memory that a process may use in addition, in bytes; its inputs should use far less."""
 WALL_S = 120.0
-"""Longest time for one input, however busy the machine is."""
+"""Time limit for one input in seconds, also on a busy machine."""
 SETUP_S = 300.0
 SHOWN = 3
-"""Inputs that are saved of failures at the same place."""
+"""Number of saved inputs per place of failure."""
 NO_MEMORY = re.compile(r"MemoryError|[Uu]nable to allocate|can't allocate|not enough memory|bad_alloc|[Oo]ut of memory")
 ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories of characters that command a terminal or hide what is there."""
+"""Unicode categories of characters that control a terminal or hide text."""
 STARTS = {"os.system", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty", "pty.spawn"}
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod"}
 INDEX, CPU, WALL, ACCEPTED, REFUSED, PEAK, SECONDS = range(7)
 
 
 def input_of(target: Target, examples: list[bytes], name: str, seed: int, index: int) -> bytes:
-    """The examples themselves come first."""
+    """Return the examples themselves first, then mutations."""
     if index < len(examples):
         return examples[index]
     random = Random(f"{seed} {name} {index}")
@@ -67,7 +67,7 @@ def input_of(target: Target, examples: list[bytes], name: str, seed: int, index:
 
 
 class Watch:
-    """What checks do besides computing: files, processes and connections (an audit hook, which sees all of Python)."""
+    """Records side effects of checks: files, processes and connections (an audit hook, which sees all of Python)."""
 
     def __init__(self, root: Path, target: Target) -> None:
         self.found: list[str] = []
@@ -114,7 +114,7 @@ class Checker:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def check(self, check, data: bytes) -> tuple[str, str]:
-        """``accepted`` or ``refused`` and what was printed, or a kind of failure and what it is."""
+        """Return ``accepted`` or ``refused`` and the output, or the kind of failure and its description."""
         from plasmid.utils.printable import PrintableStream
 
         before, out = reset_peak(), io.StringIO()
@@ -158,7 +158,7 @@ class Checker:
         return "accepted", ""
 
     def _written(self) -> str:
-        """What libraries have written past Python's streams."""
+        """Return what libraries have written past Python's streams."""
         size = os.fstat(self._console).st_size
         if not size:
             return ""
@@ -168,7 +168,7 @@ class Checker:
 
 
 def faults(outcome: str, lines: str, printed: str) -> tuple[str, str] | None:
-    """What is wrong with the output of an input; None if nothing is."""
+    """Return what is wrong with the output for an input; None if nothing is."""
     if "Traceback (most recent" in printed:
         return "traceback", printed[-3000:]
     if any(unicodedata.category(character) in ACTING for character in printed if character not in "\n\t"):
@@ -180,7 +180,7 @@ def faults(outcome: str, lines: str, printed: str) -> tuple[str, str] | None:
 
 
 def reset_peak() -> float:
-    """Forget the most memory that this process has had; gives what it has, in MiB."""
+    """Reset the peak memory of this process; return its current memory, in MiB."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return peak_mb()
@@ -217,7 +217,7 @@ def cpu_of(pid: int) -> float:
 
 
 class Host:
-    """Forks the processes that check the inputs of one target, and watches them."""
+    """Forks and monitors the processes that check the inputs of one target."""
 
     def __init__(self, name: str, target: Target, seed: int, failures: Path) -> None:
         self.name, self.target, self.seed, self.failures = name, target, seed, failures
@@ -234,7 +234,7 @@ class Host:
         self.examples = target.examples()
 
     def run(self, count: int, until: float, report) -> dict:
-        """Check inputs 0 to ``count``, or fewer when the time is over; the examples in any case."""
+        """Check inputs 0 to ``count``, or fewer if the time is over; always checks the examples."""
         began, at, cpu = time.monotonic(), 0, resource.getrusage(resource.RUSAGE_CHILDREN)
         while at < count and (at < len(self.examples) or time.monotonic() < until):
             end = min(count, at + BATCH)
@@ -255,12 +255,12 @@ class Host:
         return index, data, index < len(self.examples)
 
     def replay(self, data: bytes) -> list[dict]:
-        """Findings of one input."""
+        """Return the findings for one input."""
         self._fork(iter([(0, data, False)]), 0, 1, float("inf"), lambda at: None)
         return self.findings
 
     def _fork(self, inputs, at: int, end: int, until: float, report) -> int:
-        """Check inputs in one process; gives the number of the first that was not checked."""
+        """Check inputs in one process; return the number of the first that was not checked."""
         self._shared[INDEX] = -2
         pid = os.fork()
         if pid == 0:
@@ -286,7 +286,7 @@ class Host:
                 break
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what it may have left
+            os.killpg(pid, signal.SIGKILL)  # processes that it may have left
         self._read_findings()
         index = int(self._shared[INDEX])
         code = os.waitstatus_to_exitcode(ended[1])
@@ -308,7 +308,7 @@ class Host:
             self._file.unlink()
 
     def _saved(self) -> list[dict]:
-        """One entry for each place of failures, with the inputs that are saved of it."""
+        """Return one entry for each place of failures, with the inputs that are saved for it."""
         places: dict[str, dict] = {}
         for finding in self.findings:
             lines = [line for line in finding["text"].split("\n") if f'File "{TOP}' in line]
@@ -330,7 +330,7 @@ class Host:
 
 
 def fuzz_target(name: str, target: Target, count: int, seed: int, failures: Path, seconds: float) -> dict:
-    """Fuzz one target in a process of its own, which imports what it needs."""
+    """Fuzz one target in a separate process, which imports what it needs."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -360,7 +360,7 @@ def fuzz_target(name: str, target: Target, count: int, seed: int, failures: Path
 
 
 def progress(name: str, count: int, host: Host):
-    """Shows how far a target is, on a terminal."""
+    """Show the progress of a target on a terminal."""
     last = 0.0
 
     def report(at: int) -> None:
@@ -395,7 +395,7 @@ def replay(name: str, file: Path) -> int:
 
 
 def main(argv: list[str] | None = None, targets: dict[str, Target] = TARGETS) -> int:
-    """Fuzz; returns the exit code."""
+    """Fuzz; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=100_000, help="over all targets")
     parser.add_argument("--seed", type=int, help="drawn unless given")

@@ -1,4 +1,4 @@
-"""More that `fuzz.py` gives inputs to: run folders, tokenizers, chat templates, the control channel."""
+"""More targets of `fuzz.py`: run folders, tokenizers, chat templates, the control channel."""
 
 import contextlib
 import importlib
@@ -30,7 +30,7 @@ def cases_of_runs():
 
 
 def viewed(name: str) -> Callable:
-    """A target of `rl view`: one file of the folder of a run is the input."""
+    """Return a target of `rl view` whose input is one file of the run folder."""
 
     @contextlib.contextmanager
     def opened() -> Iterator[Check]:
@@ -44,10 +44,10 @@ def viewed(name: str) -> Callable:
 
         def check(data: bytes) -> None:
             file.write_bytes(data)
-            view(report=zlib.crc32(data) % 8 == 0)  # which takes long: it draws charts
+            view(report=zlib.crc32(data) % 8 == 0)  # takes long, because it draws charts
 
         with contextlib.suppress(SystemExit):
-            view(report=True)  # the first time, libraries look for fonts
+            view(report=True)  # libraries search for fonts the first time
         yield check
 
     return opened
@@ -69,7 +69,7 @@ CHAT = [{"role": "user", "content": "1+1 <eos>"}, {"role": "assistant", "content
 
 @contextlib.contextmanager
 def folder_of_tokenizer(name: str) -> Iterator[Check]:
-    """A model's folder, of whose tokenizer one file is the input."""
+    """Return a target whose input is one file of the tokenizer in a model folder."""
     from plasmid_models.tokenization.tokenizer import Tokenizer
 
     shorten_templates()
@@ -102,7 +102,7 @@ def chat_template() -> Iterator[Check]:
 
 
 def shorten_templates() -> None:
-    """Endless templates are stopped sooner."""
+    """Stop endless templates sooner."""
     vars(importlib.import_module("plasmid_models.tokenization.templates"))["TIMEOUT_S"] = 1.0
 
 
@@ -127,7 +127,8 @@ KEY = b"k" * 32
 
 @contextlib.contextmanager
 def control_server() -> Iterator[Check]:
-    """The channel's server. The input is every byte that a stranger sends; afterwards it must still serve the run."""
+    """The server of the channel. The input is all bytes that a stranger sends; afterwards it must still serve the
+    run."""
     from plasmid_serving.weights.control import ControlServer
 
     server = ControlServer(KEY)
@@ -155,7 +156,8 @@ def control_server() -> Iterator[Check]:
 
 @contextlib.contextmanager
 def control_peer() -> Iterator[Check]:
-    """The channel's server and one that knows the key, but sends what no client does. Others are served afterwards."""
+    """The server of the channel with a peer that knows the key but sends what no client does. Others must still be
+    served."""
     from plasmid_serving.weights.control import ControlError, ControlServer
 
     server = ControlServer(KEY)
@@ -187,7 +189,7 @@ def peer_header(data: bytes) -> dict:
 
 @contextlib.contextmanager
 def control_client() -> Iterator[Check]:
-    """The channel's client, of whose server the input is every byte: it gets one line, and gives up in time."""
+    """The client of the channel. The input is all bytes from its server: it must get one line, and give up in time."""
     control = importlib.import_module("plasmid_serving.weights.control")
     vars(control).update(CONNECT_S=0.2, HANDSHAKE_S=0.2)
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -223,7 +225,7 @@ def control_client() -> Iterator[Check]:
 
 
 def frames() -> list[bytes]:
-    """A hello of 64 bytes and a frame, as strangers and servers without the key make them up."""
+    """Return a hello of 64 bytes and a frame, as strangers and servers without the key would invent them."""
     body = b'{"operation": "put", "queue": "t/0/buckets"}\n{"over": true}'
     return [b"h" * 64 + len(body).to_bytes(4, "big") + b"m" * 32 + body, b"h" * 64]
 
@@ -265,7 +267,7 @@ FOLDER_TARGETS: dict[str, Target] = {
         mutate=mutations.json_of,
         opened=lambda: folder_of_tokenizer("tokenizer.json"),
         modules=TOKENS,
-        starts_processes=True,  # the one that renders chat templates
+        starts_processes=True,  # the process that renders chat templates
     ),
     "tokenizer-config": Target(
         share=800,

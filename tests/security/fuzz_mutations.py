@@ -1,4 +1,4 @@
-"""Mutations of valid examples: of bytes, of text, and of the structures of JSON, HTTP, safetensors and pickles."""
+"""Mutations of valid examples: of bytes, text, and the structure of JSON, HTTP, safetensors and pickles."""
 
 import itertools
 import json
@@ -37,7 +37,8 @@ LARGEST = 1 << 20
 
 
 def bytes_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
-    """One to six edits: bits, integers in any width, pieces cut, doubled, moved or taken from another example."""
+    """Apply one to six edits: bits, integers of any width, pieces removed, repeated, moved or taken from another
+    example."""
     data = bytearray(data)
     for _ in range(random.choice((1, 1, 1, 2, 3, 6))):
         at = _place(random, len(data))
@@ -68,7 +69,7 @@ def bytes_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
 
 
 def _place(random: Random, size: int) -> int:
-    """A place in data of this size; every third is near the beginning or the end, where headers are."""
+    """Return a position in data of this size; every third is near the beginning or the end, where headers are."""
     near = random.randrange(6)
     if near == 0:
         return min(max(0, size - 1), random.randrange(64))
@@ -78,7 +79,7 @@ def _place(random: Random, size: int) -> int:
 
 
 def text_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
-    """The same for text: words that are odd, brackets without end, pieces of other examples."""
+    """The same for text: unusual words, endless brackets, pieces of other examples."""
     text = decoded(data)
     for _ in range(random.choice((1, 1, 2, 3, 5))):
         at = random.randrange(len(text) + 1)
@@ -106,7 +107,7 @@ def text_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
 
 
 def decoded(data: bytes) -> str:
-    """Text with every kind of fault that a string may have, half surrogate pairs too."""
+    """Return text with every kind of fault that a string may have, including half surrogate pairs."""
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -114,12 +115,12 @@ def decoded(data: bytes) -> str:
 
 
 def encoded(text: str) -> bytes:
-    """Undoes `decoded` for UTF-8."""
+    """Undo `decoded` for UTF-8."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def json_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
-    """One to three values or names of a JSON document become others; of every fourth, its text instead."""
+    """Change one to three values or names of a JSON document; for every fourth input, change its text instead."""
     if random.randrange(4) == 0:
         return text_of(random, data, seeds)
     value = json.loads(data)
@@ -132,7 +133,7 @@ def json_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
 
 
 def changed_value(random: Random, root, seeds: list[bytes]):
-    """A document with one change. The document itself is changed in place where it can be."""
+    """Return a document with one change, applied in place where possible."""
     places = list(_places(root))
     if not places:
         return random.choice(ODD_VALUES)
@@ -162,7 +163,7 @@ def changed_value(random: Random, root, seeds: list[bytes]):
 
 
 def _places(root):
-    """(parent, key) of every value within a document."""
+    """Return (parent, key) of every value within a document."""
     waiting = [root]
     while waiting:
         value = waiting.pop()
@@ -173,7 +174,7 @@ def _places(root):
 
 
 def toml_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
-    """Values and names of a recipe, or its text."""
+    """Change values and names of a recipe, or its text."""
     import tomllib
 
     import tomli_w
@@ -190,7 +191,7 @@ def toml_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
 
 
 def lines_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
-    """One row of a JSONL file, or its text."""
+    """Change one row of a JSONL file, or its text."""
     lines = data.split(b"\n")
     index = random.randrange(len(lines))
     if lines[index].strip():
@@ -201,7 +202,7 @@ def lines_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
 
 
 def http_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
-    """The body as JSON with a length that is right, the head as text, or all of it as bytes."""
+    """Change the body as JSON with a correct length, the head as text, or all of it as bytes."""
     head, mark, body = data.partition(b"\r\n\r\n")
     edit = random.randrange(6)
     if edit == 0:
@@ -217,7 +218,7 @@ def http_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
 
 
 def safetensors_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
-    """The header as JSON with a length that is right, or bytes."""
+    """Change the header as JSON with a correct length, or bytes."""
     if random.randrange(2):
         return bytes_of(random, data, seeds)
     (length,) = struct.unpack_from("<Q", data)
@@ -226,7 +227,7 @@ def safetensors_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
 
 
 def pickle_of(random: Random, data: bytes, seeds: list[bytes]) -> bytes:
-    """Instructions of a pickle are left out, doubled, moved, or get other arguments; or bytes."""
+    """Omit, repeat or move instructions of a pickle, or change their arguments; or change bytes."""
     if random.randrange(2):
         return bytes_of(random, data, seeds)
     starts = [position for _, _, position in pickletools.genops(data)] + [len(data)]

@@ -1,8 +1,8 @@
-"""What `fuzz.py` gives inputs to: parsers and endpoints, each with valid examples and a way to change them.
+"""Targets of `fuzz.py`: parsers and endpoints, each with valid examples and a function that mutates them.
 
-A target's check returns for inputs that it accepts, and raises one of the project's errors for inputs that it refuses.
-What else it raises is a finding. The current folder is empty but for what the target puts there. This is the one
-file of the fuzzer that imports parts of the packages: a part that moves makes its target fail, not pass.
+The check of a target returns for inputs that it accepts, and raises one of the project's errors for inputs that it
+refuses. Any other exception is a finding. The current folder is empty except for what the target puts there. Only this
+file of the fuzzer imports parts of the packages: if a part moves, its target fails instead of passing.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Check = Callable[[bytes], None]
 
 
 class Finding(Exception):
-    """What must not happen, and did."""
+    """A forbidden effect that has occurred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +32,22 @@ class Target:
     """One parser or endpoint."""
 
     share: int
-    """Its part of the inputs, relative to the other targets'."""
+    """Share of the inputs, relative to other targets."""
     examples: Callable[[], list[bytes]]
     """Valid inputs, all of which are accepted."""
     mutate: Callable[..., bytes]
     opened: Callable[[], contextlib.AbstractContextManager[Check]]
-    """Gives the check."""
+    """Provides the check."""
     modules: tuple[str, ...]
-    """Imported before processes are forked."""
+    """Modules imported before processes are forked."""
     starts_processes: bool = False
     cpu_s: float = 5.0
-    """Most processor time for one input."""
+    """CPU time limit for one input, in seconds."""
     memory_mb: int = 256
-    """Most memory that an input may take besides what the target has."""
+    """Memory limit for an input, in addition to that of the target."""
     reserves_memory: bool = False
-    """A library reserves as much as a file says, without touching it: to fail at that is to refuse the file."""
+    """True if a library reserves as much memory as a file specifies, without using it; failing to do so counts as a
+    refusal."""
 
 
 @contextlib.contextmanager
@@ -109,7 +110,7 @@ def recipes() -> list[bytes]:
 
 
 def resolved_recipes() -> list[bytes]:
-    """Those that name no files but models and data."""
+    """Return recipes that name no files except models and data."""
     named = (b"plugins", b"sglang", b"function")
     return [RECIPE.encode(), *(recipe for recipe in recipes() if not any(word in recipe for word in named))]
 
@@ -205,7 +206,7 @@ def gguf_files() -> list[bytes]:
 
 
 def check_weights(name: str) -> Check:
-    """The tensors of a folder, of which one file is the input."""
+    """The tensors of a folder. One of its files is the input."""
 
     def check(data: bytes) -> None:
         import torch
@@ -234,7 +235,7 @@ def safetensors_files() -> list[bytes]:
 
 @contextlib.contextmanager
 def distributed_folder() -> Iterator[Check]:
-    """The description of a checkpoint in torch's distributed format, beside files as it should describe them."""
+    """The metadata of a checkpoint in torch's distributed format, with matching tensor files."""
     from plasmid.errors import ModelError
     from plasmid_convert.distributed_files import DistributedFiles, TensorReader
 
@@ -265,7 +266,7 @@ def metadata_files() -> list[bytes]:
 
 @contextlib.contextmanager
 def megatron_state() -> Iterator[Check]:
-    """Megatron's ``common.pt``, which is read before anything of a trainer's state is."""
+    """Megatron's ``common.pt``, which is read before any other state of a trainer."""
     from plasmid.errors import CheckpointError
     from plasmid_megatron.checkpoint.state import load_state
 
@@ -279,9 +280,8 @@ def megatron_state() -> Iterator[Check]:
         try:
             load_state(Path("trainer"), {}, set())
         except CheckpointError as error:
-            if "the checkpoint belongs to a different algorithm" not in str(
-                error
-            ):  # read, and not of a trainer without models
+            # a file that was read is refused too, because the trainer has no models
+            if "the checkpoint belongs to a different algorithm" not in str(error):
                 raise
 
     yield check
@@ -335,7 +335,7 @@ def tool_calls() -> list[bytes]:
 
 
 def reward(kind: str, **settings):
-    """A target of the answers that a reward judges: whatever the text is, it gets a score."""
+    """Return a target for the answers that a reward scores: every text must get a score."""
 
     @contextlib.contextmanager
     def opened() -> Iterator[Check]:
@@ -355,7 +355,7 @@ def reward(kind: str, **settings):
 
 
 async def scored(judge, prompt, sample) -> None:
-    """Score a sample as a run does. What ends a run is a finding."""
+    """Score a sample as a run does. An error that ends a run is a finding."""
     from plasmid.components.reward_calls import call_reward
     from plasmid.errors import RewardError
 
@@ -397,7 +397,7 @@ def check_boxes(data: bytes) -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[Callable]:
-    """An event loop. Errors in it that nobody handles are findings."""
+    """Run an event loop. Unhandled errors in it are findings."""
     errors: list[str] = []
     with asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(lambda loop, context: errors.append(f"{context!r:.500}"))
@@ -413,7 +413,7 @@ def running() -> Iterator[Callable]:
 
 
 def server_of(make: Callable) -> Callable:
-    """A target of the answers of a server: the input is every byte that it sends."""
+    """Return a target for the answers of a server: the input is every byte that it sends."""
 
     @contextlib.contextmanager
     def opened() -> Iterator[Check]:
@@ -525,7 +525,7 @@ def teacher_server(module: str, api: str) -> Callable:
 
 
 def http(*values, head: str = "HTTP/1.1 200 OK\r\nContent-Type: application/json") -> list[bytes]:
-    """HTTP messages with these values as JSON."""
+    """Return HTTP messages with these values as JSON."""
     bodies = [json.dumps(value).encode() for value in values]
     return [f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
 
@@ -556,12 +556,12 @@ def sglang_scores() -> list[bytes]:
 
 
 KEY = b"0123456789abcdef0123456789abcdef"
-"""Stands for the key of the session in requests."""
+"""Placeholder for the key of the session in requests."""
 
 
 @contextlib.contextmanager
 def agent_endpoint() -> Iterator[Check]:
-    """The server that agents ask. The input is every byte of a connection; afterwards it must still answer."""
+    """The server that agents call. The input is every byte of a connection; afterwards it must still answer."""
     from plasmid_agents.server import AgentServer
     from plasmid_agents.session import Session
     from plasmid_models.tokenization.tokenizer import Tokenizer
@@ -604,7 +604,7 @@ def agent_endpoint() -> Iterator[Check]:
 
 
 async def exchange(port: int, data: bytes) -> bytes:
-    """What a server answers; it is waited for only if the request looks whole."""
+    """Return the answer of a server; waits for it only if the request looks complete."""
     head, mark, body = data.partition(b"\r\n\r\n")
     lengths = [line[15:].strip() for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
     is_whole = bool(mark) and len(lengths) == 1 and lengths[0].isdigit() and len(body) >= int(lengths[0][:9])
@@ -719,7 +719,7 @@ PARSER_TARGETS: dict[str, Target] = {
         mutate=mutations.bytes_of,
         opened=megatron_state,
         modules=(*TORCH, "plasmid_megatron.checkpoint.state"),
-        reserves_memory=True,  # torch's reader of files from before it wrote archives
+        reserves_memory=True,  # torch's reader for its older format without archives
     ),
     "state": Target(
         share=1500, examples=states, mutate=mutations.json_of, opened=lambda: plain(check_state), modules=RUN
@@ -792,7 +792,7 @@ PARSER_TARGETS: dict[str, Target] = {
         examples=agent_requests,
         mutate=mutations.http_of,
         opened=agent_endpoint,
-        starts_processes=True,  # the one that renders chat templates
+        starts_processes=True,  # the process that renders chat templates
         modules=(
             "plasmid_agents.server",
             "plasmid_agents.session",

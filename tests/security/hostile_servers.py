@@ -1,4 +1,4 @@
-"""Servers on this machine that answer in hostile ways, each on a port of its own."""
+"""Servers on this machine that answer in hostile ways, each on its own port."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 @contextmanager
 def serving(answer):
-    """Calls ``answer(connection, body)`` for each request; yields the port and the bodies that came."""
+    """Call ``answer(connection, body)`` for each request; yield the port and the received bodies."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     bodies = []
 
@@ -40,26 +40,26 @@ def serving(answer):
     try:
         yield listener.getsockname()[1], bodies
     finally:
-        listener.shutdown(socket.SHUT_RDWR)  # or the thread would go on accepting
+        listener.shutdown(socket.SHUT_RDWR)  # otherwise the thread would continue accepting
         listener.close()
 
 
 @contextmanager
 def serving_all(answers):
-    """Ports of several such servers by name."""
+    """Yield the ports of several such servers by name."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(serving(answer))[0] for name, answer in answers.items()}
 
 
 def saying(data, *, headers=b"", status=b"200 OK"):
-    """Answers with these bytes, or with this value as JSON."""
+    """Answer with these bytes, or with this value as JSON."""
     data = data if isinstance(data, bytes) else json.dumps(data).encode()
     head = b"HTTP/1.1 " + status + b"\r\nContent-Length: " + str(len(data)).encode() + b"\r\n" + headers + b"\r\n"
     return lambda connection, body: connection.sendall(head + data)
 
 
 def trickling(connection, body):
-    """One byte of the answer every 0.4 s."""
+    """Send one byte of the answer every 0.4 s."""
     connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n")
     while True:
         connection.sendall(b"1")
@@ -67,7 +67,7 @@ def trickling(connection, body):
 
 
 def trickling_head(connection, body):
-    """One header every 0.4 s."""
+    """Send one header every 0.4 s."""
     connection.sendall(HEAD)
     while True:
         connection.sendall(b"X-More: 1\r\n")
@@ -75,28 +75,28 @@ def trickling_head(connection, body):
 
 
 def endless(connection, body):
-    """An answer without end."""
+    """Send an endless answer."""
     connection.sendall(HEAD + b"\r\n[")
     while True:
         connection.sendall(b"1," * 50_000)
 
 
 def endless_head(connection, body):
-    """Headers without end."""
+    """Send endless headers."""
     connection.sendall(HEAD)
     while True:
         connection.sendall(b"X-More: " + b"1" * 60_000 + b"\r\n")
 
 
 def silent(connection, body):
-    """Nothing."""
+    """Send nothing."""
     time.sleep(60)
 
 
 @functools.cache
 @functools.cache
 def bomb():
-    """400 KB that become 400 MB: a megabyte is compressed once, so that its bytes may follow themselves."""
+    """Send 400 KB that decompress to 400 MB: one megabyte is compressed once, and its bytes are repeated."""
     megabyte, count, checksum = b" " * (1 << 20), 400, 0
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
     packed = packer.compress(megabyte) + packer.flush(zlib.Z_FULL_FLUSH)

@@ -1,4 +1,4 @@
-"""Runs that are attacked while they go on, and what processes outside can find of them."""
+"""Runs that are attacked while they are running, and what other processes can find out about them."""
 
 import contextlib
 import json
@@ -57,14 +57,14 @@ class Run:
         return (self.folder / "output").read_text()
 
     def processes(self):
-        """Its own and all below it; none once it has ended."""
+        """Return its process and all descendants; none once it has ended."""
         try:
             return [self.process, *self.process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
     def commands(self):
-        """Process -> command line, of those that have not ended."""
+        """Return process -> command line of the processes that have not ended."""
         found = {}
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -72,20 +72,20 @@ class Run:
         return found
 
     def ports(self):
-        """Address and port -> command line of each socket of the run's processes where somebody listens."""
+        """Return address and port -> command line of all listening sockets of the run's processes."""
         found = {}
         for process, command in self.commands().items():
             found.update(dict.fromkeys(listening(process), command))
         return found
 
     def wait_for(self, is_reached):
-        """Raises `AssertionError` if the run ends before."""
+        """Wait until ``is_reached`` returns True. Raises `AssertionError` if the run ends before."""
         while not is_reached():
             assert self.process.poll() is None, self.output()
             time.sleep(0.2)
 
     def batches(self):
-        """That it has trained on."""
+        """Return the number of trained batches."""
         file = self.folder / "run" / "metrics.jsonl"
         return file.read_text().count("\n") if file.exists() else 0
 
@@ -103,7 +103,7 @@ class Run:
 
 
 def listening(process):
-    """[(address, port)] of its sockets where it listens; none once it has ended."""
+    """Return [(address, port)] of its listening sockets; none once it has ended."""
     try:
         connections = process.net_connections("tcp")
     except psutil.NoSuchProcess:
@@ -112,7 +112,7 @@ def listening(process):
 
 
 def reachable(place):
-    """Host and port by which a process on the same machine reaches a socket that listens."""
+    """Return host and port by which a process on the same machine reaches a listening socket."""
     host, port = place
     return {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(host, host.removeprefix("::ffff:")), port
 
@@ -123,7 +123,7 @@ def write_prompts(folder, count):
 
 
 def start(folder, *overrides, **environment):
-    """`rl train job.toml` with a folder of its own for Ray's sockets."""
+    """Start `rl train job.toml` with its own folder for Ray's sockets."""
     temporary = tempfile.mkdtemp(prefix="r", dir="/tmp")
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with (folder / "output").open("w") as output:
@@ -144,7 +144,7 @@ def make_waiting_job(folder, model):
 
 
 def start_waiting(folder, **environment):
-    """Returns when the first reward is being computed."""
+    """Start the run; returns when the first reward is being computed."""
     run = start(folder, **environment)
     run.wait_for((folder / "inherited").exists)
     return run

@@ -1,4 +1,4 @@
-"""Small folders of models, written file by file."""
+"""Small model folders, written file by file."""
 
 import json
 import string
@@ -13,7 +13,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(folder, template=TEMPLATE):
-    """A tokenizer of single characters with a chat template."""
+    """Write a tokenizer of single characters with a chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *string.printable])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -28,7 +28,7 @@ def make_tokenizer(folder, template=TEMPLATE):
 
 
 def make_hollow_model(folder):
-    """A tokenizer, and files without weights."""
+    """Write a tokenizer, and model files without weights."""
     make_tokenizer(folder)
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")

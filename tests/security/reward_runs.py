@@ -1,6 +1,6 @@
-"""Runs `rl reward` as another process, as this user or as another one, with or without Landlock.
+"""Runs `rl reward` in another process, as this user or another one, with or without Landlock.
 
-A fork stands for the first, except where its own environment matters.
+A fork is used for this user, except where the environment of the process matters.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ os.execv(command[0], command)
 
 
 def score(rewards, attacks, *, host=HOSTS[0], plugin=None, timeout_s=120, watch=None, **environment):
-    """Rewards and errors of texts, by name: ``attacks`` has a text, or a text and its target."""
+    """Return rewards and errors of texts by name: ``attacks`` has a text, or a text and its target."""
     with tempfile.TemporaryDirectory(prefix="plasmid-attack-") as name:
         return _score(Path(name), rewards, attacks, host, plugin, timeout_s, watch, environment)
 
@@ -88,7 +88,7 @@ def _read(out, err, attacks):
 
 
 def as_nobody(folder, command):
-    """The command as a user without privileges, who finds Python although it may lie in root's folder."""
+    """Return the command as a user without privileges, who can find Python even if it is in root's folder."""
     if os.getuid() != 0:
         pytest.skip("this is no privileged user already")
     for path in (folder, *folder.rglob("*")):
@@ -97,7 +97,7 @@ def as_nobody(folder, command):
     closed = next((p for p in reversed(Path(sys.base_prefix).parents) if not p.stat().st_mode & 1), None)
     if closed is None:
         return [*user.split(), *command]
-    # in a mount namespace of its own, an open folder in place of the closed one, with nothing but Python in it
+    # in a mount namespace, a readable folder that contains only Python replaces the unreadable one
     python, aside = sys.base_prefix, folder / "python"
     aside.mkdir()
     script = (
@@ -108,7 +108,7 @@ def as_nobody(folder, command):
 
 
 def refuse_landlock():
-    """Make this process's Landlock calls fail as on a kernel that has none; for children, too."""
+    """Make Landlock calls of this process and its children fail, as on a kernel without it."""
     code = [(0x20, 0, 0, 0), (0x35, 0, 2, 444), (0x25, 1, 0, 446), (0x06, 0, 0, 0x50000 | 38), (0x06, 0, 0, 0x7FFF0000)]
     program = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -119,7 +119,7 @@ def refuse_landlock():
 
 
 def descendants(pid):
-    """Processes below this one."""
+    """Return the descendants of this process."""
     found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

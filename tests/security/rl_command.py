@@ -1,11 +1,11 @@
-"""The command `rl`, as it is installed, and a recipe for tests that score texts or ask servers."""
+"""The command `rl` as it is installed, and a recipe for tests that score texts or call servers."""
 
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 RL = [str(Path(sys.executable).with_name("rl"))]
-"""To start it as a process."""
+"""Command line to start it as a process."""
 RECIPE = """
 [model]
 path = "model"
@@ -21,7 +21,7 @@ kind = "grpo"
 
 
 def call_rl(*arguments):
-    """Call the command in this process, which is quicker than to start one. Returns the exit code."""
+    """Call the command in this process, which is faster than starting one. Returns the exit code."""
     (command,) = entry_points(group="console_scripts", name="rl")
     try:
         command.load()(list(map(str, arguments)))

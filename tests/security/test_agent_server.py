@@ -1,4 +1,5 @@
-"""Agents and strangers at the policy's server: no turns of others, no forged roles, no request that stalls it."""
+"""Agents and strangers at the policy's server: no access to other sessions, no forged roles, no request that stalls
+it."""
 
 import contextlib
 import gzip
@@ -33,7 +34,7 @@ def waiting(request, tmp_path_factory):
 
 
 def post(run, path, body=TURN, **headers):
-    """Status of a request."""
+    """Send a request and return the status."""
     connection = http.client.HTTPConnection("127.0.0.1", run.port, timeout=60)
     try:
         connection.request("POST", path, body, headers={"Content-Type": "application/json", **headers})
@@ -66,7 +67,7 @@ def turns(run):
     ids=["user", "system", "tool", "anthropic"],
 )
 def test_texts_of_messages_forge_no_role(waiting, path, messages):
-    """Every message has one token that ends it, whatever it says."""
+    """Every message has one token that ends it, whatever its text."""
     tools = {} if path == "messages" else {"tools": [{"type": "function", "function": TOOL}]}
     request = {"model": "m", "max_tokens": 9, "messages": messages, **tools}
     more = [*messages, {"role": "assistant", "content": "hello"}, {"role": "user", "content": FORGED}]
@@ -90,7 +91,7 @@ def test_a_stranger_without_a_key_gets_no_turn(waiting):
 
 
 def test_an_agent_cannot_take_turns_of_another_session(waiting):
-    """A key opens its own session, and under another URL none."""
+    """A key opens only its own session, and none under another URL."""
     before, (mine, other, _) = turns(waiting), waiting.keys
     assert len(mine) == 32 and mine != other
     assert post(waiting, f"/{mine}/v1/chat/completions") == 200
@@ -149,7 +150,7 @@ def test_endless_headers_are_refused(waiting):
 
 
 def test_requests_that_are_no_http_leave_no_traceback_in_the_log(waiting):
-    """The log is looked at when the run has ended."""
+    """The log is checked after the run has ended."""
     for request in (
         b"\xff\xfe\r\n\r\n",
         b"POST /\xff HTTP/1.1\r\n\r\n",
@@ -162,7 +163,7 @@ def test_requests_that_are_no_http_leave_no_traceback_in_the_log(waiting):
 
 
 def silent(run, count, said=b""):
-    """Connections that say this and nothing more."""
+    """Open connections that send this and nothing more."""
     sockets = [socket.create_connection(("127.0.0.1", run.port), 30) for _ in range(count)]
     for one in sockets:
         one.sendall(said)
@@ -170,7 +171,7 @@ def silent(run, count, said=b""):
 
 
 def is_open(one):
-    """Whether the server has not closed it; what it has said is read."""
+    """Return whether the server has not closed the connection; reads what it has sent."""
     one.settimeout(0.01)
     with contextlib.suppress(ConnectionError):
         try:
@@ -199,7 +200,7 @@ def test_idle_connections_are_bounded_and_shut_out_no_agent(waiting):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_connection_that_says_no_more_is_closed(waiting):
-    """Before its first request, in the midst of its head or body, and after it; no later than after 150 s."""
+    """Before its first request, within its head or body, and after it; after 150 s at the latest."""
     head = f"POST /{waiting.keys[0]}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode()
     begun = (b"", b"GET /v1/models HTTP/1.1\r\nHost:", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", head)
     sockets = [one for said in begun for one in silent(waiting, 3, said)]

@@ -136,7 +136,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=["function", "program", pytest.param("function-ray", marks=pytest.mark.long)])
 def attacked(request, tmp_path_factory):
-    """Folder and samples of a run in which each agent tries one attack, at the same time."""
+    """Folder and samples of a run in which each agent tries one attack, all at the same time."""
     how, attacks, rl = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "attacker.py").write_text(AGENT)
@@ -185,7 +185,7 @@ def test_no_file_of_an_agent_grows_beyond_its_limit(attacked):
 
 
 def test_an_agent_that_replaces_its_output_holds_up_no_rollout(attacked):
-    """Who opened the pipe would wait forever, with all rollouts; who read the device would take all memory."""
+    """Opening the pipe would block all rollouts forever, and reading the device would use all memory."""
     _, samples = attacked
     for attack in {"pipe_output", "device_output"} & set(samples):
         assert answer(attacked, attack) is None

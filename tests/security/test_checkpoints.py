@@ -1,4 +1,4 @@
-"""Checkpoints and run folders of somebody else: `rl` runs none of their code, and says in one line what it refuses."""
+"""Untrusted checkpoints and run folders: `rl` runs none of their code, and reports in one line what it refuses."""
 
 import io
 import json
@@ -36,7 +36,7 @@ RECIPE = {
 
 
 def evil_file():
-    """A Python file that leaves a mark in the current folder of this test, wherever it is run."""
+    """A Python file that creates a mark in the current folder of the test, wherever it is executed."""
     return f"from pathlib import Path\nPath({str(Path('TRICKED').absolute())!r}).write_text('')\n"
 
 
@@ -49,7 +49,7 @@ class Evil:
 
 @pytest.fixture
 def folder(tmp_path, tiny_model, monkeypatch):
-    """A current folder with a model, prompts, and a checkpoint whose state is not of a run of ours."""
+    """The current folder with a model, prompts, and a checkpoint whose state was not written by Plasmid."""
     (tmp_path / "model").symlink_to(tiny_model)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "target": 1}\n{"prompt": "2", "target": 2}\n')
     monkeypatch.chdir(tmp_path)
@@ -152,7 +152,7 @@ def test_a_stored_recipe_chooses_no_folder_to_write_to(folder, rl):
 
 
 def distributed(folder, tensors=None):
-    """A checkpoint in torch's distributed format beside the files of its model."""
+    """A checkpoint in torch's distributed format, next to the files of its model."""
     tensors = tensors or {"weights.a": torch.zeros(4, 4)}
     save(tensors, storage_writer=FileSystemWriter(folder / "D"), no_dist=True)
     (folder / "D/config.json").write_bytes((folder / "model/config.json").read_bytes())
@@ -172,7 +172,7 @@ def test_a_description_that_names_code_is_refused(folder, rl):
 
 
 def test_a_description_of_a_few_bytes_takes_no_gigabytes(folder, rl):
-    """`LONG_BINPUT` under a large number makes Python's unpickler in C allocate a table of that size."""
+    """`LONG_BINPUT` with a large number makes Python's C unpickler allocate a table of that size."""
     distributed(folder)
     (folder / "D/.metadata").write_bytes(b"\x80\x02N" + b"r" + struct.pack("<I", 1 << 28) + b".")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -182,7 +182,7 @@ def test_a_description_of_a_few_bytes_takes_no_gigabytes(folder, rl):
 
 def test_a_description_in_which_a_key_takes_forever_to_hash_is_refused(folder, rl):
     distributed(folder)
-    doubled = b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(60))  # a pair of the last one, and remember it
+    doubled = b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(60))  # a pair of the previous pair, memoized
     (folder / "D/.metadata").write_bytes(b"\x80\x04})\x94" + doubled + b"Ns.")
     assert "it has a key of type tuple" in rl("convert", "D", "out")
 
@@ -264,7 +264,7 @@ def test_a_stored_recipe_sets_no_folder_and_no_function_of_megatron(folder, rl):
 
 @pytest.mark.parametrize("command", ["convert C out", "export C out"])
 def test_a_stored_recipe_has_no_files_of_another_folder_copied(folder, rl, command):
-    """All JSON and text of the folder with the tokenizer is copied beside the weights."""
+    """All JSON and text files of the folder with the tokenizer are copied next to the weights."""
     (folder / "private").mkdir()
     (folder / "private/credentials.json").write_text('{"token": "secret"}')
     make_checkpoint(folder / "C", model={"path": "model", "tokenizer": str(folder / "private")})
@@ -300,7 +300,7 @@ def test_a_conversion_asks_for_no_attention_kernel_that_a_model_names(folder):
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny_model, tmp_path_factory):
-    """Of a run of one batch."""
+    """A checkpoint of a run of one batch."""
     path = tmp_path_factory.mktemp("run")
     recipe = RECIPE | {"model": {"path": str(tiny_model)}, "checkpoint": {"export": False}, "eval": []}
     recipe["data"] = {"kind": "files", "path": str(path / "prompts.jsonl")}
@@ -315,7 +315,7 @@ def name_code(path):
 
 
 def store_code_as_an_object(path):
-    """torch's planner loads whatever is no tensor with weights_only=False."""
+    """torch's planner loads objects other than tensors with weights_only=False."""
     data = io.BytesIO()
     torch.save(Evil(), data)
     (path / "trainer/evil.distcp").write_bytes(data.getvalue())
@@ -331,7 +331,7 @@ def store_code_as_an_object(path):
 
 
 def rewrite_manifest(path):
-    """List the files as they are now, as who changed them would."""
+    """List the files as they are now, as an attacker would do."""
     files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
     content = {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
     found = {name: [len(data), xxhash.xxh3_128_hexdigest(data)] for name, data in content.items()}

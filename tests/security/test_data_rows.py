@@ -1,4 +1,4 @@
-"""Rows that take long to make, to render or to tokenise, while a run goes on."""
+"""Rows that take long to create, render or tokenize during a run."""
 
 import json
 import re
@@ -47,7 +47,7 @@ placement = {{ device = "cpu", rollout_workers = 1, threads = 1 }}
 
 
 def begin(folder, model, *overrides, at, what):
-    """A run whose row number ``at`` is special; returns when that row is being made."""
+    """Start a run in which row ``at`` is special; returns while that row is being created."""
     (folder / "template.jinja").write_text(TEMPLATE)
     (folder / "rows.py").write_text(ROWS)
     (folder / "job.toml").write_text(RECIPE.format(model=model, at=at, what=what))
@@ -61,7 +61,7 @@ def begin(folder, model, *overrides, at, what):
 
 
 def end_times(run):
-    """When each batch ended."""
+    """Return the end time of each batch."""
     return [json.loads(line)["time"] for line in (run.folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -87,7 +87,7 @@ def test_a_run_can_be_stopped_while_a_row_takes_forever(tmp_path, tiny_model, st
     run = begin(tmp_path, tiny_model, f"run.max_staleness={staleness}", at=4, what="hangs")
     try:
         run.process.send_signal(signal.SIGINT)
-        if staleness:  # what is saved must know the row, so that only the second Ctrl-C does not wait for it
+        if staleness:  # the save needs the row, and only a second Ctrl-C does not wait for it
             time.sleep(5)
             run.process.send_signal(signal.SIGINT)
         assert run.process.wait(timeout=120) == 130, run.output()

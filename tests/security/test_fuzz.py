@@ -1,4 +1,4 @@
-"""The fuzzer finds what is planted, and nothing in the parsers and endpoints of Plasmid."""
+"""The fuzzer finds planted failures, and none in the parsers and endpoints of Plasmid."""
 
 import json
 import subprocess
@@ -74,7 +74,7 @@ def test_the_fuzzer_finds_every_kind_of_planted_failure(tmp_path):
 
 
 def fuzz(folder, *arguments):
-    """Output and figures of a run without failures."""
+    """Return output and figures of a run without failures."""
     command = [sys.executable, "-W", "ignore", str(FUZZ), "--out", "out.json", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

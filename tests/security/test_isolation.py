@@ -1,4 +1,4 @@
-"""Rewards that attack the run from a worker process: each stays with its own sample."""
+"""Rewards that attack the run from a worker process affect only their own sample."""
 
 import pytest
 
@@ -86,14 +86,14 @@ ATTACKS = {
     "semaphores": BELOW + "value = float(libc.semget(0, 32000, 0o1600) != -1)",
     "files in memory": BELOW + "value = float(libc.memfd_create(b'x', 0) != -1)",
 }
-"""Each leaves as value how often it succeeded."""
+"""Each returns as value how often it succeeded."""
 ABOVE = {
     "writing to the pipes of the run": BELOW
     + 'for number in range(64): attempt(open, f"/proc/{above[1]}/fd/{number}", "wb", 0)',
     "the variables of the run": BELOW + 'attempt(open, f"/proc/{above[1]}/environ", "rb")',
     "the memory of the run": BELOW + 'attempt(open, f"/proc/{above[1]}/mem", "r+b", 0)',
 }
-"""What needs Landlock, or capabilities that the run has and the reward lacks."""
+"""Attacks that are only prevented with Landlock, or by capabilities that the run has and the reward lacks."""
 
 
 def test_a_reward_in_a_worker_cannot_answer_for_others_or_change_its_worker():
@@ -116,7 +116,7 @@ def check(host):
         assert found[f"after {name}"] == (index + 0.25, None), f"the answer after {name!r} is not its own"
     unreadable = (-1.0, "the answer cannot be read")
     expected = {
-        "an answer on every descriptor": (9.0, None),  # its own answer is a reward's to give
+        "an answer on every descriptor": (9.0, None),  # a reward may give its own answer
         "an answer on every descriptor, and an end": (9.0, None),
         "an answer that is no JSON": unreadable,
         "an error of the reward": (-1.0, "the run ends"),

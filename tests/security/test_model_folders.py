@@ -1,4 +1,4 @@
-"""Models, GGUF files, data and run folders of somebody else: no secret is copied, no file elsewhere is touched."""
+"""Untrusted models, GGUF files, data and run folders: no secret is copied, and no file elsewhere is changed."""
 
 import json
 import resource
@@ -31,7 +31,7 @@ RECIPE = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A current folder with a recipe, prompts, a small model, and a file that no command may touch or copy."""
+    """The current folder with a recipe, prompts, a small model, and a file that no command may change or copy."""
     import numpy as np
 
     make_tokenizer(tmp_path / "model")
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rl(rl):
-    """The command, which must fail with one line; returns it."""
+    """Return a function that runs the command, which must fail with one line, and returns it."""
 
     def run(*arguments):
         said = rl(*arguments)
@@ -99,7 +99,7 @@ def test_a_report_is_not_written_through_a_link(folder, capsys):
 
 
 def test_a_file_of_samples_that_is_named_after_no_step_is_one_line(folder, rl):
-    """`int` takes not all that `str.isdigit` does."""
+    """`int` does not accept everything that `str.isdigit` does."""
     run_folder(folder)
     (folder / "run/samples").mkdir()
     (folder / "run/samples/batch-\u00b2.parquet").write_bytes(b"")
@@ -132,7 +132,7 @@ def test_the_newest_iteration_of_a_megatron_checkpoint_is_in_its_folder(folder, 
 def test_a_run_is_not_written_through_a_link(folder, rl, name):
     (folder / "run/logs").mkdir(parents=True)
     (folder / "run" / name).symlink_to(folder / "secret")
-    own = "run.dir: cannot write to run: is a link, which is not written through"
+    own = "run.dir: cannot write to run: is a link; links are not followed when writing"
     expected = own if name == ".lock" else f"run/{name} is a link, and runs do not write through links"
     assert expected in rl("train", "recipe.toml")
     assert_untouched(folder)
@@ -231,12 +231,12 @@ from plasmid_models.tokenization import templates
 templates.TIMEOUT_S = 1.0
 app()
 """
-"""The command, which waits for a template for 1 s and not for 20."""
+"""The command, with a time limit for templates of 1 s instead of 20."""
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_an_endless_chat_template_is_stopped(folder, template):
-    """In a process of its own, whose memory is bounded: the template must not take it either."""
+    """In a separate process with limited memory: the template must not exhaust that either."""
     (folder / "t.jinja").write_text(template)
     arguments = ["train", "recipe.toml", "--dry-run", "model.chat_template=t.jinja"]
     if TEMPLATES[template] == LATE:
@@ -322,7 +322,7 @@ def test_a_hostile_tokenizer_is_one_line(folder, change, reason):
 
 
 def test_a_run_whose_tokenizer_is_broken_can_be_viewed(folder):
-    """Its samples are shown by their texts."""
+    """Its samples are shown as text."""
     run = folder / "run"
     (run / "final").mkdir(parents=True)
     write_run(run)

@@ -1,4 +1,4 @@
-"""Attacks on what a run listens to, by processes that know only its ports."""
+"""Attacks on the listening ports of a run by processes that know only the ports."""
 
 import contextlib
 import secrets
@@ -15,7 +15,7 @@ from tests.security.attacked_run import CONNECT_S, HELLO, SILENCE_S, run_paralle
 from tests.security.live_runs import listening, reachable
 
 OPEN = ("/health", "/metrics", "/ready")
-"""Prefixes of the paths of SGLang's servers that report only the server's health."""
+"""Prefixes of paths of SGLang's servers that only report the server's health."""
 ROUTER_PATHS = """
 POST /generate
 POST /v1/chat/completions
@@ -62,9 +62,9 @@ ROUTER_STATUS_PATHS = (
 
 
 def is_store(host, port):
-    """True if torch's key-value store answers there, by its protocol: then its keys can be listed and changed.
+    """Return True if torch's key-value store answers at this port: its keys can then be listed and changed.
 
-    Torch's own client can hang for minutes at the ports of others, whatever its timeout is.
+    Uses its protocol directly, because torch's own client can hang for minutes at other ports, whatever its timeout is.
     """
     validate, ping, nonce = struct.pack("=BI", 0, 0x3C85F7CE), b"\x0d", secrets.token_bytes(4)
     try:
@@ -88,7 +88,7 @@ def stores(run):
 
 
 def open_listeners(run):
-    """Those that another machine could reach."""
+    """Return listeners that another machine could reach."""
     return {place: run.ports()[place] for place in run.ports() if not reachable(place)[0].startswith(("127.", "::1"))}
 
 
@@ -107,7 +107,7 @@ def test_no_port_of_a_run_is_a_store_that_strangers_can_read(running):
 
 
 def reply_to(host, port, said):
-    """First byte that the control channel sends after its greeting to a client that sends this; empty if it closes."""
+    """Return the first byte that the control channel sends to a client after its greeting; empty if it closes."""
     with socket.create_connection((host, port), timeout=CONNECT_S) as sock:
         assert len(sock.recv(HELLO, socket.MSG_WAITALL)) == HELLO
         sock.settimeout(20)
@@ -219,7 +219,7 @@ def test_what_a_router_publishes_holds_no_key_and_no_text(attacked):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_stranger_cannot_fetch_the_weights_of_a_sync(attacked):
-    """Servers of buckets listen during syncs only."""
+    """Bucket servers listen only during syncs."""
     known, answers, deadline = set(attacked.run.ports()), [], time.monotonic() + 120
     trainers = [process for process, command in attacked.run.commands().items() if command.startswith("ray::")]
     assert trainers

@@ -1,4 +1,4 @@
-"""Answers that are small to write and large to read or compute, against the parsers behind rewards."""
+"""Answers that are small to write and expensive to parse or compute, for the parsers behind rewards."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attacks on a run by who takes a port of it, or looks for sockets that are files."""
+"""Attacks on a run by processes that take over one of its ports, or connect to its Unix sockets."""
 
 import contextlib
 import stat
@@ -12,17 +12,19 @@ from tests.security.live_runs import listening
 
 
 def sockets(run):
-    """Names of the Unix sockets of a run's processes; those without a file begin with a zero byte or `@`."""
+    """Return the names of the Unix sockets of a run's processes; those without a file begin with a zero byte or `@`."""
     found = set()
     for process in run.processes():
         with contextlib.suppress(psutil.Error):
             found.update(one.laddr for one in process.net_connections("unix") if one.laddr)
-    short = {name for name in found if name.startswith("/proc/self/fd/")}  # of a descriptor that is closed by now
+    short = {
+        name for name in found if name.startswith("/proc/self/fd/")
+    }  # paths through descriptors that are closed by now
     return found - short | {str(path) for name in short for path in run.folder.rglob(Path(name).name)}
 
 
 def is_open_to_others(name):
-    """True if a process of another user can connect."""
+    """Return True if a process of another user can connect."""
     path = Path(name)
     if not path.is_absolute():
         return True
@@ -57,7 +59,7 @@ def test_no_socket_file_of_a_run_with_sglang_is_open_to_others(attacked):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_key_of_a_server_that_has_ended_opens_no_other_one(attacked):
-    """Who listens on its port afterwards may be sent the key. Leave this test the last of the run."""
+    """A later listener on its port may receive the key. This test must be the last one that uses the run."""
     (place, _), *_ = attacked.servers()
     (server,) = [one for one in attacked.run.processes() if place in listening(one)]
     told = {("Authorization", f"Bearer {key}") for key in variables(server)}
@@ -74,5 +76,5 @@ def test_the_key_of_a_server_that_has_ended_opens_no_other_one(attacked):
 
 
 def places(run):
-    """Where servers of the run answer to a key that its user can read."""
+    """Return the places at which servers of the run respond to a key that its user can read."""
     return {place for place, _ in Attacked(run, None).servers()}

@@ -28,25 +28,26 @@ REQUESTS = (
     "ObjectManagerService/Pull",
     "CoreWorkerService/PushTask",
 )
-"""Of the head, of the machine's scheduler, of its object store, of a worker."""
+"""gRPC methods of the head, of the machine's scheduler, of its object store, and of a worker."""
 PAGES = ("/api/job_agent/jobs/", "/get_or_create_runtime_env")
-"""Of the job server of a machine, and of the program that installs packages for workers."""
+"""URL paths of a machine's job server, and of the program that installs packages for workers."""
 
 
 def address_of(run):
-    """Of the head of its Ray."""
+    """Return the address of the head of its Ray."""
     (found,) = [place for place, command in run.ports().items() if "gcs_server" in command]
     return f"127.0.0.1:{found[1]}"
 
 
 def token_of(run):
-    """As the user of the run, and nobody else, can read it."""
+    """Return the token that only the user of the run can read."""
     (head,) = [one for one in run.processes() if "gcs_server" in one.name()]
     return head.environ()["RAY_AUTH_TOKEN"]
 
 
 def answers(ports, token):
-    """Request -> what the servers at these ports answer to it; some would change something, some tell something."""
+    """Return request -> answer of the servers at these ports; some requests would change something, others reveal
+    something."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
 
     def ask(where, name):
@@ -111,7 +112,7 @@ def test_other_users_cannot_enter_the_folder_of_rays_sockets(running):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_stranger_cannot_run_a_task_in_the_cluster_of_a_run(running, tmp_path):
-    """As another user would try: another home, and the address from the list of processes."""
+    """As another user would try: with another home folder, and the address from the process list."""
     file = tmp_path / "home/.ray/auth_token"
     file.parent.mkdir(parents=True)
     file.write_text("of-another-cluster")
@@ -123,14 +124,14 @@ def test_a_stranger_cannot_run_a_task_in_the_cluster_of_a_run(running, tmp_path)
         {"RAY_AUTH_MODE": "disabled"},
         token,
         {**token, "RAY_AUTH_TOKEN": KNOWN},
-        {**token, "RAY_AUTH_TOKEN": token_of(running)},  # so that a refusal is one for lack of the token
+        {**token, "RAY_AUTH_TOKEN": token_of(running)},  # so that a refusal can only be due to the missing token
     )
     assert [code for code, _ in found] == [1, 1, 1, 1, 0], found
     assert all("ran as" not in out for _, out in found[:-1])
 
 
 def join(address, home, *attempts):
-    """Exit code and output of programs that join a cluster and run a task there, all at the same time."""
+    """Return exit codes and output of programs that join a cluster and run a task there, all at the same time."""
     path = {"PATH": os.environ["PATH"], "HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [sys.executable, "-c", JOINING, address]

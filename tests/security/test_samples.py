@@ -1,4 +1,4 @@
-"""Texts of a policy that try to end the run: they get the failure value, and a broken reward is still told at once."""
+"""Texts of a policy that try to end the run get the failure value, and a broken reward is still reported at once."""
 
 import json
 
@@ -42,12 +42,15 @@ def register_components():
     return [Trusting]
 '''
 LIMITS = ["huge", "float", "digits", "deep", "surrogate", "component", "names", "terminal", "sum"]
-"""Texts that take a reward beyond what Python's numbers, nesting and characters allow."""
+"""Texts that exceed Python's limits on numbers, nesting and characters."""
 
 
 @pytest.fixture
 def score(tmp_path):
-    """`rl reward` in a process of its own: exit code and the scored samples by id, for one prompt with all texts."""
+    """Return a function that runs `rl reward` in a separate process on one prompt with all texts.
+
+    It returns the exit code and the scored samples by id.
+    """
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "trusting.py").write_text(PLUGIN)
 
@@ -81,7 +84,7 @@ def test_the_same_within_other_rewards_and_in_workers(score):
     assert [s["components"]["sum"] for s in samples] == [0.0] * len(texts) + [0.0, 1.0]
 
 
-def test_a_reward_that_is_broken_is_told_at_once(score):
+def test_a_broken_reward_is_reported_at_once(score):
     code, samples = score('{kind="trusting"}', "key", "nan", "text", "well", each_alone=True)
     assert code == 1
     assert [s["reward"] for s in samples] == [None, None, None, 1.0]
@@ -109,7 +112,7 @@ def test_a_program_that_returns_a_number_too_large_for_a_float_fails_its_test(sc
 
 
 def test_samples_that_hang_take_no_time_from_those_that_wait_behind_them(score):
-    """Of 14 hanging samples the last ones used to wait longer than timeout_s, which ended the run."""
+    """With 14 hanging samples, a regression makes the last ones wait longer than timeout_s, which ends the run."""
     programs = [f"```python\nimport time\ntime.sleep(60 + {i})\n```" for i in range(14)]
     settings = 'kind="code", workers=1, timeout_s=3.0, sandbox.wall_s=0.4'
     cases = [{"input": "", "output": "1"}]

@@ -1,4 +1,4 @@
-"""Programs that attack the run from their sandbox, through `rl reward`, with namespaces and without."""
+"""Programs that attack the run from their sandbox, through `rl reward`, with and without namespaces."""
 
 import platform
 import subprocess
@@ -193,7 +193,7 @@ def test_a_program_leaves_no_folder_behind_however_deep(isolation, tmp_path):
         assert score(rewards(isolation), texts, TMPDIR=str(tmp_path)) == {"deep": (1.0, None)}
         assert list(tmp_path.glob("plasmid-sandbox-*")) == []
     finally:
-        subprocess.run(["rm", "-rf", *tmp_path.glob("plasmid-sandbox-*")], check=True)  # pytest cannot
+        subprocess.run(["rm", "-rf", *tmp_path.glob("plasmid-sandbox-*")], check=True)  # pytest cannot remove it
 
 
 def test_a_program_passes_only_if_it_ends_well():
@@ -205,7 +205,7 @@ def test_a_program_passes_only_if_it_ends_well():
 
 
 def bounds_memory():
-    """Whether this process may make control groups (version 2) that bound memory."""
+    """Return whether this process may create control groups (version 2) that limit memory."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     own = next((Path("/sys/fs/cgroup") / line[4:] for line in lines if line.startswith("0::/")), None)
     if own is None:

@@ -1,4 +1,4 @@
-"""Servers of others that answer too late, too much, or something else, asked by rewards and as engines."""
+"""Hostile servers, called by rewards and as engines: they answer too late, too much, or something else."""
 
 import contextlib
 import gzip
@@ -42,7 +42,7 @@ data = { path = "rows.jsonl" }
 """
 )
 MEMORY_KB = 600_000
-"""Most that scoring a few texts may take; 400 MB of spaces would be beyond it."""
+"""Memory limit for scoring a few texts; 400 MB of spaces would exceed it."""
 
 
 @pytest.fixture
@@ -56,7 +56,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def rl(*arguments, text="2"):
-    """The command in a process of its own: exit code, output, errors and the most memory it took, in KB."""
+    """Return a function that runs the command in a process and returns exit code, output, errors and peak memory in
+    KB."""
     with open("rows.jsonl", "w") as file:
         file.write(json.dumps({"prompt": "1+1=", "target": 2, "response": text}) + "\n")
     with open("out", "w+") as out, open("err", "w+") as err:
@@ -70,7 +71,7 @@ def rl(*arguments, text="2"):
 
 
 def peak_kb(pid):
-    """The most that a process has had in memory; what wait4 says counts what it was forked from, too."""
+    """Return the peak memory of a process; the figure of wait4 includes that of the process it was forked from."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -116,7 +117,7 @@ HOSTILE = {
 
 def test_whatever_a_server_answers_the_sample_gets_the_failure_value(folder):
     with socket.socket() as gone, serving_all({name: answer for name, (answer, _) in HOSTILE.items()}) as ports:
-        gone.bind(("127.0.0.1", 0))  # nobody listens
+        gone.bind(("127.0.0.1", 0))  # nothing listens there
         ports["gone"] = gone.getsockname()[1]
         rewards = [remote(name, port, more=f'key="score", {ASKED}') for name, port in ports.items()]
         code, sample, memory_kb = reward(*rewards)

@@ -1,4 +1,4 @@
-"""The tables of attacks and the tests of this folder name each other."""
+"""The tables of attacks and the tests of this folder refer to each other."""
 
 import ast
 import re
@@ -8,11 +8,11 @@ FOLDER = Path(__file__).parent
 TOP = FOLDER.parents[1]
 NAMED = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 ROWS = 120
-"""Attacks that there must be at least."""
+"""Minimum number of attacks."""
 
 
 def rows():
-    """File and line of each row of a table, without its head."""
+    """Yield file and line of each row of a table, without its header."""
     for path in sorted((FOLDER / "attacks").glob("*.md")):
         lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
         assert lines, f"{path.name}: has no table"

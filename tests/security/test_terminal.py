@@ -1,4 +1,4 @@
-"""Names and texts of files, recipes and samples cannot command the terminal that shows them."""
+"""Names and texts in files, recipes and samples cannot control the terminal that shows them."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from tests.forked_rl import start_rl
 from tests.security.model_files import make_hollow_model
 
 EVIL = "a\x1b]52;c;b3duZWRz\x07\x1b]8;;http://x\x1b\\\u202e\u200b\x9b2J\x1b[6n\r\x08z[bold]y[/bold]"
-"""Writes the clipboard, opens a link, reverses and hides text, clears the screen, makes the terminal type."""
+"""Escape sequences that write the clipboard, open a link, reverse and hide text, clear the screen, and make the
+terminal type."""
 COMMANDS = ("\x1b]", "\x1b[6n", "\x07", "\x9b", "\x08", "\u202e", "\u200b")
 OURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 RECIPE = """
@@ -30,7 +31,7 @@ rewards = [{ kind = "number" }]
 
 
 def in_terminal(folder, *argv, tty=True):
-    """Exit code and output of `rl`, with standard output and standard error a terminal, or a pipe."""
+    """Return exit code and output of `rl`, with a terminal or a pipe as standard output and standard error."""
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "400", "LINES": "50"}
     if not tty:
         with tempfile.TemporaryFile() as out:

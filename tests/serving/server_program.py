@@ -1,4 +1,4 @@
-"""A program with child processes such as a server's: spawned, forked, deaf to signals, and not Python."""
+"""A program with child processes like those of a server: spawned, forked, ignoring signals, and not Python."""
 
 import multiprocessing
 import os
@@ -32,7 +32,7 @@ def detokenize(file):
 
 
 def ignore(file):
-    """Hang without taking signals."""
+    """Hang and ignore signals."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     note(file, "deaf")
     time.sleep(1000)

@@ -1,8 +1,9 @@
-"""Strangers at the control channel of weight syncs: what they send is refused, and they learn nothing."""
+"""Strangers at the control channel of weight syncs: their messages are refused, and they learn nothing."""
 
 import secrets
 import socket
 import threading
+from contextlib import suppress
 
 import pytest
 from plasmid_serving.weights import control
@@ -15,7 +16,7 @@ from plasmid_serving.weights.control import (
 )
 
 HELLO = 32
-"""Bytes of the server's random number; a client answers with one of its own and an HMAC, the server with an HMAC."""
+"""Length of the server's random number in bytes. A client answers with its own and an HMAC, the server with an HMAC."""
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def server():
 
 
 class Wiretap:
-    """Sits between a client and the server: records what the client sends, and may change it."""
+    """A proxy between client and server that records what the client sends, and may change it."""
 
     def __init__(self, address, change=lambda number, frame: [frame]):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -47,7 +48,8 @@ class Wiretap:
                 frame = length + exactly(client, 32 + int.from_bytes(length, "big"))
                 self.recorded.append(frame)
                 for changed in self._change(number, frame):
-                    server.sendall(changed)
+                    with suppress(ConnectionError):  # the server may already have closed the connection
+                        server.sendall(changed)
                 number += 1
 
 
@@ -62,7 +64,7 @@ def pump(source, sink):
 
 
 def has_ended(sock):
-    """True if the other end closes the connection without another word."""
+    """Return True if the other end closes the connection without sending anything else."""
     sock.settimeout(5)
     try:
         return sock.recv(1) == b""
@@ -104,7 +106,7 @@ def test_a_recorded_conversation_cannot_be_replayed(server):
     assert server.address.get("orders") == {"bucket": 1}
     with socket.create_connection((server.address.host, server.address.port)) as stranger:
         exactly(stranger, HELLO)
-        for part in tap.recorded:  # the handshake and the message as they were
+        for part in tap.recorded:  # the recorded handshake and message
             stranger.sendall(part)
         assert has_ended(stranger)
     assert server.address.get("orders") is None
@@ -132,7 +134,7 @@ def test_a_message_that_is_sent_twice_left_out_or_changed_ends_the_connection(se
 
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    if name == "left out":  # the client waits for the answer to what never came
+    if name == "left out":  # the client waits for the answer to a message that did not arrive
         thread.join(0.5)
         assert server.address.get("orders") is None
         return

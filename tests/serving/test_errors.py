@@ -1,4 +1,4 @@
-"""A weight sync that every server has failed: what is tried again, and what ends the run."""
+"""A weight sync that failed on every server: which failures are retried, and which end the run."""
 
 from plasmid.errors import ActorDiedError, EngineError, EngineLostError, SyncError
 from plasmid_serving.weights.errors import SyncAbortedError, sync_failure
@@ -19,6 +19,6 @@ def test_a_proof_that_failed_is_never_tried_again():
 def test_a_server_that_another_one_cut_off_proves_nothing():
     cut_off = SyncAbortedError("the broadcast failed")
     assert isinstance(sync_failure([cut_off, EngineError("connection refused")]), EngineLostError)
-    assert sync_failure([cut_off]) is cut_off  # nobody went away: trying again would end in the same way
+    assert sync_failure([cut_off]) is cut_off  # no server has ended: a retry would fail in the same way
     proof = SyncError("bucket 1 has another checksum")
     assert sync_failure([cut_off, EngineError("connection refused"), proof]) is proof

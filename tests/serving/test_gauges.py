@@ -1,4 +1,4 @@
-"""What the servers' own gauges become."""
+"""Metrics computed from the servers' gauges."""
 
 import pytest
 from plasmid_serving.engine import Speeds, gauges
@@ -38,9 +38,9 @@ def test_the_speed_is_that_since_the_last_look():
     assert speeds.of("a", [load(0, 400, 3.0)]) == 150.0
     assert speeds.of("a", [load(0, 400, 3.0)]) == 0.0
     assert speeds.of("b", [load(0, 40, 1.0)]) == 40.0
-    assert speeds.of("a", [load(0, 60, 1.5)]) == 40.0  # it was started anew, and counts from 0
+    assert speeds.of("a", [load(0, 60, 1.5)]) == 40.0  # it was restarted, and counts from 0
     assert speeds.of("c", [read_load({"decode_moments": None, "num_running_reqs": 0})]) == 0.0
 
 
-def test_servers_without_speculative_decoding_tell_nothing_of_it():
+def test_servers_without_speculative_decoding_have_no_metrics_of_it():
     assert not [name for name in gauges({"engine-0": [load(1, 1, 1.0)]}, Speeds()) if "accept" in name]

@@ -1,4 +1,4 @@
-"""Tensors that a server fuses on load reach it in one call, whatever buckets they travel in."""
+"""Tensors that a server fuses on load arrive in one call, whatever buckets they are sent in."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ Q, KV, OTHER = (f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj
 
 
 class Fusing(nn.Module):
-    """Loads as DeepSeek's attention does in SGLang: of two tensors both, or nothing and without a word."""
+    """Loads like DeepSeek's attention in SGLang: both of two tensors, or silently nothing."""
 
     def __init__(self):
         super().__init__()

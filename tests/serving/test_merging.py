@@ -1,4 +1,4 @@
-"""An adapter is merged in a server's process: exact, in every shard, and refused if any part of it is wrong."""
+"""An adapter is merged in a server's process: exactly, in every shard, and refused if any part of it is invalid."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SCALE = 1.5
 
 
 class Shard(nn.Module):
-    """One of two processes: it fuses rows of q and k, pads them, and holds columns of the last."""
+    """One of two processes: it fuses rows of q and k, pads them, and has columns of the last layer."""
 
     def __init__(self, rank, ranks=2, dtype=torch.bfloat16):
         super().__init__()
@@ -67,7 +67,7 @@ class Other(nn.Module):
 
 @pytest.fixture
 def base():
-    """Both halves of q are equal, so only where a process reads it from tells them apart."""
+    """Return weights with equal halves of q, so that they differ only in the place from which a process reads."""
     torch.manual_seed(0)
     half = torch.randn(4, 8)
     weights = {Q: half.repeat(2, 1), K: torch.randn(4, 8), DOWN: torch.randn(8, 6), NORM: torch.randn(8)}

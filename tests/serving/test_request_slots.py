@@ -1,4 +1,4 @@
-"""The order in which requests are sent when there are more of them than a worker may send."""
+"""The order in which waiting requests are sent if a worker has more than it may send."""
 
 import asyncio
 
@@ -16,22 +16,22 @@ CLOSED = Endpoints(is_open=False, context_length=1000)
 
 
 class Server:
-    """Notes the requests that are sent, and answers them when the test says so."""
+    """Records the requests that are sent, and answers them when the test says so."""
 
     def __init__(self, monkeypatch, folder):
         self.sent, self.answers = [], {}
         self.endpoints = EndpointsFile(folder / "endpoints.json")
         self.endpoints.write(OPEN)
-        monkeypatch.setattr(module._LoopClient, "_ask", self.ask)
+        monkeypatch.setattr(module._LoopClient, "_send_once", self.send_once)
         self.client = ServersClient(ClientOptions(endpoints=self.endpoints, dialect=None, max_requests=2))
 
-    async def ask(self, address, request, allowed, limit_s):
+    async def send_once(self, address, request, allowed, limit_s):
         self.sent.append(request.session_id)
         self.answers[request.session_id] = asyncio.get_running_loop().create_future()
         return empty_completion(request, await self.answers[request.session_id])
 
     async def roll_out(self, index):
-        """As rollouts do it: what was aborted is asked again."""
+        """As in rollouts: aborted requests are sent again."""
         request = make_request(index)
         while (await self.client.generate(request)).stop_reason is StopReason.ABORT:
             pass

@@ -1,4 +1,4 @@
-"""Stacks of the processes of a server, which are asked from outside."""
+"""Stacks of the processes of a server, requested from outside."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ NAMES = ["scheduler", "detokenizer", "deaf", "sleep", "server"]
 
 @pytest.fixture
 def pids(tmp_path, monkeypatch):
-    """Ids of the processes of a running program, by name."""
+    """Return the process ids of a running program, by name."""
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
     file = tmp_path / "pids"
     program = Program("server_program:serve", {"file": str(file)})
@@ -46,7 +46,7 @@ def test_every_process_of_a_server_is_asked_for_its_stacks(pids, tmp_path):
     assert deaf.condition == "not responding"
     assert deaf.stacks.startswith(f"process {pids['deaf']} ({psutil.Process(pids['deaf']).name()}) writes no stacks\n")
     assert "State:\tS (sleeping)" in deaf.stacks and f"thread {pids['deaf']} (" in deaf.stacks
-    assert pids["sleep"] not in states  # it would be ended by the signal
+    assert pids["sleep"] not in states  # the signal would end it
     assert f"  {pids['sleep']} sleeping, in the kernel at " in snapshot.text
     assert psutil.Process(pids["sleep"]).is_running()
 
@@ -62,7 +62,7 @@ def test_stacks_are_those_of_the_moment(pids, tmp_path):
 
 
 def test_stacks_of_a_process_that_is_killed_after_it_wrote_them_are_kept(pids, tmp_path, monkeypatch):
-    """A weight sync that fails meanwhile restarts the server."""
+    """As happens if a weight sync fails meanwhile and restarts the server."""
     file = stack_dumps.stacks_memory(pids["scheduler"])
     kill = os.kill
 

@@ -1,4 +1,5 @@
-"""Weights on their way from a trainer's rank to the processes of servers, without a server: who is told of what."""
+"""Weights sent from a trainer's rank to the processes of servers, without a server: which process is notified of
+what."""
 
 import secrets
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -26,7 +27,7 @@ BUCKET = 2 * 416  # two tensors in each
 
 
 class Process:
-    """One process of a server, which keeps what it is given."""
+    """One process of a server, which keeps what it receives."""
 
     def __init__(self, address, command, rank=0, fails_at=None, timeout_s=20.0):
         self.taken = {}
@@ -54,7 +55,7 @@ def meet(barrier):
 
 
 def outcome(*args):
-    """What a process has at the end, and its receipt or error."""
+    """Return the final state of a process, and its receipt or error."""
     process = Process(*args)
     try:
         return process.taken, process.run()
@@ -83,9 +84,9 @@ def threads():
 
 @pytest.fixture(scope="module")
 def processes():
-    """A process is a member of a broadcast once."""
+    """Separate processes, because a process can be a member of only one broadcast group."""
     context = forked_processes()
-    all_ready = context.Barrier(4)  # importing this module takes longer on a busy machine than a broadcast may
+    all_ready = context.Barrier(4)  # on a busy machine, importing this module takes longer than a broadcast may
     with ProcessPoolExecutor(4, context, initializer=meet, initargs=(all_ready,)) as pool:
         list(pool.map(sum, [()] * 4))
         yield pool
@@ -126,7 +127,7 @@ SHARES = [{"layer.0": 0, "layer.1": 1, "layer.2": 0}, {"layer.3": 1, "layer.4": 
 
 
 def send_share_of(rank, wire, fails=False):
-    """What trainer rank 0 or 1 does in a sync; returns its receipt or error."""
+    """Run trainer rank 0 or 1 in a sync; return its receipt or error."""
     weights = dict(WEIGHTS)
 
     def tensors():
@@ -160,7 +161,7 @@ def check_two_ranks_send(kind, servers, pool, tmp_path):
 
 
 def check_one_of_two_ranks_fails(kind, servers, pool, tmp_path):
-    """The engine passes the error of the servers on to the other rank, which would else wait for them."""
+    """The engine forwards the error of the servers to the other rank, which would otherwise wait for them."""
     wire = divided_wire(dict(enumerate(servers)), kind, tmp_path)
     sending = [pool.submit(send_share_of, rank, wire, rank == 0) for rank in (0, 1)]
     running = [pool.submit(outcome, server, wire.command_to(i)) for i, server in enumerate(servers)]
@@ -238,7 +239,7 @@ def test_sending_fails_when_no_server_is_left(servers, threads, tmp_path):
             run.result()
 
 
-def test_what_the_actor_says_of_a_server_ends_the_waiting_for_it(servers, threads, tmp_path):
+def test_a_failure_reported_by_the_actor_ends_the_wait_for_its_server(servers, threads, tmp_path):
     sending = threads.submit(send, wire_to({0: servers[0]}, "disk", tmp_path))
     servers[0].end_update("token", 1, encode_error(EngineError("the server is not running")))
     with pytest.raises(EngineLostError, match="EngineError: the server is not running"):
@@ -249,7 +250,7 @@ def test_what_the_actor_says_of_a_server_ends_the_waiting_for_it(servers, thread
             late.run()  # some buckets were announced before
 
 
-def test_a_sender_that_fails_tells_the_servers(servers, threads, tmp_path):
+def test_a_sender_that_fails_notifies_the_servers(servers, threads, tmp_path):
     running = threads.submit(Process(servers[0], by_disk(tmp_path)).run)
     sender = wire_to({0: servers[0]}, "disk", tmp_path).open(rank=0, version=1)
     sender.send(next(make_buckets(WEIGHTS, bucket_bytes=BUCKET)))
@@ -258,7 +259,7 @@ def test_a_sender_that_fails_tells_the_servers(servers, threads, tmp_path):
         running.result()
 
 
-def test_whoever_says_nothing_is_not_waited_for_longer_than_agreed(servers, tmp_path):
+def test_a_silent_server_is_not_waited_for_longer_than_the_timeout(servers, tmp_path):
     with pytest.raises(SyncAbortedError, match=r"no message from the sender for 0\.2 s"):
         Process(servers[0], by_disk(tmp_path), timeout_s=0.2).run()
     with pytest.raises(EngineLostError, match=r"no answer within 0\.2 s"):
@@ -274,12 +275,12 @@ def test_a_process_that_waits_shows_that_it_lives(servers, threads, tmp_path):
 
 
 def test_a_rank_whose_server_was_left_out_sends_nothing(servers, threads, tmp_path):
-    """Ranks lie on the GPUs of their servers: that of a server that is gone must not send to another one."""
+    """Ranks share GPUs with their servers: the rank of a lost server must not send to another one."""
     wire = wire_to({1: servers[1]}, "ipc", tmp_path)
     assert len(send(wire, rank=0).buckets) == 3
     servers[1].end_update("token", 1, {"index": 0})
     with pytest.raises(SyncAbortedError):
-        Process(servers[1], by_disk(tmp_path)).run()  # it was told of no bucket
+        Process(servers[1], by_disk(tmp_path)).run()  # it was notified of no bucket
 
 
 def test_messages_of_long_ago_are_dropped(servers):
@@ -321,7 +322,7 @@ HANDLE = {
     "event": "AAAA",
     "is_recorded": True,
 }
-"""Plain fields of a CUDA IPC handle; what a driver makes of such bytes is not asked here."""
+"""Plain fields of a CUDA IPC handle; how a driver interprets them is not tested here."""
 
 
 def test_a_handle_has_plain_fields_of_the_right_kinds():

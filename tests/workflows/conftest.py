@@ -1,4 +1,4 @@
-"""A tokenizer of characters that can also write calls."""
+"""A character tokenizer that can also write tool calls."""
 
 import pytest
 from plasmid_models import testing as tiny

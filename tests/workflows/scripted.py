@@ -1,4 +1,4 @@
-"""An engine that says what a test wrote down, and rollouts over it."""
+"""An engine with scripted answers, and rollouts with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plasmid_workflows.execution import Execution
 
 
 class ScriptedEngine:
-    """Implements `protocols.EngineClient`: answers turn after turn, each ended by the end of text unless it is cut."""
+    """Implements `protocols.EngineClient`: answers turn after turn; each ends with the end of text unless it is cut."""
 
     def __init__(self, tokenizer, turns, *, cut=()):
         self.tokenizer, self.turns, self.cut = tokenizer, list(turns), set(cut)
@@ -42,7 +42,7 @@ class ScriptedEngine:
 
 
 def rollout(tokenizer, turns, *, cut=(), max_length=None, **sampling):
-    """One rollout that hears these turns."""
+    """Run one rollout in which the engine gives these answers."""
     settings = SamplingParams(**{"max_new_tokens": 500, **sampling})
     return Execution(
         id="7/0",
@@ -58,19 +58,19 @@ def rollout(tokenizer, turns, *, cut=(), max_length=None, **sampling):
 
 
 def chat(tokenizer, *contents, target=None, **fields):
-    """A prompt of messages, user's and assistant's in turn."""
+    """Create a prompt of messages, alternately by user and assistant."""
     messages = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents))
     ids, text = tokenizer.encode_prompt(messages, fields.get("template", {}))
     return Prompt(id="p:1", token_ids=ids, text=text, messages=messages, target=target, **fields)
 
 
 def plain(tokenizer, text, target=None):
-    """A prompt of plain text."""
+    """Create a prompt of plain text."""
     return Prompt(id="p:1", token_ids=tokenizer.encode(text), text=text, target=target)
 
 
 def coloured(tokenizer, sample):
-    """The sample as runs of text, each with whether it is trained on."""
+    """Return the sample as runs of text, each with whether it is trained on."""
     runs: list[tuple[str, bool]] = []
     start = 0
     mask = sample.loss_mask

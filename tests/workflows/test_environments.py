@@ -1,4 +1,4 @@
-"""Turns in environments: observations follow actions, rewards arrive, and what fails is a sample with an error."""
+"""Turns in environments: observations follow actions, rewards arrive, and failures become samples with an error."""
 
 import asyncio
 import os
@@ -52,7 +52,7 @@ def register_components():
 
 
 class Moody(Environment):
-    """Does what it is told to."""
+    """Behaves as configured."""
 
     kind: Literal["moody"] = "moody"
 
@@ -154,7 +154,7 @@ def test_an_environment_that_fails_makes_a_sample_with_an_error(chatml, action, 
     assert one.client.left, "the engine waits for it no longer"
 
 
-def test_what_an_environment_tells_of_itself_travels_whatever_it_is(chatml):
+def test_info_of_an_environment_reaches_samples_whatever_its_type(chatml):
     class Board(Mood):
         def step(self, action):
             return Step(done=True, info={"lock": threading.Lock(), "board": {(0, 1): "rook"}, "moves": (1, 2)})
@@ -262,7 +262,7 @@ def test_arithmetic(text, value):
         "9" * 501,
     ],
 )
-def test_what_is_no_arithmetic_is_said_to_be_none(text):
+def test_text_that_is_not_arithmetic_is_refused(text):
     with pytest.raises(ValueError):
         evaluate(text)
 
@@ -291,7 +291,7 @@ def test_mistakes_in_a_recipe_are_found_before_anything_runs(data, mistake):
 
 
 class Plain(Environment):
-    """Does what it is told to, in a process."""
+    """Behaves as configured, in a process."""
 
     kind: Literal["plain"] = "plain"
 
@@ -337,7 +337,7 @@ def is_of_environment(process: psutil.Process) -> bool:
 
 
 def play_isolated(actions, tmp_path, chatml, environment=None, **settings):
-    """Samples of rollouts at the same time, one for each list of actions."""
+    """Return samples of concurrent rollouts, one for each list of actions."""
     workflow = EnvironmentWorkflow(environment=environment or Plain(), **settings)
     rollouts = [rollout(chatml, words) for words in actions]
 

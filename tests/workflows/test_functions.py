@@ -1,4 +1,4 @@
-"""Workflows that are functions of users, and fan-out."""
+"""Workflows defined as functions, and fan-out."""
 
 import asyncio
 
@@ -82,7 +82,7 @@ def test_mistakes_in_a_recipe_are_found_before_anything_runs(file, data, mistake
     assert any(mistake in line for line in checked.mistakes), checked.mistakes
 
 
-def test_tools_keep_the_promises_of_workflows(chatml):
+def test_tools_satisfy_the_contract_of_workflows(chatml):
     workflow = Tools(tools=(CalculatorTool(),), workers=1)
     asyncio.run(check_workflow(workflow, prompt=chat(chatml, "6+6?"), codec=chatml))
 
@@ -91,13 +91,13 @@ ENVIRONMENTS = find_components(load_plugins())["environments"]
 
 
 @pytest.mark.parametrize("kind", sorted(ENVIRONMENTS))
-def test_our_environments_keep_the_promises_of_workflows(kind, tmp_path):
+def test_our_environments_satisfy_the_contract_of_workflows(kind, tmp_path):
     (tmp_path / "notes.txt").write_text("The Elbe flows through Dresden.")
     settings = {"corpus": str(tmp_path / "notes.txt")} if kind == "search" else {}
     asyncio.run(check_workflow(EnvironmentWorkflow(environment=ENVIRONMENTS[kind](**settings), max_turns=3)))
 
 
-def test_functions_keep_the_promises_of_workflows(file):
+def test_functions_satisfy_the_contract_of_workflows(file):
     asyncio.run(check_workflow(FunctionWorkflow(function=f"{file}:plain")))
 
 

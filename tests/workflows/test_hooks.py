@@ -1,4 +1,4 @@
-"""Plugins that change samples and batches: what they may change reaches training, and facts they may not touch."""
+"""Plugins that change samples and batches: permitted changes reach training, and changes of facts are refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Whole runs of several turns: they resume exactly, engine and trainer agree, hooks are heard, a tiny model learns."""
+"""Whole runs with several turns: exact resume, agreement of engine and trainer, hooks, and a tiny model that learns."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def batch_ready(batch, groups):
 
 @pytest.fixture
 def game(tmp_path, tiny_model):
-    """A run that plays "guess a number" in plain text, one token a turn."""
+    """Return a run that plays "guess a number" in plain text, one token per turn."""
     rows = [json.dumps({"prompt": "guess a number from 1 to 3\n", "row": row}) + "\n" for row in range(16)]
     (tmp_path / "prompts.jsonl").write_text("".join(rows))
     environment = {"kind": "guess", "highest": 3}
@@ -128,7 +128,7 @@ def test_rewards_of_turns_are_shown_by_rl_view_and_in_the_report(game):
 
 
 def numbers_of(shown):
-    """Group and index of a sample in the report."""
+    """Return group and index of a sample in the report."""
     return [int(number) for number in shown["id"].split("/")]
 
 
@@ -156,7 +156,7 @@ def _fakes():
 
 @pytest.mark.long
 def test_a_tiny_model_learns_to_listen_to_the_game(game):
-    """Without hints two guesses find one number of three in 2/3 of all games; with them always."""
+    """Without hints, two guesses find one number of three in 2/3 of all games; with them always."""
     game({"run": {"batches": 100, "prompts_per_batch": 8, "samples_per_prompt": 8}, "checkpoint": {"every": 0}})
     rewards = [m["reward/mean"] for m in metrics(game.folder / "run")]
     assert sum(rewards[:5]) / 5 < 0.3

@@ -1,4 +1,4 @@
-"""Random batches as algorithms see them, split over simulated ranks that really add up, in fp64."""
+"""Random batches of algorithm inputs in fp64, split over simulated ranks with real all-reduces."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ class Token:
 
 @dataclass
 class Case:
-    """A batch: its table, and its loss tokens sample after sample."""
+    """A batch: its table, and its loss tokens, sample by sample."""
 
     table: BatchTable
     tokens: list[Token]
@@ -45,7 +45,8 @@ class Case:
 
 
 def make_case(shape, seed=0, silent=0.15, spread=0.3):
-    """Fan-out, uneven groups, singletons and samples without loss tokens, as the shape and chance have it."""
+    """Create a random case of this shape, with fan-out, uneven groups, single rollouts and samples without loss
+    tokens."""
     table = random_batch(shape, seed=seed, silent=silent).table()
     random = np.random.default_rng(seed)
     table = replace(table, baselines=random.normal(size=len(shape))[table.group_index])
@@ -59,7 +60,7 @@ def make_case(shape, seed=0, silent=0.15, spread=0.3):
 
 
 class Ranks:
-    """An `all_reduce` for each of several threads: returns once all of them have called it."""
+    """An `all_reduce` between threads: returns once all of them have called it."""
 
     def __init__(self, count):
         self.count, self.barrier, self.lock = count, threading.Barrier(count, timeout=20), threading.Lock()
@@ -94,7 +95,7 @@ def advantage_inputs(case, samples=None, all_reduce=lambda t: t):
 
 
 def split_over_ranks(case, num_ranks, compute):
-    """``compute(inputs)`` on every rank; the results put back in the order of the whole batch."""
+    """Return ``compute(inputs)`` of every rank, joined in the order of the whole batch."""
     ranks = Ranks(num_ranks)
     held = [[s for s in range(case.table.num_samples) if s % num_ranks == r] for r in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:
@@ -107,7 +108,7 @@ def split_over_ranks(case, num_ranks, compute):
 
 
 def top_logprobs(case, seed):
-    """[T, 3] of a random distribution over 7 tokens."""
+    """Return log-probabilities [T, 3] of a random distribution over 7 tokens."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(len(case.tokens), 7, generator=draw, dtype=torch.float64).log_softmax(1)[:, :3]
 

@@ -1,4 +1,4 @@
-"""The papers' formulas, written out sample by sample and token by token in fp64. Nothing of ours is used."""
+"""The papers' formulas in fp64, written out by sample and token, without code of the packages."""
 
 import math
 import statistics
@@ -30,7 +30,7 @@ def penalty(algorithm, token):
 
 
 def rewards(case, algorithm):
-    """Reward of each sample less the KL of all its tokens."""
+    """Return the reward of each sample minus the KL of all its tokens."""
     return [
         float(case.table.rewards[i]) - sum(penalty(algorithm, t) for t in case.of_sample(i))
         for i in range(case.table.num_samples)
@@ -38,7 +38,7 @@ def rewards(case, algorithm):
 
 
 def rollouts_of(case, sample_rewards, group):
-    """Mean reward of each rollout of a group."""
+    """Return the mean reward of each rollout of a group."""
     found = {}
     for i in range(case.table.num_samples):
         if case.table.group_index[i] == group:
@@ -164,7 +164,7 @@ def ppo_clip(algorithm, ratio, advantage):
 
 
 def importance(algorithm, tokens, olds, t):
-    """The factor of off-policy correction of token t of a sample."""
+    """Return the off-policy correction factor of token t of a sample."""
     c = algorithm.correction
     logs = [o - token.rollout_logprob for o, token in zip(olds, tokens, strict=True)]
     levels = {"token": logs[t], "sequence": sum(logs), "geometric": sum(logs) / len(logs)}
@@ -187,7 +187,7 @@ def mean_importance(case, algorithm):
 
 
 def token_losses(case, algorithm, logprobs, entropies, advantages, *, with_old):
-    """Loss of every token; ``logprobs`` and ``entropies`` are scalar tensors with a gradient."""
+    """Return the loss of every token; ``logprobs`` and ``entropies`` are scalar tensors with a gradient."""
     losses, first = [], 0
     for i in range(case.table.num_samples):
         tokens = case.of_sample(i)
@@ -237,7 +237,7 @@ def value_losses(algorithm, values, olds, returns):
 
 
 def reduce(case, algorithm, losses):
-    """Loss of a step from those of its tokens."""
+    """Return the loss of a step from the losses of its tokens."""
     table, total = case.table, []
     units = {"per-rollout": table.rollout_index, "per-prompt": table.group_index}.get(algorithm.reduction)
     if units is not None:

@@ -1,4 +1,5 @@
-"""Every option of every algorithm, away from its default, changes what is computed or is an error: none is ignored."""
+"""Every option of every algorithm changes the results or is an error if it differs from its default: none is
+ignored."""
 
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ OTHERS = {
     "constant_length": [5],
     "kl_coef": [0.3],
     "monitor_kl": [True],
-    "kl_estimator": ["k1", "k2"],  # low_var_kl is k3 but for tokens that are far from the reference
+    "kl_estimator": ["k1", "k2"],  # low_var_kl equals k3 except for tokens that are far from the reference
     "unbiased_kl": [True],
     "entropy_coef": [0.1],
     "old_policy": ["rollout", "decoupled"],
@@ -68,13 +69,13 @@ BESIDE = (
     {"old_policy": "decoupled"},
     {"old_policy": "decoupled", "correction": MASK},
 )
-"""What else the recipe says."""
+"""Additional settings of the recipe."""
 REDUNDANT = [({"kl_coef": 0.1}, "monitor_kl")]
-"""What asks for something that happens anyway: a KL in the loss is reported."""
+"""Options that request something that happens anyway: a KL in the loss is also reported."""
 
 
 def with_turns(inputs):
-    """Every token is a turn of its own and earns a reward."""
+    """Return inputs in which every token is a turn with a reward."""
     own = [inputs.sample_index == sample for sample in range(inputs.table.num_samples)]
     index = sum(mask.long().cumsum(0) * mask for mask in own) - 1
     turns = np.full((len(own), int(inputs.table.loss_tokens.max())), np.nan)
@@ -85,7 +86,8 @@ def with_turns(inputs):
 
 
 def outcome(algorithm):
-    """All that a trainer sees of an algorithm: needs, advantages, loss, gradients, metrics, and the critic's."""
+    """Return everything that a trainer reads from an algorithm: needs, advantages, loss, gradients, metrics, and the
+    critic's."""
     case = make_case([[1, 2, 1], [1], [3, 1], [1, 1, 1, 1]], seed=3)
     inputs = loss_inputs(case, algorithm.advantages(with_turns(advantage_inputs(case))))
     result = algorithm.loss(inputs)

@@ -1,4 +1,4 @@
-"""Every algorithm against its paper's formula, and the same for every split over ranks."""
+"""Every algorithm against its paper's formula, and equal results for every split over ranks."""
 
 import literal_formulas as literal
 import pytest
@@ -77,7 +77,7 @@ ALGORITHMS["renormalized"] = (
 
 
 def slopes_of(loss, scalars):
-    """Derivatives by each scalar; 0 where a clip has cut it off."""
+    """Return the derivatives with respect to each scalar; 0 where a clip removed it."""
     slopes = torch.autograd.grad(loss, scalars, retain_graph=True, allow_unused=True)
     return torch.stack([torch.zeros((), dtype=torch.float64) if s is None else s for s in slopes])
 
@@ -118,7 +118,7 @@ def test_loss_and_gradient_are_the_formula(name, with_old):
 
 
 def test_the_cases_put_clips_masks_and_weights_to_the_test():
-    """Metrics of the losses above: each special case is reached by some tokens and not by all."""
+    """Metrics of the losses above show that each special case applies to some tokens but not all."""
     case = make_case(SHAPE, seed=3)
     for name, metric in [
         ("grpo", "clip_fraction"),

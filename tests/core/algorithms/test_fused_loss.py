@@ -1,4 +1,4 @@
-"""Loss and gradient in one pass over the logits: the same as from log-probabilities, and only where that is right."""
+"""Loss and gradient in one pass over the logits: equal to those from log-probabilities, and used only where valid."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,12 +23,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithms_say_whether_tokens_stand_alone(name):
+def test_algorithms_declare_whether_they_are_tokenwise(name):
     assert ALGORITHMS[name][0].is_tokenwise() == (name in TOKENWISE)
 
 
 def head_case(algorithm, dtype):
-    """A head, and the algorithm's inputs, of which the log-probabilities before are near those now."""
+    """Return a head, and inputs of the algorithm with old log-probabilities close to the current ones."""
     case, draw = make_case([[2, 3], [4], [1, 5, 2]], 3), torch.Generator().manual_seed(0)
     count = len(case.tokens)
     hidden, weight = (torch.randn(rows, 16, generator=draw, dtype=torch.float64).to(dtype) for rows in (count, 30))
@@ -66,7 +66,7 @@ def test_the_fused_loss_and_its_gradient_are_the_plain_ones(name, dtype, with_ol
 
 
 class OwnLoss(GRPO):
-    """Changes the loss of a marked algorithm."""
+    """Changes the loss of an algorithm that is marked as tokenwise."""
 
     def policy_loss(self, inputs, old_logprobs):
         plain = super().policy_loss(inputs, old_logprobs)
@@ -80,7 +80,7 @@ class OwnDemonstrations(SFT):
 
 
 class Wrong(OwnLoss):
-    """Says that it is tokenwise, and is not."""
+    """Claims to be tokenwise, and is not."""
 
     def is_tokenwise(self):
         return True

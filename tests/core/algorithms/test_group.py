@@ -74,7 +74,7 @@ def test_the_statistics_may_leave_the_rollout_out():
     apart = [(1 - 5.5) / (12.5**0.5 + 0.5), (3 - 4.5) / (24.5**0.5 + 0.5), (8 - 2) / (2**0.5 + 0.5)]
     assert got.tolist() == pytest.approx(
         [*apart, -3.0, 3.0, 0.0]
-    )  # of one other there is no deviation, of none no mean
+    )  # one other rollout has no deviation, and none has no mean
 
 
 def test_others_that_are_equal_divide_by_nothing():

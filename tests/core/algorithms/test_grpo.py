@@ -1,4 +1,4 @@
-"""GRPO's settings, needs and metrics; its loss as a whole is tested with the training objective."""
+"""GRPO's settings, needs and metrics. Its loss as a whole is tested with the training objective."""
 
 import dataclasses
 import subprocess
@@ -152,7 +152,7 @@ def test_metrics_say_what_the_clips_did():
         ({"kl_coef": 0.1}, {"ref_logprobs": None}, "the KL needs the scores of the reference"),
     ],
 )
-def test_a_trainer_that_leaves_something_out_is_told_so(settings, changes, message):
+def test_missing_scores_are_an_error(settings, changes, message):
     with pytest.raises(ValueError, match=message):
         GRPO(**settings).loss(inputs(**changes))
 

@@ -47,7 +47,7 @@ def test_k1_and_k3_are_unbiased_estimates_of_the_kl(estimator):
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])
 def test_gradients_are_those_of_the_kl_on_average(estimator, unbiased):
-    """Tokens are drawn from the policy itself: the ratio is 1, but its gradient is what makes k1 and k3 right."""
+    """Tokens are sampled from the policy itself: the ratio is 1, but its gradient makes k1 and k3 correct."""
     logits, policy, base = distributions()
     (exact,) = torch.autograd.grad((policy.exp() * (policy - base)).sum(), logits, retain_graph=True)
     ratio = (policy - policy.detach()).exp() if unbiased else None
@@ -80,7 +80,7 @@ LOG_RATIOS = [x / 4 for x in range(-400, 401)]
 
 
 def fp64_gradient(estimator, d):
-    """Derivative of the estimate after the policy's log-probability; 0 where a clamp holds the value."""
+    """Return the derivative with respect to the policy's log-probability; 0 where a clamp applies."""
     if estimator in ("k1", "k2"):
         return 1.0 if estimator == "k1" else d
     bounded = d < -20 or (estimator == "low_var_kl" and math.exp(-d) - 1 + d > 10)
@@ -97,5 +97,5 @@ def test_no_gradient_turns_round_far_from_the_reference(estimator, dtype):
     torch.testing.assert_close(now.grad.double(), exact, rtol=1e-5, atol=1e-6)
     values = torch.tensor([BY_HAND[estimator](max(d, -20.0) if "k3" in estimator else d) for d in LOG_RATIOS])
     torch.testing.assert_close(value.detach().double(), values.double(), rtol=1e-5, atol=1e-5)
-    if estimator != "k1":  # nothing is pushed away from the reference
+    if estimator != "k1":  # no token is pushed away from the reference
         assert all(gradient * d >= 0 for gradient, d in zip(now.grad.tolist(), LOG_RATIOS, strict=True))

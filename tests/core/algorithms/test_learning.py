@@ -1,6 +1,6 @@
-"""Every algorithm learns a small task: three tokens for each of four prompts, each of which has one right value.
+"""Every algorithm learns a small task: three tokens for each of four prompts, each with one right value.
 
-The policy is a table of logits, so a run of 25 batches takes a fraction of a second; whole runs with real models are in
+The policy is a table of logits, so a run of 25 batches takes a fraction of a second. Whole runs with real models are in
 tests/end_to_end.
 """
 
@@ -27,8 +27,14 @@ from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
 from plasmid_training.head.logprobs import TokenScores, token_logprobs
-from plasmid_training.objective.critic import compute_returns, value_microbatch_loss
-from plasmid_training.objective.objective import compute_advantages, loss_inputs, microbatch_loss, step_weights
+from plasmid_training.objective.objective import (
+    compute_advantages,
+    compute_returns,
+    loss_inputs,
+    microbatch_loss,
+    step_weights,
+    value_microbatch_loss,
+)
 
 PROMPTS, LENGTH, VOCAB = 4, 3, 5
 RIGHT = torch.tensor([[(p + t) % VOCAB for t in range(LENGTH)] for p in range(PROMPTS)])
@@ -63,7 +69,7 @@ class Run:
         self.optimizer = torch.optim.Adam([self.policy, self.critic], lr=0.15)
 
     def expected_reward(self):
-        """Mean probability of the right tokens."""
+        """Return the mean probability of the right tokens."""
         return self.policy.softmax(-1).gather(-1, RIGHT[..., None]).mean().item()
 
     def kl_to_teacher(self):
@@ -103,13 +109,13 @@ class Run:
         return replace(make_group(prompt, samples, id=p), baseline=greedy)
 
     def at(self, table, m):
-        """[P, ...] what a table says about each predicted token: its row, and how many tokens came before it."""
+        """Look up a table [P, ...] for each predicted token, by its prompt and the number of tokens before it."""
         begins = torch.tensor([0, *m.lengths]).cumsum(0)
         first = begins[m.sample_index]
         return table[m.token_ids[first], m.source - first]
 
     def logprobs(self, table, m):
-        logits = self.at(table, m)  # through the trainers' own code: the table is a head for which one-hots are hidden
+        logits = self.at(table, m)  # the trainers' own code, with the table as head and one-hot hidden states
         one_hot = torch.eye(len(logits))
         return token_logprobs(one_hot, logits.T, m.targets, m.temperatures, kept=m.kept).logprobs
 
@@ -175,7 +181,7 @@ def test_the_reward_rises_under_top_p_with_the_kept_sets_replayed(name, seed):
     assert run.expected_reward() < 0.25
     for _ in range(BATCHES):
         run.train()
-    assert run.expected_reward() > 0.75  # once the right token alone is left to draw from, there is nothing to learn
+    assert run.expected_reward() > 0.75  # once only the right token can be sampled, there is nothing left to learn
 
 
 @SEEDS
@@ -202,6 +208,6 @@ def test_the_critic_learns_what_rewards_to_expect(seed):
     run.optimizer = torch.optim.Adam([run.critic], lr=0.02)
     for _ in range(6 * BATCHES):
         run.train()
-    expected = run.policy.softmax(-1).gather(-1, RIGHT[..., None]).mean(1)  # [PROMPTS, 1]: the mean over the tokens
+    expected = run.policy.softmax(-1).gather(-1, RIGHT[..., None]).mean(1)  # [PROMPTS, 1]: mean over the tokens
     first = run.critic[:, 0].detach()
     torch.testing.assert_close(first, expected[:, 0].detach(), rtol=0, atol=0.1)

@@ -1,4 +1,4 @@
-"""The clipped loss against scalar code, and against the vectors known from elsewhere."""
+"""The clipped loss against scalar code, and against vectors of other implementations."""
 
 import math
 
@@ -19,7 +19,7 @@ def by_hand(lp, old, advantage, low, high, dual):
 
 
 def by_hand_gradient(lp, old, advantage, low, high, dual):
-    """d loss / d lp: -ratio * A, or nothing where a clip is at work."""
+    """Return d loss / d lp: -ratio * A, or 0 where a clip applies."""
     ratio = math.exp(lp - old)
     if (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low):
         return 0.0

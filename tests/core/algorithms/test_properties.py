@@ -1,4 +1,4 @@
-"""What must not change a step: the order of samples, batches that are given twice; and numbers that are hard to sum."""
+"""Invariances of a step: order of samples and repeated batches; and numerically difficult sums."""
 
 from dataclasses import replace
 
@@ -95,7 +95,7 @@ def test_steps_of_equally_many_rollouts_average_to_the_whole_batch(steps, per_st
 
 
 def test_whitening_survives_a_mean_that_dwarfs_the_spread():
-    """E[x^2] - E[x]^2 in fp64 would have nothing left of a spread of 1e-3 beside a mean of 1e7."""
+    """In fp64, E[x^2] - E[x]^2 would lose all digits of a spread of 1e-3 around a mean of 1e7."""
     case = make_case([[1] * 6], seed=1, silent=0.0)
     small = 1e-3 * torch.randn(len(case.tokens), dtype=torch.float64)
     got = whiten(1e7 + small, advantage_inputs(case))

@@ -1,4 +1,4 @@
-"""Settings of the family: what is never read is an error, what is needed is asked for, and torch is not imported."""
+"""Settings of all algorithms: unused ones are errors, requirements are declared, and torch is not imported."""
 
 import subprocess
 import sys

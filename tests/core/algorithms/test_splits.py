@@ -1,4 +1,4 @@
-"""Loss and gradient of every algorithm are the same however a step is split over ranks and microbatches."""
+"""Loss and gradient of every algorithm do not depend on how a step is split over ranks and microbatches."""
 
 from dataclasses import replace
 
@@ -13,7 +13,8 @@ shapes = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=
 
 
 def part_of(inputs, samples):
-    """A microbatch of some samples, which it counts from 0; its log-probabilities lead to the gradient of the whole."""
+    """Return a microbatch of some samples, numbered from 0; its log-probabilities share the graph of the whole
+    batch."""
     chosen = torch.isin(inputs.sample_index, torch.tensor(samples))
     numbers = torch.full((inputs.num_samples,), -1)
     numbers[samples] = torch.arange(len(samples))

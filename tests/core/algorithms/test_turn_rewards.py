@@ -1,4 +1,4 @@
-"""Rewards by turn: from scores to the advantages of every rank's tokens, against loops in fp64."""
+"""Rewards per turn, from scores to the advantages of every rank's tokens, against loops in fp64."""
 
 import numpy as np
 import pytest
@@ -20,9 +20,9 @@ TURNS = [
     [[(1, 1.5), (1, 0.0)], [(3, 0.5), (2, 0.5)]],
     [[(2, None)], [(2, None)]],
 ]
-"""Number of tokens and reward of each turn of each sample of each group; a sample of the last group has no turns."""
+"""Number of tokens and reward of each turn, by group and sample; a sample of the last group has no turns."""
 REST = 0.75
-"""Reward of every sample beyond those of its turns, for example for its format."""
+"""Reward of every sample besides those of its turns, for example for its format."""
 
 
 def make_batch():
@@ -55,7 +55,7 @@ def make_batch():
 
 
 def loss_tokens():
-    """(group, rollout, turn, is last of its turn, is last of its sample) of every loss token, in order."""
+    """Return (group, rollout, turn, is last of its turn, is last of its sample) of every loss token, in order."""
     for group, rollouts in enumerate(TURNS):
         for i, turns in enumerate(rollouts):
             for turn, (count, _) in enumerate(turns):
@@ -69,7 +69,7 @@ def turn_return(group, i, turn):
 
 
 def over_ranks(num_ranks, compute, roles=()):
-    """Advantages of all loss tokens in the order of the batch, computed rank by rank."""
+    """Return the advantages of all loss tokens in the order of the batch, computed rank by rank."""
     found = {}
     for rank in split(make_batch(), num_ranks=num_ranks, microbatching=Microbatching(unit="samples", size=1)):
         rows = rank.fetch()
@@ -100,11 +100,11 @@ GROUP_BASELINES = {
     "rloo": (RLOO(baseline="turn"), minus_the_others),
     "reinforce-plus-plus-baseline": (ReinforcePlusPlusBaseline(baseline="turn"), minus_the_mean),
 }
-"""Algorithms, and the advantage of a turn by its own return and those of the same turn in the other rollouts."""
+"""Algorithms, and the advantage of a turn given its return and those of the same turn in the other rollouts."""
 
 
 WHITENED = "reinforce-plus-plus-baseline"
-"""Needs sums over all ranks; `over_ranks` computes one rank after another."""
+"""Algorithms that need sums over all ranks; `over_ranks` computes one rank after another."""
 
 
 @pytest.mark.parametrize(

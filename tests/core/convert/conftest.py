@@ -1,4 +1,4 @@
-"""Small GGUF files, written byte by byte from the specification: independent of the package that reads them."""
+"""Small GGUF files, written byte by byte from the specification, independent of the package that reads them."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ def value(item: object) -> bytes:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, object], tensors: Sequence[Stored]) -> Path:
-    """``tensors`` have Hugging Face's order of dimensions; the file keeps them reversed."""
+    """Write a file. ``tensors`` have Hugging Face's order of dimensions; the file stores them reversed."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(string(key) + value(item) for key, item in metadata.items())
     data = b""
@@ -101,14 +101,14 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture
 def gguf_tensors() -> list[Stored]:
-    """Random weights of the model of one layer: name, shape, type, bytes."""
+    """Return random weights of a one-layer model: name, shape, type, bytes."""
     draw = np.random.default_rng(0)
     return [(name, shape, F32, draw.standard_normal(shape).astype("<f4").tobytes()) for name, shape in shapes().items()]
 
 
 @pytest.fixture
 def make_gguf(tmp_path: Path, gguf_tensors: list[Stored]) -> Callable[..., Path]:
-    """A model of one layer in a GGUF file; keywords replace what is in it."""
+    """Return a function that writes a one-layer model as a GGUF file; keywords replace parts of it."""
 
     def make(
         name: str = "model.gguf",

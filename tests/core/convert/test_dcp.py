@@ -1,5 +1,6 @@
-"""Folders of torch.distributed.checkpoint: there and back is the identity, torch reads and writes them as well."""
+"""Folders of torch.distributed.checkpoint: round trips are exact, and torch can read and write them."""
 
+import io
 import json
 import pickle
 import re
@@ -26,7 +27,7 @@ def as_dcp(tiny_model, tmp_path):
 
 
 def test_there_and_back_is_bit_identical_with_everything_beside_the_weights(tiny_model, as_dcp, tmp_path):
-    assert len(list(as_dcp.glob("*.distcp"))) > 2  # files keep to the limit
+    assert len(list(as_dcp.glob("*.distcp"))) > 2  # files do not exceed the limit
     assert_same(as_dcp, tiny_model, DCP())
     convert(as_dcp, tmp_path / "again", reader=DCP(), writer=DCP())
     convert(tmp_path / "again", tmp_path / "back", reader=DCP(), writer=HF())
@@ -54,7 +55,22 @@ def test_every_type_comes_back(tmp_path):
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
-    assert (tmp_path / "dcp/__0_0.distcp").stat().st_size < 10_000  # no storage of 1000 numbers
+    assert (tmp_path / "dcp/__0_0.distcp").stat().st_size < 10_000  # without the rest of the storage
+
+
+def test_a_tensor_is_saved_without_copying_its_memory():
+    from plasmid_convert.distributed_files import _Archive, _with_own_storage
+
+    whole = torch.arange(3_000_000.0)
+    tensor = _with_own_storage(whole[1_000_000:2_000_000])
+    archive = _Archive(tensor)
+    torch.save(tensor, archive)
+    before = b"".join(archive.pieces)
+    tensor.zero_()
+    changed = sum(a != b for a, b in zip(before, b"".join(archive.pieces), strict=True))
+    assert whole[1_500_000] == 0 and changed > 1_000_000
+    assert len(before) < tensor.nbytes + 4096
+    assert torch.equal(torch.load(io.BytesIO(before)), torch.arange(1_000_000.0, 2_000_000.0))
 
 
 def test_torch_reads_what_is_written(tiny_model, as_dcp):
@@ -129,7 +145,7 @@ def test_one_line_says_what_is_wrong(as_dcp, tmp_path, capsys, spoil, message):
 
 
 def test_the_checkpoint_of_a_run_becomes_what_the_run_would_export(tiny_model, tmp_path, monkeypatch):
-    """fp32 weights, a recipe that names a bf16 model, an optimizer and a critic beside the policy."""
+    """fp32 weights, a recipe with a bf16 model, and an optimizer and a critic besides the policy."""
     convert(tiny_model, tmp_path / "model", reader=HF(dtype="bfloat16"), writer=HF())
     checkpoint = tmp_path / "batch-000001"
     state = {f"weights.{name}": tensor for name, tensor in HF().read(tiny_model)}

@@ -1,4 +1,4 @@
-"""Folders in fp8 with a scale per block are read as plain weights: by slices, by the converter, by the engine."""
+"""Folders in fp8 with a scale per block are read as plain weights by slices, the converter and the engine."""
 
 import json
 import types
@@ -10,7 +10,8 @@ from plasmid.errors import ModelError
 from plasmid_convert import HF, compare, convert
 from plasmid_hf.model.language_model import load_model
 from plasmid_models.folder import check_folder, open_weights, tensor_names
-from plasmid_models.fp8_blocks import block_size, dequantize
+from plasmid_models.quantized.formats import weight_format
+from plasmid_models.quantized.fp8_blocks import Fp8Blocks, dequantize
 from plasmid_models.source import check_models
 from plasmid_models.testing import make_tiny_model
 from safetensors.torch import load_file, save_file
@@ -43,7 +44,7 @@ def test_rows_are_read_without_the_others(folder, rows):
 
 
 def test_numbers_are_those_of_transformers(folder):
-    """transformers reads blocks of equal sizes only, and a whole folder only if accelerate is installed."""
+    """transformers only reads blocks of equal sizes, and whole folders only if accelerate is installed."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     config = types.SimpleNamespace(weight_block_size=(16, 32))
@@ -80,7 +81,7 @@ def test_the_engine_hf_computes_with_the_same_numbers(folder, tmp_path):
 
 
 def changed(folder, path, change):
-    """A copy in one file whose tensors were changed."""
+    """Return a copy in one file with changed tensors."""
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     change(tensors)
     path.mkdir()
@@ -123,7 +124,8 @@ def test_scales_that_do_not_fit_are_one_line(folder, tmp_path, change, said):
     "quantization",
     [
         {"quant_method": "awq"},
-        {"quant_method": "mxfp4"},
+        {"quant_method": "nvfp4"},
+        "mxfp4",
         "fp8",
         {"quant_method": "fp8"},
         QUANTIZATION | {"weight_block_size": [128]},
@@ -141,8 +143,9 @@ def test_other_quantized_folders_are_refused(folder, tmp_path, quantization):
 
 
 def test_plain_folders_have_no_blocks():
-    assert block_size({}) is block_size({"quantization_config": None}) is None
-    assert block_size({"quantization_config": QUANTIZATION | {"weight_block_size": list(BLOCK)}}) == BLOCK
+    assert weight_format({}) is weight_format({"quantization_config": None}) is None
+    config = {"quantization_config": QUANTIZATION | {"weight_block_size": list(BLOCK)}}
+    assert weight_format(config) == Fp8Blocks(BLOCK)
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "hf"])

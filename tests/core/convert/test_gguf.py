@@ -1,4 +1,4 @@
-"""GGUF files: dequantisation against literal code, names, rope order, tokenizer, and what is said of bad files."""
+"""GGUF files: dequantization against literal code, names, rope order, tokenizer, and errors for invalid files."""
 
 import json
 import math
@@ -131,7 +131,7 @@ def test_an_output_matrix_of_its_own_is_not_tied(make_gguf, gguf_tensors, tmp_pa
 
 
 def test_digits_are_split_off_before_the_spaces_around_them(make_gguf, tmp_path):
-    """Without the recipe that the file only names, "  12" would lose its two-space token."""
+    """Without the pre-tokenizer that the file only names, " 12" would lose its two-space token."""
     from transformers import AutoTokenizer
 
     convert(make_gguf(), tmp_path / "out", reader=GGUF(), writer=HF())
@@ -243,7 +243,7 @@ def test_a_file_is_recognised_and_all_of_it_is_read(make_gguf, gguf_tensors):
 
 @pytest.mark.long
 def test_the_real_model_answers_a_question(tmp_path):
-    """SmolLM2-135M as `make model` brings it; the file is fetched by that target where it is not there yet."""
+    """SmolLM2-135M as written by `make model`, which also downloads the file if it is missing."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (CACHE / GGUF_NAME).is_file():

@@ -1,4 +1,4 @@
-"""Hugging Face folders: there and back is the identity, in one file and in shards; nothing half-written stays."""
+"""Hugging Face folders: round trips are exact, in one file and in shards, and failures leave no partial files."""
 
 import json
 from itertools import product
@@ -83,7 +83,7 @@ def test_reading_can_cast_and_says_so_in_the_config(tiny_model, tmp_path):
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path):
-    """Every tensor is dead before the next one is made, whatever the size of a shard."""
+    """Every tensor is freed before the next one is created, whatever the size of a shard."""
     import weakref
 
     alive: list[weakref.ref] = []

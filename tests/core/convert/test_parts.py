@@ -1,4 +1,4 @@
-"""Conversions in parts: several processes, interruptions, and bounded memory."""
+"""Conversion in parts: several processes, interruptions, and bounded memory."""
 
 import json
 import multiprocessing
@@ -6,20 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 
 import psutil
 import pytest
 import torch
 from plasmid.errors import ClusterError, ModelError
-from plasmid_convert import DCP, GGUF, HF, compare, convert
-from safetensors.torch import save_file
+from plasmid_convert import DCP, GGUF, HF, compare, convert, parts
+from plasmid_models import manifest
+from safetensors.torch import load_file, save_file
 
 from tests.forked_rl import run_rl
 
 MB = 1 << 20
 SMALL = {"hf": HF(max_shard_gb=3e-5), "dcp": DCP(max_file_gb=3e-5)}
-"""Writers with several parts for the tiny model."""
+"""Writers that need several parts for the tiny model."""
 
 
 class Stop:
@@ -102,7 +105,7 @@ def test_parts_of_another_conversion_are_not_kept(tiny_model, tmp_path, change):
 def test_a_target_that_another_process_writes_is_refused_and_not_touched(tiny_model, tmp_path):
     class Second(Stop):
         def advance(self, name, num_bytes):
-            with pytest.raises(ModelError, match="another process is writing this conversion; wait for its end"):
+            with pytest.raises(ModelError, match="another process is writing this conversion; wait until it ends"):
                 convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"])
 
     convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL["hf"], progress=Second())
@@ -166,6 +169,83 @@ def large(tmp_path_factory):
     return folder
 
 
+def test_memory_of_tensors_that_are_no_longer_used_is_used_again(large):
+    opened = HF().open_tensors(large)
+    names = [info.name for info in opened.tensors]
+    assert len({tensor.data_ptr() for _, tensor in opened.read(names)}) <= 2
+    expected = {name: tensor for file in large.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    read = dict(opened.read(names[:3]))
+    view, others = read.pop(names[0])[5:9], dict(opened.read(names[1:]))
+    assert torch.equal(view, expected[names[0]][5:9])  # part of a tensor keeps its memory
+    for name, tensor in (*read.items(), *others.items()):
+        assert torch.equal(tensor, expected[name])
+
+
+def test_the_next_part_is_written_while_one_is_hashed(tiny_model, tmp_path, monkeypatch):
+    begun, hashed = threading.Event(), []
+
+    def hash_files(files):
+        if not hashed:
+            assert begun.wait(30)  # until a tensor of the second part was written
+        hashed.append(files)
+        return manifest.hash_files(files)
+
+    class Second(Stop):
+        def advance(self, name, num_bytes):
+            super().advance(name, num_bytes)
+            if len(self.names) > in_first:
+                begun.set()
+
+    writer = SMALL["hf"]
+    in_first = len(writer.open_parts(tmp_path).plan(HF().open_tensors(tiny_model).tensors)[0])
+    monkeypatch.setattr(parts, "hash_files", hash_files)
+    convert(tiny_model, tmp_path / "out", reader=HF(), writer=writer, progress=Second())
+    assert len(hashed) > 2 and begun.is_set()
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_files_of_a_part_are_synced_before_its_record_exists(kind, tiny_model, tmp_path, monkeypatch):
+    synced, recorded = set(), []
+    sync, write_text = os.fsync, parts.write_text
+
+    def fsync(handle):
+        sync(handle)
+        found = os.fstat(handle)
+        synced.add((found.st_ino, found.st_size))
+
+    def write(path, text, **options):
+        for name in json.loads(text).get("hashes", []):
+            found = (path.parent.parent / name).stat()
+            assert (found.st_ino, found.st_size) in synced
+            recorded.append(name)
+        write_text(path, text, **options)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(parts, "write_text", write)
+    convert(tiny_model, tmp_path / "out", reader=HF(), writer=SMALL[kind])
+    assert len(recorded) > 2
+
+
+def test_reading_ahead_stops_with_the_conversion_and_raises_its_errors():
+    read = []
+
+    def tensors(count):
+        for number in range(count):
+            read.append(number)
+            yield str(number), torch.tensor(number)
+        raise ModelError("the file is damaged")
+
+    before, found = threading.active_count(), []
+    with pytest.raises(ModelError, match="the file is damaged"):
+        found.extend(int(tensor) for _, tensor in parts.read_ahead(tensors(9)))
+    assert found == [*range(9)]
+    read.clear()
+    with pytest.raises(KeyboardInterrupt), closing(parts.read_ahead(tensors(100))) as items:
+        next(items)
+        raise KeyboardInterrupt
+    assert read == [0, 1] and threading.active_count() == before
+
+
 LONG = [(signal.SIGINT, 2), (signal.SIGTERM, 1)]
 MEASURE = """
 import sys
@@ -182,7 +262,7 @@ for source, target, *layout in (line.split() for line in sys.argv[1:]):
 def test_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(large, tiny_model, tmp_path):
     steps = [f"{tiny_model} tiny --to dcp", "tiny tiny-again", f"{large} there --to dcp", "there again"]
     command = [sys.executable, "-c", MEASURE, *steps]
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MB)}  # freed tensors go back to the system at once
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MB)}  # freed tensors are returned to the system immediately
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     peaks = [int(line) * 1024 for line in done.stdout.splitlines() if line.isdecimal()]
     assert len(peaks) == 4
@@ -201,8 +281,8 @@ def rl(folder, *arguments):
 def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
     arguments = (large, "out", "to.max_shard_gb=0.0085", "--workers", workers)
     process = rl(tmp_path, *arguments)
-    parts = tmp_path / ".out.partial/conversion"
-    while not any(parts.glob("part-*")):
+    records = tmp_path / ".out.partial/conversion"
+    while not any(records.glob("part-*")):
         assert process.poll() is None
         time.sleep(0.005)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -214,7 +294,7 @@ def test_the_command_continues_after_a_signal(large, tmp_path, number, workers):
         assert kept in out.splitlines()
     assert not psutil.wait_procs(children, timeout=30)[1]
     assert not (tmp_path / "out").exists()
-    done = run_rl("convert", *arguments[:3], cwd=tmp_path, timeout=400)  # in one process: starting others is slow
+    done = run_rl("convert", *arguments[:3], cwd=tmp_path, timeout=400)  # one process, because starting others is slow
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("continuing an interrupted conversion: 0.") and done.stdout == "wrote out\n"
     assert not compare(large, tmp_path / "out", left_reader=HF(), right_reader=HF()).differences

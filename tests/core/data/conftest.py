@@ -1,4 +1,4 @@
-"""Small data files and a tokenizer without a model."""
+"""Small data files, and a tokenizer without a model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Curricula: what is passed over, what is learned from rewards, and that a resume is exact."""
+"""Curricula: which prompts they skip, what they learn from rewards, and exact resume."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ from plasmid_runtime.data.mixture import Mixture
 
 
 def fake_encode(prompt, template):
-    """One token a character: streams do not care how."""
+    """Encode one token per character; streams do not depend on the tokenizer."""
     return np.array([ord(c) for c in prompt], np.int32), prompt
 
 
@@ -32,7 +32,7 @@ def opened(path, *, seed=0, **options):
 
 
 def taught(stream, count, passes):
-    """Draw and teach: what share of four samples passes depends on the prompt."""
+    """Draw and report rewards: the fraction of four samples that passes depends on the prompt."""
     drawn = []
     for _ in range(count):
         prompt = stream.draw()

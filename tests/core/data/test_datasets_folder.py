@@ -1,4 +1,4 @@
-"""Folders of the package datasets: saved ones, their Parquet and their Arrow files."""
+"""Folders of the package datasets: saved ones, and their Parquet and Arrow files."""
 
 import json
 import shutil
@@ -18,13 +18,13 @@ ROWS = [{"prompt": f"{i}+1=", "target": i + 1, "a": i} for i in range(10)]
 
 
 def fake_encode(prompt, template):
-    """One token a character: sources do not care how."""
+    """Encode one token per character; sources do not depend on the tokenizer."""
     return np.array([ord(c) for c in prompt], np.int32), prompt
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two splits as ``save_to_disk`` writes them; training comes in two shards, behind a selection of rows."""
+    """Two splits as ``save_to_disk`` writes them; the training split has two shards and a selection of rows."""
     folder = tmp_path_factory.mktemp("saved")
     train = datasets.Dataset.from_list([*ROWS, *ROWS]).select(range(10))
     test = datasets.Dataset.from_list(ROWS[:3])

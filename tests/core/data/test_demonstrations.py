@@ -1,4 +1,4 @@
-"""Demonstrations: which tokens the policy learns to write, for any chat template, and errors literally."""
+"""Demonstrations: which tokens are trained on for any chat template, and exact texts of errors."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def first(encode, path, **settings):
 
 
 def pieces(tokenizer, prompt):
-    """Runs of tokens with one mask, as text with special tokens."""
+    """Return runs of tokens with equal mask, as text with special tokens."""
     cuts = np.flatnonzero(np.diff(prompt.trained)) + 1
     parts = zip(np.split(prompt.token_ids, cuts), np.split(prompt.trained, cuts), strict=True)
     return [(tokenizer._hf.decode(ids.tolist()), bool(mask[0])) for ids, mask in parts]
@@ -59,7 +59,7 @@ def test_what_stands_before_a_turn_are_the_tokens_that_the_engine_would_be_asked
 
 
 @pytest.mark.parametrize("template", [NEWLINES + GENERATES, NEWLINES], ids=["generation prompt", "none"])
-def test_white_space_between_turns_belongs_to_nobody(tmp_path, write_jsonl, template):
+def test_white_space_between_turns_is_not_trained_on(tmp_path, write_jsonl, template):
     tokenizer = with_template(tmp_path, template)
     prompt = first(tokenizer.encode_prompt, write_jsonl({"messages": CHAT}))
     learned = [text for text, trained in pieces(tokenizer, prompt) if trained]

@@ -1,4 +1,4 @@
-"""pass@k against counting and against exact fractions."""
+"""pass@k against counting and exact fractions."""
 
 from fractions import Fraction
 from itertools import combinations

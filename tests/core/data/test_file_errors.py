@@ -1,4 +1,4 @@
-"""What a user can get wrong about data gives one line that says where, what and the way out."""
+"""Mistakes in data give one line that names the place, the problem and the fix."""
 
 import json
 

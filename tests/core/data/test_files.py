@@ -129,7 +129,7 @@ def test_keys_can_be_chosen_and_reach_into_objects(encode, write_jsonl):
     assert (prompt.text, prompt.target, prompt.metadata) == ("1+1=", "2", {"n": 7})
 
 
-def test_rows_without_target_are_fine_if_that_is_said(encode, write_jsonl):
+def test_rows_without_target_are_accepted_if_the_recipe_allows_it(encode, write_jsonl):
     prompt = prompts(encode, write_jsonl({"prompt": "a", "b": 1}), target_key="none")[0]
     assert prompt.target is None and prompt.metadata == {"b": 1}
 

@@ -1,4 +1,4 @@
-"""Rows that a function makes: the same for the same seed and index, resumable, and errors literally."""
+"""Rows made by a function: equal for the same seed and index, resumable, and exact texts of errors."""
 
 import json
 
@@ -31,7 +31,7 @@ LIST = [1]
 
 
 def fake_encode(prompt, template):
-    """One token a character: streams do not care how."""
+    """Encode one token per character; streams do not depend on the tokenizer."""
     return np.array([ord(c) for c in prompt], np.int32), prompt
 
 

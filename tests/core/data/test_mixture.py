@@ -1,4 +1,4 @@
-"""Mixtures: how often each source is drawn from, what happens at the end of one, and that a resume is exact."""
+"""Mixtures: how often each source is drawn from, what happens when one ends, and exact resume."""
 
 import json
 from collections import Counter
@@ -16,12 +16,12 @@ from plasmid_runtime.data.mixture import Mixture
 
 
 def fake_encode(prompt, template):
-    """One token a character: streams do not care how."""
+    """Encode one token per character; streams do not depend on the tokenizer."""
     return np.array([ord(c) for c in prompt], np.int32), prompt
 
 
 class Told(PromptStream):
-    """Counts, and remembers what it was told."""
+    """Counts up, and records the feedback that it receives."""
 
     def __init__(self, end):
         self.next, self.end, self.told = 0, end, []

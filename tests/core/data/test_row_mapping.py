@@ -1,4 +1,4 @@
-"""Rows of other frameworks and of any columns become prompts without a copy of the data."""
+"""Rows in formats of other frameworks or with any columns become prompts without converting the data."""
 
 import json
 
@@ -70,9 +70,9 @@ def test_messages_without_an_answer_to_compare_with_need_a_word_of_the_recipe(en
         with pytest.raises(DataError) as error:
             prompts(encode, write_jsonl(row))
         assert str(error.value).endswith(
-            f"train.jsonl:1: no known column of ground truth beside the chat; the row has: {', '.join(row)}; to sample "
-            'answers, set data.target_key ("none" if the rows have none); to train on the answers in the chats, set '
-            'data.kind = "demonstrations" and algorithm.kind = "sft"'
+            f"train.jsonl:1: no known column of ground truth besides the chat; the row has: {', '.join(row)}; to "
+            'sample answers, set data.target_key ("none" if the rows have none); to train on the answers in the chats, '
+            'set data.kind = "demonstrations" and algorithm.kind = "sft"'
         )
     (prompt,) = prompts(encode, write_jsonl({"messages": QUESTION}), target_key="none")
     assert prompt.messages == tuple(QUESTION) and prompt.target is None
@@ -258,7 +258,7 @@ def test_csv_files_are_read(encode, tmp_path):
         ("t.csv", "prompt,target\n", "D/t.csv: has no rows; every run needs at least one prompt"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told_in_one_line(encode, tmp_path, name, content, message):
+def test_an_invalid_file_is_one_line(encode, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError) as caught:
         prompts(encode, tmp_path / name)
@@ -268,7 +268,8 @@ def test_what_is_wrong_with_a_file_is_told_in_one_line(encode, tmp_path, name, c
 
 @pytest.fixture
 def mapper(tmp_path):
-    """Writes a Python file with a function ``f`` of a row, and returns its name for `data.apply`."""
+    """Return a function that writes a Python file with a function ``f`` of a row, and returns its name for
+    `data.apply`."""
 
     def write(body):
         (tmp_path / "mapper.py").write_text(f"THINGS = []\n\n\nclass Thing:\n    pass\n\n\ndef f(row):\n    {body}\n")

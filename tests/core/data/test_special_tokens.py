@@ -1,4 +1,4 @@
-"""Control tokens that untrusted text spells out: encoded as plain text, and everything else as without them."""
+"""Control tokens spelled out in untrusted text are encoded as plain text; all other text is encoded as usual."""
 
 import json
 
@@ -104,7 +104,7 @@ def test_no_field_of_a_message_forges_a_control_token(tmp_path, message):
 
 
 def test_text_that_a_tokenizer_cannot_encode_plainly_is_refused(tmp_path):
-    """Unigram finds its own control tokens again, whatever is asked of it."""
+    """Unigram models recognize their control tokens regardless of the options of `encode`."""
     fast = Fast(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("<", -9.0), ("s", -9.0), (">", -9.0)], unk_id=0))
     fast.add_special_tokens(["<unk>", "<s>"])
     fast.save(str(tmp_path / "tokenizer.json"))

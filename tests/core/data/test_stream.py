@@ -1,4 +1,4 @@
-"""The order of draws, and that a saved position continues exactly."""
+"""The order of draws, and exact continuation from a saved position."""
 
 import json
 import tempfile
@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 
 def fake_encode(prompt, template):
-    """One token a character: streams do not care how."""
+    """Encode one token per character; streams do not depend on the tokenizer."""
     return np.array([ord(c) for c in prompt], np.int32), prompt
 
 
@@ -82,7 +82,7 @@ def test_a_restored_stream_draws_what_the_first_one_would_have_drawn(num_rows, b
         state = json.dumps(stream.state(), sort_keys=True)
         expected = targets(stream, after)
         other = opened(path, seed=seed)
-        targets(other, lost)  # wherever it stood
+        targets(other, lost)  # regardless of its previous position
         other.restore(json.loads(state))
         assert targets(other, after) == expected
 

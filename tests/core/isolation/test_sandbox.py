@@ -1,4 +1,4 @@
-"""Attempts to get out of the sandbox, each with what it must come to."""
+"""Attempts to escape from the sandbox, and the expected outcome of each."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def run(source, **settings):
 
 
 def held(source, **settings):
-    """Run a program that makes attempts: all of them fail, and it ends well."""
+    """Run a program that makes attempts: all of them must fail, and the program must exit normally."""
     outcome = run(source, **settings)
     text = outcome.stdout.decode()
     assert outcome.error is None, (outcome, text)
@@ -170,7 +170,7 @@ def test_attempts_fail(source, tmp_path, monkeypatch):
 
 
 LIMITED = {
-    # the processes complain all at once, so that lines of one stand between those of another
+    # the processes write at the same time, so that their lines are interleaved
     "a fork bomb": ("while True:\n    os.fork()", "exit code 1: "),
     "a fork bomb that ignores errors": (
         "while True:\n    try: os.fork()\n    except OSError: pass",
@@ -210,7 +210,8 @@ LIMITED = {
 
 
 def time_for(reason: str) -> float:
-    """Little where time is what must run out; else enough for a busy machine to reach the other limit."""
+    """Return a time limit: short if the time must run out, else long enough to reach the other limit on a busy
+    machine."""
     return 1.0 if "wall_s" in reason else 30.0
 
 
@@ -279,7 +280,7 @@ def _wait_until(condition, timeout_s=20.0):
 
 
 def test_only_named_folders_can_be_read_besides_the_systems(tmp_path):
-    tmp_path.chmod(0o755)  # run by root, programs are nobody
+    tmp_path.chmod(0o755)  # run by root, programs become nobody
     (tmp_path / "data.txt").write_text("for all")
     source = f"print(open('{tmp_path}/data.txt').read())\nattempt(open, '{tmp_path}/new', 'w')"
     assert run(source, readable=(str(tmp_path),)).stdout == b"for all\nno OSError\n"
@@ -317,7 +318,7 @@ def test_limits_alone_still_hold_one_process_without_network(source, reason, mon
 
 
 def test_a_host_without_user_namespaces_is_told_what_to_do():
-    """Below a user namespace that may have no others in it, as some hosts and containers have it."""
+    """Runs in a user namespace that forbids nested ones, as some hosts and containers do."""
     code = """
 from pathlib import Path
 from plasmid.errors import IsolationError

@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable."""
+"""Makes the helper modules of this folder importable."""
 
 import sys
 from pathlib import Path

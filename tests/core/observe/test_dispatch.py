@@ -14,7 +14,7 @@ class Recorder:
         self.seen = []
 
     @hookimpl
-    def batch_finished(self, batch):  # leaves out the metrics
+    def batch_finished(self, batch):  # without the metrics
         self.seen.append(batch)
 
 

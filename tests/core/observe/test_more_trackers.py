@@ -1,4 +1,4 @@
-"""The trackers mlflow and trackio, with the real packages where they are installed, and always with stand-ins."""
+"""The trackers mlflow and trackio, with stand-ins, and with the real packages if these are installed."""
 
 import asyncio
 import importlib.util
@@ -89,7 +89,7 @@ def test_names_that_mlflow_refuses_are_changed():
 
 @pytest.fixture(params=["stand-in", "real"])
 def trackio_rows(request, monkeypatch, tmp_path):
-    """Reads what a run has stored: (project, name) -> rows."""
+    """Return a function that reads what a run has stored: (project, name) -> rows."""
     if request.param == "stand-in":
         package = trackio_module()
         monkeypatch.setitem(sys.modules, "trackio", package)

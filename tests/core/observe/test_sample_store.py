@@ -75,14 +75,14 @@ def groups():
 
 
 def top_of(count):
-    """A teacher's 3 top tokens at each of the loss tokens of `sample`."""
+    """Return a teacher's 3 top tokens at each loss token of `sample`."""
     shape = (int((np.arange(count) % 3 > 0).sum()), 3)
     ids = np.arange(shape[0] * 3, dtype=np.int32).reshape(shape) * 1000
     return TopTokens(token_ids=ids, logprobs=np.linspace(-9, 0, ids.size).astype(np.float32).reshape(shape))
 
 
 def assert_same(a, b, where=""):
-    """Equality of nested dataclasses with numpy arrays, bit by bit, types included."""
+    """Check equality of nested dataclasses with numpy arrays bit by bit, including types."""
     assert type(a) is type(b), where
     if dataclasses.is_dataclass(a):
         for field in dataclasses.fields(a):
@@ -152,7 +152,7 @@ def test_values_of_parquet_data_sets_are_kept_as_their_json_likeness(tmp_path):
     assert read_samples(tmp_path / "a.parquet")[0].prompt.metadata == {"v": 1.5, "a": [0, 1]}
 
 
-def test_metadata_that_json_cannot_hold_are_kept_as_far_as_they_can_be_told(tmp_path):
+def test_metadata_that_json_cannot_represent_are_kept_as_text(tmp_path):
     endless = {"name": "x"}
     endless["itself"] = [endless, endless]
     deep = []

@@ -1,4 +1,4 @@
-"""Stand-ins for mlflow 3 and trackio, as far as the trackers use them: the same tests pass with the real packages."""
+"""Stand-ins for the parts of mlflow 3 and trackio that the trackers use; the same tests pass with the real packages."""
 
 import math
 import re
@@ -95,7 +95,7 @@ class MlflowClient:
 
 
 def mlflow_modules():
-    """By the name that they are imported by."""
+    """Return the modules by their import name."""
     package, entities, errors = (types.ModuleType(n) for n in ("mlflow", "mlflow.entities", "mlflow.exceptions"))
     package.MlflowClient = MlflowClient
     entities.Metric, entities.Param = Metric, Param

@@ -1,4 +1,4 @@
-"""Plans agree with what was measured, and the page that shows it has the same figures."""
+"""Plans agree with measurements, and the documentation shows the same figures."""
 
 import sys
 from pathlib import Path

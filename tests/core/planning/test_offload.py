@@ -1,4 +1,4 @@
-"""What leaves the memory of a GPU that trainer and engine share."""
+"""What is offloaded from a GPU that trainer and engine share."""
 
 import json
 from pathlib import Path

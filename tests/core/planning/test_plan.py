@@ -1,4 +1,4 @@
-"""What plans say of placements, and the smallest change that makes a recipe fit."""
+"""Plans of placements, and the smallest change that makes a recipe fit."""
 
 import json
 from dataclasses import replace
@@ -213,6 +213,16 @@ def test_experts_are_shared_out_by_themselves(plan):
     assert some == pytest.approx((1.54 + 28.99 / 8) * 2e9 / GIB, rel=2e-2)
 
 
+def test_adapters_of_experts_are_shared_out_as_the_experts(plan):
+    models = {"model": MODELS["Qwen3-30B-A3B"]}
+    base = ("trainer.kind=megatron", "placement.trainer_ranks=8", "placement.engine_ranks=8")
+    lora = "trainer.lora={rank=16, targets=['experts.*proj']}"
+    some, all_ = (trainer(plan(*base, lora, f"trainer.expert_parallel={n}", models=models)) for n in (8, 1))
+    assert all_["gradients"] == pytest.approx(830e6 * 4 / GIB, rel=1e-2)
+    assert some["gradients"] == pytest.approx(all_["gradients"] / 8)
+    assert some["optimizer"] == all_["optimizer"] == pytest.approx(830e6 * 8 / 8 / GIB, rel=1e-2)
+
+
 @pytest.mark.parametrize(
     ("changes", "device", "settings"),
     [
@@ -244,7 +254,7 @@ def test_the_smallest_change_that_fits_is_found(plan, changes, device, settings)
 
 
 def test_where_nothing_helps_there_is_no_change(plan, monkeypatch):
-    monkeypatch.setattr(planning_changes, "MAX_SETTINGS", 2)  # the number of combinations grows with its power
+    monkeypatch.setattr(planning_changes, "MAX_SETTINGS", 2)  # the number of combinations grows exponentially with it
     models = {"model": MODELS["DeepSeek-R1-BF16"]}
     made = plan(device="l4", models=models)
     assert find_change(made, lambda config: make_plan(config, models, ACCELERATORS["l4"], LOAD)) is None

@@ -1,4 +1,4 @@
-"""Counts of weights from config.json are those of the model that transformers builds."""
+"""Weight counts computed from config.json equal those of the model that transformers builds."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from plasmid.errors import ConfigError
 from plasmid_models.estimates.shape import FAMILIES, ModelShape
-from plasmid_models.lora.layers import insert_adapter
+from plasmid_models.lora.insertion import insert_adapter
 from plasmid_training.lora_settings import LoRASettings
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,6 +33,13 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
 OWN = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
@@ -41,6 +48,9 @@ OWN = {
     "glm4_moe_lite": {**EXPERTS, **LATENT, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
     "deepseek_v3": {**EXPERTS, **LATENT, "first_k_dense_replace": 1},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_next": {**EXPERTS, **DELTA_NET, "num_experts": 8, "shared_expert_intermediate_size": 40},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA_NET, "num_experts": 8, "shared_expert_intermediate_size": 40},
 }
 
 
@@ -83,7 +93,17 @@ def test_known_sizes(name, billions, active):
 
 @pytest.mark.parametrize(
     ("family", "targets"),
-    [("qwen3", ()), ("qwen3", ("q_proj", r"layers\.[01]\..*down_proj")), ("qwen3_moe", ()), ("glm4_moe", ())],
+    [
+        ("qwen3", ()),
+        ("qwen3", ("q_proj", r"layers\.[01]\..*down_proj")),
+        ("qwen3_moe", ()),
+        ("qwen3_moe", (r"experts\.\d+\.", "q_proj")),
+        ("mixtral", (r"experts\.",)),
+        ("glm4_moe", ()),
+        ("glm4_moe", ("down_proj",)),
+        ("qwen3_next", ()),
+        ("qwen3_5_text", ("in_proj", "q_proj")),
+    ],
     ids=str,
 )
 def test_an_adapter_has_the_weights_that_were_counted(family, targets):
@@ -94,7 +114,7 @@ def test_an_adapter_has_the_weights_that_were_counted(family, targets):
     assert ModelShape.of(config.to_dict()).adapter_parameters(3, targets) == found
 
 
-def test_what_is_not_known_is_told():
+def test_unknown_models_are_refused():
     with pytest.raises(ConfigError, match=r"^model\.path: `rl plan` does not support model_type 'gpt2'"):
         ModelShape.of({"model_type": "gpt2"})
     with pytest.raises(ConfigError, match=r"^reference\.path: config\.json has no num_attention_heads, which"):

@@ -1,4 +1,5 @@
-"""A small HTTP server that serves a tiny model by the embedded engine: OpenAI's completions, or SGLang's own API."""
+"""A small HTTP server that serves a tiny model with the embedded engine, with OpenAI's completions API or SGLang's
+API."""
 
 import asyncio
 import json
@@ -18,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 
 class ModelServer:
-    """Serves from a thread until `close`. ``faults`` are statuses that the next requests are answered with."""
+    """Serves from a thread until `close`. ``faults`` are status codes for the next responses."""
 
     def __init__(self, model, plain, *, sglang=False, logprobs=True):
         self.faults, self.bodies, self.headers = [], [], []
         self.refuse = ""
-        self.change = lambda answer: answer  # what it answers with instead of log-probabilities of given tokens
+        self.change = lambda answer: answer  # changes responses with log-probabilities of given tokens
         self._scorer = None
         self.delay_s = 0.0
         self._model, self._plain = model, plain
@@ -68,7 +69,7 @@ class ModelServer:
         return web.json_response({"data": [{"id": "tiny"}]})
 
     async def _body(self, request):
-        """The request's JSON, or what it is refused with."""
+        """Return the JSON of the request, or the error response."""
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
@@ -94,17 +95,17 @@ class ModelServer:
         return web.json_response({"tokens": self.encode(body["prompt"])} if self.encode else {})
 
     def score(self, ids):
-        """Log-probabilities of all tokens but the first, at temperature 1."""
+        """Return log-probabilities of all tokens except the first, at temperature 1."""
         return self.distributions(ids).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
     def top(self, ids, count):
-        """The most likely tokens in place of all tokens but the first: lists of [log-probability, token, text]."""
+        """Return the most likely tokens at all positions except the first: lists of [log-probability, token, text]."""
         found = self.distributions(ids).topk(count, dim=-1)
         rows = zip(found.values.tolist(), found.indices.tolist(), strict=True)
         return [[[value, token, None] for value, token in zip(*row, strict=True)] for row in rows]
 
     def distributions(self, ids):
-        """Log-probabilities of the vocabulary after each token but the last."""
+        """Return log-probabilities of the vocabulary after each token except the last."""
         with BUILD_LOCK:  # a run in this process may load models meanwhile
             self._scorer = self._scorer or AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32).eval()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The checks for plugin authors: our own parts pass them, and parts that break a promise do not."""
+"""Contract checks for plugin authors: built-in components pass them, and components that break a contract fail."""
 
 import asyncio
 from typing import Literal
@@ -15,7 +15,7 @@ from plasmid_workflows.builtin_workflows import SingleTurn
 from plasmid_workflows.testing import check_workflow
 
 
-def test_the_plain_workflow_keeps_its_promises():
+def test_the_plain_workflow_satisfies_its_contract():
     asyncio.run(check_workflow(SingleTurn()))
 
 
@@ -38,7 +38,7 @@ class Counting(Reward):
         self._calls = 0 if self.how == "forgets" else state["calls"]
 
 
-def test_a_reward_that_counts_its_calls_says_so():
+def test_a_reward_that_counts_its_calls_in_order_passes():
     check_reward(Counting(how="ordered"), make_prompt())
 
 
@@ -63,7 +63,7 @@ class Vague(Filter):
         return None
 
 
-def test_a_filter_that_says_neither_is_found():
+def test_a_filter_that_returns_neither_true_nor_false_is_found():
     with pytest.raises(AssertionError, match="must return True or False, got None"):
         check_filter(Vague())
 
@@ -98,5 +98,5 @@ def test_a_trainer_that_does_not_load_is_found(tmp_path):
         asyncio.run(check_trainer(Forgetful(), folder=tmp_path))
 
 
-def test_the_fake_trainer_keeps_its_promises(tmp_path):
+def test_the_fake_trainer_satisfies_its_contract(tmp_path):
     asyncio.run(check_trainer(FakeTrainer(), folder=tmp_path))

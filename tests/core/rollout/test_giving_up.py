@@ -1,4 +1,4 @@
-"""A rollout that is given up ends its requests in the engine."""
+"""A cancelled rollout ends its requests in the engine."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from plasmid_workflows.testing import Digits
 
 
 class WatchedEngine(FakeEngine):
-    """Remembers what it was asked to end."""
+    """Records the requests that it was asked to abort."""
 
     def __init__(self) -> None:
         super().__init__(FakeEngineConfig(hang=("3/",)))

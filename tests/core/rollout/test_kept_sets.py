@@ -1,4 +1,4 @@
-"""Kept sets on their way from the engine into samples: over turns, tool replies and aborted requests."""
+"""Kept sets from the engine to samples, across turns, tool replies and aborted requests."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ from plasmid_workflows.testing import Digits
 
 
 class Restricting:
-    """Implements `EngineClient`: draws token t from t and t + 1; asks for a resume after ``stops`` tokens of a turn."""
+    """Implements `EngineClient`: samples token t from t and t + 1, and interrupts each turn after ``stops`` tokens."""
 
     def __init__(self, *, length=4, stops=()):
         self.length, self.stops = length, list(stops)

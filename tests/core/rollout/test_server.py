@@ -1,4 +1,4 @@
-"""Evaluating what a real HTTP server serves: the same as the embedded engine, through faults and refusals."""
+"""Evaluation of a model on a real HTTP server: same results as the embedded engine, also with faults and refusals."""
 
 import asyncio
 import json
@@ -93,7 +93,7 @@ def served(server, **settings):
 
 
 @pytest.mark.parametrize("api", ["openai", "sglang"])
-def test_the_engine_keeps_the_promises_of_engines_without_weights(plain, servers, tmp_path, api):
+def test_the_engine_satisfies_the_contract_of_engines_without_weights(plain, servers, tmp_path, api):
     config = resolve(merge(plain, served(servers[api])))
 
     async def check():
@@ -110,7 +110,7 @@ def test_the_engine_keeps_the_promises_of_engines_without_weights(plain, servers
 
 @pytest.fixture(scope="module")
 def local(plain, tmp_path_factory):
-    """What the embedded engine says of the set."""
+    """Return the result of the embedded engine for the set."""
     folder = tmp_path_factory.mktemp("local") / "run"
     found = evaluate(resolve({**plain, "run": {"dir": str(folder)}}), make_cluster=lambda _: LocalCluster())["test"]
     return found, samples(folder)
@@ -172,7 +172,7 @@ def test_a_server_that_is_not_there_is_an_error(measure):
 
 
 def test_the_api_is_chosen_by_its_kind(measure, local, plain, servers):
-    """Servers with SGLang's API have OpenAI's too; a plugin's API is found among the installed ones."""
+    """Servers with SGLang's API also have OpenAI's. APIs of plugins are detected too."""
     _, drawn = measure("chosen", served(servers["sglang"], api="sglang"))
     assert [sample.text for sample in drawn] == [sample.text for sample in local[1]]
     config = resolve(merge(plain, served(servers["sglang"], api={"kind": "openai"})))
@@ -220,12 +220,12 @@ def test_a_client_travels_to_other_processes(plain, server):
     client = ServerClient(config.rollout, config.model, served="tiny", api=CompletionsApi())
     again = pickle.loads(pickle.dumps(client))
     assert again._api == client._api
-    assert len(again._served.tokenizer.encode("a"))  # opened from the tokenizer's files on the other side
+    assert len(again._served.tokenizer.encode("a"))  # opened again from the tokenizer's files
 
 
 @pytest.fixture
 def rl(plain, tmp_path, capsys, monkeypatch):
-    """The command `rl eval` in this process; returns exit code, output, errors."""
+    """Run `rl eval` in this process; return exit code, output and errors."""
     import tomli_w
 
     monkeypatch.chdir(tmp_path)

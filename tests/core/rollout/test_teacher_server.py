@@ -1,4 +1,4 @@
-"""A teacher that is a real HTTP server: its log-probabilities are those of its model, and anything else is refused."""
+"""A teacher on a real HTTP server: its log-probabilities are those of its model, and invalid responses are refused."""
 
 import asyncio
 import math
@@ -57,7 +57,7 @@ def servers(plain, teacher):
 
 @pytest.fixture
 def reset(servers):
-    """Make the servers answer as they should, also after a test that changed them."""
+    """Reset the servers' answers, which a test may have changed."""
     saved = {api: server.encode for api, server in servers.items()}
 
     def restore():
@@ -80,7 +80,7 @@ def taught(plain, server, **settings):
 
 
 def asked(config, token_ids=TOKENS, *, first=3, change=None, deadline_s=30.0, top=False):
-    """What the server answers once it is connected; ``change`` is called in between."""
+    """Return the server's answer after connecting; ``change`` is called in between."""
 
     async def ask():
         client = pickle.loads(pickle.dumps(await config.teacher.connect(config)))  # as workers get it
@@ -108,25 +108,31 @@ def test_the_values_are_those_of_the_servers_model(plain, teacher, server):
     assert body.get("logprob_start_len", 2) == 2  # the prompt's own values are not computed
 
 
+def scored_by(method, config, *samples):
+    """Return the samples with the answers of the recipe's teacher server."""
+
+    async def score():
+        client = await config.teacher.connect(config)
+        try:
+            return await method(client, samples, deadline_s=30.0)
+        finally:
+            await client.disconnect()
+
+    return asyncio.run(score())
+
+
 def test_a_sample_gets_values_on_its_loss_tokens_only(plain, server):
     mask = np.array([0, 0, 1, 1, 0, 1, 0], bool)
     sample = make_sample("x", token_ids=TOKENS, loss_mask=mask, rollout_logprobs=np.zeros(7, np.float32))
     config = taught(plain, server)
     whole = asked(config, first=1)
 
-    async def score(samples):
-        client = await config.teacher.connect(config)
-        try:
-            return await with_teacher_logprobs(client, samples, deadline_s=30.0)
-        finally:
-            await client.disconnect()
-
-    (scored,) = asyncio.run(score([sample]))
+    (scored,) = scored_by(with_teacher_logprobs, config, sample)
     np.testing.assert_allclose(scored.teacher_logprobs, np.where(mask, np.append(0, whole), 0), atol=1e-6)
     assert scored.stop_reason == sample.stop_reason and scored.timings["teacher_s"] > 0
     assert server.bodies[-1].get("prompt", server.bodies[-1].get("input_ids")) == TOKENS[:6].tolist()
     server.refuse = "8, 30, 11]"
-    (failed,) = asyncio.run(score([sample]))
+    (failed,) = scored_by(with_teacher_logprobs, config, sample)
     assert failed.stop_reason == "error" and ": 400: " in failed.error and failed.error.startswith("teacher: http://")
 
 
@@ -134,7 +140,7 @@ GKD = {"algorithm": {"kind": "gkd", "top_k": 5}}
 
 
 def expected_top(teacher, count=5):
-    """The most likely tokens in place of each of `TOKENS` but the first, in fp64."""
+    """Return the most likely tokens at each position of `TOKENS` except the first, in fp64."""
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64).eval()
     with torch.no_grad():
         logprobs = model(torch.from_numpy(TOKENS.astype(np.int64))[None]).logits[0, :-1].log_softmax(-1)
@@ -158,20 +164,13 @@ def test_a_sample_gets_top_tokens_for_its_loss_tokens_only(plain, teacher, serve
     nothing = replace(sample, loss_mask=np.zeros(7, bool))
     config = taught(merge(plain, GKD), server)
 
-    async def score(samples):
-        client = await config.teacher.connect(config)
-        try:
-            return await with_teacher_top(client, samples, deadline_s=30.0)
-        finally:
-            await client.disconnect()
-
-    scored, untrained = asyncio.run(score([sample, nothing]))
+    scored, untrained = scored_by(with_teacher_top, config, sample, nothing)
     found = {token for row in expected_top(teacher).indices[[1, 2, 4]].tolist() for token in row}
     assert scored.teacher_top.token_ids.shape == (3, 5) and scored.teacher_logprobs is None
     assert set(scored.teacher_top.token_ids.ravel().tolist()) == found and scored.timings["teacher_s"] > 0
     assert untrained == nothing
     server.refuse = "8, 30, 11]"
-    failed, _ = asyncio.run(score([sample, nothing]))
+    failed, _ = scored_by(with_teacher_top, config, sample, nothing)
     assert failed.stop_reason == "error" and failed.error.startswith("teacher: http://")
 
 
@@ -190,7 +189,7 @@ def test_a_busy_server_is_asked_again_and_a_slow_one_until_the_deadline(plain, s
 
 
 def values_of(answer):
-    """The places of log-probabilities in an answer of either API: (container, key), in order."""
+    """Return the places of log-probabilities in an answer of either API, as (container, key), in order."""
     if "meta_info" in answer:
         return [(row, 0) for row in answer["meta_info"]["input_token_logprobs"]][1:]
     rows = answer["choices"][0]["prompt_logprobs"][1:]
@@ -257,7 +256,7 @@ def test_an_endless_answer_is_cut_off(plain, server):
 def test_another_tokenizer_is_refused_before_anything_is_sampled(plain, server):
     encode = server.encode
     server.encode = lambda text: [id_ + (i == 3) for i, id_ in enumerate(encode(text))]
-    wanted = r"^teacher.url: the server at \S+ has another tokenizer than the policy: where the policy encodes '.*' as "
+    wanted = r"^teacher.url: the tokenizer of \S+ differs from the policy's: where the policy encodes '.*' as "
     with pytest.raises(EngineError, match=rf"{wanted}token \d+, it has token \d+; use a teacher with the policy's"):
         asked(taught(plain, server))
     server.encode = lambda text: [*encode(text), 4]
@@ -314,7 +313,8 @@ def test_restricted_sampling_is_refused_before_anything_starts(plain):
 
 
 def top_rows(answer):
-    """The most likely tokens at the last position of an answer of either API, as a list of (container, key)."""
+    """Return the places of the most likely tokens at the last position of an answer of either API, as (container,
+    key)."""
     if "meta_info" in answer:
         return answer["meta_info"]["input_top_logprobs"][-1]
     return answer["choices"][0]["prompt_logprobs"][-1]
@@ -375,12 +375,12 @@ def test_top_tokens_that_a_server_or_a_vocabulary_lacks_are_refused(plain, serve
     settings = {"teacher": {"kind": "server", "url": server.url}}
     config = resolve(merge(merge(plain, GKD), settings))
     refused = config.teacher.model_copy(update={"api": api})
-    with pytest.raises(EngineError, match=r"API 'openai' has no most likely tokens in place of given ones, which"):
+    with pytest.raises(EngineError, match=r"API 'openai' does not return the most likely tokens at each"):
         asyncio.run(refused.connect(config))
     view = SimpleNamespace(key="teacher", needs=config.algorithm.needs(), samplings={})
     (line,) = refused.find_errors(view)
     assert line.startswith(
-        "teacher.api: 'openai' has no most likely tokens in place of given ones, which the algorithm"
+        "teacher.api: 'openai' does not return the most likely tokens at each position, which the algorithm"
     )
     many = merge(merge(plain, settings), {"algorithm": {"kind": "gkd", "top_k": 10**6}})
     with pytest.raises(ConfigError, match=r"needs the teacher's 1000000 most likely tokens, but the vocabulary of"):

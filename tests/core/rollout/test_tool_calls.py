@@ -1,4 +1,4 @@
-"""Calls in generated text: the formats of models, and rubbish."""
+"""Tool calls in generated text: formats of model families, and malformed text."""
 
 import random
 import re
@@ -12,7 +12,7 @@ ADD = {"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}
 
 
 def deepseek(text):
-    """Write DeepSeek's tokens, whose bars and spaces are no ASCII."""
+    """Write DeepSeek's special tokens, which contain non-ASCII bars and spaces."""
     return re.sub(r"<\|(tool_\w+|end_of_sentence)\|>", lambda m: f"<\uff5c{m[1]}\uff5c>".replace("_", "\u2581"), text)
 
 
@@ -164,7 +164,7 @@ def test_the_id_of_a_call_is_that_of_its_text():
 
 
 def steps_of(format, text):
-    """How many lines of Python a parser runs."""
+    """Return how many lines of Python a parser executes."""
     count = 0
 
     def tracer(frame, event, argument):

@@ -1,4 +1,4 @@
-"""Conversations token by token: what was drawn stays as drawn, and the template's part is what the template says."""
+"""Conversations token by token: sampled tokens are kept, and all others come from the chat template."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def drawn(tokenizer, text, stop=StopReason.STOP):
 
 
 def after(tokenizer, said, messages, stop=StopReason.STOP, **settings):
-    """What is put behind a turn."""
+    """Return the tokens that are appended after a turn."""
     transcript = Transcript.of_messages(tokenizer, ASKED, **settings)
     transcript.append(drawn(tokenizer, said, stop))
     before = transcript.token_ids
@@ -81,7 +81,7 @@ def test_a_conversation_has_the_tokens_that_the_template_gives_it_as_a_whole(tok
 
 def test_what_was_drawn_is_never_tokenised_again(tokenizer_of):
     tokenizer = tokenizer_of(LLAMA)
-    odd = np.array([5, 2, 9, 2, 4], np.int32)  # no text has these tokens
+    odd = np.array([5, 2, 9, 2, 4], np.int32)  # no text is encoded to these tokens
     transcript = Transcript.of_messages(tokenizer, ASKED)
     transcript.append(
         Completion(

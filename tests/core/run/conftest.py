@@ -1,4 +1,4 @@
-"""Runs of the real session, loop and workers with fake trainer and engine, in this process."""
+"""Runs of the real session, loop and workers with a fake trainer and engine, in this process."""
 
 import json
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def register_components():
 
 @dataclass
 class Runner:
-    """Makes recipes for one temporary folder and runs them."""
+    """Creates and runs recipes in one temporary folder."""
 
     folder: Path
 
@@ -83,7 +83,7 @@ def runner(tmp_path) -> Runner:
 
 @pytest.fixture(scope="module")
 def shared_runner(tmp_path_factory) -> Runner:
-    """One for all tests of a module, which may look at what it has run."""
+    """Shared by all tests of a module, which may inspect its runs."""
     folder = tmp_path_factory.mktemp("shared")
     make_empty_model(folder / "model")
     return Runner(folder)

@@ -1,4 +1,4 @@
-"""A plugin whose trainer writes its checkpoints while it trains on, and no faster than it is told."""
+"""A plugin whose trainer writes checkpoints in the background, and delays them as configured."""
 
 import asyncio
 import os
@@ -11,28 +11,28 @@ from plasmid.testing.fakes import FakeTrainer
 from pydantic import Field
 
 TRAINED = []
-"""Steps that were trained; the tracker below gives out this very list as its state."""
+"""Steps that were trained; the tracker below returns this list itself as its state."""
 
 
 class HeldTrainerConfig(TrainerConfig):
-    """The fake trainer; what it saves is on the disk some time later."""
+    """The fake trainer with saves that finish later."""
 
     kind: Literal["held"] = "held"
     held: tuple[int, ...] = ()
-    """Steps whose checkpoint is written only when the next step has been trained."""
+    """Steps whose checkpoint is written only after the next step has been trained."""
     failing: tuple[int, ...] = ()
-    """Steps whose checkpoint cannot be written the first time, which is found out then."""
+    """Steps whose checkpoint fails to be written the first time, which is noticed at the end of the save."""
     breaks_at: int = 0
-    """Step that cannot be trained the first time; 0 for none."""
+    """Step whose training fails the first time; 0 for none."""
     signals: dict[str, int] = Field(default_factory=dict)
-    """Signals that the process gets the first time that a step has been trained, and which."""
+    """Signals that the process sends itself the first time after a step, by step."""
 
     async def build(self, context):
         return HeldTrainer(self, context.run_dir)
 
 
 class HeldTrainer(FakeTrainer):
-    """Counts what it is writing: never more than one checkpoint."""
+    """Counts the checkpoints being written: never more than one."""
 
     def __init__(self, settings, run_dir):
         super().__init__()
@@ -40,7 +40,7 @@ class HeldTrainer(FakeTrainer):
         TRAINED.clear()
 
     def first(self, what):
-        """True the first time in a run and all its resumes."""
+        """Return True the first time in a run and all its resumes."""
         if (self.run_dir / what).exists():
             return False
         (self.run_dir / what).touch()
@@ -79,7 +79,7 @@ class HeldTrainer(FakeTrainer):
 
 
 class Remembering(Tracker):
-    """Its state is a list that goes on growing."""
+    """Its state is a list that keeps growing."""
 
     kind: Literal["remembering"] = "remembering"
 

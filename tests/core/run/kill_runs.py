@@ -1,9 +1,9 @@
-"""Kill a run with -9 at random moments, resume it every time, and check what its checkpoints promise.
+"""Kill a run with -9 at random moments, resume it each time, and check the guarantees of its checkpoints.
 
     python -m tests.core.run.kill_runs FOLDER MAX_STALENESS KILLS SEED
 
-Each attempt is a fork of this process, which has imported everything. The engine writes down every request, and gives
-each token a log-probability like no other, so that a token drawn again with the same seed is told from the first one.
+Each attempt is a fork of this process, which has imported everything. The engine records every request and gives each
+token a unique log-probability, so that a token sampled again with the same seed differs from the first one.
 """
 
 import json
@@ -66,7 +66,7 @@ def register_components():
 
 
 class KilledRun:
-    """A run in a folder and the attempts at it."""
+    """A run in a folder, and the attempts at it."""
 
     def __init__(self, folder, max_staleness):
         make_empty_model(folder / "model")
@@ -101,7 +101,7 @@ class KilledRun:
         }
 
     def start(self, batches, name="run"):
-        """Fork an attempt; returns the id of its process."""
+        """Fork an attempt; return its process id."""
         log = self.runner.folder / f"requests-{len(self.attempts) + 1}"
         self.attempts.append(begin_attempt(self.folder, log))
         (self.runner.folder / "requests-0").unlink(missing_ok=True)
@@ -122,7 +122,7 @@ class KilledRun:
         return process
 
     def kill_at(self, seconds, *, after_saves):
-        """Kill an attempt so long after it has saved so often, or after its start."""
+        """Kill an attempt a given time after its n-th save, or after its start."""
         process, saved, deadline = self.start(10**6), newest_checkpoint(self.folder), time.monotonic() + 60
         while after_saves and time.monotonic() < deadline and os.waitpid(process, os.WNOHANG)[0] == 0:
             newest = newest_checkpoint(self.folder)
@@ -146,7 +146,7 @@ class KilledRun:
         return self.log_file().read_text()[-3000:]
 
     def check(self, batches):
-        """Counts of what was seen. Raises `AssertionError`."""
+        """Return counts of what was checked. Raises `AssertionError`."""
         check_draws(self.folder, prompts_per_batch=3)
         if self.max_staleness == 0:
             return self.check_exact(batches)
@@ -164,7 +164,7 @@ class KilledRun:
 def main(folder, max_staleness, kills, seed):
     run = KilledRun(Path(folder), int(max_staleness))
     (run.runner.folder / "digits.py").write_text(PLUGIN)
-    run.runner.run(run.settings(1, "imports"))  # all that attempts import is in the process that they are forks of
+    run.runner.run(run.settings(1, "imports"))  # imports everything before attempts are forked
     moments = random.Random(int(seed))
     for _ in range(int(kills)):
         run.kill_at(moments.uniform(0.0, 0.5), after_saves=moments.choice([0, 1, 1, 1, 2]))

@@ -1,4 +1,4 @@
-"""The real loop, producers and checkpoints in virtual time, around parts whose delays and failures are random."""
+"""The real loop, producers and checkpoints in virtual time, with components whose delays and failures are random."""
 
 import asyncio
 import random
@@ -34,19 +34,19 @@ UNLIKE = count(1)
 
 @dataclass(frozen=True)
 class Chances:
-    """How the parts behave; everything random follows from the seed."""
+    """Probabilities of delays and failures; everything random follows from the seed."""
 
     seed: int
     dropped: float
-    """Share of draws that a filter drops."""
+    """Fraction of draws that a filter drops."""
     rollout_s: float
     train_s: float
     save_s: float
     write_s: float = 0.0
-    """For which a checkpoint is written while the run goes on."""
+    """Time for writing a checkpoint in the background, in seconds."""
 
     def fate(self, draw_id: int) -> str:
-        """What becomes of a draw; the same however often it is rolled out."""
+        """Return the outcome of a draw, the same for every rollout of it."""
         at = random.Random(f"{self.seed} {draw_id}").random()
         return "filter" if at < self.dropped else ""
 
@@ -75,9 +75,10 @@ class Numbers(PromptStream):
 
 @dataclass
 class Workers:
-    """Makes groups after a random delay. New weights may arrive in the middle, as with in-place updates.
+    """Creates groups after a random delay.
 
-    The first token is drawn at once, and its log-probability is unlike that of any other; a checkpoint holds it.
+    New weights may arrive in the meantime, as with in-place updates. The first token is sampled at once and gets a
+    unique log-probability, so that it can be recognized in checkpoints.
     """
 
     chances: Chances
@@ -145,7 +146,7 @@ class Workers:
 
 
 class Trainer(FakeTrainer):
-    """Trains for a random time and checks what it is given."""
+    """Trains for a random time, and checks its inputs."""
 
     def __init__(self, simulation, engine, delays):
         super().__init__(write_s=simulation.chances.write_s)
@@ -174,23 +175,23 @@ class Trainer(FakeTrainer):
 
 @dataclass
 class Simulation:
-    """One run in a folder: begun, stopped or killed at some time, resumed."""
+    """One run in a folder: started, stopped or killed at some time, and resumed."""
 
     config: object
     chances: Chances
     limit: int
-    """Rows of data; -1 for no end."""
+    """Number of data rows; -1 for no end."""
     folder: RunFolder
     trained: dict[int, list[int]] = field(default_factory=dict)
-    """Draws by batch, as far as the run's present checkpoint or end counts them."""
+    """Draws by batch, as counted by the run's current checkpoint or end."""
     first_tokens: dict[int, float] = field(default_factory=dict)
-    """Of draws whose rollouts a resume took up, as the newest of its checkpoints had them."""
+    """Log-probability of the first token by draw, for rollouts that a resume continued, from its newest checkpoint."""
     attempts: int = 0
     empty: bool = False
-    """The data ended before anything was trained on."""
+    """True if the data ended before any training."""
 
     def run(self, *, stop_s=None, kill_s=None):
-        """Begin, or continue from the newest checkpoint if there is one. True if it came to its own end."""
+        """Start, or resume from the newest checkpoint if there is one. Returns True if the run reached its end."""
         return run_virtual(self._run(stop_s, kill_s))
 
     async def _run(self, stop_s, kill_s):
@@ -205,7 +206,7 @@ class Simulation:
         begun = state.state.batch if state else 0
         for name, (turn,) in read_turns(state.path / IN_FLIGHT).items() if state else ():
             self.first_tokens[int(name)] = turn.completion.logprobs[0]
-        if state is None:  # as a user must who begins anew
+        if state is None:  # as a user must do to start over
             shutil.rmtree(self.folder.path, ignore_errors=True)
         self.trained = {step: ids for step, ids in self.trained.items() if step <= begun}
         self.folder.create(self.config)
@@ -239,6 +240,6 @@ class Simulation:
 
 @dataclass
 class Cluster:
-    """As much of a cluster as the loop needs."""
+    """The parts of a cluster that the loop needs."""
 
     store: LocalStore

@@ -1,4 +1,4 @@
-"""Which Ray cluster a recipe and the environment name."""
+"""The Ray cluster selected by a recipe and the environment."""
 
 import pytest
 from plasmid.config.placement import PlacementConfig

@@ -1,4 +1,4 @@
-"""`rl attach`: a run is watched, paused, saved and stopped from another process, by its owner alone."""
+"""`rl attach`: a run is watched, paused, saved and stopped from another process, only by its owner."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from plasmid_runtime.control.client import Watcher, send_command
 
 
 class Phases:
-    """Lets a test wait for a phase, or for a number of them."""
+    """Lets a test wait for a phase, or for the n-th one."""
 
     def __init__(self):
         self.seen, self.changed = [], threading.Condition()
@@ -111,7 +111,7 @@ def test_a_checkpoint_between_batches_of_a_sync_waits_for_the_sync(start):
     assert next(batch for phase, batch in run.phases.seen if phase == "save") % 4 == 0
 
 
-def test_a_watcher_is_told_what_happens_until_the_end(start):
+def test_a_watcher_receives_events_until_the_end(start):
     run = start()
     messages = Watcher(run.folder).messages()
     hello = next(messages)
@@ -184,7 +184,7 @@ def test_bytes_of_other_programs_are_refused_and_harm_nothing(start, sent):
     with protocol.connect(run.folder, timeout_s=30) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):  # it closed before it had read everything
+        with contextlib.suppress(ConnectionResetError):  # it closed the connection before reading everything
             assert connection.recv(100) == b""
     assert send_command(run.folder, "pause").startswith("the run pauses")
 
@@ -257,7 +257,7 @@ def test_the_socket_of_a_killed_run_is_replaced_and_another_file_is_not(tmp_path
 
 
 def test_events_of_another_thread_come_before_the_end(make_runner, tmp_path):
-    """The observers' thread ends before the socket does, but what it has emitted waits for the event loop."""
+    """The observers' thread ends before the socket does, but its last event waits for the event loop."""
     control, sent = server.ControlServer(make_runner("run").config()), []
     control._broadcast = sent.append
 

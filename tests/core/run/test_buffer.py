@@ -1,4 +1,4 @@
-"""Which groups are trained on first, and what becomes of those that are past the bound."""
+"""The order in which groups are trained on, and what happens to groups that exceed the staleness bound."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from plasmid_runtime.rollout.producers.stream import StreamProducer
 
 
 class Rows(PromptStream):
-    """Counts, and remembers which draws it was told of."""
+    """Counts up, and records which draws it received feedback for."""
 
     def __init__(self):
         self.next, self.told = 0, []
@@ -54,7 +54,7 @@ def group_ref(id_, *, version=0, rewards=(0.0, 1.0)):
 
 
 class Sampled:
-    """A stream whose rollouts take the seconds (the first time) and have the rewards that a test gives them."""
+    """A stream whose rollouts have the durations (of the first try) and rewards that a test specifies."""
 
     def __init__(self, policy, *, slots, max_staleness=1, seconds=None, rewards=None):
         self.version, self.rolled_out, self.rows = 0, [], Rows()
@@ -122,7 +122,8 @@ def test_the_groups_that_are_worth_most_are_taken_first(tmp_path):
 
 
 def stragglers(when_stale):
-    """Batches of 2 of 4 slots, of which draw 1 takes long; what was taken, and what became of the rest."""
+    """Run batches of 2 of 4 slots, where draw 1 takes long. Returns the batches, and what happened to the other
+    groups."""
 
     async def main():
         sampled = Sampled(OldestFirst(when_stale=when_stale), slots=4, seconds={1: 12.0})
@@ -150,7 +151,7 @@ def test_the_trainer_waits_for_a_straggler():
     assert taken[1][0] == 1
 
 
-def test_a_straggler_is_sampled_again_and_the_data_are_told_once():
+def test_a_straggler_is_sampled_again_and_its_feedback_is_sent_once():
     sampled, taken, dropped, resampled = stragglers("resample")
     assert dropped == [] and resampled == 1
     assert sampled.rolled_out.count(1) == 2
@@ -158,14 +159,14 @@ def test_a_straggler_is_sampled_again_and_the_data_are_told_once():
     assert any(1 in batch for batch in taken)
 
 
-def test_a_resume_while_a_group_is_sampled_again_tells_the_data_nothing_new_and_takes_it_first():
+def test_a_resume_while_a_group_is_sampled_again_sends_no_feedback_and_takes_it_first():
     async def stopped():
         sampled = Sampled(Priority(when_stale="resample"), slots=6, rewards={0: (1.0, 1.0)})
         await sampled.take(2)
         await sampled.publish(2)
         await sampled.take(2)
         await sampled.publish(2)
-        taking = asyncio.create_task(sampled.take(99))  # never ends: what is stale is sampled again meanwhile
+        taking = asyncio.create_task(sampled.take(99))  # never ends: stale groups are sampled again meanwhile
         await asyncio.sleep(0.5)
         state, finished = await sampled.stream.snapshot()
         saved = json.dumps(state), finished
@@ -191,7 +192,7 @@ def test_a_resume_while_a_group_is_sampled_again_tells_the_data_nothing_new_and_
 
 
 class Counted(dict):
-    """Counts how often it is searched from end to end."""
+    """Counts how often it is iterated over."""
 
     searched = 0
 

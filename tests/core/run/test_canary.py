@@ -1,4 +1,4 @@
-"""A version is trained on only if trainer and engine agree on a canary; engines get the weights that they lack."""
+"""A version is trained on only if trainer and engine agree on a canary; engines get missing weights."""
 
 import asyncio
 
@@ -17,13 +17,13 @@ NEARLY = 0.001
 
 
 class Engine(FakeEngine):
-    """Draws with log-probability -0.5."""
+    """Samples every token with log-probability -0.5."""
 
     def __init__(self, version=0):
         super().__init__(FakeEngineConfig(max_delay_s=0.0, num_tokens=4))
         self.version = version
         self.lost = 0
-        """Versions after which a part of it is started anew."""
+        """Versions after which a part of the engine restarts."""
         self.calls = []
 
     def needs_weights(self):
@@ -60,7 +60,7 @@ def test_a_canary_that_both_agree_on_gives_its_difference(off_by):
     async def test():
         trainer = Trainer(-0.5 + off_by)
         probe = canary(Engine(version=7), trainer)
-        probe.ask(7)
+        probe.start(7)
         return trainer, await probe.check(), await probe.check()
 
     trainer, first, second = asyncio.run(test())
@@ -75,7 +75,7 @@ def test_a_canary_that_both_agree_on_gives_its_difference(off_by):
 def test_a_canary_that_they_do_not_agree_on_ends_the_run(logprob):
     async def test():
         probe = canary(Engine(version=2), Trainer(logprob))
-        probe.ask(2)
+        probe.start(2)
         await probe.check()
 
     with pytest.raises(SyncError, match="weight sync of version 2: trainer and engine differ by"):
@@ -85,7 +85,7 @@ def test_a_canary_that_they_do_not_agree_on_ends_the_run(logprob):
 def test_a_canary_of_another_version_proves_nothing(caplog):
     async def test():
         probe = canary(Engine(version=1), Trainer(-9.0))
-        probe.ask(2)
+        probe.start(2)
         return await probe.check()
 
     assert asyncio.run(test()) == {}
@@ -98,7 +98,7 @@ def test_a_failed_canary_names_the_engines_reason():
 
     async def test():
         probe = canary(engine, Trainer(0.0))
-        probe.ask(1)
+        probe.start(1)
         await probe.check()
 
     with pytest.raises(EngineError, match="the canary of version 1 failed"):
@@ -157,7 +157,7 @@ def test_a_deterministic_run_tolerates_no_difference(runner, monkeypatch, off_by
 
 @pytest.mark.parametrize(("leaves", "expected"), [(True, [0, 1, 1, 2, 2, 3]), (False, [0, 1, 2, 3])])
 def test_an_engine_that_was_stopped_for_a_checkpoint_is_asked_again(runner, leaves, expected):
-    """It gave memory up, so what it has now must be proved; and its first answer may have been cut off."""
+    """Its memory was released, so its weights must be checked again, and its first answer may have been aborted."""
     asked = []
 
     class Asked(Engine):
@@ -178,7 +178,7 @@ def test_an_engine_that_was_stopped_for_a_checkpoint_is_asked_again(runner, leav
     assert len(trainer.checked) == 3
 
 
-def test_a_run_ends_before_it_trains_on_what_nobody_can_vouch_for(runner):
+def test_a_run_ends_before_it_trains_on_an_unverified_version(runner):
     trainer = Trainer(-2.0)
     with pytest.raises(SyncError, match="weight sync of version 0"):
         run_with(runner, Engine(), trainer, tolerance=0.01)
@@ -206,7 +206,8 @@ def test_what_was_started_anew_gets_the_present_version_again(runner, monkeypatc
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_canary_that_was_asked_of_a_server_that_died_is_asked_again(runner, monkeypatch, alone):
-    """Nobody answers it until the engine has got its weights again, which only the waiting run can send."""
+    """The canary is answered only after the engine has received its weights again, which only the waiting run can
+    send."""
     monkeypatch.setattr("plasmid_runtime.loop.policy_sync.POLL_S", 0.01)
 
     class Dying(Engine):
@@ -242,7 +243,7 @@ def test_a_canary_is_asked_in_every_kth_version_only(version, asked):
     async def test():
         trainer = Trainer(-0.5)
         probe = canary(Engine(version=version), trainer, every=3)
-        probe.ask(version)
+        probe.start(version)
         assert (probe.pending is not None) == asked
         assert bool(await probe.check()) == bool(trainer.checked) == asked
         await probe.close()

@@ -1,4 +1,4 @@
-"""Damage to the files of a run: it is named, and the run continues from what is intact."""
+"""Damage to the files of a run is reported, and the run continues from intact ones."""
 
 import json
 import logging
@@ -67,14 +67,14 @@ def curve(runner, name="run"):
 
 @pytest.fixture(scope="module")
 def finished(shared_runner):
-    """An asynchronous run of six batches with three checkpoints, all of whose kinds of files are there."""
+    """An asynchronous run of six batches with three checkpoints, and all kinds of files."""
     shared_runner.run(settings(shared_runner, max_staleness=1))
     return shared_runner
 
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    """The folder of a copy of that run."""
+    """Return the folder of a copy of that run."""
     return RunFolder(shutil.copytree(finished.folder / "run", tmp_path / "copy"))
 
 
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(finished, copy
     found = open_resume_point(copy, config_of(finished))
     assert found.path == copy.checkpoints / "batch-000004" and found.state.batch == 4
     named = [record.message for record in caplog.records if str(last) in record.message]
-    a_flipped_hash = name == "manifest.json" and damage is flip  # looks like damage to the file that it is of
+    a_flipped_hash = name == "manifest.json" and damage is flip  # looks like damage to the file that it belongs to
     assert any(name in message or (a_flipped_hash and "damaged: " in message) for message in named), caplog.text
     if (last.parent / "batch-000006").exists():
         assert name == "state.json" and damage is delete
@@ -374,7 +374,7 @@ def test_a_replay_of_a_run_without_one_of_its_batches_is_refused(finished, copy,
 
 @pytest.mark.parametrize("step", [149, pytest.param(37, marks=pytest.mark.long)])
 def test_every_bit_of_a_sample_file_counts_or_is_refused(finished, tmp_path, step):
-    """A flipped bit is noticed when the file is read, or changes nothing that is read."""
+    """A flipped bit is detected when the file is read, or changes nothing that is read."""
     file = finished.folder / "run/samples/batch-000003.parquet"
     content, whole = file.read_bytes(), read_samples(file)
     damaged = tmp_path / "damaged.parquet"

@@ -1,4 +1,4 @@
-"""The thread of data sources: it hands on every error, and ends with the run."""
+"""The thread of data sources forwards every error, and ends with the run."""
 
 import asyncio
 import gc
@@ -49,7 +49,7 @@ def test_a_waiting_thread_holds_no_data():
         thread.close(stream)
         del stream
         deadline = time.monotonic() + 5
-        while gone() is not None and time.monotonic() < deadline:  # the thread goes on after it gave the outcome
+        while gone() is not None and time.monotonic() < deadline:  # the thread continues after delivering the result
             gc.collect()
             time.sleep(0.01)
         assert gone() is None

@@ -1,4 +1,4 @@
-"""Trainer and engine on shared GPUs: who holds memory when, for every combination of switches."""
+"""Trainer and engine on shared GPUs: which of them holds memory at any time, for every combination of settings."""
 
 import asyncio
 import itertools
@@ -16,7 +16,7 @@ SWITCHES = list(itertools.product([False, True], [False, True]))
 
 
 class Gpu:
-    """What lies in the memory that both share, and everything that was asked of them, in order."""
+    """The contents of the shared memory, and all calls in order."""
 
     def __init__(self, *, trainer_leaves, engine_leaves):
         self.trainer_leaves, self.engine_leaves = trainer_leaves, engine_leaves
@@ -25,7 +25,7 @@ class Gpu:
         self.resumed = asyncio.Event()
         self.resumed.set()
         self.kept = 0
-        """Requests that came while the engine was paused."""
+        """Requests that arrived while the engine was paused."""
         self.calls = []
 
     def note(self, call):
@@ -74,7 +74,7 @@ class Trainer(FakeTrainer):
 
 
 class Engine(FakeEngine):
-    """Keeps requests that come while it is paused until it serves again, as every engine must."""
+    """Holds requests that arrive while it is paused until it resumes, as every engine must."""
 
     def __init__(self, gpu):
         super().__init__(FakeEngineConfig(max_delay_s=0.0))
@@ -127,7 +127,7 @@ class EngineConfig(FakeEngineConfig):
 
 
 def run_on(gpu, runner, changes):
-    """Run with parts that note what is asked of them; rollout workers see the plain fakes' settings."""
+    """Run with components that record their calls; rollout workers use the plain fakes."""
     config = runner.config(changes)
     trainer, engine = TrainerConfig(), EngineConfig()
     trainer._gpu = engine._gpu = gpu
@@ -165,7 +165,7 @@ def test_the_order_of_turns_on_shared_gpus(runner):
 
 SHARED = {"colocated": True, "offload_trainer": True, "offload_engine": True}
 SYNC = ["pause", "sleep", "onload", "wake weights", "send", "offload", "wake", "resume"]
-"""A weight sync with no training before it, to an engine that serves."""
+"""A weight sync without training before it, to an engine that is serving."""
 
 
 FIRST_BATCH = """
@@ -282,7 +282,7 @@ def test_a_trainer_that_does_not_answer_ends_the_run(runner, operation):
 
 
 class Leaving(FakeEngine):
-    """Is lost in the first tries of each weight sync; `health` says when nothing is left."""
+    """Is lost during the first attempts of each weight sync; `health` reports when nothing is left."""
 
     def __init__(self, times, *, left=True):
         super().__init__(FakeEngineConfig(max_delay_s=0.0))

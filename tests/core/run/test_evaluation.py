@@ -1,4 +1,4 @@
-"""Evaluation beside training: on its engine, on one of its own; what is recorded, and what a resume does again."""
+"""Evaluation during training, on the rollout engine or its own: what is recorded, and what a resume repeats."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from plasmid_runtime.observe.sample_store import read_samples
 SLOW = "eval-few-0-000000"
 """The first rollout of the evaluation before the first batch."""
 FIFTH = "16/0"
-"""A rollout of the fifth batch, which then is not trained before the run stops."""
+"""A rollout of the fifth batch, which is not trained on before the run stops."""
 
 
 def few(runner, rows="0:3", **fields):
@@ -71,7 +71,7 @@ def test_a_floating_evaluation_never_delays_training_and_is_awaited_at_the_end(r
     assert "few 0: 0/3" in heard.events and "few 8: 3/3" in heard.events
 
 
-def test_floating_samples_say_which_version_drew_them(runner):
+def test_floating_samples_record_the_version_that_sampled_them(runner):
     changes = {
         "run": {"max_staleness": 1},
         "rollout": {"max_delay_s": 0.05},
@@ -122,7 +122,7 @@ def test_a_wrong_sum_of_weights_of_the_evaluation_engine_ends_the_run(runner):
 
 
 class Interrupt:
-    """Presses Ctrl-C after a batch."""
+    """Sends Ctrl-C after a batch."""
 
     def __init__(self, step):
         self.step = step
@@ -260,7 +260,7 @@ def test_evaluating_alone_gives_every_set_and_their_mean_in_a_folder_of_its_own(
 
 
 class InterruptEvaluation:
-    """Presses Ctrl-C when an evaluation begins."""
+    """Sends Ctrl-C when an evaluation begins."""
 
     @hookimpl
     def evaluation_advanced(self, done):
@@ -342,7 +342,7 @@ def test_the_engine_for_evaluations_gets_gpus_behind_all_others(runner):
 
 
 class OneByOne:
-    """Workers before an engine that serves one rollout at a time; the deadline counts from when it is asked."""
+    """Workers with an engine that serves one rollout at a time. The deadline includes waiting for the engine."""
 
     def __init__(self, seconds, deadline_s):
         self.seconds, self.deadline_s = seconds, deadline_s

@@ -1,4 +1,4 @@
-"""Final policies: of runs that have finished, of runs that were killed before they wrote it, and of checkpoints."""
+"""Exported policies: of finished runs, of runs that were killed before the export, and of checkpoints."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the data are told of finished groups: each draw once, in a stated order, also over saves and resumes."""
+"""Feedback to data about finished groups: each draw once, in a defined order, also across saves and resumes."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from plasmid_runtime.rollout.producers.waves import WaveProducer
 
 
 class Listening(PromptStream):
-    """Counts up, and remembers in its state what it was told."""
+    """Counts up, and keeps the feedback in its state."""
 
     def __init__(self):
         self.next, self.told = 0, []
@@ -62,7 +62,7 @@ def roll_out_after(delays, dropped, store):
 
 
 def scored(ids):
-    """What is told of these draws: nothing of those whose samples all failed."""
+    """Return the expected feedback for these draws: none for groups whose samples all failed."""
     return [[f"row:{i}", [float(i)]] for i in ids if random.Random(f"{i}").random() <= 0.9]
 
 
@@ -72,7 +72,7 @@ CHANCES = {"seed": st.integers(0, 10**6), "dropped": st.sampled_from([0.0, 0.5])
 
 @settings(max_examples=25, deadline=None)
 @given(**CHANCES)
-def test_waves_tell_of_every_draw_in_order_before_the_next_wave(seed, dropped, takes):
+def test_waves_send_feedback_of_every_draw_in_order_before_the_next_wave(seed, dropped, takes):
     async def expect(wave):
         assert told == scored(range(wave[0].id)), "the next wave was drawn without what the last one taught"
 
@@ -98,7 +98,7 @@ def test_waves_tell_of_every_draw_in_order_before_the_next_wave(seed, dropped, t
 
 @settings(max_examples=25, deadline=None)
 @given(**CHANCES, slots=st.integers(3, 9))
-def test_streams_tell_of_every_draw_once_over_saves_and_resumes(seed, dropped, takes, slots):
+def test_streams_get_feedback_of_every_draw_once_over_saves_and_resumes(seed, dropped, takes, slots):
     store, delays = LocalStore(), random.Random(seed)
 
     def opened(stream):
@@ -118,7 +118,7 @@ def test_streams_tell_of_every_draw_once_over_saves_and_resumes(seed, dropped, t
             producer.release(3, version=version + 1)
         state, finished = await producer.snapshot()
         saved = json.dumps(state), finished
-        await asyncio.sleep(2.0)  # rollouts go on after the save, and what they tell is lost with the process
+        await asyncio.sleep(2.0)  # rollouts continue after the save, and their feedback is lost with the process
         await producer.close()
         return saved
 

@@ -1,4 +1,4 @@
-"""Rollouts in flight are part of a checkpoint: a resumed run draws no token of them again."""
+"""Checkpoints contain the rollouts in flight: a resumed run samples none of their tokens again."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ PROMPT = np.array([1, 2], np.int32)
 
 
 class Engine(FakeEngine):
-    """Counts the tokens that it draws; each is unlike the others."""
+    """Counts the tokens that it samples. Each token has a unique log-probability."""
 
     def __init__(self, *, max_delay_s=0.2, num_tokens=10):
         super().__init__(FakeEngineConfig(max_delay_s=max_delay_s, num_tokens=num_tokens))
@@ -48,7 +48,7 @@ async def two_turns(rollout, between=7):
 
 
 async def interrupted(rollout, *, after):
-    """The turns of a rollout of which the engine has drawn so many tokens, and which is then given up."""
+    """Return the turns of a rollout that is cancelled after the engine has sampled this many tokens."""
     task = asyncio.create_task(two_turns(rollout))
     while rollout.client.drawn < after:
         await asyncio.sleep(0.001)
@@ -80,7 +80,7 @@ def test_a_resumed_rollout_draws_only_what_is_missing(after):
             count = len(part.token_ids)
             assert whole.logprobs[:count].tolist() == part.logprobs.tolist()
             assert whole.versions[0] == VersionSpan(version=0, start=0, end=count)
-        fresh = await two_turns(make_rollout(Engine()))  # the same seeds draw the same tokens
+        fresh = await two_turns(make_rollout(Engine()))  # the same seeds give the same tokens
         assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in fresh]
 
     asyncio.run(run())
@@ -101,7 +101,7 @@ def test_a_turn_with_another_prompt_is_drawn_anew(caplog):
         turns = await interrupted(make_rollout(Engine()), after=13)
         engine = Engine(max_delay_s=0.0)
         rollout = resumed(engine, turns)
-        first, _ = await two_turns(rollout, between=8)  # a tool gives another answer
+        first, _ = await two_turns(rollout, between=8)  # a tool gives a different answer
         assert engine.drawn == 10 and first.logprobs.tolist() == turns[0].completion.logprobs.tolist()
         assert (
             "rollout 3/0: the prompt of turn 1 changed since the checkpoint; the turn is generated again" in caplog.text
@@ -114,7 +114,7 @@ def test_a_turn_with_another_prompt_is_drawn_anew(caplog):
 
 
 def test_completions_on_their_way_are_waited_for():
-    """An engine that does not have a request any more, and one that ends requests in place of telling of them."""
+    """With an engine that has lost a request, and one that ends requests instead of reporting on them."""
 
     class Slow(Engine):
         async def generate(self, request):
@@ -135,7 +135,7 @@ def test_what_was_fetched_before_an_abort_is_not_counted_twice():
             found = await super().fetch_partial(request_ids)
             self.part = found[0]
             self.ended.set()
-            await asyncio.sleep(0.05)  # meanwhile the request comes back with its tokens, and goes on
+            await asyncio.sleep(0.05)  # meanwhile the request returns with its tokens, and is continued
             return found
 
         async def generate(self, request):
@@ -234,7 +234,7 @@ def register_components():
 
 
 def test_a_reward_that_depends_on_earlier_calls_counts_each_group_once(runner):
-    """A checkpoint has a group in the reward's state, or in flight: not both."""
+    """A checkpoint contains a group either in the reward's state or in flight, never both."""
     plugin = runner.folder / "counting.py"
     plugin.write_text(COUNTING)
     settings = {
@@ -251,7 +251,7 @@ def test_a_reward_that_depends_on_earlier_calls_counts_each_group_once(runner):
 
 
 def kill_runs(folder, max_staleness, kills, seed=1):
-    """What `kill_runs.py` counts; it fails if a promise is broken."""
+    """Run `kill_runs.py`, which fails if a check does; return its counts."""
     program = [sys.executable, "-m", "tests.core.run.kill_runs"]
     done = subprocess.run(
         [*program, str(folder), str(max_staleness), str(kills), str(seed)],

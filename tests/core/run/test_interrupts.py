@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at any moment: what has been started is stopped, and nobody's signal handlers are lost."""
+"""Ctrl-C and SIGTERM at any moment: all started parts are stopped, and signal handlers are restored."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ class Press:
     @hookimpl
     def phase_started(self, phase):
         if phase in self.phases:
-            time.sleep(0.2)  # let the loop reach what it has told of
+            time.sleep(0.2)  # let the loop enter the phase that it has announced
             os.kill(os.getpid(), self.number)
 
 
@@ -69,7 +69,7 @@ class ClosingConfig(FakeEngineConfig):
 
 
 def start(runner, *, builds, observers):
-    """Run with a trainer that never comes up, or never returns from training; what was closed."""
+    """Run with a trainer that never starts, or never returns from training; return what was closed."""
     closed = []
     trainer, engine = HangingConfig(), ClosingConfig()
     trainer._closed = engine._closed = closed
@@ -90,7 +90,7 @@ def test_a_signal_while_parts_start_ends_those_that_have_started(runner, number)
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_second_signal_ends_a_run_at_once_and_closes_everything(runner, number):
-    # the first comes from the trainer itself
+    # the trainer itself sends the first
     assert start(runner, builds=True, observers=(Press(number, "train"),)) == ["engine", "trainer"]
     assert (runner.folder / "run" / "config.json").exists()
 

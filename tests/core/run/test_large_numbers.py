@@ -1,4 +1,4 @@
-"""Batches past 999,999, whose names have seven digits: they come after the others, not between them."""
+"""Batches above 999,999, whose file names have seven digits, are sorted after the others."""
 
 import pytest
 from plasmid.config.loop import CheckpointConfig

@@ -1,4 +1,4 @@
-"""Ranks are dealt out to machines in order, and what each machine is asked for follows from that."""
+"""Assignment of ranks to machines in order, and the resulting request to each machine."""
 
 import pytest
 from hypothesis import given
@@ -43,7 +43,7 @@ def test_cores_are_shared_by_what_computes_at_the_same_time_on_a_machine(runner)
     taking_turns = layout_of(runner, 0, placement=place)  # two ranks on each machine
     assert taking_turns.threads([16, 16]) == 8
     at_once = layout_of(runner, 0, placement=place, run={"max_staleness": 1})
-    assert at_once.threads([16, 4]) == 2  # all ranks alike, as the smallest machine admits
+    assert at_once.threads([16, 4]) == 2  # all ranks alike, as the smallest machine permits
     assert at_once.threads([1, 1]) == 1
     assert [share.cpus for share in at_once.shares(4)] == [9, 8]
 

@@ -1,4 +1,4 @@
-"""The lengths that are trained on are distributed as the lengths that are drawn, however long the tail."""
+"""The lengths of trained samples have the distribution of the sampled lengths, however long its tail."""
 
 import asyncio
 import random
@@ -25,7 +25,8 @@ BATCHES, PROMPTS, TRAIN_S = 150, 8, 1.0
 
 
 def length(id_):
-    """Log-normal with a long tail: the mean is 3 times the median, the largest of 1,000 about 90 times."""
+    """Return a log-normal length with a long tail: the mean is 3 times the median, the largest of 1,000 about 90
+    times."""
     return random.Random(f"length {id_}").lognormvariate(0.0, 1.5)
 
 
@@ -36,7 +37,7 @@ def group(draw, version):
 
 
 def train(policy, bound):
-    """The draws of every batch; a rollout takes as long as it is long."""
+    """Return the draws of every batch; the duration of a rollout is proportional to its length."""
 
     async def main():
         version, batches = 0, []
@@ -68,7 +69,7 @@ def train(policy, bound):
 
 
 def distance(batches):
-    """Kolmogorov's distance between lengths trained and lengths drawn, in units of its 5% limit."""
+    """Return Kolmogorov's distance between trained and sampled lengths, in units of its 5% limit."""
     trained = np.sort([length(id_) for batch in batches for id_ in batch])
     drawn = np.sort([length(id_) for id_ in range(len(trained))])
     at = np.concatenate([trained, drawn])

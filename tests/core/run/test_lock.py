@@ -1,4 +1,4 @@
-"""Two processes never write into one run's folder."""
+"""Two processes never write to the same run folder."""
 
 import os
 import signal

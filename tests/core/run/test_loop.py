@@ -1,4 +1,4 @@
-"""What the loop promises: staleness, waves, defined ends."""
+"""Guarantees of the loop: staleness, waves, and well-defined ends."""
 
 import time
 
@@ -181,7 +181,7 @@ class Broken:
         raise RuntimeError("observer is broken")
 
 
-def test_observers_are_told_in_order_and_a_broken_one_harms_nobody(runner):
+def test_observers_are_notified_in_order_and_a_failing_one_affects_no_other(runner):
     recorder = Recorder()
     result = runner.run({"run": {"batches": 2}}, observers=(Broken(), recorder))
     assert result.steps == 2
@@ -204,7 +204,7 @@ def test_rollouts_only_starts_no_trainer(runner):
     assert len(stored(runner, 3)) == 4
 
 
-def test_what_the_engine_says_of_itself_is_logged_with_each_batch(runner):
+def test_metrics_of_the_engine_are_logged_with_each_batch(runner):
     runner.run({"run": {"batches": 2}})
     asked = [m["engine/requests"] for m in runner.metrics()]
     assert asked[0] >= 12 and asked[1] >= asked[0] + 12  # 4 prompts, 3 rollouts each

@@ -1,4 +1,4 @@
-"""What rewards, filters and workflows remember survives a resume, also with another number of worker processes."""
+"""The state of rewards, filters and workflows survives a resume, also with another number of worker processes."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def register_components():
 
 @pytest.fixture
 def remembering(make_runner):
-    """A runner, and settings with a reward and a filter that remember."""
+    """Return a runner, and settings with a stateful reward and filter."""
 
     def make(name):
         runner = make_runner(name)

@@ -1,4 +1,4 @@
-"""Whole runs on mixtures, curricula and profiles: what each prompt gets, what is told of it, and exact resumes."""
+"""Whole runs on mixtures, curricula and profiles: settings of each prompt, feedback, and exact resume."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def register_components():
 
 
 def recipe(runner, **changes):
-    """A mixture of a curriculum over rows and of rows that a function makes, each with rewards of its own."""
+    """Return a mixture of a curriculum over rows and of generated rows, each with its own rewards."""
     (runner.folder / "rows.py").write_text(ROWS)
     (runner.folder / "parts.py").write_text(PARTS)
     runner.config()  # writes prompts.jsonl
@@ -109,7 +109,7 @@ def test_a_set_comes_before_the_profile_of_its_prompts_key_by_key(runner):
     assert group.samples[0].sampling == SamplingParams(temperature=0.5, max_new_tokens=3, stop=("#",))
 
 
-def test_metrics_tell_rewards_and_shares_of_each_source_and_components_of_those_that_have_them(runner):
+def test_metrics_contain_rewards_shares_and_components_of_each_source(runner):
     runner.run(recipe(runner))
     by_batch = {}
     for name, group in groups(runner):
@@ -152,7 +152,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(make_runner, at):
 
 
 class StopAt:
-    """Presses Ctrl-C, so to speak, when a phase of a batch begins."""
+    """Simulates Ctrl-C when a phase of a batch begins."""
 
     def __init__(self, batch, phase):
         self.at = (batch, phase)

@@ -1,4 +1,4 @@
-"""What algorithms need of a run: greedy rollouts, demonstrations, unrestricted sampling."""
+"""Requirements of algorithms: greedy rollouts, demonstrations, unrestricted sampling."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_filters_do_not_see_greedy_rollouts_and_a_failed_one_drops_its_group(run
 
 @pytest.fixture
 def sft(runner):
-    """Changes that make the run one of supervised fine-tuning."""
+    """Return the changes that turn the run into supervised fine-tuning."""
     rows = [{"q": f"say {i}", "a": "x" * (1 + i % 3)} for i in range(40)]
     path = runner.folder / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -161,7 +161,7 @@ def test_restricted_sampling_is_refused_where_ratios_to_the_engine_would_be_wron
     runner.config({"algorithm": {"kind": algorithm["kind"]}, "sampling": {name: value}})
 
 
-def test_restricted_sampling_is_taken_with_an_engine_that_says_to_what(runner):
+def test_restricted_sampling_is_accepted_with_an_engine_that_returns_kept_sets(runner):
     algorithm = {"kind": "grpo", "old_policy": "decoupled"}
     config = runner.config({"algorithm": algorithm, "sampling": {"top_p": 0.9}, "rollout": {"kind": "hf"}})
     assert config.replays_kept_sets
@@ -221,7 +221,7 @@ def test_restrictions_that_greedy_sampling_never_reads_are_refused(runner):
     assert str(error.value) == "sampling.top_k: 3 is never read at temperature 0; remove it"
 
 
-def test_a_restriction_is_told_where_it_is_set_and_not_where_it_is_inherited(runner):
+def test_an_error_about_a_restriction_names_the_table_that_sets_it(runner):
     greedy = {"sampling": {"temperature": 0.0, "top_p": 0.9}}
     data = {"path": str(runner.folder / "prompts.jsonl")}
     sets = [{"name": "a", "data": data, "sampling": {"temperature": 0.0}}, {"name": "b", "data": data, **greedy}]

@@ -1,4 +1,4 @@
-"""Objects that observe a run, and the numbers that hooks give to batches."""
+"""Objects that observe a run, and the batch numbers passed to hooks."""
 
 import pytest
 from plasmid.errors import PluginError

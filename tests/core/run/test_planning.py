@@ -1,4 +1,4 @@
-"""How many batches a run plans and trains where its data end before ``run.batches``."""
+"""The number of batches that a run plans and trains if its data end before ``run.batches``."""
 
 import json
 
@@ -12,7 +12,7 @@ def row(seed, index):
 
 
 class Started:
-    """Observes without a mark."""
+    """Observes without ``@hookimpl``."""
 
     def __init__(self):
         self.batches = 0
@@ -22,7 +22,7 @@ class Started:
 
 
 def ended(runner, **data):
-    """A recipe of 8 batches of 4 prompts."""
+    """Run a recipe of 8 batches of 4 prompts."""
     runner.config()  # writes prompts.jsonl
     set_ = {"name": "few", "data": {"path": f"{runner.folder}/prompts.jsonl@[0:3]"}, "every": 2}
     return {"data": {"path": f"{runner.folder}/prompts.jsonl@[0:10]", "epochs": 1, **data}, "eval": [set_]}
@@ -51,7 +51,7 @@ def test_data_that_last_longer_than_the_run_change_nothing(runner, caplog):
     assert "fewer than run.batches" not in caplog.text
 
 
-def test_data_that_filters_end_sooner_are_told_when_they_do(runner, caplog):
+def test_data_that_filters_exhaust_sooner_are_reported_at_their_end(runner, caplog):
     result = runner.run({**ended(runner), "filters": [{"kind": "even-group"}]})
     assert result.steps < 3
     assert f"the data ended after {result.steps} of 3 planned batches" in caplog.text

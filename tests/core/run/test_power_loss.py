@@ -1,4 +1,4 @@
-"""Power loss: only what was synced to the disk is left, and the run continues as if it had never been stopped."""
+"""Power loss: only synced data remain on the disk, and the run continues as if it had never been stopped."""
 
 import json
 import random
@@ -35,7 +35,7 @@ def settings(runner, **run):
 
 
 def outcome(folder):
-    """Everything that a run leaves behind, without times."""
+    """Return everything that a run writes, without times."""
 
     def untimed(metrics):
         return {name: value for name, value in metrics.items() if not name.startswith(TIMES)}
@@ -55,7 +55,7 @@ def outcome(folder):
 
 @pytest.fixture(scope="module")
 def recorded(shared_runner):
-    """A whole run, and the disk at every moment of it."""
+    """A whole run, and the state of the disk at every moment of it."""
     disk = Disk(shared_runner.folder)
     with pytest.MonkeyPatch.context() as monkeypatch, disk.recorded(monkeypatch):
         shared_runner.run(settings(shared_runner))
@@ -103,7 +103,7 @@ def test_a_run_continues_exactly_after_a_power_loss_at_any_moment(recorded, tmp_
 
 @pytest.fixture
 def always_in_flight(monkeypatch):
-    """Add a rollout in flight to every snapshot: whether the fake engine has one then depends on the machine."""
+    """Add a rollout in flight to every snapshot; otherwise it would depend on the machine whether there is one."""
     snapshot = WorkerPool.snapshot
 
     async def add_rollout(workers):
@@ -132,7 +132,7 @@ def test_every_file_of_an_asynchronous_checkpoint_is_on_disk_before_its_name(mak
 
 
 def check_resumed(killed, disk, moments, chance=None):
-    """Resume at these moments; what was in flight in the checkpoint must be in the samples. Counts what was."""
+    """Resume at these moments. Rollouts in flight in the checkpoint must be in the samples; returns their number."""
     counts = []
     for number, moment in enumerate(moments):
         target, log = killed.runner.folder / "left", killed.runner.folder / f"requests-of-{number}"
@@ -151,7 +151,7 @@ def check_resumed(killed, disk, moments, chance=None):
 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory):
-    """A whole asynchronous run whose engine writes down its requests, and the disk at every moment of it."""
+    """A whole asynchronous run whose engine records its requests, and the disk at every moment of it."""
     killed = KilledRun(tmp_path_factory.mktemp("asynchronous"), max_staleness=1)
     (killed.runner.folder / "digits.py").write_text(PLUGIN)
     (killed.runner.folder / "requests-0").touch()

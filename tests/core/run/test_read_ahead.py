@@ -1,4 +1,4 @@
-"""The rows of the next batch are read while the trainer computes, and count as drawn when they are trained on."""
+"""The rows of the next batch are read while the trainer computes, and count as drawn once they are trained on."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from plasmid_runtime.rollout.producers.demonstrations import DemonstrationProduc
 from plasmid_runtime.rollout.producers.draws import Draws
 
 LIMIT_S = 30.0
-"""Only bounds how long a failure takes."""
+"""Only limits how long a failing test takes."""
 
 
 class Rows(PromptStream):
@@ -48,7 +48,7 @@ class Rows(PromptStream):
 
 
 def with_producer(main, rows):
-    """Run ``main(producer, draws)`` with rows that are read in the thread of a run."""
+    """Run ``main(producer, draws)`` with rows that are read in the data thread of a run."""
 
     async def run():
         with DataThread() as thread:
@@ -145,7 +145,7 @@ def test_reading_ahead_ends_with_the_run():
         assert await asyncio.to_thread(reached.wait, LIMIT_S / 3)
         await producer.close()
         blocked.set()
-        await asyncio.wrap_future(draws.calls.submit(lambda: None))  # behind what was read ahead
+        await asyncio.wrap_future(draws.calls.submit(lambda: None))  # after the rows that were read ahead
         return rows.next
 
     assert with_producer(main, rows) == 4

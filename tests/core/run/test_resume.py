@@ -1,4 +1,4 @@
-"""Resume: a continued run equals one that was never stopped."""
+"""Resume: a resumed run equals one that was never stopped."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(make_runner, at):
 
 
 class StopAt:
-    """Presses Ctrl-C, so to speak, when a phase of a batch begins."""
+    """Simulates Ctrl-C when a phase of a batch begins."""
 
     def __init__(self, batch, phase):
         self.at = (batch, phase)
@@ -283,7 +283,7 @@ def test_resume_auto_without_a_folder_takes_the_newest_run_with_a_checkpoint_or_
 def test_resume_auto_continues_a_run_that_saved_before_the_lock_was_taken(runner, monkeypatch):
     runner.run({"run": {"batches": 2}})
     before = (runner.folder / "run/metrics.jsonl").read_bytes()
-    monkeypatch.setattr(preparation, "resumable_folder", lambda config: None)  # as seen before the other run saved
+    monkeypatch.setattr(preparation, "resumable_folder", lambda config: None)  # as it was before the other run saved
     assert runner.run({"run": {"batches": 3}}, resume="auto").steps == 3
     assert (runner.folder / "run/metrics.jsonl").read_bytes().startswith(before)
 
@@ -339,7 +339,7 @@ def test_the_first_checkpoint_needs_room_for_the_weights_unless_an_adapter_is_tr
         assert runner.run().checkpoint is not None
     folder = CheckpointFolder(runner.folder / "known", config.checkpoint)
     folder.commit(folder.begin(1), RunState(batch=1, version=1, producer={}, components={}, config={}))
-    folder.check_space(10**9)  # the newest tells what a checkpoint really needs
+    folder.check_space(10**9)  # the newest checkpoint shows how much space one needs
 
 
 def test_the_first_checkpoint_needs_room_for_the_optimizer_too(runner, monkeypatch):
@@ -367,7 +367,7 @@ def test_the_first_checkpoint_needs_room_for_the_critic_too(runner, monkeypatch,
     assert CheckpointSaver._least_bytes(saver) == needed * 10**6
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_written(runner, monkeypatch):
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_anything_is_written(runner, monkeypatch):
     usage = shutil.disk_usage
 
     def short(path):

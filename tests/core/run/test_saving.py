@@ -1,4 +1,4 @@
-"""Checkpoints that the trainer writes while the run goes on: of one moment, one at a time, complete or absent."""
+"""Checkpoints written in the background: consistent, one at a time, and complete or absent."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ TIMES = ("perf/", "memory/", "gpu/", "engine/", "sync/")
 
 
 def settings(runner, trainer=None, **tables):
-    """Every second batch is saved; the checkpoint of the second is written when the third has been trained."""
+    """Every second batch is saved; the checkpoint of the second is written after the third has been trained."""
     plain = runner.config()
     return {
         "plugins": [*plain.plugins, str(HELD)],
@@ -40,7 +40,7 @@ def state_of(runner, batch):
 
 
 class Heard:
-    """What an observer is told, in order."""
+    """Records the events of an observer in order."""
 
     def __init__(self):
         self.events = []
@@ -68,7 +68,7 @@ def test_batches_are_trained_while_a_checkpoint_is_written(runner):
 
 
 def test_a_checkpoint_is_of_the_moment_when_it_was_begun(make_runner):
-    """Of the same moment as one that was written before anything else happened."""
+    """It equals a checkpoint that was written before training continued."""
     behind, before = make_runner("behind"), make_runner("before")
     behind.run(settings(behind))
     before.run(settings(before, {}))
@@ -101,7 +101,7 @@ def test_seconds_written_and_seconds_that_training_waited_are_metrics(runner):
     metrics = runner.metrics()
     assert "perf/save_s" not in metrics[1] and metrics[2]["perf/save_blocked_s"] >= 0
     written = [m["perf/save_s"] for m in metrics if "perf/save_s" in m]
-    # the last save ends after the last batch, and on a slow disk the one before as well
+    # the last save ends after the last batch, and on a slow disk the previous one does as well
     assert len(written) in (2, 3) and min(written) >= 0.02
 
 
@@ -126,11 +126,11 @@ def test_an_error_while_writing_is_one_line_and_the_checkpoint_before_stays(runn
     with pytest.raises(CheckpointError, match=match):
         runner.run(failing)
     assert checkpoints(runner) == ["batch-000002"]
-    assert len(runner.metrics()) in (5, 6)  # told between two batches, not at the next checkpoint
+    assert len(runner.metrics()) in (5, 6)  # reported between two batches, not at the next checkpoint
     assert runner.run(failing, resume=True).steps == 8
 
 
-def test_an_error_while_the_last_checkpoint_is_written_is_told(runner):
+def test_an_error_while_the_last_checkpoint_is_written_is_reported(runner):
     with pytest.raises(CheckpointError, match=r"cannot save batch 8: .*: no room"):
         runner.run(settings(runner, {"failing": [8]}))
     assert checkpoints(runner) == ["batch-000002", "batch-000004", "batch-000006"]
@@ -153,6 +153,7 @@ run(resolve(json.loads(Path(sys.argv[1]).read_text())), make_cluster=lambda _: L
 """
 
 
+@pytest.mark.long
 def test_a_checkpoint_whose_run_was_killed_is_absent_and_cleaned_up_by_the_next(make_runner):
     whole, cut = make_runner("whole"), make_runner("cut")
     whole.run(settings(whole, {}))

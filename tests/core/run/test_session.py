@@ -1,4 +1,4 @@
-"""A loop that the caller owns: the same run as `plasmid.train` makes, in four calls."""
+"""A session, step by step, is the same run as `plasmid.train`."""
 
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def test_calls_in_a_wrong_order_are_refused(runner):
         session.score(groups)
         with pytest.raises(PlasmidError, match=r"session\.publish: no batch has been trained"):
             session.publish()
-        with pytest.raises(PlasmidError, match=r"session\.train: these are not the groups"):
+        with pytest.raises(PlasmidError, match=r"session\.train: must get the groups that were scored"):
             session.train(groups[:1])
         session.train(groups)
         with pytest.raises(PlasmidError, match=r"session\.sample: batch 1 has been trained but not published"):

@@ -1,4 +1,4 @@
-"""Whatever the delays, filters, failures and interruptions: the bound holds, nothing is lost, nothing is done twice."""
+"""For any delays, filters, failures and interruptions: staleness is bounded, and nothing is lost or done twice."""
 
 import sys
 import tempfile
@@ -75,11 +75,11 @@ BUFFERS = st.tuples(
     st.sampled_from(["oldest-first", "freshest-first", "priority"]), st.sampled_from(["drop", "resample", "wait"])
 )
 MOMENTS = st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.1])
-"""When a break comes, as a fraction of about what the whole run takes."""
+"""Times of interruptions, as fractions of the approximate duration of the run."""
 
 
 def waiting(simulation):
-    """Draws that the last checkpoint keeps: running, finished, or dropped since the last take."""
+    """Return the draws in the last checkpoint: running, finished, or dropped since the last take."""
     checkpoint = simulation.checkpoints()[-1]
     pending = [item["id"] for item in read_state(checkpoint).producer["pending"]]
     buffer = checkpoint / BUFFER
@@ -87,12 +87,12 @@ def waiting(simulation):
 
 
 def recorded(simulation, *, until=10**6):
-    """Trained and dropped draws, as the run's sample files tell up to a batch."""
+    """Return the trained and dropped draws in the run's sample files up to a batch."""
     trained, dropped = [], []
     for path in sorted(simulation.folder.samples.glob("*.parquet")):  # batch-000001, ..., then end-000012
         name, number = path.stem.split("-")
         if int(number) > until or (name == "end" and until < 10**6):
-            continue  # what the end of the data dropped may come after the checkpoint
+            continue  # groups dropped at the end of the data may follow the checkpoint
         why = read_dropped(path)
         ids = [group.id for group in read_samples(path)]
         trained += [id_ for id_ in ids if id_ not in why]
@@ -112,7 +112,7 @@ EVERYTHING = {
 
 BROKEN = list(product((0, 2), (1, 2), ("stop", "kill"), (0.0, 2.0)))
 PAIRS = [(0, 1, "stop", 0.0), (0, 2, "kill", 2.0), (2, 1, "kill", 0.0), (2, 2, "stop", 2.0), (2, 1, "stop", 2.0)]
-"""All pairs of two settings but three."""
+"""Cases that cover all pairs of values of two settings except three pairs."""
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ PAIRS = [(0, 1, "stop", 0.0), (0, 2, "kill", 2.0), (2, 1, "kill", 0.0), (2, 2, "
 def test_a_run_that_is_broken_twice_loses_nothing(plain, bound, sync_every, how, write_s):
     run = {"max_staleness": bound, "sync_every": sync_every, "prompts_per_batch": 3, "batches": 6, "over_sampling": 1.0}
     chances = Chances(seed=1, dropped=0.3, rollout_s=1.0, train_s=0.5, save_s=0.5, write_s=write_s)
-    every = 1 if how == "kill" else 0  # a stop saves by itself what was under way
+    every = 1 if how == "kill" else 0  # a stop saves work in progress by itself
     simulate(plain, chances, run, -1, every, ("oldest-first", "drop"), [(how, 0.3), (how, 0.3)])
 
 
@@ -158,7 +158,7 @@ def test_nothing_is_lost_or_done_twice_in_many_runs(plain, chances, run, rows, e
 
 
 def simulate(plain, chances, run, rows, every, buffer, breaks):
-    """One run with its breaks; then what it left is checked."""
+    """Simulate one run with its interruptions, and check what it leaves."""
     with tempfile.TemporaryDirectory() as folder:
         config = plain.model_copy(
             update={
@@ -190,7 +190,7 @@ def policy(kind, when_stale):
 
 
 def check_first_tokens(simulation):
-    """What rollouts had drawn before a resume was not drawn again."""
+    """Check that tokens sampled before a resume were not sampled again."""
     for path in simulation.folder.samples.glob("*.parquet"):
         for group in read_samples(path):
             expected = simulation.first_tokens.get(group.id, group.samples[0].rollout_logprobs[0])
@@ -213,10 +213,10 @@ def check(simulation, run, rows):
     if rows < 0:
         assert sorted(by_batch) == list(range(1, run["batches"] + 1))
     saved = read_state(simulation.checkpoints()[-1])
-    kept, parted = recorded(simulation, until=saved.batch)  # what a run that continues does not sample again
+    kept, parted = recorded(simulation, until=saved.batch)  # a run that continues does not sample these again
     known = [*kept, *(id_ for id_, _ in parted), *waiting(simulation)]
     assert len(known) == len(set(known)), "a draw would be trained twice"
-    # `gone` besides: what the filters dropped after the last batch, when the data ended
+    # additionally `gone`: groups that filters dropped after the last batch, when the data ended
     assert {*known, *gone} >= set(range(saved.producer["next"])), "a draw was lost"
     if len(by_batch) < run["batches"]:
         assert sorted(ids + gone) == list(range(rows)), "the data ended, but not every row was trained or dropped"

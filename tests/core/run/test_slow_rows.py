@@ -1,4 +1,4 @@
-"""Rows that take long to make hold up neither the loop nor Ctrl-C, and change no draw."""
+"""Rows that take long to create delay neither the loop nor Ctrl-C, and change no draw."""
 
 import json
 
@@ -27,7 +27,7 @@ def row(*, seed, index):
 
 
 def run(runner, in_row_8, *, staleness, **mode):
-    """A run of 12 batches of one row; a statement is executed when row 8 is made for the first time."""
+    """Run 12 batches of one row. A statement is executed when row 8 is first created."""
     if in_row_8:
         (runner.folder / "rows.py").write_text(ROWS.replace("IN_ROW_8", in_row_8))
     changes = {
@@ -38,7 +38,7 @@ def run(runner, in_row_8, *, staleness, **mode):
 
 
 def trained(result):
-    """The number of the draw and the prompt of each batch, in order."""
+    """Return the draw number and the prompt of each batch, in order."""
     files = sorted((result.run_dir / "samples").glob("batch-*.parquet"))
     return [(group.id, group.prompt.id) for file in files for group in read_samples(file)]
 
@@ -56,7 +56,7 @@ def test_a_slow_row_is_drawn_in_its_place(runner, monkeypatch, staleness):
     monkeypatch.chdir(runner.folder)
     groups = trained(run(runner, "time.sleep(0.5)", staleness=staleness))
     assert groups == [(draw, f"row:{draw}") for draw, _ in groups]
-    if staleness == 0:  # else a batch takes the group that is finished first
+    if staleness == 0:  # otherwise a batch takes the group that finishes first
         assert [draw for draw, _ in groups] == list(range(12))
 
 

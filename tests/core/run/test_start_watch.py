@@ -1,4 +1,4 @@
-"""What a starting run says that it waits for."""
+"""What a starting run reports that it is waiting for."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Division of the weights of a sync over several ranks."""
+"""Division of the weights of a sync among several ranks."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_shares_differ_by_at_most_the_largest_weight(sizes, num_ranks):
 
 
 class Recorder:
-    """A wire and its sender in one, which notes what was gathered before each bucket."""
+    """A wire and its sender in one. Records what was gathered before each bucket."""
 
     senders = "divided"
 
@@ -61,7 +61,7 @@ class Recorder:
 
 
 def share(rounds, rank, log):
-    """The tensors of a rank in every round, with a note when all gathers of the round are complete."""
+    """Yield the tensors of a rank in every round, and record when all gathers of the round are complete."""
     for number, owners in enumerate(rounds):
         log.append(("gathered", number))
         yield [(name, torch.ones(4)) for name, owner in owners.items() if owner == rank]

@@ -1,4 +1,4 @@
-"""Buckets, checksums and the sending half of weight sync."""
+"""Buckets, checksums and the sending side of weight syncs."""
 
 from dataclasses import dataclass, field, replace
 
@@ -73,7 +73,7 @@ def test_a_flipped_bit_changes_the_checksum(word, bit):
 @pytest.mark.parametrize("distance", [1, 2, 4, 64, 1024, 2 * ROW, 4 * ROW])
 def test_swapped_elements_change_the_checksum(dtype, distance):
     data = torch.arange(4 * ROW + 8).remainder(100).to(dtype)
-    data[3], data[3 + distance] = 5, -5 if dtype.is_signed else 6  # for floats they differ in the sign alone
+    data[3], data[3 + distance] = 5, -5 if dtype.is_signed else 6  # as floats they differ only in the sign
     swapped = data.clone()
     swapped[3], swapped[3 + distance] = data[3 + distance], data[3]
     assert checksum(swapped) != checksum(data)

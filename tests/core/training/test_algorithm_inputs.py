@@ -1,4 +1,4 @@
-"""What algorithms are handed besides scores: tokens, versions, reward components, metadata and kept sets."""
+"""Inputs of algorithms besides scores: tokens, versions, reward components, metadata and kept sets."""
 
 import pickle
 
@@ -19,7 +19,7 @@ ONE = Microbatching(unit="samples", size=1)
 
 
 def make_batch(*, kept=True, groups=3):
-    """Ragged samples whose tokens, versions, components, metadata and kept sets all differ."""
+    """Create ragged samples whose tokens, versions, components, metadata and kept sets all differ."""
     random, made = np.random.default_rng(5), []
     for group in range(groups):
         prompt = Prompt(id=f"p{group}", token_ids=random.integers(0, 40, 1 + group).astype(np.int32))
@@ -54,7 +54,7 @@ def version_of(sample, place):
 
 
 def check(inputs, index, rows, batch, places):
-    """Token t of the inputs is token ``places[t]`` of the rank's rows."""
+    """Check that token t of the inputs is token ``places[t]`` of the rank's rows."""
     whole = samples_of(batch)
     for t, place in enumerate(places):
         number = int(np.searchsorted(rows.offsets, place, side="right")) - 1

@@ -1,4 +1,4 @@
-"""`check_algorithm`: algorithms that keep the contract pass; every mistake is one line with method, file and line."""
+"""`check_algorithm`: valid algorithms pass, and every mistake is one line with method, file and line number."""
 
 import inspect
 from dataclasses import replace
@@ -21,7 +21,7 @@ KINDS = {
 
 
 class Custom(Algorithm):
-    """Rewards less their mean, and the likelihood."""
+    """Rewards minus their mean, and the log-likelihood."""
 
     kind: str = "custom"
 
@@ -50,7 +50,7 @@ def test_every_algorithm_that_comes_with_plasmid_passes(kind, restricted):
 
 
 class Everything(Custom):
-    """Reads all that there is."""
+    """Reads all available inputs."""
 
     def needs(self):
         return Needs(metadata=True, greedy_baseline=True)
@@ -247,7 +247,7 @@ OPEN = {
     "{sum}": "sum over ranks with inputs.all_reduce: the value of a token changed from ",
     "{whole}": "which hold whole samples: the value of a token changed from ",
 }
-"""What lines go on with up to numbers."""
+"""Text that replaces a mark in a message, up to its first number."""
 
 
 @pytest.mark.parametrize(("cls", "method", "problem"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
@@ -280,7 +280,7 @@ RAISED = [
 
 
 @pytest.mark.parametrize(("cls", "method", "error"), RAISED, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_it_raises_is_told_with_the_line_that_raised(cls, method, error):
+def test_an_exception_is_reported_with_the_line_that_raised_it(cls, method, error):
     with pytest.raises(AlgorithmError) as caught:
         check_algorithm(cls(), components=["number", "format"])
     said = str(caught.value)

@@ -1,4 +1,4 @@
-"""Packed tensors against loops over samples."""
+"""Packed tensors, compared with loops over samples."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Compiled layers: the cache of an earlier process, custom autograd functions included, and the memory budget."""
+"""Compiled layers: the cache of an earlier process, also with custom autograd functions, and the memory budget."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from torch import nn
 PROGRAM = """
 import numpy as np
 import torch
-from plasmid_training.batches.prefix_attention import Spread
+from plasmid_training.batches.prefix_attention import TokenGather
 from plasmid_training.compiling import compile_layers
 
 
@@ -26,7 +26,7 @@ layer = Layer()
 compile_layers([layer], memory_budget=1.0)
 x = torch.ones(3, 1, 4, requires_grad=True)
 index = np.array([0, 1, 0, 2])
-layer.forward(x, Spread.of(index, np.ones(4, np.bool_), 3, "cpu")).sum().backward()
+layer.forward(x, TokenGather.of(index, np.ones(4, np.bool_), 3, "cpu")).sum().backward()
 counters = torch._dynamo.utils.counters["aot_autograd"]
 print(counters["autograd_cache_hit"], counters["autograd_cache_saved"], x.grad.flatten().tolist())
 """
@@ -49,7 +49,7 @@ def test_a_second_process_finds_compiled_layers_in_the_cache(tmp_path):
 
 
 class Block(nn.Module):
-    """A gated MLP behind a norm."""
+    """A gated MLP with a norm before it."""
 
     def __init__(self):
         super().__init__()

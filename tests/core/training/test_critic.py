@@ -1,4 +1,4 @@
-"""What all trainers do around a critic: returns, the value loss's sum, explained variance."""
+"""The critic's code in all trainers: returns, sum of the value loss, explained variance."""
 
 import math
 import threading
@@ -14,14 +14,19 @@ from plasmid_training.algorithms.ppo import PPO
 from plasmid_training.batches.collate import collate
 from plasmid_training.batches.rank_batch import split
 from plasmid_training.batches.schedule import Microbatching
-from plasmid_training.objective.critic import compute_returns, explained_variance, value_microbatch_loss
-from plasmid_training.objective.objective import step_weights
+from plasmid_training.objective.objective import (
+    compute_returns,
+    explained_variance,
+    step_weights,
+    value_microbatch_loss,
+)
 
 SHAPE = [[1, 2], [1, 1, 1], [1]]
 
 
 def together(parts, function):
-    """What ``function(part, all_reduce)`` returns for every part, each in a thread; ``all_reduce`` sums over them."""
+    """Return the results of ``function(part, all_reduce)`` for every part, each in a thread. ``all_reduce`` sums over
+    them."""
     barrier, slots, results = threading.Barrier(len(parts)), {}, {}
 
     def all_reduce(index, tensor):
@@ -44,7 +49,7 @@ def together(parts, function):
 
 def test_explained_variance_is_numpys_and_the_same_over_parts():
     draw = np.random.default_rng(0)
-    returns = draw.normal(1e4, 1.0, 50).astype(np.float32)  # E[x^2] - E[x]^2 in fp32 would be lost here
+    returns = draw.normal(1e4, 1.0, 50).astype(np.float32)  # E[x^2] - E[x]^2 in fp32 would be inaccurate here
     values = (returns + draw.normal(0, 0.5, 50)).astype(np.float32)
     expected = 1 - (returns - values).astype(np.float64).var() / returns.astype(np.float64).var()
     whole = explained_variance(torch.from_numpy(values), torch.from_numpy(returns), torch.clone)
@@ -75,7 +80,7 @@ def pieces(*, num_ranks=1, size=100_000):
 
 
 def value_loss(algorithm, ranks, values):
-    """The step's whole value loss and the returns by sample, over the parts."""
+    """Return the value loss of the whole step, and the returns by sample, computed over the parts."""
     total, by_sample = 0.0, {}
     for rank in ranks:
         rows = rank.fetch()

@@ -1,4 +1,4 @@
-"""Distillation over top tokens: loss and gradient are those of the formula, for every split, and nothing overflows."""
+"""Distillation over top tokens: loss and gradient equal the formula for every split, and nothing overflows."""
 
 import copy
 from dataclasses import replace
@@ -35,7 +35,7 @@ WHOLE = Microbatching(unit="samples", size=1000)
 
 
 def taught_batch(seed, *, steps=1, restricted=0.0):
-    """A random batch with a teacher's top tokens, not in order, of which some include the sampled token."""
+    """Create a random batch with a teacher's unordered top tokens, some of which include the sampled token."""
     random, groups = np.random.default_rng(seed), []
     batch = random_batch(SHAPE, seed=seed, restricted=restricted, vocab_size=VOCAB)
     for group in batch.groups:
@@ -59,7 +59,7 @@ def student(dtype):
 
 
 def gradient(algorithm, batch, model, *, num_ranks=1, microbatching=WHOLE, step=0, fused=False):
-    """Metrics and gradient (one flat tensor) of one step, ranks simulated one after another."""
+    """Return metrics and gradient (one flat tensor) of one step, with ranks simulated one after another."""
     policy, metrics = copy.deepcopy(model), StepMetrics()
     for rank in split(batch, num_ranks=num_ranks, microbatching=microbatching):
         rows = rank.fetch()
@@ -80,13 +80,13 @@ def gradient(algorithm, batch, model, *, num_ranks=1, microbatching=WHOLE, step=
                 chunk_loss = fused_loss(algorithm, inputs, weights[m.table_index])
                 loss = linear_token_loss(*arguments, chunk_loss, **options).loss
             loss.backward()
-            metrics.add(loss=loss, values=part.values, maxima=part.maxima, num_tokens=part.num_tokens)
+            metrics.add(replace(part, loss=loss, mismatch=None))
     flat = torch.cat([p.grad.flatten() for p in policy.parameters()])
     return metrics.reduce(torch.clone, rank=0, num_ranks=1), flat
 
 
 def literally(algorithm, batch, model):
-    """Loss, gradient and mean divergence in fp64: sample by sample, token by token, outcome by outcome."""
+    """Return loss, gradient and mean divergence in fp64, by sample, token and outcome."""
     rollouts, every = {}, []
     for group in batch.groups:
         rows = group.rows.get()
@@ -122,7 +122,7 @@ def literally(algorithm, batch, model):
 @pytest.mark.parametrize("restricted", [0.0, 0.7])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_loss_and_gradient_are_the_formula(divergence, fused, restricted, dtype, tolerance):
-    """Also where sampling was restricted: the divergence is over the whole vocabulary."""
+    """Also with restricted sampling: the divergence is over the whole vocabulary."""
     algorithm, batch = GKD(top_k=COUNT, divergence=divergence), taught_batch(3, restricted=restricted)
     microbatching = Microbatching(unit="tokens", size=30)
     metrics, got = gradient(algorithm, batch, student(dtype), num_ranks=2, microbatching=microbatching, fused=fused)
@@ -180,7 +180,7 @@ def test_it_is_the_kl_of_the_vocabulary_or_less(divergence):
         found = top_divergence(divergence, policy.gather(1, ids), teacher.gather(1, ids))
         assert (found >= last - 1e-9).all() and (found <= exact + 1e-9).all()
         last = found
-    torch.testing.assert_close(last, exact, rtol=0, atol=1e-9)  # the last token is known from the others
+    torch.testing.assert_close(last, exact, rtol=0, atol=1e-9)  # the last token's probability follows from the others
     whole = top_divergence(divergence, policy, teacher)
     torch.testing.assert_close(whole, exact, rtol=0, atol=1e-12)
     same = top_divergence(divergence, policy[:, :3], policy[:, :3])

@@ -1,4 +1,4 @@
-"""Batch-invariant operations: the same bits for any other rows, and the right values."""
+"""Batch-invariant operations: identical bits for any other rows, and correct values."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_attention_of_one_token_has_the_bits_of_the_whole_prompt(dtype, lengths)
     query, key, value = (torch.randn(total, n, size).to(dtype) for n in (heads, groups, groups))
     spans = Spans.packed(lengths, torch.device("cpu"))
     whole = attention(query, key.transpose(0, 1)[None], value.transpose(0, 1)[None], spans, scale=0.2)
-    # a cache with room after each row's end, as an engine has it
+    # a cache with free space after each row's end, as in an engine
     cache = torch.full((2, len(lengths), groups, max(lengths) + 9, size), torch.nan, dtype=dtype)
     ends = torch.tensor(lengths).cumsum(0)
     for slot, (end, length) in enumerate(zip(ends.tolist(), lengths, strict=True)):
@@ -85,7 +85,7 @@ close(last, whole[ends - 1])
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_triton_kernels_compute_the_same_in_the_interpreter():
-    """In a process of its own, because Triton decides on import."""
+    """In a separate process, because Triton decides on import."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Log-probabilities within kept sets, against log-softmax over the tokens of each set in fp64."""
+"""Log-probabilities within kept sets, compared with log-softmax over the tokens of each set in fp64."""
 
 import numpy as np
 import pytest
@@ -12,39 +12,23 @@ from plasmid_training.head.kept_tokens import KeptTokens
 from plasmid_training.head.logprobs import token_logprobs
 from plasmid_training.head.token_loss import linear_token_loss
 
-POSITIONS, HIDDEN, VOCAB = 13, 6, 17
-UP = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+from tests.core.training.head_cases import POSITIONS, UP, VOCAB, literally, make_leaves
 
 
 def case(dtype=torch.float64):
-    """Inputs, and the set of each position as a list; every third is the whole vocabulary."""
+    """Return inputs, and the set of each position as a list; every third set is the whole vocabulary."""
     torch.manual_seed(0)
-    hidden = torch.randn(POSITIONS, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
-    bias = torch.randn(VOCAB, dtype=torch.float64).to(dtype).requires_grad_()
+    leaves = make_leaves(dtype)
     targets = torch.randint(0, VOCAB, (POSITIONS,))
     sets = []
     for i, target in enumerate(targets.tolist()):
         others = torch.randperm(VOCAB)[: int(torch.randint(0, VOCAB, ()))].tolist()
         sets.append([] if i % 3 == 0 else [*dict.fromkeys([*others, target])])
-    return (hidden, weight, bias), targets, torch.rand(POSITIONS) + 0.5, sets
+    return leaves, targets, torch.rand(POSITIONS) + 0.5, sets
 
 
 def tokens_of(sets):
     return KeptTokens.of(KeptSet.of([np.array(s, np.int32) for s in sets], np.zeros(len(sets))))
-
-
-def literally(leaves, targets, temperatures, sets):
-    """Log-probabilities among the tokens of each set, and entropies of the whole vocabulary, position by position."""
-    hidden, weight, bias = (leaf.double() for leaf in leaves)
-    logprobs, entropies = [], []
-    for i, kept in enumerate(sets):
-        z = (weight @ hidden[i] + bias) / temperatures[i].double()
-        among = kept or list(range(VOCAB))
-        logprobs.append(torch.log_softmax(z[among], 0)[among.index(targets[i])])
-        p = torch.softmax(z, 0)
-        entropies.append(-(p * p.log()).sum())
-    return torch.stack(logprobs), torch.stack(entropies)
 
 
 def loss_of(scores, chunk):
@@ -53,7 +37,7 @@ def loss_of(scores, chunk):
 
 
 def ours(leaves, targets, temperatures, sets, *, fused, **options):
-    """Log-probabilities, entropies, and gradients of `loss_of`."""
+    """Return log-probabilities, entropies, and gradients of `loss_of`."""
     hidden, weight, bias = leaves
     arguments = {"bias": bias, "kept": tokens_of(sets), "entropy_grad": True, **options}
     if fused:
@@ -69,7 +53,7 @@ def ours(leaves, targets, temperatures, sets, *, fused, **options):
 def test_values_and_gradients_are_those_of_log_softmax_over_each_set(chunk_size, fused):
     leaves, *rest = case()
     got = ours(leaves, *rest, fused=fused, chunk_size=chunk_size)
-    expected = literally(leaves, *rest)
+    expected = literally(leaves, *rest)[:2]
     expected = [*expected, *torch.autograd.grad(loss_of(expected, slice(None)), leaves)]
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
@@ -109,7 +93,7 @@ def test_a_set_of_one_token_is_certain_and_a_set_of_all_is_no_restriction():
 def test_a_low_precision_head_rounds_each_kept_gradient_once():
     leaves, *rest = case(torch.bfloat16)
     got = ours(leaves, *rest, fused=False, chunk_size=4)
-    logprobs, entropies = literally(leaves, *rest)
+    logprobs, entropies = literally(leaves, *rest)[:2]
     grads = torch.autograd.grad(loss_of((logprobs, entropies), slice(None)), leaves)
     assert got[0].dtype == torch.float32
     torch.testing.assert_close(got[0].double(), logprobs.detach(), rtol=0, atol=0.05)  # of logits in bf16

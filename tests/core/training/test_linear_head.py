@@ -1,4 +1,4 @@
-"""How many positions share a chunk when nobody says."""
+"""Number of positions per chunk by default."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from plasmid_training.head.linear_head import LinearHead
 
 
 def head(positions, vocab):
-    """On the meta device, so that nothing is held."""
+    """Create a head on the meta device, without memory."""
     return LinearHead(torch.empty(positions, 8, device="meta"), torch.empty(vocab, 8, device="meta"), None)
 
 

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against log_softmax in fp64."""
+"""Chunked log-probabilities, compared with log_softmax in fp64."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def case(dtype=torch.float64, seed=0, positions=POSITIONS):
 
 
 def plainly(hidden, weight, bias, targets, temperatures):
-    """Log-probabilities and entropies in fp64, position by position."""
+    """Return log-probabilities and entropies in fp64, position by position."""
     logits = (hidden.double() @ weight.double().T + bias.double()) / temperatures.double()[:, None]
     rows = [torch.log_softmax(row, 0) for row in logits]
     logprobs = torch.stack([row[target] for row, target in zip(rows, targets, strict=True)])
@@ -30,7 +30,7 @@ def logits_logprobs(logits, targets, temperatures, *, with_entropy=True, entropy
     if not with_entropy:
         return TokenScores(chosen, None)
     source = logprobs if entropy_grad else logprobs.detach()
-    finite = source.clamp(min=torch.finfo(source.dtype).min)  # where a logit is -inf, 0 * -inf would be NaN
+    finite = source.clamp(min=torch.finfo(source.dtype).min)  # for a logit of -inf, 0 * -inf would be NaN
     return TokenScores(chosen, -(source.exp() * finite).sum(-1))
 
 

@@ -1,14 +1,14 @@
-"""Metrics that mean the same however a step was split."""
+"""Metrics do not depend on the split of a step."""
 
 import threading
 
 import pytest
 import torch
-from plasmid_training.objective.metrics import StepMetrics
+from plasmid_training.objective.metrics import MicrobatchLoss, StepMetrics
 
 
 def over_threads(metrics):
-    """`reduce` of each rank's metrics, with an all-reduce between threads."""
+    """Return the result of `reduce` for each rank's metrics, with an all-reduce between threads."""
     num_ranks = len(metrics)
     barrier, slots, results = threading.Barrier(num_ranks), [None] * num_ranks, [None] * num_ranks
     calls = []
@@ -35,7 +35,8 @@ def over_threads(metrics):
 
 def add(metrics, kl, loss):
     values = torch.tensor(kl, dtype=torch.float32)
-    metrics.add(loss=torch.tensor(loss), values={"kl": values}, maxima={"kl": values}, num_tokens=len(kl))
+    part = {"values": {"kl": values}, "maxima": {"kl": values}}
+    metrics.add(MicrobatchLoss(loss=torch.tensor(loss), num_tokens=len(kl), **part))
 
 
 def test_means_are_over_tokens_and_maxima_over_everything():
@@ -70,7 +71,7 @@ def test_a_step_without_loss_tokens_has_zeros():
 
 def test_metrics_hold_no_graph():
     metrics, value = StepMetrics(), torch.ones(2, requires_grad=True)
-    metrics.add(loss=value.sum(), values={"x": value * 2}, maxima={"x": value}, num_tokens=2)
+    metrics.add(MicrobatchLoss(loss=value.sum(), values={"x": value * 2}, maxima={"x": value}, num_tokens=2))
     assert not any(t.requires_grad for t in (metrics.loss, *metrics.sums.values(), *metrics.maxima.values()))
 
 

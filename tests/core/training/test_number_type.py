@@ -1,4 +1,4 @@
-"""A trainer whose number type is left open computes in the engine's."""
+"""A trainer with dtype `auto` uses the engine's dtype."""
 
 import logging
 
@@ -42,7 +42,7 @@ def test_both_compute_in_one_type(gpu, trainer, rollout, expected, tmp_path, tin
     assert not caplog.records
 
 
-def test_two_types_are_told_of(tmp_path, tiny_model, caplog):
+def test_different_dtypes_are_reported(tmp_path, tiny_model, caplog):
     with caplog.at_level(logging.WARNING):
         found = config_of_ranks(context(tmp_path, tiny_model, trainer="float32", rollout="bfloat16"))
     assert found["trainer"]["dtype"] == "float32"

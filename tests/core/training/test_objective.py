@@ -1,4 +1,5 @@
-"""One step's loss and gradient: the same for every split, and what the formulas say when nothing of ours is used."""
+"""Loss and gradient of one step are the same for every split, and equal literal formulas without code of the
+packages."""
 
 import copy
 import dataclasses
@@ -35,7 +36,7 @@ SETTINGS = {
 
 
 class Causal(nn.Module):
-    """A causal model whose every token depends on all before it: a GRU between an embedding and a head."""
+    """A causal model in which every token depends on all previous ones: a GRU between an embedding and a head."""
 
     def __init__(self, dtype, seed=0):
         super().__init__()
@@ -49,7 +50,7 @@ class Causal(nn.Module):
 
 
 def score(model, rows, rank):
-    """[T] the model's log-probabilities of this rank's loss tokens."""
+    """Return the model's log-probabilities [T] of this rank's loss tokens."""
     scores = torch.zeros(len(rows.token_ids), dtype=model.head.weight.dtype)
     for microbatch in (m for step in rank.steps for m in step.microbatches):
         m = collate(rows, microbatch, table_index=rank.samples)
@@ -65,7 +66,7 @@ def forward(model, m, **options):
 
 
 def gradient(algorithm, batch, models, *, num_ranks=1, microbatching=WHOLE, step=0):
-    """Loss, metrics and gradient (one flat tensor) of one step, ranks simulated one after another."""
+    """Return loss, metrics and gradient (one flat tensor) of one step, with ranks simulated one after another."""
     policy, old, ref = (copy.deepcopy(m) for m in models)
     metrics, weights, ranks = StepMetrics(), None, split(batch, num_ranks=num_ranks, microbatching=microbatching)
     for rank in ranks:
@@ -81,13 +82,14 @@ def gradient(algorithm, batch, models, *, num_ranks=1, microbatching=WHOLE, step
             inputs = loss_inputs(rank, m, now, scores=scores, advantages=advantages)
             part = microbatch_loss(algorithm, inputs, weights[m.table_index])
             part.loss.backward()
-            metrics.add(loss=part.loss, values=part.values, maxima=part.maxima, num_tokens=part.num_tokens)
+            metrics.add(dataclasses.replace(part, mismatch=None))
     flat = torch.cat([p.grad.flatten() for p in policy.parameters()])
     return metrics.reduce(torch.clone, rank=0, num_ranks=1), flat
 
 
 def three_models(dtype):
-    """Policy, old policy and reference: near each other, so that some ratios are clipped and others are not."""
+    """Return policy, old policy and reference, close to each other so that some ratios are clipped and others are
+    not."""
     models = [Causal(dtype) for _ in range(3)]
     for seed, model in enumerate(models):
         generator = torch.Generator().manual_seed(seed)
@@ -97,7 +99,7 @@ def three_models(dtype):
 
 
 def literal(algorithm, batch, models, step):
-    """Loss and gradient in fp64 from the formulas: sample by sample, token by token, no padding, nothing shared."""
+    """Return loss and gradient in fp64 from the formulas, by sample and token, without padding or shared prefixes."""
     samples = [s for group in batch.groups for s in group.whole.get().samples]
     group_of = {s.id: group for group in batch.groups for s in group.whole.get().samples}
     order = list(dict.fromkeys(s.rollout_id for s in samples))
@@ -137,7 +139,7 @@ def literal(algorithm, batch, models, step):
 
 
 def literal_kept(sample, t):
-    """Ids of what token t was drawn from."""
+    """Return the ids of the tokens that token t was sampled from."""
     if sample.kept is None:
         return torch.arange(VOCAB)
     found = sample.kept.token_ids[sample.kept.offsets[t] : sample.kept.offsets[t + 1]]
@@ -183,7 +185,7 @@ def test_a_step_is_what_the_formulas_say(name, reduction, steps, restricted):
         microbatching = Microbatching(unit="tokens", size=30)
         metrics, got = gradient(algorithm, batch, models, num_ranks=2, microbatching=microbatching, step=step)
         loss, expected = literal(algorithm, batch, models, step)
-        # advantages and the engine's log-probabilities are fp32 in our part
+        # advantages and the engine's log-probabilities are fp32 in the tested code
         assert metrics["train/loss"] == pytest.approx(loss, abs=1e-6)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
         assert expected.abs().max() > 1e-3
@@ -279,7 +281,7 @@ class WrongShapes(GRPO):
         return TokenLoss(loss=result.loss.sum(), metrics=result.metrics)
 
 
-def test_an_algorithm_that_returns_another_shape_is_told_so():
+def test_an_algorithm_that_returns_another_shape_is_an_error():
     rank = split(random_batch(SHAPE, silent=0.0), num_ranks=1, microbatching=WHOLE)[0]
     rows = rank.fetch()
     tokens = int(rows.loss_mask.sum())

@@ -1,4 +1,4 @@
-"""Attention within packed samples against plain softmax over each sample, in fp64, gradients included."""
+"""Attention within packed samples, compared with plain softmax per sample in fp64, including gradients."""
 
 import math
 
@@ -11,7 +11,7 @@ from plasmid_training.batches.packed_attention import Block, attend, dense_atten
 
 
 def plain(query, key, value, lengths, *, scale=None, window=None):
-    """[t, h, e] by loops over samples and the formula of Vaswani et al. 2017."""
+    """Return the output [t, h, e] by loops over samples, with the formula of Vaswani et al. 2017."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     groups, parts = query.shape[1] // key.shape[1], []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
@@ -73,7 +73,8 @@ def test_a_block_holds_every_token_once_and_starts_of_samples_as_padding(lengths
 
 
 class PlainKernels:
-    """FlashAttention's algorithm (Dao 2023) on packed samples without its blocks, in the form of torch's operators."""
+    """FlashAttention's algorithm (Dao 2023) on packed samples without blocks, with the interface of torch's
+    operators."""
 
     def scores(self, query, key, cu_q, cu_k, scale, left):
         sample_q, sample_k = (

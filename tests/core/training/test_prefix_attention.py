@@ -1,4 +1,4 @@
-"""Attention of samples that share prefixes against plain attention of each whole sample, in fp64, with gradients."""
+"""Attention of samples with shared prefixes, compared with plain attention of each sample in fp64, with gradients."""
 
 import math
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def causal(q, k, v, *, scale, window):
-    """[t, h, e] of the last t queries of a sample (Vaswani et al. 2017)."""
+    """Return the output [t, h, e] of the last t queries of a sample (Vaswani et al. 2017)."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.einsum("thd,shd->hts", q, k) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -26,7 +26,7 @@ def causal(q, k, v, *, scale, window):
 
 
 def bottom_right_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """What FlashAttention's packed kernels compute, as loops."""
+    """Compute the same as FlashAttention's packed kernels, with loops."""
     assert window_size[1] == 0 and max_q == max(cu_q.diff()) and max_k == max(cu_k.diff())
     window = None if window_size[0] == -1 else window_size[0] + 1
     parts = zip(*(x.split(cu.diff().tolist()) for x, cu in ((query, cu_q), (key, cu_k), (value, cu_k))), strict=True)
@@ -34,7 +34,7 @@ def bottom_right_kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, w
 
 
 def make_rows(groups):
-    """Samples of groups of (prefix, lengths behind it), and their prefixes."""
+    """Create samples of groups of (prefix, completion lengths), and their prefixes."""
     lengths = np.array([prefix + own for prefix, owns in groups for own in owns])
     index = np.repeat(np.arange(len(groups)), [len(owns) for _, owns in groups])
     prefixes = np.array([groups[g][0] for g in index])

@@ -1,4 +1,4 @@
-"""What ranks are sent, and what they fetch."""
+"""What is sent to ranks, and what they fetch."""
 
 import dataclasses
 import pickle
@@ -35,7 +35,7 @@ def test_ranks_fetch_every_sample_once_and_its_tokens_are_right(shape, num_ranks
     assert sorted(seen) == sorted(whole)
 
 
-def test_every_rank_is_told_which_samples_are_in_a_step_anywhere():
+def test_every_rank_receives_the_samples_of_a_step_on_all_ranks():
     batch = random_batch([[1, 2, 1], [1, 1]], steps=2)
     ranks = split(batch, num_ranks=2, microbatching=BY_TOKENS)
     assert (

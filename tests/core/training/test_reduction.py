@@ -1,4 +1,4 @@
-"""Loss weights against sums written out in loops."""
+"""Loss weights, compared with sums written as loops."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def mean(values):
 
 
 def reduced_by_hand(table, samples, losses, reduction, constant_length):
-    """Loss of a step from a list of token losses per sample, as the definition says it."""
+    """Return the loss of a step from a list of token losses per sample, by its definition."""
     of = {"per-rollout": table.rollout_index, "per-prompt": table.group_index}
     if reduction in of:
         tokens: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Where the processes of a run meet, and where they listen for it."""
+"""The rendezvous of the processes of a run, and the addresses that it listens on."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_memory_of_the_rendezvous_is_the_users_alone():
     owner = os.stat(rendezvous.url.removeprefix("file://"))
     folder = os.stat(os.path.dirname(rendezvous.url.removeprefix("file://")))
     assert owner.st_uid == folder.st_uid == os.getuid()
-    assert folder.st_mode & 0o077 == 0  # others cannot look up what is in there
+    assert folder.st_mode & 0o077 == 0  # others cannot list its contents
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Who computes what, for every shape of batch."""
+"""Assignment of samples to ranks and microbatches, for every shape of batch."""
 
 import os
 import time
@@ -20,12 +20,12 @@ from plasmid_training.batches.schedule import (
 )
 
 DISTRIBUTIONS = int(os.environ.get("PLASMID_TEST_DISTRIBUTIONS", "200"))
-"""Random distributions of lengths that are balanced; 10,000 take two minutes."""
+"""Number of random length distributions that must be balanced; 10,000 take two minutes."""
 
 
 @st.composite
 def tables(draw):
-    """A table whose samples belong to rollouts in any interleaving within their group."""
+    """Create a table whose samples belong to rollouts, interleaved arbitrarily within their group."""
     shape = draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=5), min_size=1, max_size=4))
     rollouts, groups, first = [], [], 0
     for group, counts in enumerate(shape):
@@ -119,7 +119,7 @@ def test_equal_counts_differ_by_at_most_one(lengths, num_ranks):
 
 
 def table_of(lengths, groups=None, prefixes=None):
-    """Every sample is a rollout; each is a group of its own unless ``groups`` says otherwise."""
+    """Create a table in which every sample is a rollout; each has its own group by default."""
     count = len(lengths)
     return BatchTable(
         sample_ids=tuple(map(str, range(count))),
@@ -186,7 +186,7 @@ def test_groups_are_split_over_ranks_only_where_that_balances_them():
 
 
 def random_lengths(draw):
-    """Lengths of one of four kinds of distributions, of which no sample is more than 5% of a rank's FLOPs."""
+    """Return lengths of one of four kinds of distributions, where no sample exceeds 5% of a rank's FLOPs."""
     num_ranks, quadratic = int(draw.integers(2, 17)), float(draw.choice([np.inf, 9000.0, 500.0]))
     count = int(num_ranks * draw.integers(20, 80))
     kind = draw.integers(4)
@@ -252,6 +252,20 @@ def test_the_length_at_which_attention_costs_as_much_as_the_rest():
     experts = config | {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
     assert attention_length(experts) > length
     assert attention_length({}) == float("inf")
+
+
+def test_linear_attention_costs_the_same_for_every_token():
+    sizes = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    sizes |= {"intermediate_size": 16, "vocab_size": 100}
+    delta = {"linear_num_key_heads": 2, "linear_key_head_dim": 3, "linear_num_value_heads": 4}
+    delta |= {"linear_value_head_dim": 5, "linear_conv_kernel_dim": 4}
+    config = sizes | delta | {"model_type": "qwen3_next", "num_hidden_layers": 4}  # three linear layers, one full
+    weights = 2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * (2 * 6 + 2 * 20 + 2 * 4 + 20) + 4 * 3 * 8 * 16 + 800
+    length = attention_length(config)
+    assert 3.5 * 2 * (2 * 16) * length**2 / 2 == pytest.approx(6 * weights * length)
+    kinds = ["linear_attention", "linear_attention", "full_attention", "full_attention"]
+    assert attention_length(config | {"layer_types": kinds}) < length
+    assert attention_length({"text_config": config}) == length
 
 
 def test_more_steps_than_rollouts_are_refused():

@@ -1,4 +1,4 @@
-"""Rows of logits in blocks, in the dtype that they come in."""
+"""Rows of logits, processed in blocks in their own dtype."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loss with the gradient computed in each chunk, against the same loss of log-probabilities from autograd."""
+"""The loss with gradients computed per chunk, compared with the same loss of log-probabilities and autograd."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ LOSSES = [supervised, policy_gradient]
 
 
 def apart(loss, inputs):
-    """Everything in one piece: log-softmax, loss and gradients by autograd."""
+    """Compute everything at once: log-softmax, loss and gradients by autograd."""
     hidden, weight, bias, targets, temperatures = inputs
     logprobs = ((hidden @ weight.T + bias) / temperatures.to(hidden.dtype)[:, None]).log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)

@@ -1,4 +1,5 @@
-"""Log-probabilities of further tokens, against log-softmax in fp64, and their way from a teacher to the loss."""
+"""Log-probabilities of top tokens, compared with log-softmax in fp64, and their transport from a teacher to the
+loss."""
 
 from dataclasses import replace
 
@@ -16,36 +17,29 @@ from plasmid_training.head.kept_tokens import KeptTokens
 from plasmid_training.head.logprobs import token_logprobs
 from plasmid_training.head.token_loss import linear_token_loss
 
-POSITIONS, HIDDEN, VOCAB, COUNT = 13, 6, 17, 5
-UP = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+from tests.core.training.head_cases import POSITIONS, UP, VOCAB, literally, make_leaves
+
+COUNT = 5
 UP_TOP = torch.randn(POSITIONS, COUNT, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def case(dtype=torch.float64):
-    """Inputs, kept sets of every other position, and top tokens, which include the target at every third position."""
+    """Return inputs, kept sets of every other position, and top tokens, which include the target at every third
+    position."""
     torch.manual_seed(0)
-    hidden = torch.randn(POSITIONS, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
-    bias = torch.randn(VOCAB, dtype=torch.float64).to(dtype).requires_grad_()
+    leaves = make_leaves(dtype)
     targets = torch.randint(0, VOCAB, (POSITIONS,))
     others = torch.stack([1 + torch.randperm(VOCAB - 1)[:COUNT] for _ in range(POSITIONS)])
     top_ids = (targets[:, None] + others) % VOCAB
     top_ids[::3, 2] = targets[::3]
     sets = [sorted({int(t), 3, 4}) if i % 2 else [] for i, t in enumerate(targets.tolist())]
-    return (hidden, weight, bias), targets, torch.rand(POSITIONS) + 0.5, top_ids, sets
+    return leaves, targets, torch.rand(POSITIONS) + 0.5, top_ids, sets
 
 
-def literally(leaves, targets, temperatures, top_ids, sets):
-    hidden, weight, bias = (leaf.double() for leaf in leaves)
-    logprobs, entropies, tops = [], [], []
-    for i, target in enumerate(targets.tolist()):
-        z = (weight @ hidden[i] + bias) / temperatures[i].double()
-        among = sets[i] or list(range(VOCAB))
-        logprobs.append(torch.log_softmax(z[among], 0)[among.index(target)])
-        p = torch.softmax(z, 0)
-        entropies.append(-(p * p.log()).sum())
-        tops.append(torch.log_softmax(z, 0)[top_ids[i]])
-    return torch.stack(logprobs), torch.stack(entropies), torch.stack(tops)
+def expect(leaves, targets, temperatures, top_ids, sets):
+    """The same as `literally`, with the log-probabilities of the top tokens."""
+    logprobs, entropies, every = literally(leaves, targets, temperatures, sets)
+    return logprobs, entropies, every.gather(1, top_ids)
 
 
 def loss_of(scores, chunk, entropy_grad=True):
@@ -78,7 +72,7 @@ def ours(leaves, targets, temperatures, top_ids, sets, *, fused, entropy_grad=Tr
 def test_values_and_gradients_are_those_of_log_softmax(chunk_size, fused, entropy_grad, dtype, tolerance):
     leaves, *rest = case(dtype)
     got = ours(leaves, *rest, fused=fused, entropy_grad=entropy_grad, chunk_size=chunk_size)
-    expected = literally(leaves, *rest)
+    expected = expect(leaves, *rest)
     expected = [*expected, *torch.autograd.grad(loss_of(expected, slice(None), entropy_grad), leaves)]
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=tolerance)
@@ -96,7 +90,7 @@ def test_gradients_pass_gradcheck():
 def test_a_low_precision_head_rounds_each_gradient_once():
     leaves, *rest = case(torch.bfloat16)
     got = ours(leaves, *rest, fused=False, chunk_size=4)
-    expected = literally(leaves, *rest)
+    expected = expect(leaves, *rest)
     grads = torch.autograd.grad(loss_of(expected, slice(None)), leaves)
     assert got[2].dtype == torch.float32
     torch.testing.assert_close(got[2].double(), expected[2].detach(), rtol=0, atol=0.1)  # of logits in bf16
@@ -132,7 +126,7 @@ def top_of(count, start=0):
 
 
 def rows():
-    """Two samples of 2 and 3 loss tokens, the second with a token outside of the loss in between."""
+    """Create two samples of 2 and 3 loss tokens, the second with a token outside of the loss in between."""
     prompt = Prompt(id="p", token_ids=np.array([5, 6], np.int32))
     samples = [
         replace(make_sample(prompt, [7, 8], id="a", rollout_id="a"), teacher_top=top_of(2)),

@@ -1,4 +1,5 @@
-"""A vocabulary split over two gloo ranks gives what one rank gives. The ranks are threads with a group each."""
+"""A vocabulary split over two gloo ranks gives the same results as one rank. The ranks are threads with separate
+groups."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,7 +16,7 @@ from plasmid_training.head.token_loss import linear_token_loss
 from plasmid_training.head.vocab_shard import VocabShard
 
 POSITIONS, HIDDEN, VOCAB = 11, 6, 19
-SPLITS = [(0, 9, 19), (0, 2, 19), (0, 19, 19)]  # the last: a rank without any token
+SPLITS = [(0, 9, 19), (0, 2, 19), (0, 19, 19)]  # the last one: a rank without tokens
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def case(dtype):
 
 
 def kept_sets(targets):
-    """Sets on one part, on both and of the whole vocabulary, position after position."""
+    """Return sets on one shard, on both, and the whole vocabulary, alternating by position."""
     sets = [[], [0, 1, 8], [9, 18], [1, 2, 9, 10]] * 3
     sets = [sorted({int(t), *s}) if s else [] for t, s in zip(targets, sets[:POSITIONS], strict=True)]
     return KeptTokens.of(KeptSet.of([np.array(s, np.int32) for s in sets], np.zeros(POSITIONS)))
@@ -53,7 +54,7 @@ def loss_of(scores, chunk):
 
 
 def run(inputs, fused, shard=None, restricted=False):
-    """Log-probabilities, entropies and the gradients of hidden, weight and bias."""
+    """Return log-probabilities, entropies and the gradients of hidden states, weight and bias."""
     leaves = [part.clone().requires_grad_() for part in inputs[:3]]
     arguments = (leaves[0], leaves[1], *inputs[3:])
     options = {"bias": leaves[2], "entropy_grad": True, "chunk_size": 4, "shard": shard}
@@ -98,7 +99,7 @@ def top_loss(scores, chunk):
 
 
 def with_top_tokens(inputs, fused, shard=None):
-    """The 4 most likely tokens and their log-probabilities; those of 3 given tokens; and all gradients."""
+    """Return the 4 most likely tokens and their log-probabilities, those of 3 given tokens, and all gradients."""
     choice = TopChoice(count=4, num_tokens=VOCAB - 1)
     chosen = token_logprobs(*inputs[:2], *inputs[3:], bias=inputs[2], shard=shard, top=choice, chunk_size=4)
     leaves = [part.clone().requires_grad_() for part in inputs[:3]]

@@ -33,7 +33,7 @@ class PendingTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Branch:
-    """A conversation from its opening to a last turn."""
+    """The tokens on the path from the root of the tree to one of its leaves."""
 
     opening: Ints
     parts: list[Completion | Ints] = field(default_factory=list)

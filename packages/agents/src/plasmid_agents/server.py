@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from aiohttp import http_exceptions, web
@@ -15,7 +15,7 @@ from plasmid.errors import one_line
 from plasmid.types import SamplingParams
 
 from .chat import ChatRequest, Problem, Reply, RequestError
-from .connections import IDLE_S, MAX_CONNECTIONS, Connections
+from .connections import IDLE_S, MAX_CONNECTIONS, Connections, Handler
 from .session import PreparedRequest, Session
 from .wire import anthropic_messages, openai_chat, openai_text
 
@@ -27,7 +27,6 @@ KEEP_ALIVE_S = 5.0
 """Interval of keep-alive events in a stream, in seconds. Without them, proxies would close idle connections, and
 disconnected clients would go unnoticed."""
 ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/messages and /v1/messages/count_tokens"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = logging.getLogger(__name__)
 
 

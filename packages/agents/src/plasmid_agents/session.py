@@ -119,7 +119,7 @@ class Session:
     def __init__(self, rollout: Rollout, settings: AgentWorkflow) -> None:
         self._rollout, self._settings = rollout, settings
         self._tree = ConversationTree(rollout, keep_past=settings.keep_past)
-        self._asked = 0
+        self._num_requests = 0
         self._drawn = 0
         self._last = ""
         self._running: set[asyncio.Future[Completion]] = set()
@@ -127,7 +127,7 @@ class Session:
         self.is_spent = False
         """Whether a request was refused for lack of budget; the rollout then counts as cut off."""
         self.error: str | None = None
-        """Why a turn could not be served. The rollout then fails, whatever its agent returns."""
+        """Why a turn could not be served. The rollout then fails, even if its agent returns a result."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -145,11 +145,11 @@ class Session:
 
     def prepare(self, request: ChatRequest) -> PreparedRequest:
         """Validate a request and determine its tokens. Raises `RequestError`."""
-        if request.unsupported and self._settings.unfollowed == "refuse":
+        if request.unsupported and self._settings.unsupported_options == "refuse":
             raise RequestError(
                 Problem.BAD_REQUEST,
                 f"the run does not support: {'; '.join(request.unsupported)}; remove it from the request, or set "
-                'workflow.unfollowed = "ignore"',
+                'workflow.unsupported_options = "ignore"',
             )
         left = self._remaining_tokens()
         opened = self._tree.open(request)
@@ -158,7 +158,7 @@ class Session:
         room = left if longest is None else min(left, longest - length)
         if room < 1:
             raise RequestError(Problem.TOO_LONG, f"{length} tokens > {(longest or 0) - 1} maximum")
-        self._asked += 1
+        self._num_requests += 1
         limit = min(room, self.sampling.max_new_tokens, request.max_tokens or room)
         return PreparedRequest(request=request, opened=opened, prompt_tokens=length, max_new_tokens=limit)
 
@@ -166,7 +166,7 @@ class Session:
         """Return how many tokens may still be generated. Raises `RequestError` if no token or turn is left."""
         max_turns, max_tokens = self._settings.max_turns, self._settings.max_tokens
         left = self.sampling.max_new_tokens if max_tokens == "all" else max_tokens - self._drawn
-        if self._asked < max_turns and left > 0:
+        if self._num_requests < max_turns and left > 0:
             return left
         self.is_spent = True
         spent = f"max_tokens = {max_tokens}" if left <= 0 else f"max_turns = {max_turns}"

@@ -13,6 +13,7 @@ from plasmid.components import RecipeView, Rollout, Workflow
 from plasmid.errors import ConfigError, PluginError
 from plasmid.plugins.functions import FunctionName
 from plasmid.protocols import RunContext
+from plasmid.settings.resume import FormerName
 from plasmid.settings.trust import ACTIVE
 from plasmid.types import Prompt, Sample
 from plasmid.utils.child_environment import child_environment
@@ -39,11 +40,11 @@ class AgentWorkflow(Workflow):
     max_turns: int = Field(50, ge=1)
     """Maximum number of policy turns per rollout. Further requests are refused, and the samples count as truncated."""
     max_tokens: Literal["all"] | int = "all"
-    """Maximum number of tokens that the policy may generate per rollout, over all turns. Beyond it, as with
-    max_turns, requests are refused and the samples count as truncated."""
+    """Maximum number of tokens that the policy may generate per rollout, over all turns. Further requests are refused,
+    and the samples count as truncated."""
     timeout_s: float = Field(300.0, gt=0)
-    """Time limit for one agent, in seconds. Beyond it the agent is killed, and its rollout becomes a sample with an
-    error."""
+    """Time limit for one agent, in seconds. An agent that exceeds it is killed, and its rollout becomes a sample with
+    an error."""
     tool_calls: Format = "hermes"
     """Format in which the policy writes tool calls; ``auto`` is that of the model's family."""
     reasoning: Reasoning = "text"
@@ -52,16 +53,17 @@ class AgentWorkflow(Workflow):
     analysis channel of gpt-oss (``harmony``). ``auto`` is the format that plugins register for the model's family, else
     ``text``."""
     keep_past: bool = False
-    """Continue the sampled tokens even if the chat template would now drop earlier text of the policy, such as
-    reasoning. If false, the conversation as the template renders it starts another sample."""
-    unfollowed: Literal["refuse", "ignore"] = "refuse"
+    """Keep earlier text of the policy, such as reasoning, in later turns even if the chat template drops it. If false,
+    the conversation as the template renders it starts another sample."""
+    unsupported_options: Annotated[Literal["refuse", "ignore"], FormerName("unfollowed")] = "refuse"
     """How to handle request options that the run does not support (a different temperature, a forced tool, a
     response format, a seed): refuse the request with an error that names the option, or ignore the option."""
     environment: tuple[str, ...] = ()
     """Names of additional environment variables to pass to agents, such as keys for their tools. Agents always get
-    ``PATH``, ``HOME``, the locale and similar variables, and those of the policy's server."""
+    ``PATH``, ``HOME``, the locale and similar variables, and the base URL and key of the policy's server."""
     max_file_bytes: int = Field(1 << 30, ge=4096)
-    """Maximum size of a file that an agent writes, in bytes. The output of a program is such a file."""
+    """Maximum size of a file that an agent writes, in bytes. It also limits a program's output, which is written to a
+    file."""
     confined: Annotated[bool, ACTIVE] = True
     """Isolate agents from other processes of your user: their memory, their environment, and signals to them
     (Landlock: Linux 5.19 or newer, for signals 6.12). Confined agents cannot use ``sudo`` or mount file systems,
@@ -69,7 +71,7 @@ class AgentWorkflow(Workflow):
     host: str = "127.0.0.1"
     """Address to listen on; ``0.0.0.0`` for agents in containers or on other machines."""
     advertised_host: str = "auto"
-    """Host name under which agents reach the server; ``auto`` is the listening address, or the loopback for
+    """Host name under which agents reach the server; ``auto`` is `host`, or ``127.0.0.1`` if that is
     ``0.0.0.0``."""
 
     _server: AgentServer | None = PrivateAttr(None)

@@ -17,9 +17,8 @@ from .model.building import gathers_once
 from .model.policy import Policy, build_policy
 from .model.sharded import ShardedModel
 from .model.value_model import ValueModel, build_value_model
-from .optimizer_settings import OptimizerSettings
 from .saving import PendingSave
-from .settings import FSDP
+from .settings import FSDP, OptimizerSettings
 from .state import load_state, save_state
 from .weights.shards import Shard
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from plasmid.errors import ConfigError
 from plasmid.types import Role
 from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, PhaseEstimate
 from plasmid_models.estimates.shape import ModelShape
@@ -22,8 +23,7 @@ from plasmid_training.estimates.speed import (
 from plasmid_training.lora_settings import LoRASettings
 from plasmid_training.teacher_settings import computed_roles
 
-from .optimizer_settings import OptimizerSettings
-from .settings import FSDP
+from .settings import FSDP, OptimizerSettings
 
 MASTER = 4
 """Bytes per weight of the fp32 weight, of its gradient, and of each of AdamW's averages."""
@@ -34,7 +34,9 @@ OFFLOAD_RATE, ONLOAD_RATE = 15e9, 33e9
 
 
 def estimate(settings: FSDP, context: EstimateContext) -> list[PhaseEstimate]:
-    """Return the phases of one batch. Raises `ConfigError` for unknown models."""
+    """Return the phases of one batch. Raises `ConfigError` for unknown models, or if ranks cannot split the tokens."""
+    if obstacle := settings.context_obstacle(context.models["model"]):
+        raise ConfigError(f"trainer.context_parallel: {obstacle}")
     return list(FSDPEstimate(settings, context).phases())
 
 
@@ -45,7 +47,7 @@ class FSDPEstimate:
     settings: FSDP
     context: EstimateContext
     role: Role = Role.POLICY
-    """The model, if it is on ranks of its own; the policy's ranks may have others."""
+    """Model on these ranks, if it has its own; ``POLICY`` for the trainer's ranks, which may have other models, too."""
 
     @property
     def lora(self) -> LoRASettings | None:
@@ -98,7 +100,8 @@ class FSDPEstimate:
     def activations(self, shape: ModelShape) -> Activations:
         """Return the activation memory of a model's layers."""
         compile_, packs = self.settings.compile, self.settings.attention == "auto"
-        automatic = self.context.on_gpu and packs and not shape.experts and self.settings.context_parallel == 1
+        simple = not shape.experts and not shape.linear
+        automatic = self.context.on_gpu and packs and simple and self.settings.context_parallel == 1
         dense = not packs or not self.context.on_gpu or has_dense_blocks(self.context.load)
         attention: Attention = "dense" if dense else "packed"
         compiled = automatic if compile_ == "auto" else compile_
@@ -132,7 +135,7 @@ class FSDPEstimate:
             yield PhaseEstimate(phase="sync", memory=on_gpu | sent, seconds=offload, basis=basis)
 
     def phases_apart(self) -> Iterator[PhaseEstimate]:
-        """Yield the phase score, and train of a critic, of a model on ranks of its own."""
+        """Yield the phases of a model on ranks of its own: score, and train for a critic."""
         static, estimated = {"weights": self.shape.parameters * self.dtype_bytes / self.shards}, self.context.on_gpu
         if self.role is Role.CRITIC:
             static = self.state_bytes(self.shape, self.settings.critic)
@@ -223,7 +226,7 @@ class FSDPEstimate:
         """Return the memory that a microbatch of ``tokens`` needs when its loss is computed."""
         shape = self.shape
         activations = self.activations(shape)
-        kept = shape.layers * activations.layer(tokens)
+        kept = activations.layers(tokens)
         if self.settings.activation_checkpointing:
             kept = activations.boundaries(tokens, shape.layers)
             head = self.head(shape, tokens, trained=self.lora is None)

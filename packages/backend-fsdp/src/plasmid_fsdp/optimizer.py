@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from .optimizer_settings import OptimizerSettings
+from .settings import OptimizerSettings
 from .weights.shards import local
 
 ADAMW_STATE, SGD_STATE = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
@@ -79,7 +79,7 @@ def make_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Paramete
 def grad_norm(
     parameters: Sequence[nn.Parameter], all_reduce: AllReduce, *, device: torch.device, num_copies: int = 1
 ) -> float:
-    """Return the norm of the whole gradient over all ranks, which have each element ``num_copies`` times."""
+    """Return the norm of the whole gradient over all ranks, on which each element occurs ``num_copies`` times."""
     grads = _grads(parameters)
     squares = torch.stack([norm.double() for norm in torch._foreach_norm(grads)]).square().sum() if grads else None
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -113,15 +113,15 @@ def _step_shards(optimizer: Optimizer) -> None:
         trained = [p for p in group["params"] if p.grad is not None]
         states = [optimizer.state[p] for p in trained]
         weights, grads = [local(p) for p in trained], [local(p.grad) for p in trained]
-        options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": False}
+        options = {name: group[name] for name in ("lr", "weight_decay", "maximize", "fused")}
         if isinstance(optimizer, AdamW):
             first, second = ([local(state[name]) for state in states] for name in ADAMW_STATE)
             beta1, beta2 = group["betas"]
-            options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": False, "fused": True}
+            options |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": group["amsgrad"]}
             adamw(weights, grads, first, second, [], [state["step"] for state in states], **options)
         else:
             buffers = [local(state["momentum_buffer"]) if state else None for state in states]
-            options |= {"momentum": group["momentum"], "nesterov": group["nesterov"], "dampening": 0}
+            options |= {name: group[name] for name in ("momentum", "nesterov", "dampening")}
             sgd(weights, grads, buffers, **options)
 
 

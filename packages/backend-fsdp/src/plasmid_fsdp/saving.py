@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 
 class _HostCopies(DefaultSavePlanner):
-    """Data of this rank's part of a plan, which later training steps do not change."""
+    """Copies of the data in this rank's part of a plan, which later training steps do not change."""
 
     def __init__(self, planner: DefaultSavePlanner, plan: SavePlan) -> None:
         super().__init__()

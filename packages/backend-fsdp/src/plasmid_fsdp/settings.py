@@ -12,25 +12,64 @@ from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types import Role
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
-from plasmid_models.folder import read_config
+from plasmid_models.estimates.linear_attention import has_linear_attention
+from plasmid_models.folder import read_text_config
 from plasmid_models.kernels.invariant_layers import check_invariant_models
 from plasmid_models.source import check_models, needed_models
-from plasmid_training.learning_settings import NOT_COMPILED_ERROR
+from plasmid_training.learning_settings import NOT_COMPILED_ERROR, CriticLearning, LearningSettings
 from plasmid_training.lora_settings import LoRATrainerConfig
 from plasmid_training.routing import check_routing_replay
-from pydantic import Field
-
-from .optimizer_settings import CriticSettings, OptimizerSettings
+from pydantic import Field, field_validator
 
 BY_LENGTH = ("dynamic", "longrope")
 """Types of rotary positions whose frequencies transformers derives from the largest position of its input."""
+NOT_WITH_LINEAR_ATTENTION = {
+    "compile": "whose number of chunks depends on the sequence's length",
+    "share_prefixes": "whose state mixes the tokens of a sample",
+}
+"""Settings that linear attention does not support, and why."""
 CPU_OFFLOAD_ERROR = "trainer.cpu_offload: requires GPUs, but the trainer is placed on the CPU; remove the setting"
+OPTIMIZER_ONLY = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
+
+
+class OptimizerSettings(LearningSettings):
+    """Optimizer, learning-rate schedule and frozen parameters of one model."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer algorithm."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """adamw: decay rates of the running averages of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0)
+    """adamw: term added to the denominator for numerical stability."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """sgd: momentum factor."""
+    nesterov: bool = False
+    """sgd: use Nesterov momentum."""
+
+    @field_validator("betas")
+    @classmethod
+    def _decay(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError(f"both must be at least 0 and below 1, got {list(value)}")
+        return value
+
+    def find_errors(self, recipe: RecipeView | None) -> Iterator[str]:
+        yield from super().find_errors(recipe)
+        for name, owner in OPTIMIZER_ONLY.items():
+            if self.optimizer != owner and self._is_set(name):
+                yield f"{name} has no effect with optimizer = {self.optimizer!r}; remove it"
+        if self.optimizer == "sgd" and self.nesterov and self.momentum == 0:
+            yield "nesterov needs momentum above 0, got 0.0; set momentum"
+
+
+class CriticSettings(CriticLearning, OptimizerSettings):
+    """The critic: a value head on its own backbone. All other settings are those of the policy."""
 
 
 class FSDP(OptimizerSettings, LoRATrainerConfig):
     """PyTorch FSDP2 with Hugging Face models: parameters, gradients and optimizer state are sharded over the ranks.
 
-    Weights and optimizer state are kept in fp32 and gradients are summed in fp32, whatever `dtype` is.
+    Weights and optimizer state are kept in fp32 and gradients are summed in fp32, regardless of `dtype`.
     """
 
     kind: Literal["fsdp"] = "fsdp"
@@ -43,20 +82,20 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
     """Keep parameters, gradients and optimizer state in host memory; each layer is copied to the GPU to compute."""
     shard_ranks: Annotated[int, Field(ge=1)] | None = None
     """Number of ranks over which each copy of the model is sharded (hybrid sharding, HSDP); must divide
-    `placement.trainer_ranks`. Copies exchange only gradients, so the number of GPUs per machine keeps weight gathering
-    within each machine. By default there is one copy, sharded over all ranks."""
+    `placement.trainer_ranks`. Copies exchange only gradients; set it to the number of GPUs per machine to gather
+    weights only within machines. By default there is one copy, sharded over all ranks."""
     context_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
     """Context-parallel size: number of ranks, with consecutive numbers, that the tokens of each microbatch are split
     over; within attention, the heads are split instead. Must divide `placement.trainer_ranks` and the number of
-    attention heads; requires attention = "auto"."""
+    attention heads; requires attention = "auto" and a model without linear attention."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation; ``auto`` packs samples without padding, ``sdpa`` and ``eager`` pad them."""
     share_prefixes: Literal["auto"] | bool = "auto"
     """Compute the common prefix of a group's samples once per microbatch. ``auto`` does so if it saves at least 20% of
-    the group's tokens on a GPU, 5% on a CPU; requires attention = "auto"."""
+    the group's tokens on a GPU, 5% on a CPU; requires attention = "auto" and models without linear attention."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the decoder layers with `torch.compile`; ``auto`` does so on a GPU with attention = "auto" and
-    context_parallel = 1, for models without experts."""
+    context_parallel = 1, for models without experts and linear attention. Linear attention cannot be compiled."""
     activation_memory_budget: float = Field(1.0, ge=0, le=1)
     """Fraction of the activations of compiled layers that is kept for the backward pass; the others are recomputed, the
     cheapest first (selective activation checkpointing). 0 keeps only the inputs of layers."""
@@ -108,6 +147,8 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
         """Return why ranks cannot split the tokens of the model with this configuration; None if they can."""
         if self.context_parallel == 1:
             return None
+        if has_linear_attention(model):
+            return "cannot be used with linear attention, whose state runs through all tokens of a sample"
         heads = model.get("num_attention_heads")
         if isinstance(heads, int) and heads % self.context_parallel:
             return f"must divide the model's num_attention_heads = {heads}, got {self.context_parallel}"
@@ -116,6 +157,23 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
             if name in rotary:
                 return f"cannot be used with rotary positions of type {name!r}, which depend on a sequence's length"
         return None
+
+    def uses_linear_attention(self, config: RunConfig) -> bool:
+        """Return True if one of the recipe's models has linear attention.
+
+        Raises `ConfigError` for settings that it does not support.
+        """
+        for where, folder in needed_models(config):
+            if not has_linear_attention(read_text_config(where, folder)):
+                continue
+            for name, reason in NOT_WITH_LINEAR_ATTENTION.items():
+                if getattr(self, name) is True:
+                    raise ConfigError(
+                        f"trainer.{name}: must be 'auto' or false for models with linear attention, {reason}, got true "
+                        f"({where}.path = {folder}); remove it"
+                    )
+            return True
+        return False
 
     def saves_without_optimizer(self) -> bool:
         return True
@@ -139,8 +197,9 @@ class FSDP(OptimizerSettings, LoRATrainerConfig):
                 )
         check_models(config)
         for where, folder in needed_models(config):
-            if obstacle := self.context_obstacle(read_config(where, folder)):
+            if obstacle := self.context_obstacle(read_text_config(where, folder)):
                 raise ConfigError(f"trainer.context_parallel: {obstacle} ({where}.path = {folder})")
+        self.uses_linear_attention(config)
         check_routing_replay(config)
         check_invariant_models(config)
         self.check_start()

@@ -35,8 +35,8 @@ def save_state(
 ) -> PendingSave | None:
     """Write weights, optimizer states, steps and random generators; all ranks call it. Raises `CheckpointError`.
 
-    Without ``steps``, neither steps nor optimizer states are written. With ``in_background``, returns once all is
-    copied, with a handle of the files that are being written.
+    Without ``steps``, neither steps nor optimizer states are written. With ``in_background``, returns as soon as
+    everything is copied, with a handle for the files that are still being written.
     """
     numbers = {STEPS[role]: torch.tensor(step) for role, step in steps.items()}
     tensors = _weights(models) | (_optimizer_states(models) if steps else {})
@@ -83,7 +83,7 @@ def _weights(models: Mapping[str, ShardedModel]) -> dict[str, Any]:
     return {
         f"weights.{PREFIXES[role]}{name}": tensor.detach()
         for role, model in models.items()
-        for name, tensor in model.learned().items()
+        for name, tensor in model.checkpoint_tensors().items()
     }
 
 
@@ -92,7 +92,7 @@ def _optimizer_states(models: Mapping[str, ShardedModel]) -> dict[str, Any]:
     return {
         f"optimizer.{PREFIXES[role]}{name}.{key}": value
         for role, model in models.items()
-        for name, tensor in model.learned().items()
+        for name, tensor in model.checkpoint_tensors().items()
         if isinstance(tensor, nn.Parameter)
         for key, value in model.optimizer.inner.state.get(tensor, {}).items()
     }

@@ -29,7 +29,7 @@ from .shapes import check_split, layers_of_stages
 
 FP32 = 4
 RESIDUALS = 4.0
-"""Additional activations of Megatron's layers over transformers', without fusions, in multiples of the hidden size."""
+"""Activations that Megatron's unfused layers keep beyond those of transformers, in multiples of the hidden size."""
 OFFLOAD_RATE, ONLOAD_RATE = 15e9, 33e9
 """Bytes per second between GPU and pinned memory, measured on an H200 (`docs/performance.md`)."""
 
@@ -47,7 +47,7 @@ class MegatronEstimate:
     settings: Megatron
     context: EstimateContext
     role: Role = Role.POLICY
-    """The model, if it is on ranks of its own; the policy's ranks may have others."""
+    """Model on these ranks, if it has its own; ``POLICY`` for the trainer's ranks, which may have other models, too."""
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -98,7 +98,7 @@ class MegatronEstimate:
         """Activation memory of the layers."""
         settings = self.settings
         splits = settings.tensor_parallel > 1 or settings.context_parallel > 1 or settings.transformer_engine
-        automatic = self.context.on_gpu and not splits and not self.shape.experts
+        automatic = self.context.on_gpu and not splits and not self.shape.experts and not self.shape.linear
         compiled = automatic if settings.compile == "auto" else settings.compile
         extra = 0.0 if compiled else RESIDUALS
         packed = settings.context_parallel > 1 or settings.transformer_engine or bool(self.shape.experts)
@@ -124,10 +124,14 @@ class MegatronEstimate:
         return (outside * share + ends) / settings.tensor_parallel, experts
 
     @cached_property
-    def adapter_parameters(self) -> int | None:
-        """Number of parameters of the adapter; None if the weights are trained."""
+    def adapter_parameters(self) -> tuple[int, int] | None:
+        """Numbers of non-expert and expert parameters of the adapter; None if the weights are trained."""
         lora = None if self.role is Role.CRITIC else self.settings.lora
-        return None if lora is None else self.shape.adapter_parameters(lora.rank, lora.targets)
+        if lora is None:
+            return None
+        whole = self.shape.adapter_parameters(lora.rank, lora.targets)
+        experts = self.shape.adapter_parameters(lora.rank, lora.targets, experts=True)
+        return whole - experts, experts
 
     def states(self, stage: int) -> dict[str, float]:
         """Return the bytes of weights, gradients and optimizer state on a rank of a stage."""
@@ -135,50 +139,57 @@ class MegatronEstimate:
         dense, experts = self.rank_parameters(stage)
         if self.adapter_parameters is not None:
             return self.adapter_states(stage, dense + experts)
-        ranks = self.context.config.placement.trainer_ranks
         masters = FP32 if self.dtype_bytes == 2 else 0
         adam = 2 * FP32 if settings.optimizer.get("optimizer", "adam") == "adam" else FP32
-        of_dense = self.replicas * settings.context_parallel
-        of_experts = ranks // (settings.expert_parallel * settings.expert_tensor_size * settings.pipeline_parallel)
-        shared = settings.distributed_optimizer
-        kept = dense / (of_dense if shared else 1) + experts / (max(1, of_experts) if shared else 1)
         return {
             "weights": (dense + experts) * self.dtype_bytes,
             "gradients": (dense + experts) * FP32,
-            "optimizer": kept * (masters + adam),
+            "optimizer": self.optimizer_share(dense, experts) * (masters + adam),
         }
 
     def adapter_states(self, stage: int, base: float) -> dict[str, float]:
-        """Return the same for an adapter in fp32 and its frozen base model, of which the rank has ``base`` weights."""
+        """Return the same bytes for an adapter in fp32 and its frozen base, of which the rank has ``base`` weights."""
         settings = self.settings
-        share = self.stages[stage] / self.shape.layers / settings.tensor_parallel
-        adapter = (self.adapter_parameters or 0) * share  # the matrix that is whole on every rank is the smaller part
+        share = self.stages[stage] / self.shape.layers
+        of_dense, of_experts = self.adapter_parameters or (0, 0)
+        # the matrix that is whole on every rank is the smaller part
+        dense, experts = share * of_dense / settings.tensor_parallel, share * of_experts / settings.expert_parallel
         adam = 2 * FP32 if settings.optimizer.get("optimizer", "adam") == "adam" else FP32
-        split = self.replicas * settings.context_parallel if settings.distributed_optimizer else 1
         return {
-            "weights": base * self.dtype_bytes + adapter * FP32,
-            "gradients": adapter * FP32,
-            "optimizer": adapter * adam / split,
+            "weights": base * self.dtype_bytes + (dense + experts) * FP32,
+            "gradients": (dense + experts) * FP32,
+            "optimizer": self.optimizer_share(dense, experts) * adam,
         }
+
+    def optimizer_share(self, dense: float, experts: float) -> float:
+        """Return of how many of a rank's non-expert and expert weights it keeps the optimizer state."""
+        settings = self.settings
+        if not settings.distributed_optimizer:
+            return dense + experts
+        ranks = self.context.config.placement.trainer_ranks
+        copies = ranks // (settings.expert_parallel * settings.expert_tensor_size * settings.pipeline_parallel)
+        return dense / (self.replicas * settings.context_parallel) + experts / max(1, copies)
 
     def working_memory(self, stage: int, *, train: bool) -> dict[str, float]:
         """Return the bytes that a microbatch needs on a rank of a stage."""
         settings, activations = self.settings, self.activations
         tokens = self.microbatch / settings.context_parallel
         split = settings.tensor_parallel if settings.splits_sequences else 1
-        of_layer = activations.layer(tokens) / settings.tensor_parallel
+        whole = 0.0
         if not settings.splits_sequences:  # norms and residuals are replicated on every rank
-            of_layer += activations.boundaries(tokens, 6 + RESIDUALS) * (1 - 1 / settings.tensor_parallel)
+            whole = activations.boundaries(tokens, 6 + RESIDUALS) * (1 - 1 / settings.tensor_parallel)
+        largest = activations.layer(tokens) / settings.tensor_parallel + whole
+        mean = activations.layers(tokens) / self.shape.layers / settings.tensor_parallel + whole
         flying = min(len(self.stages) - stage, self.microbatches)
         if not train:
-            kept = {"activations": of_layer}
+            kept = {"activations": largest}
         elif self.recomputes_layers:
             kept = {
                 "activations": flying * activations.boundaries(tokens, self.stages[stage]) / split,
-                "one layer computed again": of_layer,
+                "one layer computed again": largest,
             }
         else:
-            kept = {"activations": flying * self.stages[stage] * of_layer}
+            kept = {"activations": flying * self.stages[stage] * mean}
         if stage < len(self.stages) - 1 or self.role is Role.CRITIC:  # a value head has one column
             return kept
         chunk = settings.logprob_chunk
@@ -202,7 +213,7 @@ class MegatronEstimate:
         return max(found, key=lambda memory: sum(memory.values()))
 
     def phases_apart(self) -> Iterator[PhaseEstimate]:
-        """Yield the phase score, and train of a critic, of a model on ranks of its own."""
+        """Yield the phases of a model on ranks of its own: score, and train for a critic."""
         seconds = None if self.context.device is None else self.seconds(SCORING, steps=0)
         if self.role is Role.CRITIC:
             yield PhaseEstimate(phase="score", memory=self.peak_memory(train=False), seconds=seconds)
@@ -220,7 +231,7 @@ class MegatronEstimate:
         idle = {} if place.offload_trainer and device is not None else static
         total = f"{self.shape.parameters / 1e6:,.1f} M"
         adapter = self.adapter_parameters
-        facts = {"trained parameters": total if adapter is None else f"{adapter / 1e6:,.1f} M of {total}"}
+        facts = {"trained parameters": total if adapter is None else f"{sum(adapter) / 1e6:,.1f} M of {total}"}
         if "critic" in self.context.models:
             facts["critic"] = "not included in the memory estimate"
         yield PhaseEstimate(phase="idle", memory=idle, facts=facts)

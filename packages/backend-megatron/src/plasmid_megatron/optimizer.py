@@ -66,6 +66,8 @@ class MegatronOptimizer:
             ),
             self._chunks,
         )
+        # the first has no weights if only adapters of experts are trained, and could not be saved
+        self.inner.chained_optimizers = [one for one in self.inner.chained_optimizers if not one.is_stub_optimizer]
         self._fill_main_weights()
         for part in self._parts():
             _start_state(part)
@@ -112,8 +114,7 @@ class MegatronOptimizer:
     def _parts(self) -> Iterator[Optimizer]:
         """Yield torch's optimizers: one for experts, one for all other weights."""
         for part in self.inner.chained_optimizers:
-            if part.optimizer is not None:
-                yield part.optimizer
+            yield part.optimizer
 
     @torch.no_grad()
     def _fill_main_weights(self) -> None:
@@ -139,7 +140,7 @@ class MegatronOptimizer:
 
     def _clip(self, norm: float) -> None:
         for part in self.inner.chained_optimizers:
-            parameters = part.get_parameters() if part.optimizer is not None else []
+            parameters = part.get_parameters()
             if parameters and 0 < self._learning.max_grad_norm < norm:
                 clip_grad_by_total_norm_fp32(
                     parameters, max_norm=self._learning.max_grad_norm, total_norm=norm, use_decoupled_grad=False

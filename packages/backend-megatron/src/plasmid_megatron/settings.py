@@ -12,6 +12,7 @@ from plasmid.protocols import Trainer
 from plasmid.settings.resume import MAY_CHANGE
 from plasmid.types import Role
 from plasmid.types.estimates import EstimateContext, PhaseEstimate
+from plasmid_models.estimates.linear_attention import has_linear_attention
 from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from plasmid_training.lora_settings import LoRATrainerConfig
 from pydantic import Field, field_validator
@@ -57,8 +58,6 @@ COUNT_TOKENS = (
     "moe_router_bias_update_rate",
 )
 """Fields of Megatron's configuration that make experts depend on the number of tokens in a microbatch."""
-LINEAR_FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Model types with linear attention in some layers."""
 Fields = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
 """String values are not inert (`plasmid.settings.trust`): some name a function or a folder to write to."""
 
@@ -79,7 +78,7 @@ class Megatron(LoRATrainerConfig):
     pipeline_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
     """Pipeline-parallel size: number of ranks that the layers are split over."""
     virtual_pipeline: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
-    """Number of model chunks per pipeline rank; more than 1 selects the interleaved schedule, whose ranks idle less."""
+    """Number of model chunks per pipeline rank; more than 1 selects the interleaved schedule, with less idle time."""
     context_parallel: Annotated[int, MAY_CHANGE] = Field(1, ge=1)
     """Context-parallel size: number of ranks that the tokens of each sequence are split over; within attention, the
     heads are split instead."""
@@ -93,7 +92,7 @@ class Megatron(LoRATrainerConfig):
     distributed_optimizer: bool = True
     """Split the optimizer state over the data-parallel ranks."""
     transformer_engine: bool = False
-    """Build layers from TransformerEngine's modules, which must be installed. Written against its API, never run."""
+    """Build layers from TransformerEngine's modules; requires the package. Written against its API, but never run."""
     share_prefixes: Literal["auto"] | bool = "auto"
     """Compute the common prefix of a group's samples once per microbatch. ``auto`` does so if it saves at least 20% of
     the group's tokens on a GPU, 5% on a CPU; requires context_parallel = 1 and a model without latent or linear
@@ -186,7 +185,7 @@ class Megatron(LoRATrainerConfig):
             return "needs transformer_engine = false"
         if model.get("kv_lora_rank"):
             return "needs a model without latent attention"
-        if model.get("model_type") in LINEAR_FAMILIES:
+        if has_linear_attention(model):
             return "needs a model without linear attention"
         for name in COUNT_TOKENS:
             if self.transformer.get(name):

@@ -8,9 +8,10 @@ from typing import Any
 from plasmid.components import PlanRow
 from plasmid.errors import ConfigError
 from plasmid.plugins.registry import loaded_families
-from plasmid_models.fp8_blocks import block_size
+from plasmid_models.estimates.linear_attention import LINEAR_FAMILIES
+from plasmid_models.quantized.formats import weight_format
 
-from .settings import LINEAR_FAMILIES, Megatron
+from .settings import Megatron
 
 MODEL_TYPES = (
     "deepseek_v3",
@@ -55,7 +56,7 @@ def check_split(settings: Megatron, model: Model) -> None:
             f"{', '.join(sorted(known))}"
         )
     try:
-        block_size(model)
+        weight_format(model)
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from None
     for name, by, parts in _splits(settings):
@@ -161,7 +162,7 @@ def _experts(model: Model) -> int:
 
 
 def _splits(settings: Megatron) -> Iterator[tuple[str, str, int]]:
-    """Yield keys of ``config.json``, the settings that split what they count, and the number of parts."""
+    """Yield the key of each number in ``config.json`` that is split, the settings that split it, and the parts."""
     tensor, experts = settings.tensor_parallel, settings.expert_tensor_size
     yield "num_attention_heads", "tensor_parallel x context_parallel", tensor * settings.context_parallel
     yield "num_key_value_heads", "tensor_parallel", tensor

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from plasmid import RunConfig
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError
-from plasmid_models.folder import read_config
+from plasmid_models.estimates.linear_attention import has_linear_attention
+from plasmid_models.folder import read_text_config
 from plasmid_models.source import check_models
 from plasmid_training.batches.schedule import min_saving
 from plasmid_training.driver.ranked_trainer import RankedTrainer, start_ranks
@@ -26,10 +27,11 @@ async def start(settings: Megatron, context: BuildContext) -> RankedTrainer:
     """Start all ranks and load the models. Raises `ConfigError` or `ModelError` and leaves no process running."""
     check(settings, context.config, "cuda" if context.on_gpu else "cpu")
     multiple = settings.pipeline_parallel if settings.virtual_pipeline > 1 else 1
-    model = read_config("model", Path(context.config.model.path))
+    model = read_text_config("model", Path(context.config.model.path))
     saving = min_saving(settings.share_prefixes, on_gpu=context.on_gpu)
     shares = settings.sharing_obstacle(model) is None
-    microbatching = settings.microbatching("packed", model, multiple=multiple, min_saving=saving if shares else None)
+    unit: Literal["tokens", "packed"] = "tokens" if has_linear_attention(model) else "packed"  # it pads samples
+    microbatching = settings.microbatching(unit, model, multiple=multiple, min_saving=saving if shares else None)
     return await start_ranks(context, make_backend, microbatching=microbatching, async_save=settings.async_save)
 
 
@@ -50,7 +52,7 @@ def check(settings: Megatron, config: RunConfig, device: str | None) -> None:
         check_transformer_engine(device)
     check_models(config, torch_dist=True)
     check_routing_replay(config)
-    model = read_config("model", Path(config.model.path))
+    model = read_text_config("model", Path(config.model.path))
     check_split(settings, model)
     settings.check_start()
     obstacle = settings.sharing_obstacle(model)

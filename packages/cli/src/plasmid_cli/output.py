@@ -105,17 +105,17 @@ def print_line(text: str) -> None:
 
 def print_warning(message: str) -> None:
     """Print a warning on one line to standard error."""
-    error_console().print(Text.assemble(("warning:", "bold yellow"), f" {_printable(message)}"), soft_wrap=True)
+    error_console().print(Text.assemble(("warning:", "bold yellow"), f" {_clean_message(message)}"), soft_wrap=True)
 
 
 def print_error(message: str) -> None:
     """Print an error to standard error, one line per problem."""
     console = error_console()
     for line in message.split("\n"):
-        console.print(Text.assemble(("error:", "bold red"), f" {_shorten(_printable(line))}"), soft_wrap=True)
+        console.print(Text.assemble(("error:", "bold red"), f" {_shorten(_clean_message(line))}"), soft_wrap=True)
 
 
-def _printable(message: str) -> str:
+def _clean_message(message: str) -> str:
     return hide_user_info(escape_unprintable(message))
 
 
@@ -126,7 +126,6 @@ def _shorten(line: str) -> str:
 @contextlib.contextmanager
 def printable_output() -> Iterator[None]:
     """Escape unprintable text that libraries (warnings, logs, bars) write to the standard streams."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _CopyingStream(sys.stdout))))
-        stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _CopyingStream(sys.stderr))))
+    out, errors = (cast(TextIO, _CopyingStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         yield

@@ -19,7 +19,7 @@ from plasmid.errors import ClusterError, ModelError
 from plasmid.utils.safe_files import make_folder, sync_to_disk, sync_tree
 from plasmid_models.manifest import check_weights
 
-from .parts import RECORDS, Progress, begin, can_continue, describe_job, has_finished_parts, read_records, write_part
+from .parts import RECORDS, PartFiles, Progress, begin, can_continue, describe_job, has_finished_parts, read_records
 from .workers import Conversion, write_in_workers
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def stage_folder(target: Path, job: Mapping[str, Any] | None = None) -> Iterator[Path]:
     """Yield a new folder next to ``target`` that is renamed to it at the end, or removed after an error.
 
-    With ``job``, a conversion in parts, the folder is kept if the conversion is interrupted, and if there is one of the
-    same job, that one is yielded again. Raises `ModelError` if ``target`` is not empty, if another process writes it,
+    With ``job``, a conversion in parts, the folder is kept after an interruption, and a call with the same job yields
+    it again. Raises `ModelError` if ``target`` is not empty, if another process writes it,
     or if the disk cannot be written.
     """
     _check_target(target)
@@ -69,7 +69,7 @@ class _BusyError(ModelError):
 
 @contextmanager
 def _lock(stage: Path) -> Iterator[None]:
-    """Create the folder if it is missing, and hold its lock, which ends with the process."""
+    """Create the folder if it is missing, and hold its lock, which is released when the process ends."""
     if stage.is_symlink() or not stage.is_dir():
         stage.unlink(missing_ok=True)
         stage.mkdir()
@@ -78,7 +78,7 @@ def _lock(stage: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _BusyError(f"{stage}: another process is writing this conversion; wait for its end") from None
+            raise _BusyError(f"{stage}: another process is writing this conversion; wait until it ends") from None
         yield
     finally:
         os.close(handle)
@@ -179,10 +179,7 @@ def _convert_in_parts(
         finished |= write_in_workers(conversion, todo, workers=workers, progress=progress)
     else:
         advance = _ignore if progress is None else progress.advance
-        for number in todo:
-            finished[number] = write_part(
-                stage, number, len(plan), plan[number], opened=opened, writer=parts, advance=advance
-            )
+        finished |= PartFiles(stage, plan, opened=opened, writer=parts, advance=advance).write(todo)
     parts.join([finished[number] for number in range(len(plan))])
 
 

@@ -10,14 +10,13 @@ from typing import Any
 from plasmid.errors import ModelError, one_line
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import copy_file
-from plasmid_models.fp8_blocks import is_in_blocks, without_blocks
+from plasmid_models.manifest import STATE
+from plasmid_models.quantized.formats import is_quantized, without_quantization
 from plasmid_models.tokenization.tokenizer_files import has_tokenizer
 
 PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 CHECKPOINT_FILES = ("metadata.json", "latest_checkpointed_iteration.txt")
 """Files of Megatron checkpoints that match `PATTERNS` but are not companions."""
-STATE = "state.json"
-"""File in the folder of a run's checkpoint, the parent of the trainer's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +108,15 @@ def read_config(file: Path) -> dict[str, Any]:
 def copy_files(source: Path, target: Path) -> None:
     """Copy all files of a Hugging Face folder except the weights and their index.
 
-    The config becomes that of plain weights if they are in fp8 with scales per block, which reading them undoes.
+    The copied config has no quantization if the weights are in a quantized format that is dequantized when read.
     """
     for pattern in PATTERNS:
         for file in sorted(source.glob(pattern)):
             if file.is_file() and not file.name.endswith(".index.json") and file.name not in CHECKPOINT_FILES:
                 copy_file(file, source, target / file.name)
     config = target / "config.json"
-    if config.is_file() and is_in_blocks(read_config(config)):
-        config.write_text(json.dumps(without_blocks(read_config(config)), indent=2) + "\n", encoding="utf-8")
+    if config.is_file() and is_quantized(read_config(config)):
+        config.write_text(json.dumps(without_quantization(read_config(config)), indent=2) + "\n", encoding="utf-8")
 
 
 def change_config(folder: Path, **changes: Any) -> None:

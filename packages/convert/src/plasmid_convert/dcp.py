@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from plasmid.components import Converter, PartWriter, TensorInfo
 from plasmid.errors import ModelError, some_of
 from plasmid_models.pieces import Piece, Pieces, pieces_of_folder
+from plasmid_models.text_model import FolderNames
 from pydantic import Field
 
-from .companions import SourceModel, find_source_model, is_of_run
+from .companions import SourceModel, find_source_model, is_of_run, read_config
 from .hf import HF
 from .parts import pack
 
@@ -26,7 +27,7 @@ CRITIC = "critic."
 ADAPTER = ".lora_A"
 """Suffix of the name of one adapter matrix of each adapted layer."""
 CORRECTION = "e_score_correction_bias"
-"""Suffix of a router tensor that models, engines and exported folders keep in float32, whatever the other dtypes."""
+"""Suffix of a router tensor that models, engines and exported folders keep in float32, regardless of their dtype."""
 HEAD = "score."
 """Prefix of the value head, which only critics have."""
 
@@ -52,6 +53,8 @@ class DCP(Converter):
         return weights is not None and not (weights / MEGATRON_METADATA).is_file()
 
     def open_tensors(self, path: Path) -> _OpenDCP:
+        from plasmid_models.untrained import UntrainedWeights  # imports torch
+
         from .distributed_files import DistributedFiles
 
         weights = _weights(path)
@@ -60,7 +63,11 @@ class DCP(Converter):
         if self.dtype == "auto" and is_of_run(weights):
             dtype = self._find_model(path).dtype("auto")
         names = self._names(path, files.tensors)
-        return _OpenDCP(files, self.prefix, names, self._pieces(path, names), dtype)
+        folder = self._model_folder(path)
+        if folder is None:
+            return _OpenDCP(files, self.prefix, names, dtype)
+        pieces, rest = _pieces(folder, names), UntrainedWeights(folder, where="from.model")
+        return _OpenDCP(files, self.prefix, names, dtype, pieces=pieces, others=rest)
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
         opened = self.open_tensors(path)
@@ -88,14 +95,10 @@ class DCP(Converter):
     def _find_model(self, path: Path) -> SourceModel:
         return find_source_model(path, self.model, _weights(path))
 
-    def _pieces(self, path: Path, names: Iterable[str]) -> Pieces:
-        """Return the tensors of a run's model folder that transformers fuses into one."""
+    def _model_folder(self, path: Path) -> Path | None:
+        """Return the model folder of a run; None if it has no weights."""
         folder = self._find_model(path).model if is_of_run(_weights(path)) else None
-        if folder is None or not HF().recognises(folder):
-            return {}
-        of_folder = {name for _, found in HF()._plan(folder) for name in found}
-        is_alike = all(name in of_folder or name.startswith(HEAD) for name in names)
-        return {} if is_alike else pieces_of_folder(folder, of_folder)
+        return folder if folder is not None and HF().recognises(folder) else None
 
     def _names(self, path: Path, names: Iterable[str]) -> list[str]:
         """Return the Hugging Face names in the order of the checkpoint. Raises `ModelError`."""
@@ -120,15 +123,23 @@ class _OpenDCP:
     """Implements `plasmid.components.OpenCheckpoint`."""
 
     def __init__(
-        self, files: DistributedFiles, prefix: str, names: Sequence[str], pieces: Pieces, dtype: str | None
+        self,
+        files: DistributedFiles,
+        prefix: str,
+        names: Sequence[str],
+        dtype: str | None,
+        *,
+        pieces: Pieces | None = None,
+        others: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
+        """``pieces`` are those of the model folder; ``others`` are its tensors that are not in the checkpoint."""
         import torch
 
         from .casting import cast
         from .safetensors_files import describe
 
-        self._files, self._prefix, self._dtype = files, prefix, dtype
-        self._pieces = {name: pieces.get(name, (Piece(name),)) for name in names}
+        self._files, self._prefix, self._dtype, self._others = files, prefix, dtype, others
+        self._pieces = {name: (pieces or {}).get(name, (Piece(name),)) for name in names}
         self.tensors: list[TensorInfo] = []
         for name, found in self._pieces.items():
             entry = files.tensors[prefix + name]
@@ -136,6 +147,7 @@ class _OpenDCP:
             self.tensors += [
                 describe(piece.name, stored, piece.shape(entry.size) if piece.index else entry.size) for piece in found
             ]
+        self.tensors += [describe(name, tensor.dtype, tensor.shape) for name, tensor in others]
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         from .casting import cast
@@ -146,13 +158,14 @@ class _OpenDCP:
                 whole = cast(self._files.read(self._prefix + name), self._cast_to(name))
                 for piece in wanted:
                     yield piece.name, piece.of(whole)
+        yield from ((name, tensor) for name, tensor in self._others if name in names)
 
     def _cast_to(self, name: str) -> str | None:
         return None if name.endswith(CORRECTION) else self._dtype
 
 
 class _PartWriter:
-    """Writes the files of a part for each part. Implements `plasmid.components.PartWriter`."""
+    """Writes separate files for each part. Implements `plasmid.components.PartWriter`."""
 
     def __init__(self, folder: Path, prefix: str, max_bytes: int) -> None:
         self._folder, self._prefix, self._max_bytes = folder, prefix, max_bytes
@@ -176,8 +189,19 @@ class _PartWriter:
         write_metadata(self._folder, parts)
 
 
+def _pieces(folder: Path, names: Iterable[str]) -> Pieces:
+    """Map a checkpoint's tensors, which transformers may fuse or rename, to those of a model folder."""
+    stored = {name for _, found in HF()._plan(folder) for name in found}
+    of_folder = FolderNames.of(read_config(folder / "config.json"), stored)
+    of_model = {own for name in stored if (own := of_folder.in_model(name)) is not None}
+    is_alike = all(name in of_model or name.startswith(HEAD) for name in names)
+    fused = {} if is_alike else pieces_of_folder(folder, of_model)
+    found = {name: fused.get(name, (Piece(name),)) for name in names}
+    return {name: tuple(Piece(of_folder.in_folder(p.name), p.index) for p in parts) for name, parts in found.items()}
+
+
 def weights_folder(path: Path) -> Path | None:
-    """Return the folder with the weights: ``path``, or the trainer's subfolder of a run's checkpoint; None without."""
+    """Return the folder with the weights: ``path``, or the trainer's subfolder of a run's checkpoint; else None."""
     return next((folder for folder in (path, path / "trainer") if (folder / METADATA).is_file()), None)
 
 

@@ -13,11 +13,12 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from plasmid.errors import ModelError
-from plasmid.utils.safe_files import replace_file
+from plasmid.utils.safe_files import replace_file, write_early
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
+from torch.utils.serialization import config
 
 from .safe_pickle import check_lengths, load_metadata, refuse_objects
 
@@ -127,11 +129,10 @@ def _read_part(folder: Path, name: str, stored: Any) -> Tensor:
         raise ModelError(f"{folder}: {name} is compressed, which is not supported")
     file = folder / stored.relative_path
     try:
-        with file.open("rb") as stream:
-            stream.seek(stored.offset)
-            data = io.BytesIO(stream.read(stored.length))
-        refuse_compressed(data)
-        loaded = torch.load(data, map_location="cpu", weights_only=True)
+        with file.open("rb", buffering=0) as stream:
+            data = io.BufferedReader(_Window(stream, stored.offset, stored.length))
+            refuse_compressed(data)
+            loaded = torch.load(data, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ModelError(f"{file}: is missing; according to {METADATA} it contains {name}") from None
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
@@ -139,6 +140,34 @@ def _read_part(folder: Path, name: str, stored: Any) -> Tensor:
     if not isinstance(loaded, Tensor):
         raise _mismatch_error(file, name)
     return loaded
+
+
+class _Window(io.RawIOBase):
+    """A region of a file, from which `torch.load` reads into the memory of the tensor."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._handle, self._start, self._position = file.fileno(), start, 0
+        self._length = max(0, min(length, os.fstat(self._handle).st_size - start))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        count = os.preadv(self._handle, [wanted], self._start + self._position)
+        self._position += count
+        return count
 
 
 def refuse_compressed(stream: IO[bytes]) -> None:
@@ -162,8 +191,31 @@ def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return the contiguous tensor with a storage of its size, which shares the memory."""
+    data = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else tensor.clone()
+    return data.view(tensor.dtype).reshape(tensor.shape)
+
+
+class _Archive(io.RawIOBase):
+    """File for `torch.save` that collects what is written, without copying the memory of the saved tensor."""
+
+    def __init__(self, value: object) -> None:
+        self._memory = (value.data_ptr(), value.nbytes) if isinstance(value, Tensor) and value.numel() else None
+        self.pieces: list[memoryview] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        is_tensor = self._memory == (np.frombuffer(view, np.uint8).ctypes.data, len(view))
+        self.pieces.append(view if is_tensor else memoryview(bytes(view)))
+        return len(view)
+
+
 class DistributedWriter:
-    """Writer of a folder from a stream of tensors. The folder cannot be read before `finish`."""
+    """Writer of a folder from a stream of tensors. The folder cannot be read before `finish`. Syncs no data."""
 
     def __init__(self, folder: Path, *, max_file_bytes: int, part: int = 0) -> None:
         """Write files of at most ``max_file_bytes``; only a tensor that is larger gets a larger file.
@@ -181,7 +233,7 @@ class DistributedWriter:
         """Write a tensor, or the part at ``start`` of a tensor of ``size``. Raises `ModelError` or `OSError`."""
         tensor = tensor.detach().cpu().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # otherwise torch.save would write the whole storage of which the tensor is a view
+            tensor = _with_own_storage(tensor)  # torch.save writes the whole storage of which a tensor is a view
         offset, whole = start or [0] * tensor.ndim, size or tensor.shape
         dtype = str(tensor.dtype).removeprefix("torch.")
         place = self._append(tensor)
@@ -203,22 +255,23 @@ class DistributedWriter:
     def close(self) -> None:
         """Close the current file; called by `finish`."""
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
 
     def _append(self, value: object) -> tuple[str, int, int]:
-        data = io.BytesIO()  # torch.save to a file does not raise OSError if the disk is full
-        torch.save(value, data)
-        length = data.getbuffer().nbytes
+        data = _Archive(value)
+        # without CRC-32, which takes as long as writing, and which torch.load ignores
+        with config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+            torch.save(value, cast(IO[bytes], data))  # not to the file: it would not raise OSError if the disk is full
+        length = sum(map(len, data.pieces))
         if self._file is not None and self._file.tell() and self._file.tell() + length > self._limit:
             self.close()
         if self._file is None:
             self._files.append(f"__{self._part}_{len(self._files)}.distcp")
             self._file = (self._folder / self._files[-1]).open("wb")
         offset = self._file.tell()
-        self._file.write(data.getbuffer())
+        for piece in data.pieces:
+            write_early(self._file, piece)
         return self._files[-1], offset, length
 
 

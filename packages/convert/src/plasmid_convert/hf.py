@@ -10,7 +10,7 @@ from plasmid.components import Converter, OpenCheckpoint, PartWriter, TensorInfo
 from plasmid.errors import ModelError
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import in_folder
-from plasmid_models.fp8_blocks import is_in_blocks
+from plasmid_models.quantized.formats import is_quantized
 from pydantic import Field
 
 from .companions import change_config, copy_files, read_config
@@ -26,8 +26,8 @@ class HF(Converter):
 
     kind: Literal["hf"] = "hf"
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
-    """Dtype that floating-point weights are cast to when read; ``keep`` does not cast. Matrices in fp8 with scales per
-    block become plain ones, with ``keep`` in the dtype of the model's config."""
+    """Dtype that floating-point weights are cast to when read; ``keep`` does not cast. Quantized weights (fp8 with
+    scales per block, mxfp4) are dequantized, with ``keep`` to the dtype of the model's config."""
     max_shard_gb: float = Field(5.0, gt=0)
     """Maximum size of a weight file, in units of 10^9 bytes; a larger tensor gets its own file."""
 
@@ -37,12 +37,12 @@ class HF(Converter):
     def open_tensors(self, path: Path) -> OpenCheckpoint:
         import torch
 
-        from .safetensors_files import OpenBlocks, OpenFolder
+        from .safetensors_files import OpenFolder, OpenQuantized
 
         dtype = None if self.dtype == "keep" else getattr(torch, self.dtype)
         plan = self._plan(path)
-        if _has_blocks(path):
-            return OpenBlocks(path, dtype)
+        if _has_quantized(path):
+            return OpenQuantized(path, dtype)
         return OpenFolder([file for file, _ in plan], dtype)
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -87,10 +87,10 @@ class HF(Converter):
         return plan
 
 
-def _has_blocks(path: Path) -> bool:
-    """Return True if matrices are in fp8 with scales per block; other folders are copied as they are."""
+def _has_quantized(path: Path) -> bool:
+    """Return True if weights are in a quantized format that is dequantized when read; others are copied as they are."""
     config = path / "config.json"
-    return config.is_file() and is_in_blocks(read_config(config))
+    return config.is_file() and is_quantized(read_config(config))
 
 
 class _PartWriter:

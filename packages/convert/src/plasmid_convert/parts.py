@@ -7,7 +7,9 @@ a file with the names, sizes and hashes of its files, which is written after the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -104,32 +106,65 @@ def read_records(stage: Path) -> dict[int, dict[str, Any]]:
     return records
 
 
-def write_part(
-    stage: Path,
-    number: int,
-    count: int,
-    part: Sequence[TensorInfo],
-    *,
-    opened: OpenCheckpoint,
-    writer: PartWriter,
-    advance: Callable[[str, int], None],
-) -> dict[str, Any]:
-    """Write a part and then its record, both synced to disk; return the record. Raises `ModelError` or `OSError`.
+class PartFiles:
+    """Writes parts, each followed by its record. Syncs and hashes a part in a thread while the next one is written."""
 
-    Calls ``advance`` as `Progress.advance`.
-    """
+    def __init__(
+        self,
+        stage: Path,
+        plan: Sequence[Sequence[TensorInfo]],
+        *,
+        opened: OpenCheckpoint,
+        writer: PartWriter,
+        advance: Callable[[str, int], None],
+    ) -> None:
+        """Calls ``advance`` as `Progress.advance`."""
+        self._stage, self._plan, self._opened, self._writer, self._advance = stage, plan, opened, writer, advance
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in opened.read({info.name for info in part}):
+    def write(self, numbers: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Write the parts ``numbers``, and yield number and record of each one that is on disk.
+
+        Takes the next number before the part of the last one is on disk. Raises `ModelError` or `OSError`.
+        """
+        with ThreadPoolExecutor(1) as pool:  # also after an interruption, it finishes the part that is written
+            last: Future[dict[str, Any]] | None = None
+            for number in numbers:
+                written = self._write(number)
+                if last is not None:
+                    yield (record := last.result())["number"], record
+                last = pool.submit(self._finish, written)
+            if last is not None:
+                yield (record := last.result())["number"], record
+
+    def _write(self, number: int) -> dict[str, Any]:
+        part, count = self._plan[number], len(self._plan)
+        with closing(read_ahead(self._opened.read({info.name for info in part}))) as tensors:
+            return {"number": number, **self._writer.write(number, count, part, self._count(tensors))}
+
+    def _count(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            size = tensor.nbytes
             yield name, tensor
-            advance(name, tensor.nbytes)
+            del tensor  # its memory is used for the next one
+            self._advance(name, size)
 
-    record = {"number": number, **writer.write(number, count, part, tensors())}
-    files = [stage / name for name in record["files"]]
-    sync_to_disk(*files, stage)
-    record["hashes"] = {name: list(entry) for name, entry in zip(record["files"], hash_files(files), strict=True)}
-    write_text(_record(stage, number), json.dumps(record), durable=True)
-    return record
+    def _finish(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Sync the files of a part, then write its record."""
+        files = [self._stage / name for name in record["files"]]
+        sync_to_disk(*files, self._stage)
+        record["hashes"] = {name: list(entry) for name, entry in zip(record["files"], hash_files(files), strict=True)}
+        write_text(_record(self._stage, record["number"]), json.dumps(record), durable=True)
+        return record
+
+
+def read_ahead(tensors: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
+    """Iterate in a thread that reads the next tensor while one is written. The thread ends when this is closed."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, tensors, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, tensors, None)
+            yield item
+            del item  # its memory is used for the next one
 
 
 def _record(stage: Path, number: int) -> Path:

@@ -19,7 +19,7 @@ from plasmid.components import Converter, kind_of
 from plasmid.errors import ClusterError, PlasmidError
 from plasmid.plugins.registry import converters, load_plugins
 
-from .parts import Progress, write_part
+from .parts import PartFiles, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +72,22 @@ def write_in_workers(
     waiting = list(reversed(todo))
     records: dict[int, dict[str, Any]] = {}
     with _start(conversion, min(workers, len(todo))) as processes:
-        for connection in processes:
-            connection.send(waiting.pop())
         while len(records) < len(todo):
             for connection in cast(list[Connection], wait(list(processes))):
                 try:
                     what, first, second = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    raise _lost(processes[connection]) from None
+                    raise _describe_end(processes[connection]) from None
                 if what == "error":
                     raise first
                 if what == "bytes":
                     if progress is not None:
                         progress.advance(first, second)
                     continue
+                if what == "next":
+                    connection.send(waiting.pop() if waiting else None)
+                    continue
                 records[first] = second
-                if waiting:
-                    connection.send(waiting.pop())
     return records
 
 
@@ -111,7 +110,7 @@ def _start(conversion: Conversion, count: int) -> Iterator[dict[Connection, Base
             started.join()
 
 
-def _lost(process: BaseProcess) -> ClusterError:
+def _describe_end(process: BaseProcess) -> ClusterError:
     process.join(5)
     code = process.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -136,24 +135,30 @@ def _work(conversion: Conversion, connection: Connection) -> None:
         opened, parts = reader.open_tensors(conversion.source), writer.open_parts(conversion.stage)
         assert opened is not None and parts is not None
         plan = parts.plan(opened.tensors)
-        while True:
-            number = connection.recv()
-            record = write_part(
-                conversion.stage,
-                number,
-                len(plan),
-                plan[number],
-                opened=opened,
-                writer=parts,
-                advance=lambda name, num_bytes: connection.send(("bytes", name, num_bytes)),
-            )
+
+        def advance(name: str, num_bytes: int) -> None:
+            connection.send(("bytes", name, num_bytes))
+
+        files = PartFiles(conversion.stage, plan, opened=opened, writer=parts, advance=advance)
+        for number, record in files.write(_receive_numbers(connection)):
             connection.send(("done", number, record))
-    except (PlasmidError, OSError) as error:
-        connection.send(("error", error, None))
+        connection.recv()  # the main process ends this one
     except EOFError:
         return
+    except (PlasmidError, OSError) as error:
+        connection.send(("error", error, None))
     except Exception:  # noqa: BLE001 - boundary: the main process raises it
         connection.send(("error", RuntimeError(traceback.format_exc()), None))
+
+
+def _receive_numbers(connection: Connection) -> Iterator[int]:
+    """Ask for the numbers of parts one by one until there are no more."""
+    while True:
+        connection.send(("next", None, None))
+        number = connection.recv()
+        if number is None:
+            return
+        yield number
 
 
 def _exit_with_parent() -> None:

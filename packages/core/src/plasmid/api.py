@@ -95,7 +95,7 @@ def open(
 
 
 def _runtime() -> Any:
-    """Import the runtime's module, whose function `run` an entry point names."""
+    """Import the module that the runtime's entry point names."""
     found = entry_points(group="plasmid.runtime", name="train")
     if not found:
         raise PluginError("no runtime is installed; pip install plasmid-runtime")

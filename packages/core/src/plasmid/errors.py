@@ -73,7 +73,7 @@ class PlasmidError(Exception):
 
 
 class ConfigError(PlasmidError, ValueError):
-    """The run configuration is wrong. Raised before any process or GPU is acquired."""
+    """The run configuration is invalid. Raised before any process or GPU is acquired."""
 
 
 class PluginError(PlasmidError):
@@ -85,7 +85,7 @@ class DataError(PlasmidError):
 
 
 class ModelError(PlasmidError):
-    """A model folder or checkpoint is missing something, or belongs to another model."""
+    """A model folder or checkpoint is incomplete, or belongs to another model."""
 
 
 class EngineError(PlasmidError):
@@ -141,7 +141,7 @@ class RewardDeadlineError(RewardError, DeadlineError):
 
 
 class ClusterError(PlasmidError):
-    """A cluster could not start a process, or lost what a process had. Names the process or machine."""
+    """A cluster could not start a process, or lost an object that a process held. Names the process or machine."""
 
     exit_code = EXIT_RETRY
 

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from .quantized.formats import forget_quantization
+from .text_model import WITH_VISION
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 BUILD_LOCK = threading.RLock()
 """Hold this lock while creating or loading a transformers model. Otherwise two threads that load models concurrently
 overwrite each other's default dtype, device and weight tying, and one of the models lacks `lm_head.weight`."""
 GROUPED_ALIGNMENT = 16
 """Length in bytes that every row of a grouped matrix product must be a multiple of."""
+
+
+def text_model_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """Return transformers' configuration of a folder's text model without quantization.
+
+    Raises the errors of transformers.
+    """
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    forget_quantization(config)
+    if config.model_type not in WITH_VISION:
+        return config
+    text = config.get_text_config()
+    text.tie_word_embeddings = config.tie_word_embeddings  # transformers reads only the outer one
+    return text
 
 
 def choose_expert_products(lm: PreTrainedModel, dtype: torch.dtype) -> None:

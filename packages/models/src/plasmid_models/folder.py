@@ -12,7 +12,8 @@ from plasmid.errors import ModelError, some_of
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import check_entries, copy_file, in_folder
 
-from .fp8_blocks import KEY, Block, block_size, dequantize_slices
+from .quantized.formats import KEY, Format, weight_format
+from .text_model import FolderNames, has_vision, text_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPANION_SUFFIXES = {".json", ".jinja", ".model", ".py", ".txt"}
@@ -32,10 +33,15 @@ def check_folder(where: str, path: Path, *, torch_dist: bool = False) -> None:
     """
     config = read_config(where, path)
     if not is_torch_dist(path):
-        read_block_size(where, config)
+        read_format(where, config)
         weight_files(where, path)
     elif not torch_dist:
         raise ModelError(describe_torch_dist(where, path, "only trainer 'megatron' reads"))
+    elif has_vision(config):
+        raise ModelError(
+            f"{where}.path: {path} has Megatron's distributed format, but its config.json has a vision model, whose "
+            "weights the format does not contain; use the Hugging Face folder"
+        )
 
 
 def describe_torch_dist(where: str, path: str | Path, reason: str) -> str:
@@ -57,10 +63,15 @@ def read_config(where: str, path: Path) -> dict[str, Any]:
     return _read_json(where, path / "config.json", "it must be a Hugging Face model folder")
 
 
-def read_block_size(where: str, config: Mapping[str, Any]) -> Block | None:
-    """Return the size of the blocks of matrices in fp8; None without any. Raises `ModelError` for other formats."""
+def read_text_config(where: str, path: Path) -> dict[str, Any]:
+    """Read the configuration of the folder's text model. Raises `ModelError`."""
+    return text_config(read_config(where, path))
+
+
+def read_format(where: str, config: Mapping[str, Any]) -> Format | None:
+    """Return the format of quantized weights; None if unquantized. Raises `ModelError` for unsupported formats."""
     try:
-        return block_size(config)
+        return weight_format(config)
     except ValueError as error:
         raise ModelError(f"{where}.path: {error}") from None
 
@@ -87,21 +98,42 @@ def weight_files(where: str, path: Path) -> tuple[Path, ...]:
 
 
 def tensor_names(where: str, path: Path) -> set[str]:
-    """Return the names of all tensors in the folder's weight files. Raises `ModelError`."""
+    """Return the names of all tensors of `open_weights`. Raises `ModelError`."""
     with open_weights(where, path, framework="numpy") as found:
         return set(found)
 
 
+def folder_names(where: str, path: Path) -> FolderNames:
+    """Return the names of the text model's tensors in the folder. Raises `ModelError`."""
+    config = read_config(where, path)
+    if not has_vision(config):  # the config suffices; the folder may have no weights
+        return FolderNames.of(config, ())
+    with open_folder(where, path, framework="numpy") as found:
+        return FolderNames.of(config, found)
+
+
 @contextmanager
 def open_weights(where: str, path: Path, *, framework: Literal["pt", "numpy"] = "pt") -> Iterator[dict[str, Any]]:
-    """Yield lazy slices of the folder's tensors by name; indexing one reads it. Raises `ModelError`.
+    """Yield lazy slices of the text model's tensors by their names in that model, without untrained tensors.
 
-    Matrices in fp8 with scales per block are read as one float32 tensor; the names of their scales are left out.
+    Raises `ModelError`.
+    """
+    with open_folder(where, path, framework=framework) as found:
+        names = FolderNames.of(read_config(where, path), found)
+        owned = ((names.in_model(name), part) for name, part in found.items())
+        yield {name: part for name, part in owned if name is not None}
+
+
+@contextmanager
+def open_folder(where: str, path: Path, *, framework: Literal["pt", "numpy"] = "pt") -> Iterator[dict[str, Any]]:
+    """Yield lazy slices of all tensors of the folder by name; indexing one reads it. Raises `ModelError`.
+
+    Quantized weights are dequantized when read (`QuantizedSlice`), and have the names of unquantized weights.
     """
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Any] = {}
-    block = read_block_size(where, read_config(where, path))
+    quantized = read_format(where, read_config(where, path))
     with ExitStack() as stack:
         for file in weight_files(where, path):
             try:
@@ -110,7 +142,7 @@ def open_weights(where: str, path: Path, *, framework: Literal["pt", "numpy"] = 
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{where}.path: {file} cannot be read: {error}") from None
         try:
-            found = found if block is None else dequantize_slices(found, block)
+            found = found if quantized is None else quantized.plain_slices(found)
         except ValueError as error:
             raise ModelError(f"{where}.path: the weights in {path} cannot be read: {error}") from None
         yield found
@@ -136,9 +168,7 @@ def find_misfit(
 def longest_sample(model: ModelConfig) -> int | None:
     """Return the maximum sample length in tokens, prompt included; None if config and recipe set no limit. Raises
     `ModelError` if the config cannot be read."""
-    config = read_config("model", Path(model.path))
-    inner = config.get("text_config")
-    longest = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    longest = read_text_config("model", Path(model.path)).get("max_position_embeddings")
     limits = [limit for limit in (longest, model.max_length) if isinstance(limit, int)]
     return min(limits, default=None)
 

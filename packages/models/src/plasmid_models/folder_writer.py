@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .folder import INDEX, SINGLE, copy_companions
-from .fp8_blocks import without_blocks
+from .folder import INDEX, SINGLE, copy_companions, folder_names
+from .quantized.formats import without_quantization
+from .untrained import UntrainedWeights
 
 FILE_BYTES = 4 << 30
 ChangeConfig = Callable[[dict[str, Any]], dict[str, Any]]
@@ -36,7 +38,10 @@ class FolderWriter:
         self._change_config = change_config
 
     def write(self, tensors: Iterator[tuple[str, Tensor]], *, sizes: Mapping[str, int]) -> None:
-        """Write the tensors; ``sizes`` are the bytes of each, in the same order. Raises `CheckpointError`."""
+        """Write the text model's tensors, in the order of their ``sizes`` in bytes, then the source's other tensors.
+
+        Raises `CheckpointError`.
+        """
         try:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir(parents=True)
@@ -45,10 +50,10 @@ class FolderWriter:
                 copy_companions(self._tokenizer, self._temporary)
                 copy_file(self._source / "config.json", self._source, self._temporary / "config.json")
             config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
-            changed = without_blocks(config if self._change_config is None else self._change_config(config))
+            changed = without_quantization(config if self._change_config is None else self._change_config(config))
             if changed != config:
                 (self._temporary / "config.json").write_text(json.dumps(changed, indent=2), encoding="utf-8")
-            self._write_weights(tensors, sizes)
+            self._write_weights(*self._with_untrained(tensors, sizes))
             shutil.rmtree(self._target, ignore_errors=True)
             self._temporary.replace(self._target)
         except ModelError:
@@ -57,6 +62,15 @@ class FolderWriter:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(self._temporary, ignore_errors=True)
             raise CheckpointError(f"{self._target}: the model cannot be written: {error}") from None
+
+    def _with_untrained(
+        self, tensors: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int]
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, int]]:
+        """Return tensors and sizes by the names of the source, followed by the untrained tensors."""
+        names, rest = folder_names("model", self._source), UntrainedWeights(self._source, where="model")
+        own = ((names.in_folder(name), tensor) for name, tensor in tensors)
+        own_sizes = {names.in_folder(name): size for name, size in sizes.items()}
+        return chain(own, rest), own_sizes | {name: tensor.nbytes for name, tensor in rest}
 
     def _write_weights(self, tensors: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int]) -> None:
         groups = _groups(sizes)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from plasmid.errors import ModelError, one_line
 
-from .building import BUILD_LOCK
-from .fp8_blocks import forget_blocks
+from .building import BUILD_LOCK, text_model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,11 +137,10 @@ def _rename(name: str, renamings: list[Any]) -> str:
 def pieces_of_folder(folder: Path, names: Collection[str]) -> dict[str, tuple[Piece, ...]]:
     """Return the pieces of a folder whose tensors have these names. Does not run its code. Raises `ModelError`."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        forget_blocks(config)
+        config = text_model_config(folder, trust_remote_code=False)
         with BUILD_LOCK, torch.device("meta"):
             # a config.json may name an attention kernel on the Hub, which would be downloaded and run
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

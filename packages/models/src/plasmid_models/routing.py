@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from plasmid.types.routing import Routing
 
 from .estimates.shape import num_experts
-from .folder import read_config
+from .folder import read_text_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ EXPERTS = re.compile(r"(?P<block>(?:.*\.)?layers\.(?P<layer>\d+)\.(?:\w+\.)*?\w+
 
 def read_routing(path: Path | str) -> Routing | None:
     """Return how the model of a folder routes its tokens; None for a model without experts. Raises `ModelError`."""
-    config = read_config("model", Path(path))
+    config = read_text_config("model", Path(path))
     experts, choices = num_experts(config), int(config.get("num_experts_per_tok") or 0)
     if not experts or not choices:
         return None

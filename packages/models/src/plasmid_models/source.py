@@ -15,9 +15,9 @@ from plasmid.settings.trust import HUB_MODEL, is_hub_model
 from plasmid.types.top_tokens import TopChoice
 from plasmid.utils.json_text import read_json
 
-from .folder import check_folder, read_config, weight_files
-from .fp8_blocks import is_in_blocks
+from .folder import check_folder, read_config, read_text_config, weight_files
 from .hub import model_folder
+from .quantized.formats import KEY, is_quantized
 
 
 def check_vocabulary(where: str, path: Path, *, policy: Path, tokenizer: Path) -> None:
@@ -39,8 +39,7 @@ def check_vocabulary(where: str, path: Path, *, policy: Path, tokenizer: Path) -
 
 
 def _size(where: str, path: Path) -> int:
-    config = read_config(where, path)
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    size = read_text_config(where, path).get("vocab_size")
     if not isinstance(size, int):
         raise ModelError(f"{where}.path: {path / 'config.json'} has no vocab_size")
     return size
@@ -117,7 +116,8 @@ def needed_models(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the same as `needed_models`, as written in the recipe: as a path, ``./a/b`` would become a Hub name."""
+    """Yield the models of `needed_models` with their folders as written in the recipe, because as a `Path`, ``./a/b``
+    would become a Hub name."""
     needs = config.algorithm.needs()
     yield "model", config.model.path
     for where, needed, path in (
@@ -186,19 +186,20 @@ def check_models(config: RunConfig, *, torch_dist: bool = False) -> None:
 
     ``torch_dist`` is for trainers that also read Megatron's distributed format.
     """
-    if config.rollout is not None and not config.rollout.reads_fp8_blocks:
-        _refuse_blocks(config, kind_of(config.rollout))
+    if config.rollout is not None and not config.rollout.reads_quantized:
+        _refuse_quantized(config, kind_of(config.rollout))
     for where, folder in needed_models(config):
         check_folder(where, folder, torch_dist=torch_dist)
         if where in TOKEN_BY_TOKEN:
             check_vocabulary(where, folder, policy=Path(config.model.path), tokenizer=Path(config.model.tokenizer_path))
 
 
-def _refuse_blocks(config: RunConfig, engine: str) -> None:
-    """Raise `ModelError` if the engine would keep the policy's matrices in fp8, into which no sync can write."""
+def _refuse_quantized(config: RunConfig, engine: str) -> None:
+    """Raise `ModelError` if the engine would keep the policy's quantized weights, into which no sync can write."""
     path = Path(config.model.path)
-    if is_in_blocks(read_config("model", path)):
+    model = read_config("model", path)
+    if is_quantized(model):
         raise ModelError(
-            f"model.path: {path} has matrices in fp8, which engine {engine!r} would keep, while the "
-            f"trainer sends plain ones; train a copy: rl convert {path} FOLDER"
+            f"model.path: {path} has weights in {model[KEY]['quant_method']}, which engine {engine!r} would keep, "
+            f"while the trainer sends unquantized ones; train a copy: rl convert {path} FOLDER"
         )

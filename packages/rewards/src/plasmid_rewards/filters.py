@@ -29,7 +29,7 @@ class MaxTruncated(Filter):
 
     kind: Literal["max-truncated"] = "max-truncated"
     fraction: float = Field(0.5, ge=0, lt=1)
-    """Maximum fraction of truncated samples to keep."""
+    """Maximum fraction of truncated samples in a kept group."""
 
     def __call__(self, group: PromptGroup) -> bool:
         samples = finished_samples(group)
@@ -47,7 +47,7 @@ class MaxDuplicates(Filter):
 
     kind: Literal["max-duplicates"] = "max-duplicates"
     fraction: float = Field(0.5, ge=0, lt=1)
-    """Maximum fraction of duplicates to keep. Among n equal samples, n - 1 are duplicates."""
+    """Maximum fraction of duplicates in a kept group. Among n equal samples, n - 1 are duplicates."""
     similarity: float = Field(1.0, gt=0, le=1)
     """Minimum similarity of a duplicate to another sample. 1 compares texts exactly, ignoring white space. Smaller
     values compare the Jaccard index of the samples' sets of 3-grams of generated tokens."""

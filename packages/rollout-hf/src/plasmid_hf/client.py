@@ -48,7 +48,7 @@ class RequestBatcher:
         await asyncio.gather(*done)
 
     async def abort(self, request_ids: Sequence[str] | Literal["all"]) -> None:
-        """End requests on whichever engine they run."""
+        """End requests, on any of the engines."""
         await asyncio.gather(*(call(actor, ANSWER_S, EngineWorker.abort, request_ids) for actor in self._actors))
 
     async def fetch_partial(self, request_ids: Sequence[str]) -> list[Completion]:
@@ -62,7 +62,7 @@ class RequestBatcher:
                 if ids
             )
         )
-        return [*(Completion.unstarted(id_) for id_ in unsent), *(part for parts in found for part in parts)]
+        return [*(Completion.without_tokens(id_) for id_ in unsent), *(part for parts in found for part in parts)]
 
     def _schedule_flush(self) -> None:
         if not self._flushing:

@@ -22,7 +22,7 @@ class HF(RolloutEngineConfig):
     """Hugging Face models in the run's own processes, on CPU or GPU, with continuous batching."""
 
     kind: Literal["hf"] = "hf"
-    reads_fp8_blocks: ClassVar[bool] = True
+    reads_quantized: ClassVar[bool] = True
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the weights and the KV cache; ``auto`` is float32 on the CPU and bfloat16 on a GPU."""
     max_batch: int = Field(64, ge=1, le=4096)
@@ -77,7 +77,7 @@ class HF(RolloutEngineConfig):
         return self.dtype if self.dtype != "auto" else "bfloat16" if on_gpu else "float32"
 
     def canary(self) -> CanaryPlan | None:
-        """Return the canary plan: cache and attention are not the trainer's code."""
+        """Return the canary plan: the engine's cache and attention differ from the trainer's code."""
         usual = 0.02 if self.dtype == "float32" else 0.25
         tolerance = usual if self.canary_tolerance == "auto" else self.canary_tolerance
         return CanaryPlan(tolerance=tolerance, every=self.canary_every, alone=True) if self.canary_every else None

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from plasmid.types import Completion, GenerateRequest, SamplingParams, StopReason, VersionSpan
 from plasmid.types.kept_sets import KeptSet
 from plasmid.types.routing import Experts
-from plasmid_serving.client import empty_completion, failed_completion
+from plasmid_serving.client import STOP_REASONS, empty_completion, failed_completion
 
-REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
 SEED_BITS = 63
 
 
@@ -49,7 +48,7 @@ def request_body(request: GenerateRequest, *, rid: str, max_new_tokens: int, see
 
 
 def optional_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the optional settings that are in effect, by SGLang's names, which are the same."""
+    """Return the optional settings that are in effect. SGLang uses the same names for them."""
     fields = dict(sampling.optional)
     if "stop_regex" in fields:
         fields["stop_regex"] = list(sampling.stop_regex)
@@ -64,25 +63,25 @@ def _has_sets(request: GenerateRequest) -> bool:
 
 
 def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any], *, has_spans: bool) -> Completion:
-    """Convert a response to a completion. A refusal becomes an error, because other servers would refuse it, too."""
+    """Convert a response to a completion. A rejected request fails, because other servers would reject it, too."""
     if status != 200:
         error = answer.get("error", answer)
         text = error.get("message", error) if isinstance(error, Mapping) else error
         if str(text).startswith(f"Request {request.id}~") and str(text).endswith(" was aborted"):
-            # 0.5.17 responds like this if a pause finds a request that has not started; the request is valid
+            # SGLang 0.5.17 responds like this if it is paused before the request has started; the request is valid
             return empty_completion(request, StopReason.ABORT)
         return failed_completion(request, f"the server rejected the request: {text}")
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     drawn = meta.get("output_token_logprobs") or []
-    stop = REASONS.get(reason["type"])
+    stop = STOP_REASONS.get(reason["type"])
     if stop is None or (stop is StopReason.ABORT and reason.get("status_code") not in (None, 503)):
         return failed_completion(request, f"the server aborted the request: {reason.get('message') or reason['type']}")
     logprobs = np.minimum(np.array([logprob for logprob, *_ in drawn], np.float32), 0.0)
     try:
         experts = _experts(request, meta)
     except ValueError as error:
-        return failed_completion(request, f"the server returned wrong experts: {error}")
+        return failed_completion(request, f"the server returned invalid experts: {error}")
     return Completion(
         request_id=request.id,
         token_ids=np.array([token for _, token, *_ in drawn], np.int32),
@@ -96,8 +95,8 @@ def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any],
 
 
 def _kept_set(request: GenerateRequest, meta: Mapping[str, Any], logprobs: NDArray[np.float32]) -> KeptSet | None:
-    """Compute set masses: SGLang's log-probability within a set exceeds the full one by minus the log of the set's
-    mass."""
+    """Return the kept sets. SGLang reports log-probabilities within the set and over the whole vocabulary; their
+    difference is the log of the set's mass."""
     if not request.wants_kept_set:
         return None
     if not _has_sets(request):
@@ -110,7 +109,7 @@ def _kept_set(request: GenerateRequest, meta: Mapping[str, Any], logprobs: NDArr
 def _experts(request: GenerateRequest, meta: Mapping[str, Any]) -> Experts | None:
     """Decode the experts of the tokens from ``experts_from``; none if an aborted request was never finished.
 
-    Raises ValueError if there is no such expert: its id would select another one, or memory outside of the weights.
+    Raises ValueError for invalid ids: these would select another expert, or memory outside of the weights.
     """
     routing = request.routing
     if routing is None:

@@ -39,8 +39,8 @@ ON_CPU: Mapping[str, Any] = {
     "max_total_tokens": 16384,
     "sleep_on_idle": True,
 }
-"""Server arguments without a GPU, unless the recipe sets them. They keep the KV cache from filling the memory, and a
-scheduler without requests from taking a core, which the trainer needs."""
+"""Server arguments without a GPU, unless the recipe sets them. They limit the KV cache, and prevent a scheduler without
+requests from using a core, which the trainer needs."""
 FRACTIONS = {"kv_usage": "token_usage", "cache_hit_rate": "cache_hit_rate"}
 SPECULATIVE = ("accept_length", "accept_rate")
 ABORT_POLL_S = 0.02
@@ -123,7 +123,7 @@ class SGLangDialect:
         await api.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
 
     async def loads(self, api: HttpApi) -> tuple[Load, ...]:
-        """Return the load of each scheduler, from memory that they share: only the call before asks them."""
+        """Read the load of each scheduler from shared memory. The call before it proves that the schedulers respond."""
         await api.get("/get_server_info")
         return tuple(map(read_load, (await api.get("/v1/loads"))["loads"]))
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from plasmid_models.text_model import has_vision
+
 LOADER = "plasmid_sglang.loader.load"
 """Import path of the custom weight loader, which SGLang imports."""
 MESSAGE = "plasmid.command"
@@ -26,7 +28,7 @@ def serve(arguments: dict[str, Any]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    run_server(ServerArgs(**arguments))
+    run_server(ServerArgs(**(text_arguments(arguments) | arguments)))
     del store  # keeps the store alive until now
 
 
@@ -39,6 +41,14 @@ def bind_threads(arguments: Mapping[str, Any]) -> None:
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * (ranks // arguments.get("nnodes", 1))))
 
 
+def text_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that serve only the text model of a folder with a vision model: prompts are text.
+
+    SGLang would otherwise need the folder's processor of images.
+    """
+    return {"enable_multimodal": False} if has_vision(_read_config(arguments)) else {}
+
+
 def skip_other_models(arguments: Mapping[str, Any]) -> None:
     """Have SGLang's schedulers import only the modules that offer the model's class, instead of over 200.
 
@@ -46,8 +56,7 @@ def skip_other_models(arguments: Mapping[str, Any]) -> None:
     offers the class (SGLang then uses transformers), or if another class than that of the folder may be needed: with
     speculative decoding, a chosen implementation, a changed config, or quantized weights.
     """
-    path = Path(arguments["model_path"]) / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = _read_config(arguments)
     chosen = ("speculative_algorithm", "model_impl", "quantization", "json_model_override_args")
     spec = find_spec("sglang")
     names = list(config.get("architectures") or [])
@@ -59,6 +68,11 @@ def skip_other_models(arguments: Mapping[str, Any]) -> None:
     needed = {module for module, offer in offers.items() if re.search(rf"\b{re.escape(names[0])}\b", offer)}
     if needed:
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(texts.keys() - needed)))
+
+
+def _read_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    path = Path(arguments["model_path"]) / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def open_rendezvous(arguments: Mapping[str, Any]) -> Any:

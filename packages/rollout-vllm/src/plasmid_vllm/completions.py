@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from plasmid.types import Completion, GenerateRequest, StopReason, VersionSpan
+from plasmid.types import Completion, GenerateRequest, VersionSpan
 from plasmid.types.kept_sets import KeptSet
-from plasmid_serving.client import failed_completion
+from plasmid_serving.client import STOP_REASONS, failed_completion
 
-REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
 SEED_BITS = 63
 TIES = 16
 """Number of log-probabilities to request beyond top-k: vLLM also keeps tokens that tie with the last one."""
@@ -44,10 +43,10 @@ def _has_sets(request: GenerateRequest) -> bool:
 
 
 def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any]) -> Completion:
-    """Convert a response to a completion. A refusal becomes an error, because other servers would refuse it, too."""
+    """Convert a response to a completion. A rejected request fails, because other servers would reject it, too."""
     if status != 200:
         return failed_completion(request, f"the server rejected the request: {answer.get('error', answer)}")
-    stop = REASONS.get(answer["reason"])
+    stop = STOP_REASONS.get(answer["reason"])
     if stop is None:
         return failed_completion(request, f"the server aborted the request: {answer['reason']}")
     count = len(answer["token_ids"])
@@ -68,8 +67,8 @@ def completion(request: GenerateRequest, status: int, answer: Mapping[str, Any])
 
 
 def encode_completion(output: Any, *, with_sets: bool) -> dict[str, Any]:
-    """Return the response to a request. With ``with_sets`` it has the kept tokens at each position and their log
-    mass."""
+    """Return the response to a request. With ``with_sets``, it contains the kept tokens at each position and the log of
+    their mass."""
     drawn, count = output.logprobs, len(output.token_ids)
     starts = drawn.start_indices[:count] if count else []
     answer = {

@@ -18,7 +18,7 @@ class WholeSampler(Sampler):  # type: ignore[misc]
     def sample(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: str | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [N] sampled tokens and [N, V] log-probabilities, or None if no request wants them."""
+        """Return sampled tokens [N] and log-probabilities [N, V], or None for the latter if no request wants them."""
         temperature = sampling_metadata.temperature
         if temperature is None or sampling_metadata.all_greedy or sampling_metadata.max_num_logprobs is None:
             plain: tuple[Tensor, Tensor | None] = super().sample(logits, sampling_metadata, logprobs_mode_override)

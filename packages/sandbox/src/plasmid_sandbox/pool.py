@@ -1,4 +1,4 @@
-"""The pool's side of worker processes: starts them on demand, and replaces those that do not respond."""
+"""Pool of worker processes: starts them on demand, and replaces those that do not respond."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from plasmid.errors import IsolationError, RaisedError, one_line
+from plasmid.plugins.registry import PLUGIN_FILE
 from plasmid.utils.child_environment import child_environment
 from plasmid.utils.messages import (
     MAX_ANSWER_BYTES,
@@ -44,9 +45,7 @@ ENVIRONMENT = {
 START_S = 120.0
 """Time limit for a worker to import what its work needs, in seconds."""
 GRACE_S = 30.0
-"""Time that a worker has beyond its deadline to respond, and to prepare a call, in seconds."""
-PLUGIN = "plasmid_plugin_"
-"""Name prefix of modules loaded from plugin files, which a worker must load, too."""
+"""Time for a worker to prepare a call and to respond, in addition to the deadline of the call, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ class WorkerPool:
         await asyncio.wrap_future(self._threads.submit(self._worker))
 
     async def call(self, given: Any) -> Answer:
-        """Make one call. Raises `RaisedError` with the work's exception, `IsolationError` if there is no process."""
+        """Make one call. Raises `RaisedError` with the work's exception, `IsolationError` if no process can start."""
         return await asyncio.wrap_future(self._threads.submit(self._call, given))
 
     def close(self) -> None:
@@ -174,7 +173,7 @@ class _Worker:
         send(self._process.stdin.fileno(), message)
 
     def receive(self, timeout_s: float) -> bytes:
-        """Receive the answer to the next call. Raises `LateMessageError`, `Closed` or `TooLong`."""
+        """Receive the answer to the next call. Raises one of the exceptions of `plasmid.utils.messages`."""
         assert self._process.stdout is not None
         message = receive(self._process.stdout.fileno(), timeout_s, longest=NUMBER.size + MAX_ANSWER_BYTES)
         if message[: NUMBER.size] != NUMBER.pack(self._num_answers):
@@ -213,5 +212,7 @@ def _stop_all(workers: set[_Worker]) -> None:
 
 def plugin_files() -> list[str]:
     """Return the plugin files that this process has loaded."""
-    found = (getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name.startswith(PLUGIN))
+    found = (
+        getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if name.startswith(PLUGIN_FILE)
+    )
     return [file for file in found if file]

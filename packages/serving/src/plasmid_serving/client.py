@@ -26,6 +26,8 @@ from plasmid.utils.safe_files import write_text
 from .api import HttpApi, ServerAddress, read_answer
 from .dialect import Dialect
 
+STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
+"""Stop reasons, by their names in the responses of servers."""
 POLL_S = 0.05
 """Interval for checking whether a server is available, in seconds."""
 RETRIED = (502, 503)
@@ -188,7 +190,7 @@ class RequestSlots:
         """``can_proceed`` returns False while slots must not be given out."""
         self._free, self._can_proceed = count, can_proceed
         self._sessions: dict[str, int] = {}
-        """Place of each session in the order of their first requests."""
+        """Position of each session in the order of first requests."""
         self._number = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -202,7 +204,7 @@ class RequestSlots:
         try:
             await slot
         except asyncio.CancelledError:
-            if not slot.cancelled():  # it had been given out
+            if not slot.cancelled():  # the slot has been given to this request
                 self.release()
             raise
 
@@ -278,14 +280,16 @@ class _LoopClient:
                 return _full_completion(request)
             address = min(endpoints.urls, key=lambda a: self._open[a])
             try:
-                return await self._ask(address, request, allowed, left)
+                return await self._send_once(address, request, allowed, left)
             except _UnavailableError as error:
                 why = str(error)
                 await asyncio.sleep(POLL_S)
         return failed_completion(request, f"no answer within {request.deadline_s:g} s: {why}")
 
-    async def _ask(self, address: ServerAddress, request: GenerateRequest, allowed: int, limit_s: float) -> Completion:
-        # ids are matched by prefix: the separator keeps "1" from ending "10"
+    async def _send_once(
+        self, address: ServerAddress, request: GenerateRequest, allowed: int, limit_s: float
+    ) -> Completion:
+        # servers match ids by prefix: the separator keeps "1" from matching "10"
         rid = f"{request.id}~{os.getpid()}.{next(self._attempt)}"
         path, body, headers = self._dialect.request(request, rid=rid, max_new_tokens=allowed)
         api, url = self._api(address), address.url
@@ -327,7 +331,7 @@ class _LoopClient:
         """End requests on every server. Ignores servers that are gone."""
         prefixes: Sequence[str] | Literal["all"] = "all"
         if request_ids != "all":
-            # some servers accept only whole ids, which are known here for requests sent from here
+            # some servers accept only whole ids; this client knows those of its own requests
             prefixes = [self._sent.get(id_, f"{id_}~") for id_ in request_ids]
         apis = [self._api(address) for address in self._endpoints.read().servers]
         await asyncio.gather(*(self._dialect.abort(api, prefixes) for api in apis), return_exceptions=True)
@@ -337,7 +341,7 @@ class _LoopClient:
         sent = [id_ for id_ in request_ids if id_ in self._sent]
         if sent:
             await self.abort(sent)
-        return [Completion.unstarted(id_) for id_ in request_ids if id_ not in self._sent and id_ not in sent]
+        return [Completion.without_tokens(id_) for id_ in request_ids if id_ not in self._sent and id_ not in sent]
 
     def _api(self, address: ServerAddress) -> HttpApi:
         if address not in self.apis:

@@ -241,10 +241,10 @@ class ServersEngine:
         """Return checksums of all parameters, by the servers' own names. Raises `SyncError` if servers differ."""
         found: dict[str, Mapping[str, int]] = {}
 
-        async def ask(server: ManagedServer) -> None:
+        async def read(server: ManagedServer) -> None:
             found[server.name] = await server.connection.checksums(self._sync_s)
 
-        for error in (await for_each(self.supervisor.serving(), ask)).values():
+        for error in (await for_each(self.supervisor.serving(), read)).values():
             raise error
         first = next(iter(found.values()))
         for name, sums in found.items():

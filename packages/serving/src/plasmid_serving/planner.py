@@ -18,7 +18,6 @@ from .weights.errors import sync_failure
 from .weights.sender import ServersWire
 
 if TYPE_CHECKING:
-    from plasmid.components import AdapterSpec
     from plasmid.config.run import RunConfig
 
     from .settings import ServersConfig
@@ -38,7 +37,7 @@ class Planner:
         self._backend = "nccl" if on_gpu else "gloo"
         self._count = self._restarts = 0
         """Number of syncs, and number of restarts of all servers at the last read-back."""
-        self._adapter = sent_adapter(settings, config, on_gpu=on_gpu)
+        self._adapter = settings.sent_adapter(config, on_gpu=on_gpu)
         self._with_base: frozenset[str] = frozenset()
         """Servers that have received the base of the adapter."""
         self._group, self._members = "", tuple[str, ...]()
@@ -82,13 +81,13 @@ class Planner:
     def record(self, updated: Iterable[ManagedServer]) -> None:
         """Record the servers that completed a sync, and so have the base of an adapter."""
         if self._adapter is not None:
-            self._with_base = frozenset(map(_life, updated))
+            self._with_base = frozenset(map(_incarnation, updated))
 
     def _adapter_sync(self, servers: Sequence[ManagedServer]) -> AdapterSync:
         if self._adapter is None:
             return "merged"
-        known, self._with_base = self._with_base, frozenset()  # until `record`, no server is known to be complete
-        return "alone" if known.issuperset(map(_life, servers)) else "with_base"
+        known, self._with_base = self._with_base, frozenset()  # until `record`, no server is known to have the base
+        return "alone" if known.issuperset(map(_incarnation, servers)) else "with_base"
 
     def _verifies(self, running: Sequence[ManagedServer]) -> bool:
         """Return whether this sync reads parameters back: the first, every k-th, and the one after a restart."""
@@ -103,7 +102,7 @@ class Planner:
 
     async def _form_group(self, running: Sequence[ManagedServer]) -> None:
         """Keep the group while its members stay the same; else form a new one without servers that do not respond."""
-        members = tuple(map(_life, running))
+        members = tuple(map(_incarnation, running))
         if members == self._members:
             return
         failed = await for_each(running, lambda server: server.connection.loads(timeout_s=ANSWER_S))
@@ -113,15 +112,9 @@ class Planner:
         self._group = uuid.uuid4().hex
 
 
-def _life(server: ManagedServer) -> str:
-    """Return a name that changes when the server is restarted."""
+def _incarnation(server: ManagedServer) -> str:
+    """Return a name of the server that changes when it is restarted."""
     return f"{server.name}.{server.restarts}"
-
-
-def sent_adapter(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> AdapterSpec | None:
-    """Return the adapter that syncs send alone; None if they send whole weights."""
-    loses_weights = settings.urls or (on_gpu and config.placement.offload_engine)
-    return None if settings.adapter_sync == "merged" or loses_weights else config.trainer.adapter()
 
 
 def transport_of(settings: ServersConfig, config: RunConfig, *, on_gpu: bool) -> Transport:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from plasmid.components import CanaryPlan, PlanRow, RecipeView, RolloutEngineConfig, Settings
+from plasmid.components import AdapterSpec, CanaryPlan, PlanRow, RecipeView, RolloutEngineConfig, Settings
 from plasmid.errors import ConfigError
 from plasmid.protocols import PauseMode
 from plasmid.settings.validation import check
@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 
 if TYPE_CHECKING:
     from plasmid.config.placement import PlacementConfig
+    from plasmid.config.run import RunConfig
 
 
 class ServerGroup(Settings):
@@ -129,8 +130,8 @@ class ServersConfig(RolloutEngineConfig):
             )
         if self.groups and (total := sum(group.engines for group in self.groups)) != engines:
             yield (
-                f"rollout.groups: must have {engines} servers in total, which placement.engine_ranks = "
-                f"{place.engine_ranks} and rollout.gpus_per_engine = {self.gpus_per_engine} make, got {total}"
+                f"rollout.groups: must have {engines} servers in total (placement.engine_ranks = {place.engine_ranks} "
+                f"divided by rollout.gpus_per_engine = {self.gpus_per_engine}), got {total}"
             )
         yield from self._unread_placement(place) if self.urls else self._check_split(place)
         if self.min_engines > max(engines, 1):
@@ -206,6 +207,11 @@ class ServersConfig(RolloutEngineConfig):
                     "GPUs"
                 )
             yield "attention heads of a GPU", str(heads // split), f"{heads} over {split} GPUs of a server"
+
+    def sent_adapter(self, config: RunConfig, *, on_gpu: bool) -> AdapterSpec | None:
+        """Return the adapter that weight syncs send alone; None if they send all weights."""
+        loses_weights = self.urls or (on_gpu and config.placement.offload_engine)
+        return None if self.adapter_sync == "merged" or loses_weights else config.trainer.adapter()
 
     def tensor_parallel(self) -> int:
         """Return the number of GPUs over which a server splits attention heads."""

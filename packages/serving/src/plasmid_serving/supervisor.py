@@ -31,7 +31,7 @@ class Condition(StrEnum):
     WAITING = "waiting"
     """Running, but must receive the current weights before it gets requests."""
     STARTING = "starting"
-    GONE = "gone"
+    STOPPED = "stopped"
     """Not running, with no restarts left."""
 
 
@@ -114,10 +114,10 @@ class Supervisor:
 
     def check(self) -> None:
         """Raise `EngineError` if too few servers are left."""
-        gone = [s for s in self.all if s.condition is Condition.GONE]
-        left = len(self.all) - len(gone)
+        stopped = [s for s in self.all if s.condition is Condition.STOPPED]
+        left = len(self.all) - len(stopped)
         if left < self._settings.min_engines:
-            errors = "; ".join(f"{s.name}: {s.error}" for s in gone)
+            errors = "; ".join(f"{s.name}: {s.error}" for s in stopped)
             raise EngineError(
                 f"{left} of {len(self.all)} servers are running, but "
                 f"rollout.min_engines = {self._settings.min_engines}; {errors}"
@@ -125,7 +125,7 @@ class Supervisor:
 
     async def _supervise(self, server: ManagedServer) -> None:
         allowed = self._settings.health_failures
-        while server.condition is not Condition.GONE:
+        while server.condition is not Condition.STOPPED:
             await asyncio.sleep(self._settings.health_interval_s)
             if not server.is_running:
                 continue
@@ -182,7 +182,7 @@ class Supervisor:
             server.condition = Condition.WAITING if self.has_synced else Condition.SERVING
             self._changed()
             return
-        server.condition = Condition.GONE
+        server.condition = Condition.STOPPED
         self._changed()
 
     async def each_running(self, action: Callable[[ManagedServer], Awaitable[Any]]) -> None:

@@ -66,7 +66,7 @@ class LearningSettings(Settings):
 
 
 class CriticLearning(LearningSettings):
-    """The critic: a value head on its own backbone. Settings that are not listed here are as for the policy."""
+    """The critic: a value head on its own backbone. All other settings are those of the policy."""
 
     lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate of the critic."""

@@ -28,7 +28,7 @@ class LoRASettings(Settings):
     """Scale of the adapter: the product B A is multiplied by ``alpha / rank``."""
     targets: Annotated[tuple[str, ...], INERT] = ()
     """Regular expressions; linear layers whose name matches one of them (`re.search`) are adapted. By default, all
-    linear layers of the decoder."""
+    linear layers of the decoder except routed experts."""
     start_from: Annotated[str, INERT, MAY_CHANGE] = "none"
     """Folder of an adapter to start from, in the format of the `peft` package; ``none`` starts with B = 0."""
 

@@ -181,7 +181,8 @@ class EpisodeRewards:
 
 
 class EnvironmentReward(Reward):
-    """The sum of the rewards that the environment gave. Each belongs to its turn, for algorithms that look at turns."""
+    """The sum of the rewards that the environment gave. Each is assigned to its turn, for algorithms that use rewards
+    by turn."""
 
     kind: Literal["environment"] = "environment"
     unfinished: float | Literal["sum"] = "sum"

@@ -224,10 +224,10 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
         if not samples:
             raise RolloutFailed(f"workflow {type(workflow).__name__} must return at least one sample")
     except (RolloutFailed, PlasmidError) as error:
-        samples = [_failed(execution, prompt, str(error))]
+        samples = [_make_failed_sample(execution, prompt, str(error))]
     except Exception as error:  # boundary: workflows are users' code; a failed rollout must not end the run
         log.exception("rollout %s of prompt %s failed", execution.id, prompt.id)
-        samples = [_failed(execution, prompt, f"{type(error).__name__}: {error}")]
+        samples = [_make_failed_sample(execution, prompt, f"{type(error).__name__}: {error}")]
     finally:
         if execution.open_turns:
             with contextlib.suppress(Exception):  # the engine itself may have failed
@@ -237,5 +237,5 @@ async def execute(workflow: Workflow, execution: Execution, prompt: Prompt, time
     return [replace(sample, timings={**sample.timings, **seconds}) for sample in samples]
 
 
-def _failed(execution: Execution, prompt: Prompt, error: str) -> Sample:
+def _make_failed_sample(execution: Execution, prompt: Prompt, error: str) -> Sample:
     return execution.sample(prompt, [], stop_reason=StopReason.ERROR, error=error)

@@ -44,7 +44,7 @@ class Transcript:
         are never recognized.
         """
         self.opening: Ints = np.asarray(opening, np.int32)
-        """[P] the tokens before the first turn."""
+        """Tokens [P] before the first turn."""
         self.parts: list[Completion | Ints] = []
         """Everything after the opening: completions, which are trained on, and plain tokens, which are not."""
         self._codec, self._template, self._keep_past = codec, dict(template or {}), keep_past
@@ -84,13 +84,13 @@ class Transcript:
 
     @property
     def token_ids(self) -> Ints:
-        """Return [L] all tokens so far: the input for the policy's next completion."""
+        """Return all tokens so far [L]: the input for the policy's next completion."""
         parts = [part.token_ids if isinstance(part, Completion) else part for part in self.parts]
         return _concatenate([self.opening, *parts])
 
     @property
     def num_tokens(self) -> int:
-        """Return L, the number of tokens so far."""
+        """Return the number of tokens so far, L."""
         parts = (part.token_ids if isinstance(part, Completion) else part for part in self.parts)
         return len(self.opening) + sum(map(len, parts))
 

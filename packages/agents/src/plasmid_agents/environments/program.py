@@ -111,7 +111,7 @@ class OpenEnv:
             result = await client.reset(seed=task["seed"] % (1 << 31))
             while not (done := bool(result.done)) and len(rewards) < self._max_steps:
                 messages.append({"role": "user", "content": self._text(result.observation)})
-                reply = await asyncio.to_thread(_ask, task, messages)
+                reply = await asyncio.to_thread(_send, task, messages)
                 messages.append({"role": "assistant", "content": reply})
                 result = await client.step(self._parse(reply))
                 rewards.append(float(result.reward or 0.0))
@@ -132,7 +132,7 @@ class OpenEnv:
         return {**self._constant, **action}
 
 
-def _ask(task: dict[str, Any], messages: list[dict[str, str]]) -> str:
+def _send(task: dict[str, Any], messages: list[dict[str, str]]) -> str:
     body = json.dumps({"model": "policy", "messages": messages}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {task['api_key']}"}
     request = urllib.request.Request(f"{task['base_url']}/chat/completions", body, headers)

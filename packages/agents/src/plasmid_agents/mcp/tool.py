@@ -82,7 +82,7 @@ class Mcp(ToolServer):
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         try:
-            result = await self._ask("tools/call", {"name": name, "arguments": dict(arguments)})
+            result = await self._call("tools/call", {"name": name, "arguments": dict(arguments)})
         except ServerLostError as error:
             raise ToolError(f"the server of the tool failed: {error}") from None
         text = "\n".join(_texts(result.get("content")))
@@ -101,7 +101,7 @@ class Mcp(ToolServer):
         found: list[Mapping[str, Any]] = []
         cursor: Any = None
         for _ in range(MAX_PAGES):
-            result = await self._ask("tools/list", {} if cursor is None else {"cursor": cursor})
+            result = await self._call("tools/list", {} if cursor is None else {"cursor": cursor})
             tools = result.get("tools")
             found += [_check_tool(tool) for tool in (tools if isinstance(tools, list) else [])]
             cursor = result.get("nextCursor")
@@ -115,7 +115,7 @@ class Mcp(ToolServer):
             raise ToolError(f"it offers {len(chosen)} tools, must be 1 to {MAX_TOOLS}; choose with `only`")
         return chosen
 
-    async def _ask(self, method: str, params: Message) -> Message:
+    async def _call(self, method: str, params: Message) -> Message:
         """Send a request, over a new connection if the last one was lost. Raises `ServerLostError`, `ToolError`."""
         async with self._connecting:
             if self._transport is None:

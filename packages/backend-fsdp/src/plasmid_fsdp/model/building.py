@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from plasmid.errors import ConfigError, ModelError, some_of
-from plasmid_models.building import BUILD_LOCK, choose_expert_products
-from plasmid_models.fp8_blocks import forget_blocks
+from plasmid_models.building import BUILD_LOCK, choose_expert_products, text_model_config
 from plasmid_models.kernels.invariant_modules import make_invariant
 from plasmid_models.source import Source
 from plasmid_training.compiling import compile_layers
@@ -18,13 +17,14 @@ from plasmid_training.learning_settings import NOT_COMPILED_ERROR
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..settings import FSDP
 from ..weights.folder_layout import FolderLayout
 from ..weights.shards import Shard
 from .decoder_input import PACKED, packing_obstacle
 from .invariant_attention import INVARIANT
+from .linear_attention import gated_delta_nets, separate_samples
 
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config keys of mixture-of-experts families, whose loops over experts in transformers do not compile well."""
@@ -42,9 +42,8 @@ def build_on_meta(
     if invariant:
         implementation = INVARIANT
     try:
-        config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust)
+        config = text_model_config(source.path, trust_remote_code=trust)
         _disable_dropout(config)
-        forget_blocks(config)
         with BUILD_LOCK, torch.device("meta"):
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust
@@ -67,6 +66,7 @@ def build_on_meta(
     obstacle = settings.context_obstacle(lm.config.to_dict())
     if obstacle:
         raise ModelError(f"trainer.context_parallel: {obstacle} ({source.where}.path = {source.path})")
+    separate_samples(lm)
     choose_expert_products(lm, getattr(torch, settings.dtype))
     if invariant:
         make_invariant(lm)
@@ -207,7 +207,7 @@ def _compiles(model: PreTrainedModel, settings: FSDP, device: torch.device) -> b
         return settings.compile
     experts = any(getattr(model.config, name, None) for name in COUNTS_OF_EXPERTS)
     packs = settings.attention == "auto" and settings.context_parallel == 1
-    return device.type == "cuda" and packs and not experts
+    return device.type == "cuda" and packs and not experts and not gated_delta_nets(model)
 
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

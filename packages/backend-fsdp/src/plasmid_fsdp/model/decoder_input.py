@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from plasmid_models.estimates.linear_attention import LINEAR, LINEAR_FAMILIES
 from plasmid_models.kernels.invariant import Spans
 from plasmid_training.batches.collate import Microbatch
 from plasmid_training.batches.context_parallel import ContextTokens
@@ -36,7 +37,7 @@ class DecoderInput:
     source: Tensor
     """[p] int64: index into the flattened hidden states of the position that predicts each token."""
     places: Tensor | None = None
-    """[T] int64: index of each token in the row or block; None if it has only the tokens, in order."""
+    """[T] int64: index of each token in the row or block; None if these are 0..T-1."""
     part: ContextPart | None = None
     """This rank's part of the row or block; None without context parallelism."""
     own: ContextTokens | None = None
@@ -62,14 +63,20 @@ class DecoderInput:
 
 
 def decoder_input(
-    batch: Microbatch, attention: str, dtype: torch.dtype, context: dist.ProcessGroup | None = None
+    batch: Microbatch,
+    attention: str,
+    dtype: torch.dtype,
+    context: dist.ProcessGroup | None = None,
+    *,
+    linear: bool = False,
 ) -> DecoderInput:
     """Build the decoder input of a microbatch, which is on its device, for a model with this attention implementation.
 
     ``dtype`` is the model's compute dtype. The ranks of ``context`` split the tokens, for which they need packed
-    attention. Raises ValueError for shared prefixes without packed attention.
+    attention. Layers with ``linear`` attention need samples as a block. Raises ValueError for shared prefixes without
+    packed attention, or with linear attention.
     """
-    rows = _decoder_input(batch, attention, dtype)
+    rows = _decoder_input(batch, attention, dtype, linear)
     if context is None:
         return rows
     arguments, part = split_arguments(rows.arguments, context)
@@ -79,15 +86,17 @@ def decoder_input(
     return DecoderInput(arguments, source[here], rows.places, part, own)
 
 
-def _decoder_input(batch: Microbatch, attention: str, dtype: torch.dtype) -> DecoderInput:
+def _decoder_input(batch: Microbatch, attention: str, dtype: torch.dtype, linear: bool) -> DecoderInput:
     if attention == INVARIANT:
         return _pack_invariant(batch)
     if batch.prefix_lengths:
+        if linear:
+            raise ValueError("shared prefixes cannot be used with linear attention")
         return _pack_shared(batch, attention, dtype)
     if attention != PACKED:
         return _pad(batch, max(batch.lengths), masked=True)
     width = dense_width(batch.lengths, batch.token_ids.device)
-    return _pack(batch) if width is None else _pad(batch, width, masked=False)
+    return _pack(batch, linear) if width is None else _pad(batch, width, masked=False)
 
 
 def _positions(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -95,8 +104,9 @@ def _positions(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(n) for n in lengths])[None].to(device)
 
 
-def _pack(batch: Microbatch) -> DecoderInput:
+def _pack(batch: Microbatch, linear: bool) -> DecoderInput:
     device, lengths = batch.token_ids.device, batch.lengths
+    needs_block = linear or device.type != "cuda"
     bounds = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     arguments = {
         "input_ids": batch.token_ids[None],
@@ -106,7 +116,7 @@ def _pack(batch: Microbatch) -> DecoderInput:
         "cu_seq_lens_k": bounds,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
-        "packed_block": None if device.type == "cuda" else Block.of(lengths, device),
+        "packed_block": Block.of(lengths, device) if needs_block else None,
     }
     return DecoderInput(arguments, batch.source)
 
@@ -206,11 +216,14 @@ AttentionInterface.register(PACKED, packed_attention)
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why samples of this model cannot be packed; None if they can."""
-    mixers = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    is_compared = model.config.model_type in LINEAR_FAMILIES
+    known = {"full_attention", "sliding_attention"} | ({LINEAR} if is_compared else set())
+    mixers = set(getattr(model.config, "layer_types", None) or ()) - known
     if mixers:
         return f"it has layers of kind {sorted(mixers)[0]!r}, which mix packed samples"
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    if not model._supports_attention_backend or not (model._supports_sdpa or has_sinks):
+    is_configurable = model._supports_attention_backend or is_compared  # not declared for linear attention
+    if not is_configurable or not (model._supports_sdpa or has_sinks):
         return "transformers has no configurable attention for its family"
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         return "it caps attention scores (soft-capping)"

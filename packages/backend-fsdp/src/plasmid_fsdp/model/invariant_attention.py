@@ -16,7 +16,7 @@ INVARIANT = "plasmid_invariant"
 
 
 class _Attention(torch.autograd.Function):
-    """The backward pass recomputes attention with PyTorch's packed kernels, whose sums may depend on the batch."""
+    """Attention with a batch-invariant forward pass. The backward pass recomputes it with PyTorch's packed kernels."""
 
     @staticmethod
     def forward(

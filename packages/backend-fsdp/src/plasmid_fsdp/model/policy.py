@@ -26,6 +26,7 @@ from .adapter import ShardedAdapter
 from .building import build_on_meta, freeze, materialize, prepare_training, shard_module
 from .decoder_input import decoder_input
 from .invariant_attention import INVARIANT
+from .linear_attention import gated_delta_nets
 from .routing_replay import RoutingReplay
 
 CHANGES_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
@@ -54,6 +55,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.layout, self.adapter = layout, adapter
         self._dtype, self._chunk_size, self._replay, self._context = dtype, chunk_size, replay, context
+        self._is_linear = bool(gated_delta_nets(lm))
 
     def forward(
         self,
@@ -67,9 +69,10 @@ class Policy(nn.Module):
         """Return [P] log-probabilities and entropies of the predicted tokens, fp32, at each sample's temperature.
 
         Log-probabilities of tokens with a kept set are normalized over it. With ``token_loss``, also computes the loss
-        and its gradient. ``top`` chooses top tokens; those that the microbatch has are scored.
+        and its gradient. ``top`` selects top tokens at each position; given top tokens of the microbatch are scored.
         """
-        rows = decoder_input(batch, self.lm.config._attn_implementation, self._dtype, self._context)
+        attention = self.lm.config._attn_implementation
+        rows = decoder_input(batch, attention, self._dtype, self._context, linear=self._is_linear)
         if self._replay is not None:
             self._replay.experts = rows.place(batch.experts)
         hidden = self.lm.base_model(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
@@ -91,20 +94,25 @@ class Policy(nn.Module):
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             chunk_size=self._chunk_size,
-            invariant=self.lm.config._attn_implementation == INVARIANT,
+            invariant=attention == INVARIANT,
         )
         return scored if rows.own is None else rows.own.gather_scores(scored)
 
-    def named(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         """Return the weights by transformers' name, without those of an adapter."""
-        own = self.adapter.named() if self.adapter is not None else {}
+        own = self.adapter.named_tensors() if self.adapter is not None else {}
         return {name: tensor for name, tensor in named_weights(self.lm).items() if name not in own}
 
     def load(self, source: Source, shard: Shard) -> None:
         """Load the weights from a folder of this architecture. Raises `ModelError`."""
         layout = self.layout.of_folder(source)
         load_weights(
-            self.named(), source.path, where=source.where, shard=shard, layout=layout, ignored=find_aliases(self.lm)
+            self.named_tensors(),
+            source.path,
+            where=source.where,
+            shard=shard,
+            layout=layout,
+            ignored=find_aliases(self.lm),
         )
 
 

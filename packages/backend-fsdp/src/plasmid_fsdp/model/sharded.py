@@ -15,7 +15,7 @@ from plasmid_training.rank.peers import PeerRanks
 from torch import Tensor
 
 from ..optimizer import ShardedOptimizer
-from ..optimizer_settings import OptimizerSettings
+from ..settings import OptimizerSettings
 from ..weights.gathering import EMPTY, gatherables, whole_tensors
 from ..weights.shards import Shard, local
 from .adapter import ShardedAdapter
@@ -48,9 +48,9 @@ class ShardedModel:
     def adapter(self) -> ShardedAdapter | None:
         return self.module.adapter
 
-    def learned(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name: all weights, or only those of the adapter."""
-        return self.module.named() if self.adapter is None else self.adapter.named()
+        return self.module.named_tensors() if self.adapter is None else self.adapter.named_tensors()
 
     def make_optimizer(self) -> ShardedOptimizer:
         parameters = list(self.module.parameters())
@@ -74,22 +74,24 @@ class ShardedModel:
 
     def shards(self) -> Sequence[Tensor]:
         reshard(self.module)
-        return [local(tensor) for tensor in self.module.named().values()]
+        return [local(tensor) for tensor in self.module.named_tensors().values()]
 
     def load(self, source: Source) -> None:
         self.module.load(source, self._shard)
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         changes = self._changes(device)
-        yield from whole_tensors(self.module.named(), self.module.layout, dtype=dtype, device=device, changes=changes)
+        yield from whole_tensors(
+            self.module.named_tensors(), self.module.layout, dtype=dtype, device=device, changes=changes
+        )
 
     def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
-        return gatherables(self.module.named(), self.module.layout, dtype)
+        return gatherables(self.module.named_tensors(), self.module.layout, dtype)
 
     def shares(
         self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        named, layout, changes = self.module.named(), self.module.layout, self._changes(device)
+        named, layout, changes = self.module.named_tensors(), self.module.layout, self._changes(device)
         for owners in rounds:
             yield list(whole_tensors(named, layout, dtype=dtype, device=device, changes=changes, owners=owners))
 
@@ -97,10 +99,7 @@ class ShardedModel:
         return self.adapter.layer_merges(device) if self.adapter is not None and self.adapter.is_on else EMPTY
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
-        return self.module.layout.sizes(self.module.named(), dtype)
-
-    def untrained_weights(self, source: Source) -> Sequence[Any]:
-        return ()
+        return self.module.layout.sizes(self.module.named_tensors(), dtype)
 
     def offload(self, memory: OffloadedMemory) -> None:
         memory.move_out(self._state())

@@ -16,6 +16,7 @@ from ..weights.loading import load_weights
 from ..weights.shards import Shard, find_aliases, local, named_weights
 from .building import build_on_meta, freeze, materialize, prepare_training, shard_module
 from .decoder_input import decoder_input
+from .linear_attention import gated_delta_nets
 
 HEAD = "score"
 """Name of the head in transformers' token classifiers, the format of a critic's folder."""
@@ -40,6 +41,7 @@ class ValueModel(nn.Module):
         """
         super().__init__()
         self.layout, self._dtype, self._context = layout, dtype, context
+        self._is_linear = bool(gated_delta_nets(lm))
         backbone = lm.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.backbone = backbone
@@ -47,17 +49,18 @@ class ValueModel(nn.Module):
         head = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.score = nn.Linear(head.in_features, 1, device="meta", dtype=torch.float32)
         every = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
-        self._ignored = every - self.named().keys()
+        self._ignored = every - self.named_tensors().keys()
         """Names in a folder that are not part of this model: the head, and parameters tied to others."""
 
     def forward(self, batch: Microbatch) -> Tensor:
         """Return [P] values of the predicted tokens, always in fp32."""
-        rows = decoder_input(batch, self.backbone.config._attn_implementation, self._dtype, self._context)
+        attention = self.backbone.config._attn_implementation
+        rows = decoder_input(batch, attention, self._dtype, self._context, linear=self._is_linear)
         hidden = self.backbone(**rows.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
         values: Tensor = self.score(hidden[rows.source].float())[:, 0]
         return values.clone() if rows.own is None else rows.own.gather(values)  # FSDP warns if an output is a view
 
-    def named(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         """Return all weights by their names in a token classifier of transformers."""
         backbone = {self._prefix + name: tensor for name, tensor in named_weights(self.backbone).items()}
         return backbone | {f"{HEAD}.{name}": tensor for name, tensor in self.score.named_parameters()}
@@ -65,7 +68,7 @@ class ValueModel(nn.Module):
     def load(self, source: Source, shard: Shard) -> set[str]:
         """Load the weights from a folder of this architecture; return the names it lacks. Raises `ModelError`."""
         return load_weights(
-            self.named(),
+            self.named_tensors(),
             source.path,
             where=source.where,
             shard=shard,
@@ -94,7 +97,7 @@ def build_value_model(
         raise ModelError(f"{source.where}.path: {source.path} has no backbone without the head")
     layout = FolderLayout.of(lm, source)
     model = ValueModel(lm, layout, dtype=getattr(torch, settings.dtype), context=context)
-    parameters = {name: p for name, p in model.named().items() if isinstance(p, nn.Parameter)}
+    parameters = {name: p for name, p in model.named_tensors().items() if isinstance(p, nn.Parameter)}
     freeze(parameters, layout, settings.critic.freeze, "trainer.critic.freeze")
     prepare_training(model.backbone, settings)
     shard_module(model, model.backbone, settings, device=device, shard=shard, exact=(model.score,))

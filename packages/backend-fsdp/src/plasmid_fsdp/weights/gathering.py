@@ -45,7 +45,7 @@ def whole_tensors(
     changes: Mapping[str, Callable[[Tensor], Tensor]] = EMPTY,
     owners: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all whole weights by name in the folder, floats cast to ``dtype``. All ranks iterate together.
+    """Yield all weights by name in the folder, gathered from all ranks, floats cast to ``dtype``. Collective.
 
     ``changes`` are functions, by name, that are applied to whole weights before the cast. With ``owners``, see
     `gather_tensors`.
@@ -60,7 +60,7 @@ def whole_tensors(
 
 
 def gatherables(named: Mapping[str, Tensor], layout: FolderLayout, dtype: torch.dtype) -> list[Gatherable]:
-    """Return all weights with their bytes in ``dtype``. Every rank can gather every one."""
+    """Return all weights with their bytes in ``dtype``. Every rank can gather every weight."""
     ranks = tuple(range(dist.get_world_size()))
     return [
         Gatherable(key=name, num_bytes=sum(layout.sizes({name: tensor}, dtype).values()), ranks=ranks)

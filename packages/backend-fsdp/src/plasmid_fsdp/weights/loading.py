@@ -45,11 +45,12 @@ def load_weights(
             raise ModelError(f"{where}.path: the weights in {path} do not fit its model: it {misfit}")
         for name, target in present.items():
             for part in layout.parts(name):
-                _fill(target, part, found[part.name], shard)
+                fill_shard(target, part, found[part.name], shard)
     return absent
 
 
-def _fill(target: Tensor, part: Piece, saved: Any, shard: Shard) -> None:
+def fill_shard(target: Tensor, part: Piece, saved: Any, shard: Shard) -> None:
+    """Copy this rank's rows of a tensor of a folder, which can be sliced, into ``target``."""
     if not isinstance(target, DTensor):
         part.of(target).copy_(saved[...])
         return

@@ -1,8 +1,9 @@
 """Loading of optimizer states that were saved with another split of the experts.
 
-Megatron has one optimizer for all weights and, on ranks with only a part of the experts, a second one for these. Its
-description of the optimizers in a checkpoint is the first rank's and only fits the same split; but tensors are stored
-by the names of weights, for any split, and settings are the same for both optimizers.
+Megatron has one optimizer for all weights and, on ranks with only a part of the experts, a second one for these, or
+only that one for adapters of experts. Its description of the optimizers in a checkpoint is the first rank's and only
+fits the same split; but tensors are stored by the names of weights, for any split, and settings are the same for both
+optimizers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ State = Mapping[Any, Any]
 
 def is_split_alike(saved: State, own: State) -> bool:
     """Return True if Megatron can load the saved state itself."""
-    return len(_parts(saved)) == len(_parts(own))
+    return [_splits(part) for part in _parts(saved)] == [_splits(part) for part in _parts(own)]
 
 
 def tensors(own: State) -> dict[int, Any]:
@@ -51,6 +52,11 @@ def merge_states(saved: State, own: State, read: Mapping[int, Any]) -> dict[Any,
 def _parts(state: State) -> list[Any]:
     """Return the state of each optimizer; several are numbered."""
     return [state[index] for index in sorted(state)] if all(isinstance(key, int) for key in state) else [state]
+
+
+def _splits(part: State) -> set[bool]:
+    """Return whether the weights of an optimizer are split experts; only the distributed one nests its groups."""
+    return {group[SPLIT] for group in part.get("optimizer", part)["param_groups"]}
 
 
 def _regroup(own: Sequence[State], saved: Sequence[State]) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from plasmid.utils.safe_files import in_folder
 from plasmid_convert.companions import SourceModel, find_source_model
 from pydantic import Field
 
+from ..upstream.imports import import_without_compiler
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -91,7 +93,8 @@ def outline_of(source: Path, *, vocab_size: int | None = None, multiple: int = 1
     """Call `read_outline` without Megatron's warnings about missing packages. Raises `ModelError`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from .outline import read_outline
+        with import_without_compiler():
+            from .outline import read_outline
 
         try:
             return read_outline(source, vocab_size=vocab_size, multiple=multiple)

@@ -32,10 +32,14 @@ class OpenMegatron:
     """Implements `plasmid.components.OpenCheckpoint`."""
 
     def __init__(self, outline: Outline, weights: Weights, *, dtype: str | None, of_run: bool) -> None:
-        """Cast floating-point weights to ``dtype``. With ``of_run``, add the weights that runs do not train."""
-        self._outline, self._weights, self._dtype, self._of_run = outline, weights, dtype, of_run
+        """Cast floating-point weights to ``dtype``.
+
+        With ``of_run`` or a vision model, add the weights of the model's folder that runs do not train.
+        """
+        self._outline, self._weights, self._dtype = outline, weights, dtype
+        self._has_others = of_run or outline.names.has_vision
         self.tensors: list[TensorInfo] = [info for entry in outline.entries for info in self._describe(entry)]
-        if of_run:
+        if self._has_others:
             self.tensors += [describe(name, t.dtype, t.shape) for name, t in outline.untrained_tensors()]
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
@@ -44,7 +48,7 @@ class OpenMegatron:
                 for name, tensor in self._convert(entry, self._weights.read(entry)):
                     if name in names:
                         yield name, tensor
-        if self._of_run:
+        if self._has_others:
             yield from ((name, tensor) for name, tensor in self._outline.untrained_tensors() if name in names)
 
     def _describe(self, entry: Entry) -> Iterator[TensorInfo]:

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from plasmid.errors import ModelError, some_of
 from plasmid_models.building import BUILD_LOCK
+from plasmid_models.folder import folder_names
 from plasmid_models.source import Source
+from plasmid_models.text_model import FolderNames
+from plasmid_models.untrained import UntrainedWeights
 from torch import Tensor, nn
 
 from ..model.language_model import LanguageModel
@@ -21,11 +24,7 @@ from ..settings import Megatron
 from ..upstream.compat import build_without_gpu, define_router_gemm, fix_latent_attention
 from ..weights.bridge import Architecture, read_architecture
 from ..weights.placement import VOCABULARY, Place, find_places, objects
-from ..weights.shards import Weight, hf_names, to_hf, weights
-from ..weights.untrained import UntrainedWeights
-
-UNWANTED = (".rotary_emb.inv_freq",)
-"""Suffixes of tensors in old Hugging Face folders that no model needs."""
+from ..weights.shards import DERIVED, Weight, hf_names, to_hf, weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +55,8 @@ class Outline:
     """All weights of a model."""
 
     source: Path
+    names: FolderNames
+    """Names of the weights in the folder ``source``."""
     architecture: Architecture
     entries: tuple[Entry, ...]
     others: tuple[Any, ...]
@@ -68,16 +69,17 @@ class Outline:
 
     def to_hf(self, entry: Entry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face tensors of a weight."""
-        yield from to_hf(self.architecture, entry.name, whole)
+        for name, tensor in to_hf(self.architecture, entry.name, whole):
+            yield self.names.in_folder(name), tensor
 
     def untrained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the model's folder that checkpoints of runs do not have. Raises `ModelError`."""
-        yield from UntrainedWeights(self.architecture, self.source, where="from.model")
+        yield from UntrainedWeights(self.source, where="from.model")
 
     def entries_of(self, names: Collection[str]) -> list[Entry]:
         """Return all weights in the order of the source's names. Raises `ModelError` if it has other ones."""
         wanted = {name: entry for entry in self.entries for name in entry.names}
-        unknown = [name for name in names if name not in wanted and not name.endswith(UNWANTED)]
+        unknown = [name for name in names if name not in wanted and not name.endswith(DERIVED)]
         _raise_misfit(wanted.keys() - set(names), unknown)
         return list(dict.fromkeys(wanted[name] for name in names if name in wanted))
 
@@ -90,18 +92,21 @@ class Outline:
         missing, unknown = set(wanted), []
         for name, tensor in tensors:
             if name not in wanted:
-                unknown += [] if name.endswith(UNWANTED) else [name]
+                unknown += [] if name.endswith(DERIVED) else [name]
                 continue
             if name not in missing:
                 raise ModelError(f"{name}: occurs twice in the source")
             missing.remove(name)
             waiting[name] = tensor
+            del tensor  # so that its memory can be reused while the next one is read
             entry = wanted[name]
             if all(part in waiting for part in entry.names):
                 yield entry, self._whole(entry, [waiting.pop(part) for part in entry.names])
         _raise_misfit(missing, unknown)
 
     def _whole(self, entry: Entry, parts: list[Tensor]) -> Tensor:
+        if entry.over_vocabulary and parts[0].shape == entry.weight.tensor.shape:
+            return parts[0]  # mbridge would copy it to add no padding
         shapes = ", ".join(f"{n} {list(part.shape)}" for n, part in zip(entry.names, parts, strict=True))
         try:
             whole: Tensor = self.architecture.bridge._weight_to_mcore_format(entry.name, parts)
@@ -132,22 +137,32 @@ def read_outline(source: Path, *, vocab_size: int | None = None, multiple: int =
             architecture.hf.vocab_size = bridge.vocab_size = vocab_size
         bridge.padded_vocab_size = -(-architecture.vocab_size // multiple) * multiple
         bridge.dtype = None  # weights keep their dtypes
-        architecture.config.moe_token_dispatcher_type = "allgather"  # the default one needs a CUDA stream
+        config = architecture.config
+        config.moe_token_dispatcher_type = "allgather"  # the default one needs a CUDA stream
+        # not perform_initialization=False: Megatron then does not mark the dimensions that ranks split
+        config.init_method = config.output_layer_init_method = config.embedding_init_method = _keep
         with BUILD_LOCK, build_without_gpu():
             module = LanguageModel(described, architecture, chunk=None, chunk_size="auto")
+        names = folder_names("model", source)
         return Outline(
             source=source,
+            names=names,
             architecture=architecture,
-            entries=tuple(_entries(module, architecture)),
+            entries=tuple(_entries(module, architecture, names)),
             others=tuple(objects(module)),
         )
 
 
-def _entries(module: nn.Module, architecture: Architecture) -> Iterator[Entry]:
+def _keep(weight: Tensor) -> Tensor:
+    """Initialize a weight on the meta device: drawing random numbers for it takes torch a millisecond."""
+    return weight
+
+
+def _entries(module: nn.Module, architecture: Architecture, folder: FolderNames) -> Iterator[Entry]:
     where: Mapping[str, list[Place]] = find_places(module)
     for weight in weights([module]):
         name = weight.full_name(0, 0)
-        names = tuple(hf_names(architecture, name))
+        names = tuple(map(folder.in_folder, hf_names(architecture, name)))
         yield Entry(name=name, names=names, weight=weight, places=tuple(where[weight.own_name]))
 
 

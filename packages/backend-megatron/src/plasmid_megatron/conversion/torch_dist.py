@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from plasmid.errors import ModelError, some_of
+from plasmid_convert.companions import read_config
+from plasmid_models.text_model import has_vision
 from pydantic import Field
 
 from .layout import MegatronLayout, Weights, latest_iteration, outline_of
@@ -56,6 +58,11 @@ class TorchDistFolder(MegatronLayout):
     def open_parts(self, path: Path) -> TorchDistParts:
         if not (path / "config.json").is_file():
             raise ModelError("the source has no config.json, which layout torch_dist needs to derive Megatron's names")
+        if has_vision(read_config(path / "config.json")):
+            raise ModelError(
+                "the source has a vision model, whose weights layout torch_dist does not contain; trainer 'megatron' "
+                "reads the Hugging Face folder"
+            )
         outline = outline_of(path, multiple=self.vocab_multiple)
         from .opened import TorchDistParts  # after Megatron was imported without its warnings
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from plasmid.errors import ModelError
-from plasmid_models.lora.layers import draw_matrices, fingerprint
+from plasmid_models.lora.experts import Projection, select_projections
+from plasmid_models.lora.layers import Merge, combine_merges, draw_matrices, fingerprint
 from plasmid_models.lora.peft_folder import adapter_config, read_adapter_tensors
 from plasmid_models.lora.targets import KEY, match_targets
 from plasmid_models.source import Source
@@ -26,53 +25,14 @@ from torch import Tensor, nn
 
 from ..weights.bridge import Architecture
 from ..weights.gathering import Gatherer
-from ..weights.placement import ADAPTER_PREFIX
-from ..weights.shards import ADAPTER, LAYER, Weight, experts_per_rank, hf_names, is_split, row_index, split, weights
-from .layers import LowRank, attach
+from ..weights.shards import Weight, experts_per_rank, hf_names, weights
+from .experts import AdaptedExperts, check_expert_split, describe_experts, find_experts
+from .linear import AdaptedLinear, FusedLinear, Read, describe_linear, is_linear
 
-ORDER = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Linear layers of a decoder layer, except experts, in the order of transformers' models."""
 MATRICES = ("lora_A", "lora_B")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedLinear:
-    """A linear layer of Megatron on any rank, which is one or several layers of the model folder."""
-
-    name: str
-    """mbridge's name of its weight."""
-    shape: tuple[int, int]
-    """Shape of the whole weight."""
-    layers: tuple[str, ...]
-    """Names of the folder's layers; later only of those with an adapter."""
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Position in the model."""
-        number = LAYER.search(self.name)
-        assert number is not None, "only decoder layers have linear layers"
-        return int(number[1]), next(index for index, kind in enumerate(ORDER) if kind in self.name)
-
-    def rows(self, architecture: Architecture) -> dict[str, Tensor]:
-        """Return the rows of the whole weight that each of the folder's layers consists of, in its order."""
-        found = row_index(architecture, self.name, self.shape[0])
-        return {layer: found[f"{layer}.weight"] for layer in self.layers}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdaptedLinear:
-    """A linear layer of this rank and its adapter."""
-
-    linear: FusedLinear
-    base: Weight
-    module: LowRank
-
-    def matrix(self, kind: str) -> Weight:
-        """Return ``lora_A`` or ``lora_B`` of this rank."""
-        base = self.base
-        name = base.name.removesuffix("weight") + kind
-        own_name = base.own_name.removesuffix(".weight") + ADAPTER + kind
-        return replace(base, name=name, own_name=own_name, tensor=getattr(self.module, kind))
+Selected = FusedLinear | Projection
+Own = Mapping[str, tuple[Any, Weight]]
+"""Module and weight of this rank by the name of a `Selected`; for experts, the weight of the first."""
 
 
 class ParallelAdapter:
@@ -83,53 +43,33 @@ class ParallelAdapter:
     ) -> None:
         """Freeze the model and insert the adapter. All ranks create it together. Raises `ModelError`."""
         self._architecture, self._settings = architecture, settings
-        own: dict[str, tuple[nn.Module, Weight]] = {}
-        others: list[str] = []
         for chunk in chunks:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 # else a recomputed first layer has no gradient, and a compiled one needs its own graphs
                 chunk.embedding.register_forward_hook(_require_grad)  # type: ignore[union-attr]
-            for weight in weights([chunk]):
-                if _is_linear(weight):
-                    own[weight.name] = chunk.get_submodule(weight.own_name.removesuffix(".weight")), weight
-                else:
-                    name = weight.full_name(mpu.get_expert_model_parallel_rank(), experts_per_rank(architecture))
-                    others += hf_names(architecture, name)
-        linear = [self._describe(*found) for found in own.values()]
-        self._linear, self._selected = _select(_of_all_stages(linear), _of_all_stages(others), settings)
-        self.layers = [self._insert(*own[one.name], one) for one in self._selected if one.name in own]
+        own, adaptable, others = _describe(chunks, architecture)
+        self._adaptable, self._selected = _select(_of_all_stages(adaptable), _of_all_stages(others), settings)
+        self.layers = [self._insert(one, *own[one.name]) for one in self._selected if one.name in own]
         """Layers of this rank with an adapter."""
-        if not all(_of_all_stages([bool(self.layers)])):
-            # Megatron cannot save an optimizer without weights
-            raise ModelError(
-                f"{KEY}: some pipeline ranks have no layer with an adapter; choose layers of all, or lower "
-                "trainer.pipeline_parallel"
-            )
+        _check_stages(self.layers)
         self.base = {"path": str(source.path), "sha256": fingerprint(source.where, source.path)}
         """Folder of the base and a hash of its content."""
 
-    def _describe(self, module: nn.Module, weight: Weight) -> FusedLinear:
-        names = hf_names(self._architecture, weight.name)
-        layers = tuple(name.removesuffix(".weight") for name in names)
-        shape = (module.output_size, module.input_size)
-        return FusedLinear(name=weight.name, shape=shape, layers=layers)  # type: ignore[arg-type]
-
-    def _insert(self, module: nn.Module, weight: Weight, linear: FusedLinear) -> AdaptedLinear:
-        parts = torch.zeros(linear.shape[0], len(linear.layers))
-        for index, rows in enumerate(linear.rows(self._architecture).values()):
-            parts[rows, index] = 1.0
-        is_fused = parts.numel() > linear.shape[0] or not bool(parts.all())
-        if weight.tensor.partition_dim == 0:  # type: ignore[attr-defined]
-            parts = split(weight.name, parts, weight)
-        spec = self._settings.spec()
-        adapter = LowRank(module, rank=spec.rank, scale=spec.scale, parts=parts if is_fused else None)
-        attach(module, adapter)
-        return AdaptedLinear(linear=linear, base=weight, module=adapter)
+    def _insert(self, selected: Selected, module: Any, base: Weight) -> AdaptedLinear | AdaptedExperts:
+        spec, architecture = self._settings.spec(), self._architecture
+        if isinstance(selected, FusedLinear):
+            return AdaptedLinear(module, base, selected, architecture, rank=spec.rank, scale=spec.scale)
+        return AdaptedExperts(module, base, selected, architecture, rank=spec.rank, scale=spec.scale)
 
     def matrices(self) -> list[Weight]:
         """Return A and B of this rank's layers."""
-        return [layer.matrix(kind) for layer in self.layers for kind in MATRICES]
+        return [weight for _, weight in self._of_layers()]
+
+    def _of_layers(self) -> Iterator[tuple[AdaptedLinear | AdaptedExperts, Weight]]:
+        for layer in self.layers:
+            for kind in MATRICES:
+                yield layer, layer.matrix(kind)
 
     @contextmanager
     def disable(self) -> Iterator[None]:
@@ -153,12 +93,12 @@ class ParallelAdapter:
         return self._gatherer.shares(rounds, dtype=dtype, device=device)
 
     def config(self, base: str) -> dict[str, Any]:
-        adapted = [layer for linear in self._selected for layer in linear.layers]
-        return adapter_config(self._settings.spec(), base=base, adapted=adapted, linear=self._linear)
+        adapted = [layer for selected in self._selected for layer in selected.layers]
+        return adapter_config(self._settings.spec(), base=base, adapted=adapted, adaptable=self._adaptable)
 
-    def merge(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
+    def merge(self) -> Mapping[str, Merge]:
         """Return a function per adapted weight of this rank that merges the adapter into it; none if it is off."""
-        return {layer.base.name: layer.module.merge_into for layer in self.layers if layer.module.is_on}
+        return combine_merges(merge for layer in self.layers if layer.module.is_on for merge in layer.merges())
 
     @torch.no_grad()
     def fill(self, *, seed: int) -> None:
@@ -169,54 +109,42 @@ class ParallelAdapter:
         if self._settings.start_from != "none":
             self._read(Path(self._settings.start_from))
             return
-        rank = self._settings.rank
-        layers = {layer: linear.shape[1] for linear in self._selected for layer in linear.layers}
-        drawn = draw_matrices(((rank, size) for size in layers.values()), seed=seed)
-        own = {layer for adapted in self.layers for layer in adapted.linear.layers}
-        found = {f"{layer}.lora_A": a for layer, a in zip(layers, drawn, strict=True) if layer in own}
+        rank, sizes = self._settings.rank, self._sizes()
+        drawn = draw_matrices(((rank, inputs) for _, inputs in sizes.values()), seed=seed)
+        own = {layer for adapted in self.layers for layer in adapted.layers}
+        found = {f"{layer}.lora_A": a for layer, a in zip(sizes, drawn, strict=True) if layer in own}
         self._copy(found.get)
 
     def _read(self, folder: Path) -> None:
         rank, shapes = self._settings.rank, dict[str, tuple[int, ...]]()
-        for linear in self._selected:
-            for layer, rows in linear.rows(self._architecture).items():
-                shapes[f"{layer}.lora_A.weight"] = rank, linear.shape[1]
-                shapes[f"{layer}.lora_B.weight"] = len(rows), rank
+        for layer, (outputs, inputs) in self._sizes().items():
+            shapes[f"{layer}.lora_A.weight"] = rank, inputs
+            shapes[f"{layer}.lora_B.weight"] = outputs, rank
         with read_adapter_tensors(folder, shapes) as saved:
             self._copy(lambda name: saved[f"{name}.weight"][...])
 
-    def _copy(self, read: Callable[[str], Tensor | None]) -> None:
-        """Set A and B of this rank to its parts of the whole matrices of the folder's layers; None is read as zeros."""
+    def _sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of outputs and inputs of each of the folder's layers, in the order of `fsdp`."""
+        found: dict[str, tuple[int, int]] = {}
+        for one in self._selected:
+            if isinstance(one, FusedLinear):
+                rows = one.rows(self._architecture)
+                found |= {layer: (len(rows[layer]), one.shape[1]) for layer in one.layers}
+            else:
+                found |= dict.fromkeys(one.layers, (one.rows.stop - one.rows.start, one.size))
+        return found
+
+    def _copy(self, read: Read) -> None:
         for layer in self.layers:
-            a, b = layer.matrix("lora_A"), layer.matrix("lora_B")
-            whole = torch.cat([_existing(read(f"{name}.lora_A")) for name in layer.linear.layers])
-            a.tensor.copy_(split(a.name, whole, a))
-            whole = torch.zeros(layer.linear.shape[0], self._settings.rank)
-            for name, rows in layer.linear.rows(self._architecture).items():
-                found = read(f"{name}.lora_B")
-                if found is not None:
-                    whole[rows] = found.float()
-            b.tensor.copy_(split(b.name, whole, b))
+            layer.copy(read)
 
     def sharded_state(self) -> dict[str, ShardedBase]:
         """Return A and B of this rank for a checkpoint in Megatron's distributed format, by `Weight.name`."""
-        own = {weight.name: weight for weight in self.matrices()}
-        dims = {name: own[name].tensor.partition_dim for name in own if is_split(own[name])}  # type: ignore[attr-defined]
-        state = make_sharded_tensors_for_checkpoint(
-            {name: weight.tensor for name, weight in own.items()},
-            ADAPTER_PREFIX,
-            dims,
-            tp_group=mpu.get_tensor_model_parallel_group(),
-            dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
-        )
-        found = {name: state[ADAPTER_PREFIX + name] for name in own}
-        # gate and up are split separately
-        halves = [name for name in own if "linear_fc1" in name and name.endswith("lora_B")]
-        return found | {name: apply_swiglu_sharded_factory(found[name], ()) for name in halves}
+        return {weight.name: layer.sharded(weight) for layer, weight in self._of_layers()}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what was read for `sharded_state`."""
+        """Load the tensors that were read for the entries of `sharded_state`."""
         for weight in self.matrices():
             weight.tensor.copy_(state[weight.name])
 
@@ -225,35 +153,62 @@ class ParallelAdapter:
         return Gatherer(self.matrices(), self._architecture, convert=self._to_hf)
 
     def _to_hf(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the matrices of the folder's layers in a whole one in Megatron's layout."""
-        base, _, kind = name.rpartition(".")
-        linear = next(layer.linear for layer in self.layers if layer.base.name == f"{base}.weight")
-        rows = linear.rows(self._architecture)
-        for layer, a in zip(rows, whole.chunk(len(rows)), strict=True):
-            part = a if kind == "lora_A" else whole[rows[layer].to(whole.device)]
-            yield f"{layer}.{kind}", part.contiguous()
+        """Yield the matrices of the folder's layers that a whole matrix in Megatron's layout consists of."""
+        layer = next(layer for layer, weight in self._of_layers() if weight.name == name)
+        return layer.to_hf(name.rpartition(".")[2], whole)
 
 
-def _is_linear(weight: Weight) -> bool:
-    """Return True for the weight of a layer that can have an adapter."""
-    is_layer = LAYER.search(weight.name) is not None and weight.expert is None
-    return is_layer and weight.name.endswith(tuple(f"{kind}.weight" for kind in ORDER))
+def _describe(chunks: Sequence[nn.Module], architecture: Architecture) -> tuple[Own, list[Selected], list[str]]:
+    """Return what can have an adapter on this rank, its descriptions, and the folder's names of all other weights."""
+    own: dict[str, tuple[Any, Weight]] = {}
+    adaptable: list[Selected] = []
+    others: list[str] = []
+    for chunk in chunks:
+        for weight in weights([chunk]):
+            experts, found = find_experts(chunk, weight), list[Selected]()
+            module: Any = experts
+            if is_linear(weight):
+                module = chunk.get_submodule(weight.own_name.removesuffix(".weight"))
+                found = [describe_linear(module, weight, architecture)]
+            elif experts is None:
+                name = weight.full_name(mpu.get_expert_model_parallel_rank(), experts_per_rank(architecture))
+                others += hf_names(architecture, name)
+            elif weight.expert == 0:  # describes all experts
+                found = [*describe_experts(weight, architecture)]
+            own |= {one.name: (module, weight) for one in found}
+            adaptable += found
+    return own, adaptable, others
 
 
-def _select(
-    linear: list[FusedLinear], others: list[str], settings: LoRASettings
-) -> tuple[list[str], list[FusedLinear]]:
-    """Return the names of all linear layers of the folder, and Megatron's layers that get an adapter."""
-    linear = sorted(linear, key=lambda one: one.position)
+def _select(adaptable: list[Selected], others: list[str], settings: LoRASettings) -> tuple[list[str], list[Selected]]:
+    """Return the folder's layers that can have an adapter, and what gets one, both in the order of `fsdp`."""
+    linear = sorted((one for one in adaptable if isinstance(one, FusedLinear)), key=lambda one: one.position)
+    projections = sorted((one for one in adaptable if isinstance(one, Projection)), key=lambda one: one.position)
     names = [layer for one in linear for layer in one.layers]
-    chosen: Sequence[str] = names
+    every = [*names, *(layer for one in projections for layer in one.layers)]
+    chosen = set(names)
     if settings.targets:
         biases = {f"{name}.bias" for name in names}
         others = [name for name in others if name not in biases]
         experts = {name for name in others if ".experts." in name}
-        chosen = match_targets(settings.targets, linear=names, others=others, never=experts)
-    kept = [replace(one, layers=tuple(layer for layer in one.layers if layer in set(chosen))) for one in linear]
-    return names, [one for one in kept if one.layers]
+        chosen = set(match_targets(settings.targets, layers=every, others=others, never=experts))
+    kept = [replace(one, layers=tuple(layer for layer in one.layers if layer in chosen)) for one in linear]
+    selected = select_projections(projections, chosen)
+    if selected:
+        check_expert_split()
+    return every, [*(one for one in kept if one.layers), *selected]
+
+
+def _check_stages(layers: Sequence[AdaptedLinear | AdaptedExperts]) -> None:
+    """Raise `ModelError` if Megatron could not save the first optimizer, on ranks where it would have no weights."""
+    own = {layer.in_expert_group for layer in layers}
+    every = _of_all_stages([own])
+    first = min(set().union(*every), default=False)  # experts have an optimizer of their own, if there are others
+    if not all(first in kinds for kinds in every):
+        raise ModelError(
+            f"{KEY}: some pipeline ranks have no layer with an adapter; choose targets on every pipeline rank, or "
+            "lower trainer.pipeline_parallel"
+        )
 
 
 def _of_all_stages(own: list[Any]) -> list[Any]:
@@ -262,11 +217,6 @@ def _of_all_stages(own: list[Any]) -> list[Any]:
     stages: list[list[Any]] = [[]] * group.size()
     dist.all_gather_object(stages, own, group=group)
     return [item for stage in stages for item in stage]
-
-
-def _existing(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "every layer has a matrix A"
-    return tensor.float()
 
 
 def _require_grad(module: nn.Module, inputs: Any, hidden: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class LowRank(nn.Module):
 
 
 def attach(base: nn.Module, adapter: LowRank) -> None:
-    """Add the adapter's term to the outputs of a linear layer, before a norm of these."""
+    """Add the adapter's term to the outputs of a linear layer, before these are normalized."""
     base.add_module(NAME, adapter)
     base.register_forward_hook(_add_term, prepend=True)
 

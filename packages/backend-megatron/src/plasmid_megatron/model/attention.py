@@ -27,7 +27,7 @@ class PackedAttention(nn.Module):
     softmax_offset: Tensor | None
 
     def __init__(self, config: Any, layer_number: int = 1, softmax_scale: float | None = None, **unused: Any) -> None:
-        """Ignores options of Megatron's other attention modules (masks, dropout, communication)."""
+        """``unused`` are options of Megatron's other attention modules (masks, dropout, communication)."""
         super().__init__()
         self._scale, self._interleaved = softmax_scale, config.rotary_interleaved
         windows, size = config.window_attn_skip_freq, config.window_size
@@ -38,7 +38,7 @@ class PackedAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **options: Any) -> Tensor:
         """Compute [t, h * e] from query [t, h, d], key [t, g, d], value [t, g, e] of this rank's tokens and heads.
 
-        Queries and keys are rotated here if the sequences have angles: Megatron would do it sample by sample.
+        Applies rotary embeddings to the whole packed row, because Megatron would apply them sample by sample.
         """
         sequences: Sequences = options["packed_seq_params"]
         is_local = self._window is not None and sequences.local_rotary is not None
@@ -54,7 +54,7 @@ class PackedAttention(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the places of the sinks in a checkpoint, which tensor-parallel ranks split by heads."""
+        """Return the sharded state dict of the sinks, which tensor-parallel ranks split by heads."""
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -98,15 +98,16 @@ def _sinks(config: Any) -> nn.Parameter:
 
 
 def rotate(x: Tensor, rotary: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the first r numbers of each head of ``x`` [t, h, d] by the angles of ``rotary`` [2, t, 1, r].
+    """Apply rotary embeddings to the first r dimensions of each head of ``x`` [t, h, d].
 
-    The pairs are halves of the r numbers, or neighbours if ``interleaved``.
+    ``rotary`` [2, t, 1, r] contains cosines and sines. Dimension i is paired with i + r / 2 or, if ``interleaved``,
+    each even dimension with the next.
     """
     cos, sin = rotary.unbind()
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     if interleaved:
-        crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+        swapped = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
     else:
-        first, second = turned.chunk(2, dim=-1)
-        crossed = torch.cat((-second, first), dim=-1)
-    return torch.cat((turned * cos + crossed * sin, rest), dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
+        swapped = torch.cat((-second, first), dim=-1)
+    return torch.cat((rotated * cos + swapped * sin, rest), dim=-1)

@@ -45,7 +45,7 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None, **commu
 
 
 def _prepare(layer: Any, *, splits_weights: bool) -> None:
-    """Replace what breaks the graph of a layer."""
+    """Replace the parts of a layer that cause graph breaks."""
     if not splits_weights:
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -69,5 +69,5 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_strides(module: nn.Module, inputs: Any, hidden: Tensor) -> Tensor:
-    """Give [T, 1, H] embeddings the strides of a layer's output: others would cost the first layer its own graphs."""
+    """Give [T, 1, H] embeddings the strides of a layer's output; otherwise the first layer needs its own graphs."""
     return hidden[:, 0, None]

@@ -15,9 +15,12 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from plasmid_models.lora.experts import add_terms, grouped_linear
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, one_hot
 
+FUSED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+"""transformers' name of the experts' parameter by Megatron's name of the linear layer."""
 ALIGNMENT = 16
 """Bytes that the length of every row must be a multiple of."""
 
@@ -28,19 +31,25 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(num_local_experts, config, *args, **options)
         weights = [weight for expert in self.local_experts for weight in expert.parameters()]
-        self._is_grouped = (
-            num_local_experts > 1
-            and config.gated_linear_unit
+        self.adapter = nn.ModuleDict()
+        """Adapters of projections of the experts."""
+        self.is_plain = (
+            config.gated_linear_unit
             and not config.add_bias_linear
             and not config.moe_apply_probs_on_input
             and config.activation_func_clamp_value is None
             and not config.glu_linear_offset
+        )
+        """Whether the experts can have adapters: gated, without biases and limits."""
+        self._is_grouped = (
+            num_local_experts > 1
+            and self.is_plain
             and all(size * weight.element_size() % ALIGNMENT == 0 for weight in weights for size in weight.shape)
         )
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Return [t, H] outputs, and None as the bias, of tokens [t, H] sorted by expert and weighted by ``probs``."""
-        if not self._is_grouped:
+        if not self._is_grouped and not self.adapter:
             result: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
             return result
         bounds = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
@@ -51,8 +60,12 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
     def _product(self, x: Tensor, bounds: Tensor, name: str) -> Tensor:
         weights = [getattr(expert, name).weight for expert in self.local_experts]
-        out: Tensor = _GroupedLinear.apply(x, bounds, *weights)  # type: ignore[no-untyped-call]
-        return out
+        out: Tensor
+        if self._is_grouped:
+            out = _GroupedLinear.apply(x, bounds, *weights)  # type: ignore[no-untyped-call]
+        else:
+            out = grouped_linear(x, torch.stack(weights), bounds)
+        return add_terms(out, x, bounds, self.adapter.values(), FUSED[name])  # type: ignore[arg-type]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -79,6 +92,13 @@ class _GroupedLinear(torch.autograd.Function):
         return of_x, None, *of_weights
 
 
+def mark_experts(weight: nn.Parameter, config: Any) -> None:
+    """Set Megatron's attributes of a weight whose first dimension are the experts of this rank."""
+    set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)  # counted in the norm
+    # other ranks of the tensor-parallel group have other experts, or other tokens for the same
+    weight.allreduce = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1  # type: ignore[attr-defined]
+
+
 class StackedExperts(MegatronModule):  # type: ignore[misc]
     """The experts of this rank as one tensor per matrix, in the layout of gpt-oss folders, with biases.
 
@@ -100,9 +120,7 @@ class StackedExperts(MegatronModule):  # type: ignore[misc]
         }
         for name, shape in shapes.items():
             weight = nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype, device=device))
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)  # counted in the norm
-            # other ranks of the tensor-parallel group have other experts, or other tokens for the same
-            weight.allreduce = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1  # type: ignore[attr-defined]
+            mark_experts(weight, config)
             self.register_parameter(name, weight)
         self._is_grouped = all(size * weight.element_size() % ALIGNMENT == 0 for size in (hidden, inner))
 

@@ -71,7 +71,7 @@ class Backbone(GPTModel):  # type: ignore[misc]
 
     shares_embedding = True
 
-    def hidden(self, packed: Packed) -> Tensor:
+    def hidden_states(self, packed: Packed) -> Tensor:
         """Run this rank's layers; return hidden states [T', 1, H] for the next rank or the head."""
         sequences = packed.sequences
         if self.position_embedding_type == "none":
@@ -89,7 +89,7 @@ class Backbone(GPTModel):  # type: ignore[misc]
 
     def select_predicting(self, packed: Packed) -> Tensor:
         """Return [p, H] hidden states of this rank's tokens that predict a token; on the last pipeline rank only."""
-        hidden = self.hidden(packed)
+        hidden = self.hidden_states(packed)
         if self.config.sequence_parallel:
             # the head's gradient is already complete on every rank
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -158,7 +158,7 @@ class LanguageModel(Backbone):
         microbatch has are scored.
         """
         if not self.post_process:
-            return self.hidden(packed)
+            return self.hidden_states(packed)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         first = mpu.get_tensor_model_parallel_rank() * len(weight)
@@ -202,7 +202,7 @@ class ValueModel(Backbone):
     def forward(self, packed: Packed) -> Tensor:
         """Return [P] fp32 values of the predicted tokens; hidden states on earlier ranks."""
         if not self.post_process:
-            return self.hidden(packed)
+            return self.hidden_states(packed)
         values: Tensor = self.score(self.select_predicting(packed).float())[:, 0]
         context = _context_tokens(packed)
         return values if context is None else context.gather(values)

@@ -15,7 +15,7 @@ from .packing import Sequences
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention (Yang et al. 2024), used as Megatron's self attention: the layer of transformers.
+    """The gated delta net of transformers (Yang et al. 2024) with the interface of Megatron's self attention.
 
     Its recurrence would mix packed sequences, so they are padded on the right. Ranks do not split it.
     """
@@ -41,9 +41,9 @@ class GatedDeltaNet(nn.Module):
 
 
 class OutputGatedAttention(SelfAttention):  # type: ignore[misc]
-    """Attention whose output is multiplied by a sigmoid of further queries, in the order of rounding of transformers.
+    """Attention whose output is multiplied by the sigmoid of a gate, rounded in the same order as in transformers.
 
-    Megatron's own would be compiled.
+    Megatron's own method rounds in a different order, and is compiled.
     """
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:

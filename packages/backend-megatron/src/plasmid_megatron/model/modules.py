@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        """Ignores options of Megatron's fused norms."""
+        """Create the weight. ``unused`` are options of Megatron's fused norms, which have no effect."""
         super().__init__()
         # with CPU initialization use torch's default device, which is meta for outlines of models
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -84,7 +84,7 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         self.norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
-        self.register_forward_hook(_normalize)  # after that of an adapter
+        self.register_forward_hook(_normalize)  # runs after the hook of an adapter
 
 
 def _normalize(layer: Any, inputs: Any, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:

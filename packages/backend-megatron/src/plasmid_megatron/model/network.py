@@ -24,7 +24,6 @@ from ..settings import Megatron
 from ..weights.bridge import Architecture
 from ..weights.gathering import Gatherer, model_weights
 from ..weights.shards import load_weights, weights
-from ..weights.untrained import UntrainedWeights
 from .experts import RoutingReplay
 from .packing import Packed, pack
 
@@ -101,9 +100,6 @@ class Network:
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         return self._gatherer.sizes(dtype)
-
-    def untrained_weights(self, source: Source) -> UntrainedWeights:
-        return UntrainedWeights(self.architecture, source.path, where=source.where)
 
     def offload(self, memory: OffloadedMemory) -> None:
         memory.move_out(tensor for chunk in self.bare for tensor in (*chunk.parameters(), *chunk.buffers()))

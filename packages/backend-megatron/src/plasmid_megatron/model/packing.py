@@ -27,7 +27,7 @@ class Sequences(PackedSeqParams):  # type: ignore[misc]
     cu_seqlens: Any = None
     """[n + 1] int32 on the device; Megatron's own are on the CPU, where it reads them one by one.
 
-    TransformerEngine takes Megatron's, and then they are on the device, too.
+    TransformerEngine reads Megatron's, which are then on the device, too.
     """
     order: Any = None
     """[T] int64: position in the packed row of the tokens of all context-parallel ranks in order; None for one rank."""
@@ -42,7 +42,7 @@ class Sequences(PackedSeqParams):  # type: ignore[misc]
     rotary: Any = None
     """[2, T / C, 1, r] cosine and sine of the angles by which `PackedAttention` rotates queries and keys."""
     local_rotary: Any = None
-    """The same for layers with a sliding window, if theirs are others."""
+    """The same for layers with a sliding window, if their angles differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,7 +94,7 @@ def pack(
     total = int(starts[-1])
     ids, positions = torch.zeros(total, dtype=torch.int64), torch.cat([torch.arange(n) for n in lengths])
     ids[place] = batch.token_ids
-    sources = place[batch.source]  # [P] natural places
+    sources = place[batch.source]  # [P] positions in the row before it is split
     order = torch.cat([_rank_positions(starts, rank, cp_size) for rank in range(cp_size)])
     own = order.view(cp_size, -1)[cp_rank]
     local = torch.full((total,), -1)

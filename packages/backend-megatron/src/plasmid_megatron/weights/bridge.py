@@ -15,10 +15,10 @@ from mbridge.core.parallel_states import ParallelStates
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from plasmid.errors import ModelError, one_line
-from plasmid_models.building import BUILD_LOCK
+from plasmid_models.building import BUILD_LOCK, text_model_config
 from plasmid_models.source import Source
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..model.transformer_engine import IMPL
@@ -76,7 +76,7 @@ def read_architecture(source: Source, settings: Megatron, *, states: ParallelSta
     """Read a model folder's config for the current process groups, or for ``states``. Raises `ModelError`."""
     try:
         with BUILD_LOCK:
-            hf = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
+            hf = text_model_config(source.path, trust_remote_code=source.trust_remote_code)
     except (ValueError, KeyError, ImportError, OSError, StrictDataclassError) as error:
         why = one_line(error)
         raise ModelError(f"{source.where}.path: {source.path} transformers cannot read its config: {why}") from None

@@ -17,8 +17,6 @@ from transformers import PreTrainedConfig
 Table = dict[str, list[str]]
 SLIDING = "sliding_attention"
 """Kind of layers with a sliding window in ``layer_types`` of a config."""
-LINEAR = "linear_attention"
-"""Kind of layers with linear attention in ``layer_types`` of a config."""
 SWIGLU_ALPHA = 1.702
 """Factor in the activation of gpt-oss, which configs of older releases of transformers do not have."""
 LAYER = "model.layers.{layer_number}"
@@ -93,7 +91,7 @@ class GptOssBridge(LLMBridge):  # type: ignore[misc]
         for name in (
             "router.weight",
             "router.bias",
-            "experts.gate_up_proj_bias",  # before the name that is a part of it
+            "experts.gate_up_proj_bias",  # before the next name, which is a prefix of it
             "experts.gate_up_proj",
             "experts.down_proj_bias",
             "experts.down_proj",
@@ -143,7 +141,9 @@ class Family:
     bridge: type[Bridge]
     """mbridge's class with the configuration and the names of weights; norms are separate modules in our layers."""
     needs_local_layers: ClassVar[bool] = False
-    """True if the layers of TransformerEngine would compute something else."""
+    """True if the layers of TransformerEngine would compute a different function."""
+    has_stacked_experts: ClassVar[bool] = False
+    """True if `bridge` names tensors with all experts of a layer; otherwise those of a folder are split."""
 
     def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
         """Yield the settings of the model that Megatron would compute differently, as ``setting = value``."""
@@ -202,10 +202,11 @@ class Gemma3(Glm4):
 
 
 class GptOss(Family):
-    """gpt-oss in plain weights; folders in mxfp4 are refused like other quantized ones."""
+    """gpt-oss, whose experts are stacked."""
 
     bridge = GptOssBridge
     needs_local_layers = True
+    has_stacked_experts = True
 
     def unsupported(self, hf: PreTrainedConfig) -> Iterator[str]:
         if hf.hidden_act != "silu":
@@ -306,14 +307,6 @@ def prepare(hf: PreTrainedConfig) -> None:
         hf.rope_theta = rope.get("rope_theta", 10000.0)
     if not hasattr(hf, "partial_rotary_factor"):
         hf.partial_rotary_factor = rope.get("partial_rotary_factor", 1.0)
-
-
-def prediction_layers(hf: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the prefixes of the weights of multi-token prediction (MTP) layers, which are not trained."""
-    if LINEAR in (getattr(hf, "layer_types", None) or ()):  # the config has no number of them
-        return ("mtp.",)
-    last, more = int(hf.num_hidden_layers), getattr(hf, "num_nextn_predict_layers", 0) or 0
-    return tuple(f"model.layers.{last + number}." for number in range(int(more)))
 
 
 def _scaled_silu(alpha: float, x: Tensor) -> Tensor:

@@ -107,7 +107,8 @@ class Gatherer:
         return found
 
     def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
-        """Return all weights in Megatron's layout. Those ranks can gather one that hold it or a part of it."""
+        """Return all weights in Megatron's layout. A weight can be gathered by the ranks that hold it or a part of
+        it."""
         return [
             Gatherable(
                 key=name,
@@ -166,7 +167,8 @@ class Gatherer:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors unsharded, on every rank. Weights are cast before gathering, to send fewer bytes.
 
-        ``changes`` are functions, by `Weight.name`, that are applied to this rank's part of a weight before the cast.
+        ``changes`` are functions, by `Weight.full_name`, that are applied to this rank's part of a weight before the
+        cast.
         """
         own = iter(self._weights)
         for outline in self._outlines:
@@ -201,8 +203,9 @@ class Gatherer:
     def _part(self, weight: Weight, dtype: torch.dtype, changes: Mapping[str, Change]) -> Tensor:
         """Return this rank's part of a weight, changed and cast."""
         tensor = weight.tensor.detach()
-        if weight.name in changes:
-            tensor = changes[weight.name](tensor)
+        name = weight.full_name(mpu.get_expert_model_parallel_rank(), experts_per_rank(self.architecture))
+        if name in changes:
+            tensor = changes[name](tensor)
         return (tensor.to(dtype) if _is_cast(weight) else tensor).contiguous()
 
     def _outline(self, weight: Weight) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 from mbridge.models.qwen2moe import Qwen2MoEBridge
+from plasmid_models.estimates.linear_attention import LINEAR
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .families import LAYER, LINEAR, Family, Table
+from .families import LAYER, Family, Table
 
 OF_LAYER = (
     "A_log",
@@ -25,7 +26,7 @@ OF_LAYER = (
 
 
 class LinearBridge(Qwen2MoEBridge):  # type: ignore[misc]
-    """Qwen3-Next and Qwen3.5, text only: centered norms, output gates, experts with a shared one that has a gate."""
+    """Qwen3-Next and Qwen3.5, text only: centered norms, output gates, experts and a gated shared expert."""
 
     _ATTENTION_MAPPING: ClassVar[Table] = {
         **Qwen2MoEBridge._ATTENTION_MAPPING,
@@ -59,7 +60,7 @@ class LinearBridge(Qwen2MoEBridge):  # type: ignore[misc]
         return {**super()._get_gptmodel_args(), "rotary_percent": self.hf_config.partial_rotary_factor}
 
     def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
-        """Each query head of the folder is followed by its gate; in Megatron, the queries of a group by its gates."""
+        """Move gates: the folder has one after each query head, Megatron has a group's gates after its queries."""
         if "self_attention.linear_qkv." not in mcore_weights_name:
             found: Tensor = super()._weight_to_mcore_format(mcore_weights_name, hf_weights)
             return found

@@ -116,6 +116,8 @@ class TorchDist:
                 f"{self._error_prefix} has {size[0]} vocabulary rows in {place.key}, at least {rows} are required"
             )
         stored = max(0, min(rows - place.start[0], place.shape[0]))
+        if stored == place.shape[0]:
+            return self._files.read(place.key, place.start, place.shape)
         result = torch.zeros(place.shape, dtype=entry.properties.dtype)
         if stored:
             result[:stored] = self._files.read(place.key, place.start, (stored, *place.shape[1:]))

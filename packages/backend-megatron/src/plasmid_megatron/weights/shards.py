@@ -16,7 +16,7 @@ from plasmid_models.folder import is_torch_dist, open_weights
 from torch import Tensor, nn
 
 from .bridge import Architecture
-from .families import prediction_layers
+from .fused_experts import split_experts
 from .placement import VOCABULARY, TorchDist, find_places
 
 HEAD = "score."
@@ -29,6 +29,7 @@ EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.wei
 STACKED = ".mlp.experts."
 """Part of the names of tensors with all experts of a rank (`StackedExperts`), and of single experts."""
 DERIVED = (".rotary_emb.inv_freq",)
+"""Suffixes of tensors in old Hugging Face folders that no model needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +44,7 @@ class Weight:
     expert: int | None
     """The expert's number on this rank."""
     is_stacked: bool = False
-    """True if the first dimension of the tensor are the experts of this rank."""
+    """True if the first dimension of the tensor indexes the experts of this rank."""
 
     def full_name(self, rank: int, per_rank: int) -> str:
         """Return mbridge's name, with the expert's number in the whole model on the expert-parallel ``rank``."""
@@ -106,7 +107,8 @@ def load_weights(
         return _load_torch_dist(chunks, architecture, path, **options)
     used: set[str] = set()
     absent: set[str] = set()
-    with open_weights(where, path) as found:
+    with open_weights(where, path) as saved:
+        found = saved if architecture.family.has_stacked_experts else split_experts(saved)
         for weight in weights(chunks):
             name = weight.full_name(mpu.get_expert_model_parallel_rank(), experts_per_rank(architecture))
             names = hf_names(architecture, name)
@@ -124,8 +126,7 @@ def load_weights(
                 shapes = ", ".join(f"{n} {list(part.shape)}" for n, part in zip(names, parts, strict=True))
                 raise ModelError(_misfit(path, where, f"has different shapes: {shapes}"))
             _fill(weight.tensor, own, trained=trained)
-        further = prediction_layers(architecture.hf)
-        _check_surplus({name for name in found if not name.startswith(further)}, used, path, where, ignored)
+        _check_surplus(set(found), used, path, where, ignored)
     return absent
 
 

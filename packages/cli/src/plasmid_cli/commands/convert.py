@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
     Layouts = Mapping[str, type[Converter]]
 
-Source = Annotated[Path, typer.Argument(help="Checkpoint to read: a folder or a file.")]
-Target = Annotated[Path, typer.Argument(help="Folder to write (with --check: checkpoint to compare with).")]
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Checkpoint to read: a folder or a file.")]
+Target = Annotated[
+    Path, typer.Argument(metavar="TARGET", help="Folder to write (with --check: checkpoint to compare with).")
+]
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of the two layouts: from.dtype=float32")
 ]
@@ -29,10 +31,11 @@ To = Annotated[str | None, typer.Option("--to", metavar="KIND", help="Layout of 
 Check = Annotated[bool, typer.Option("--check", help="Compare SOURCE and TARGET tensor by tensor instead of writing.")]
 VocabSize = Annotated[
     int | None,
-    typer.Option("--vocab-size", metavar="N", help="Tokens to keep if SOURCE pads the vocabulary."),
+    typer.Option("--vocab-size", metavar="N", help="Unpadded vocabulary size of SOURCE."),
 ]
 Sha256 = Annotated[
-    str | None, typer.Option("--sha256", metavar="HEX", help="Verify the SHA-256 digest of the file SOURCE first.")
+    str | None,
+    typer.Option("--sha256", metavar="HEX", help="Verify the SHA-256 digest of SOURCE, a file, before reading it."),
 ]
 
 Workers = Annotated[
@@ -54,8 +57,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint: rl convert runs/sums/checkpoints/batch-000010 models/sums --from torch_dist --to hf
 
-    Converts between any two layouts, tensor by tensor, with config and tokenizer. TARGET is written completely or not
-    at all. After Ctrl-C or a kill, the same command keeps the files that were finished.
+    Converts weights (tensor by tensor), config and tokenizer between any two layouts. TARGET appears only when it is
+    complete. To continue an interrupted conversion, run the same command again.
     """
     from plasmid.plugins.registry import converters, load_plugins
     from plasmid_convert import convert as write
@@ -66,9 +69,9 @@ def convert(
 
     layouts: Layouts = converters(load_plugins(files=plugin or ()))
     given = _settings(settings or ())
-    with _damage_named(source):
+    with _raise_damage_errors(source):
         from_kind = from_ or _detect_layout(source, layouts)
-    with _damage_named(target):
+    with _raise_damage_errors(target):
         to_kind = to or (_detect_layout(target, layouts) if check else "hf")
     if vocab_size is not None:
         _set_vocab_size(
@@ -156,8 +159,8 @@ def _detect_layout(path: Path, layouts: Layouts) -> str:
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Raise `CheckpointError` instead of the errors that damage to a checkpoint of a run causes."""
+def _raise_damage_errors(path: Path) -> Iterator[None]:
+    """Convert errors that a damaged checkpoint of a run causes to `CheckpointError`."""
     from plasmid.errors import PlasmidError
     from plasmid_models.manifest import check_weights
 

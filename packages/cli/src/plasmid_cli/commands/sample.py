@@ -40,7 +40,7 @@ def sample(
     out: Out = None,
     plugin: PluginFiles = None,
 ) -> None:
-    """Show prompts, samples with their masks, and rewards: rl sample recipe.toml -n 4"""
+    """Generate and show samples with loss masks and rewards: rl sample recipe.toml -n 4"""
     from plasmid.errors import ConfigError
     from plasmid_runtime.lifecycle.sample import draw_prompts
     from plasmid_runtime.lifecycle.sample import sample as run

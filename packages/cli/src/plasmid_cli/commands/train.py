@@ -23,12 +23,14 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Validate, print the res
 Offline = Annotated[
     bool,
     typer.Option(
-        "--offline", help="With --dry-run: needs no model and no GPU; reads shapes from models/ next to the recipe."
+        "--offline",
+        help="With --dry-run: needs no weights or GPU; reads model configs from models/ next to the recipe.",
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the newest run of this recipe from its checkpoint.")]
 ResumeAuto = Annotated[
-    bool, typer.Option("--resume-auto", help="Resume, or start a new run without a checkpoint; also --resume=auto.")
+    bool,
+    typer.Option("--resume-auto", help="Resume, or start a new run if there is no checkpoint. Alias: --resume=auto."),
 ]
 Replay = Annotated[
     Path | None,
@@ -39,7 +41,8 @@ Supervise = Annotated[
     bool, typer.Option("--supervise", help="Restart the run from its newest checkpoint if one of its processes dies.")
 ]
 MaxRestarts = Annotated[
-    int, typer.Option("--max-restarts", min=1, help="With --supervise: maximum restarts without a new checkpoint.")
+    int,
+    typer.Option("--max-restarts", min=1, help="With --supervise: maximum number of restarts between checkpoints."),
 ]
 Hidden = Annotated[int, typer.Option(hidden=True)]
 
@@ -122,8 +125,8 @@ def _check_supervised(config: RunConfig) -> None:
 
     if not config.checkpoint.optimizer:
         raise ConfigError(
-            "checkpoint.optimizer: must be true with --supervise, which resumes runs, and they need the optimizer's "
-            "state; remove the setting"
+            "checkpoint.optimizer: must be true with --supervise, because a run can be resumed only with the "
+            "optimizer's state; remove the setting"
         )
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from plasmid.errors import CheckpointError, ConfigError, one_line
 from plasmid.types import PromptGroup, Sample
-from plasmid.utils.json_text import read_json
 from plasmid_models.manifest import MANIFEST, Entry, hash_files, read_entries
 from plasmid_runtime.checkpoint.folder import PREFIX, CheckpointFolder
-from plasmid_runtime.lifecycle.export import ORIGIN
+from plasmid_runtime.lifecycle.export import ORIGIN, exported_batch
 from plasmid_runtime.observe.sample_store import read_dropped, read_samples
 
 from ..reports.run_data import RunData
@@ -42,14 +41,6 @@ def compare_checkpoints(left: Path, right: Path) -> dict[int, str]:
             differing = (file for file, entry in entries[0].items() if entry != entries[1][file])
             unequal[int(name.removeprefix(PREFIX))] = next(differing, "")
     return unequal
-
-
-def find_exported_batch(run: Path) -> int | None:
-    """Return the batch of a run's exported model; None if there is no complete one."""
-    try:
-        return int(read_json(run / FINAL / ORIGIN)["batch"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def unequal_exported_file(left: Path, right: Path) -> str:
@@ -109,7 +100,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Causes:
-    """Known differences between two runs, which explain others."""
+    """Known differences between two runs, which may cause others."""
 
     settings: Sequence[str]
     environment: Sequence[str]
@@ -214,7 +205,7 @@ def _ends(left: RunData, right: RunData, causes: _Causes) -> tuple[str, int]:
     if dropped[0] is not None and dropped[1] is not None:
         for line in _sample_differences(dropped[0], dropped[1], last, causes):
             return f"groups dropped after batch {last}: {line}", 0
-    if not find_exported_batch(left.path) == find_exported_batch(right.path) == last:
+    if not exported_batch(left.path / FINAL) == exported_batch(right.path / FINAL) == last:
         return "", 0
     if file := unequal_exported_file(left.path, right.path):
         return f"the exported models after batch {last}: {file} differs: {causes.name('the numerics of the export')}", 0

@@ -40,7 +40,7 @@ class ConversionProgress:
         self._show(self._total, self._done, self.describe(time.monotonic() - self._began))
 
     def describe(self, seconds: float) -> str:
-        """Return converted bytes, share, speed and remaining time, ``seconds`` after the start."""
+        """Return converted bytes, percentage, speed and remaining time, ``seconds`` after the start."""
         speed = (self._done - self._kept) / max(seconds, 1e-6)
         if self._total is None:
             return f"{self._done / 1e9:.2f} GB  {speed / 1e9:.2f} GB/s"
@@ -58,7 +58,15 @@ def conversion_progress() -> Iterator[ConversionProgress]:
         console.print(Text(line), soft_wrap=True)
 
     if not console.is_terminal:
-        yield ConversionProgress(_Lines(print_line).show, print_line)
+        last = time.monotonic()
+
+        def show(total: int | None, done: int, text: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= LINE_EVERY_S:
+                last = time.monotonic()
+                print_line(text)
+
+        yield ConversionProgress(show, print_line)
         return
     columns = (BarColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
@@ -66,16 +74,3 @@ def conversion_progress() -> Iterator[ConversionProgress]:
         yield ConversionProgress(
             lambda total, done, text: bar.update(task, total=total, completed=done, description=text), print_line
         )
-
-
-class _Lines:
-    """Prints the description at most every `LINE_EVERY_S` seconds."""
-
-    def __init__(self, print_line: Callable[[str], None]) -> None:
-        self._print, self._last = print_line, time.monotonic()
-
-    def show(self, total: int | None, done: int, text: str) -> None:
-        """Print if it is time."""
-        if time.monotonic() - self._last >= LINE_EVERY_S:
-            self._last = time.monotonic()
-            self._print(text)

@@ -16,7 +16,7 @@ Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="GPU to p
 Price = Annotated[float | None, typer.Option("--price", min=0.0, metavar="MONEY", help="Price of one GPU for an hour.")]
 PromptTokens = Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="Mean tokens of a prompt.")]
 ResponseTokens = Annotated[
-    int | None, typer.Option("--response-tokens", min=1, help="Mean tokens of a completion, or of an answer in data.")
+    int | None, typer.Option("--response-tokens", min=1, help="Mean tokens of a completion or a demonstrated answer.")
 ]
 
 

@@ -134,6 +134,7 @@ def _parameter_rows(plan: Plan, models: Mapping[str, Mapping[str, Any]]) -> list
         shape = ModelShape.of(model, where=f"{table}.path")
         how = f"{shape.family}, {shape.layers} layers of {shape.hidden:,}, vocabulary {shape.vocab:,}"
         how += ", tied" if shape.tied else ""
+        how += f", {shape.linear} with linear attention" if shape.linear else ""
         rows.append((table, f"{shape.parameters / 1e9:,.3f} B", how))
         if shape.experts:
             each = f"{shape.routed} of {shape.experts} experts of a layer"

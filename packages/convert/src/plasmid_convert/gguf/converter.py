@@ -115,7 +115,7 @@ class GGUF(Converter):
 
     kind: Literal["gguf"] = "gguf"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of the converted weights, whatever their quantization in the file."""
+    """Dtype of the converted weights, regardless of their quantization in the file."""
 
     def recognises(self, path: Path) -> bool:
         return path.is_file() and _head(path, 4) == MAGIC

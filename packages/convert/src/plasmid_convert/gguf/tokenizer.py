@@ -1,6 +1,6 @@
 """Conversion of a GGUF file's tokenizer and chat template to Hugging Face files.
 
-GGUF stores vocabulary and merges, but of the pre-tokenizer only its name (``tokenizer.ggml.pre``).
+GGUF stores the vocabulary and the merges, but only the name of the pre-tokenizer (``tokenizer.ggml.pre``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
 
 CONTROL, USER_DEFINED = 3, 4
-"""Token types of the GGUF specification that are matched before the text is split."""
+"""Token types of the GGUF specification; tokens of these types are matched before the text is split."""
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

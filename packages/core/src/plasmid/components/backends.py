@@ -58,7 +58,7 @@ class AdapterSpec:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Regular expressions for names of linear layers; empty for all of the decoder."""
+    """Regular expressions for names of linear layers; empty for all of the decoder except routed experts."""
 
     @property
     def scale(self) -> float:
@@ -114,7 +114,8 @@ class TrainerConfig(Component, slot="trainer"):
         return 0
 
     def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
-        """Yield how a model with this ``config.json`` is split over ranks. Raises `ConfigError` if it cannot be."""
+        """Yield how a model with this ``config.json`` is split over ranks. Raises `ConfigError` if it cannot be
+        split."""
         yield from ()
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:
@@ -125,10 +126,10 @@ class TrainerConfig(Component, slot="trainer"):
         return ()
 
     def estimate_apart(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
-        """Estimate the phase ``score``, and ``train`` of a critic, of a model on ranks of its own.
+        """Estimate the phases of a model on ranks of its own: ``score``, and for a critic ``train``.
 
-        These are `placement.trainer_ranks` of the context, and the model's ``config.json`` is its
-        ``models["model"]``. Returns nothing if there is no estimate.
+        In the context, `placement.trainer_ranks` is the number of these ranks, and ``models["model"]`` is the model's
+        ``config.json``. Returns nothing if there is no estimate.
         """
         return ()
 
@@ -173,12 +174,12 @@ class RolloutEngineConfig(Component, slot="rollout"):
     owns_weights: ClassVar[bool] = True
     """False if an external service runs the model: `model.path` needs no weights, and the model cannot be trained."""
 
-    reads_fp8_blocks: ClassVar[bool] = False
-    """True if the engine turns matrices in fp8 with scales per block into plain ones, as trainers do; other engines
-    keep them in fp8, into which no weight sync can write."""
+    reads_quantized: ClassVar[bool] = False
+    """True if the engine dequantizes quantized weights, as trainers do; other engines keep them quantized, and no
+    weight sync can write into them."""
 
     memory_share: ClassVar[str] = ""
-    """Entry of its `server_args` with the fraction of GPU memory for weights and KV cache; empty if there is none."""
+    """Key in ``server_args`` of the fraction of GPU memory for weights and KV cache; empty if there is none."""
 
     def takes_ranks(self) -> bool:
         """Return True if the engine computes on ``placement.engine_ranks``, False if it runs on external machines."""
@@ -213,11 +214,12 @@ class RolloutEngineConfig(Component, slot="rollout"):
     def check(self, config: RunConfig) -> None:
         """Raise `ConfigError` or `ModelError` for models that this engine does not support.
 
-        Called before any process starts, if the run's models are there. Must not import torch.
+        Called before any process starts, if the models are on this machine. Must not import torch.
         """
 
     def plan(self, model: Mapping[str, Any], ranks: int) -> Iterator[PlanRow]:
-        """Yield how a model with this ``config.json`` is split over ranks. Raises `ConfigError` if it cannot be."""
+        """Yield how a model with this ``config.json`` is split over ranks. Raises `ConfigError` if it cannot be
+        split."""
         yield from ()
 
     def estimate(self, context: EstimateContext) -> Sequence[PhaseEstimate]:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """The models with one ``model_type`` in their ``config.json``. Several plugins may each know a part of it."""
+    """The models with one ``model_type`` in their ``config.json``. Several plugins may each register a part of it."""
 
     model_type: str
     layouts: Mapping[str, Callable[[], Any]] = field(default_factory=dict)

@@ -10,8 +10,7 @@ from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer
 from ..components import DataSource, RecipeView, Reward, Settings, Workflow
 from ..settings.trust import INERT
 from ..types import SamplingParams
-
-Positive = Annotated[int, Field(ge=1)]
+from .loop import Positive
 
 
 class EvalConfig(Settings):

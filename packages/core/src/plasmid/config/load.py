@@ -82,12 +82,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
             and value.get("kind", old.get("kind")) == old.get("kind")
         ):
             merged[key] = merge(old, value)
-        elif (
-            isinstance(old, list)
-            and isinstance(value, Mapping)
-            and value
-            and all(k.isascii() and k.isdigit() for k in value)
-        ):
+        elif isinstance(old, list) and isinstance(value, Mapping) and value and all(map(_is_index, value)):
             merged[key] = _merge_list(key, old, value)
         else:
             merged[key] = value

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
 from ..components import RecipeView, Settings, kind_of
 from ..types import Role
+from .loop import Positive
 
 if TYPE_CHECKING:
     from .run import RunConfig
 
-Positive = Annotated[int, Field(ge=1)]
-
 MAX_PROCESSES = 100_000
-"""Maximum number of processes of one kind: a mistyped larger one would exhaust memory before validation reports it."""
+"""Maximum number of processes of one kind: a mistyped, larger number would exhaust memory before validation reports
+it."""
 
 
 class PlacementConfig(Settings):
@@ -49,7 +49,8 @@ class PlacementConfig(Settings):
     """GPUs (on the CPU: processes) of the reference alone, which then scores at the same time as the trainer; 0 scores
     with the reference on the trainer's ranks."""
     teacher_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
-    """GPUs (on the CPU: processes) of the teacher alone, likewise; 0 scores with the teacher on the trainer's ranks."""
+    """GPUs (on the CPU: processes) of the teacher alone, which then scores at the same time as the trainer; 0 scores
+    with the teacher on the trainer's ranks."""
     critic_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
     """GPUs (on the CPU: processes) of the critic alone, which then scores and is trained at the same time as the
     policy; 0 trains the critic on the trainer's ranks."""
@@ -148,9 +149,9 @@ def find_placement_errors(config: RunConfig) -> Iterator[str]:
 def _loads(config: RunConfig, role: Role) -> bool:
     """Return True if a model is loaded for the role; a teacher that is a server is not."""
     needs = config.algorithm.needs()
-    if role is not Role.TEACHER:
-        return needs.reference if role is Role.REFERENCE else needs.critic
-    return needs.teacher and config.teacher is not None and config.teacher.model_path() is not None
+    if role is Role.TEACHER:
+        return needs.teacher and config.teacher is not None and config.teacher.model_path() is not None
+    return needs.reference if role is Role.REFERENCE else needs.critic
 
 
 def _find_split_errors(config: RunConfig, key: str, ranks: int) -> Iterator[str]:

@@ -90,7 +90,7 @@ def _check_values(where: str, data: dict[str, Any]) -> dict[str, Any]:
             stack += [((*at, str(index)), item) for index, item in enumerate(value)]
         elif isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
             raise ConfigError(
-                f"{where}: {'.'.join(at)}: an integer must have at most 64 bits, got one of {value.bit_length()}"
+                f"{where}: {'.'.join(at)}: an integer must have at most 64 bits, got {value.bit_length()} bits"
             )
         elif isinstance(value, str) and "\0" in value:
             raise ConfigError(f"{where}: {'.'.join(at)}: must not contain a NUL character, got {value!r}")

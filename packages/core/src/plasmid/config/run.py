@@ -29,11 +29,10 @@ from ..settings.trust import ACTIVE, INERT, INERT_MODEL
 from ..types import Prompt, SamplingParams
 from .deterministic import find_deterministic_errors
 from .evaluation import EvalConfig
-from .loop import CheckpointConfig, LoopConfig, ReuseConfig
+from .loop import CheckpointConfig, LoopConfig, Positive, ReuseConfig
 from .placement import PlacementConfig, find_placement_errors
 from .profiles import Profile, find_profile_errors, profile_of
 
-Positive = Annotated[int, Field(ge=1)]
 ENGINE_SETTINGS = {
     "run": (
         "samples_per_prompt",

@@ -35,7 +35,7 @@ class FunctionName:
         return FunctionName(module, function)
 
     def load(self) -> Callable[..., Any]:
-        """Import the module and return the function. Raises `ImportError`, or whatever the module raises."""
+        """Import the module and return the function. Raises `ImportError`, or any error of the module."""
         module = self._from_file() if self.module.endswith(".py") else self._from_path()
         found = getattr(module, self.function, None)
         if not callable(found):

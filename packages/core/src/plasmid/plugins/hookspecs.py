@@ -37,7 +37,7 @@ def register_components() -> list[type[Component]]:
 def register_families() -> list[ModelFamily]:
     """Return properties of model families: names of weights, layers, formats of tool calls and reasoning.
 
-    Several plugins may each know a part of a family. Called in every process that needs a family.
+    Several plugins may each register a part of a family. Called in every process that needs a family.
     """
 
 

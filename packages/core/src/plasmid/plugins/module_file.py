@@ -58,7 +58,7 @@ _ALONE = threading.RLock()
 
 
 class _SourceLoader(SourceFileLoader):
-    """Neither writes nor reads compiled files, which miss a change of the same size within the same second."""
+    """Neither writes nor reads compiled files, whose check misses a change of the same size within the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile the source, if it has changed since this process compiled it."""

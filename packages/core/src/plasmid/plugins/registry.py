@@ -31,7 +31,7 @@ PLUGIN_FILE = "plasmid_plugin_"
 class HookManager(pluggy.PluginManager):
     """A plugin manager with Plasmid's hooks.
 
-    Skips attributes without a marker of a hook: pluggy looks each one up statically, which took a sixth of a short run.
+    Skips attributes without a hook marker: pluggy looks each one up statically, which took a sixth of a short run.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,8 @@ def _find_installed(search_path: object) -> tuple[tuple[EntryPoint, ...], Mappin
 
 
 def _search_path() -> tuple[object, ...]:
-    """Return the folders of `sys.path` and when they changed: what is installed stays the same while these do."""
+    """Return the folders of `sys.path` and the times of their last changes, by which changes of the installed packages
+    are detected."""
     return tuple((path, _changed(path or ".")) for path in sys.path)
 
 

@@ -1,8 +1,8 @@
-"""Settings that may change when a run is resumed."""
+"""Markers of settings that may change when a run is resumed, and of renamed settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -21,6 +21,16 @@ MAY_CHANGE = Resume(True)
 """Marks a setting or a table that may change when a run is resumed; unmarked settings must stay the same."""
 
 
+@dataclass(frozen=True, slots=True)
+class FormerName:
+    """Marker of a renamed setting: ``attempts: Annotated[int, FormerName("tries")]``.
+
+    Recipes must use the new name. Checkpoints that have the former name can be resumed.
+    """
+
+    name: str
+
+
 def changeable_settings(settings: BaseModel | type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the keys of settings and tables that may change on resume, including nested ones.
 
@@ -34,6 +44,19 @@ def changeable_settings(settings: BaseModel | type[BaseModel], prefix: str = "")
         for value in _members(field.annotation) if isinstance(settings, type) else (getattr(settings, name),):
             if isinstance(value, BaseModel) or (isinstance(value, type) and issubclass(value, BaseModel)):
                 yield from changeable_settings(value, f"{prefix}{name}.")
+
+
+def find_renamed(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the former and the current key of each renamed setting, including nested ones."""
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            for mark in field.metadata:
+                if isinstance(mark, FormerName):
+                    yield f"{prefix}{mark.name}", f"{prefix}{name}"
+            yield from find_renamed(getattr(value, name), f"{prefix}{name}.")
+    elif isinstance(value, Mapping | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from find_renamed(item, f"{prefix}{key}.")
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from ..errors import ConfigError
 from .expected_types import describe, element, model_in, takes
+from .resume import FormerName
 
 M = TypeVar("M", bound=BaseModel)
 Place = tuple[str | int, ...]
@@ -130,6 +131,9 @@ def _explain(cls: type[BaseModel], e: ErrorDetails, at: Place) -> str:
 
 
 def _no_such_setting(name: str, fields: Mapping[Any, Any]) -> str:
+    for new, field in fields.items():
+        if FormerName(name) in field.metadata:
+            return f"is now {new!r}"
     close = difflib.get_close_matches(name, fields, n=1)
     names = ", ".join(sorted(fields))
     hint = f"; did you mean {close[0]!r}?" if close else f"; settings here are {names}" if names else ""

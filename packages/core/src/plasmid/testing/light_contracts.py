@@ -48,7 +48,7 @@ def check_reward(
 ) -> None:
     """Check that the reward returns a finite score for every text, and its lifecycle from `open` to `close`.
 
-    ``prompt`` must have what the reward reads, such as a target. ``metadata`` is the samples' metadata.
+    ``prompt`` must have the data that the reward reads, such as a target. ``metadata`` is the samples' metadata.
     """
     check_settings(reward)
     samples = [make_sample(text, metadata=dict(metadata or {})) for text in texts]

@@ -46,9 +46,9 @@ def _with_scores(index: int, reward: float | None) -> Sample:
 
 def score_text(reward: Reward, text: str = "", *, prompt: str = "", target: Any = None, **fields: Any) -> Score:
     """Return the reward's score of a sample with this text. Raises the reward's errors."""
-    given = asyncio.run(_ask(reward, make_prompt(prompt, target=target), make_sample(text, **fields)))
+    given = asyncio.run(_score(reward, make_prompt(prompt, target=target), make_sample(text, **fields)))
     return given if isinstance(given, Score) else Score(value=float(given))
 
 
-async def _ask(reward: Reward, prompt: Prompt, sample: Sample) -> float | Score:
+async def _score(reward: Reward, prompt: Prompt, sample: Sample) -> float | Score:
     return await reward(prompt, sample)

@@ -212,7 +212,7 @@ class GroupRef:
     baseline: float | None = None
     """Reward of the greedy rollout (`Needs.greedy_baseline`); None without one."""
     counts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """[rollouts] each: what the workflow counted, by names of `COUNTS`. Without the names that it does not count."""
+    """[rollouts] each: counts of the workflow, by names of `COUNTS`; without the names that it does not count."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     """[n] rewards of the turns of each sample (`Score.token_rewards`); empty if no sample has any."""
     shared_prefix: int = 0

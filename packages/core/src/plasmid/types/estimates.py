@@ -85,7 +85,7 @@ class PhaseEstimate:
     seconds: float | None = None
     """Time per batch, in seconds; None if not estimated."""
     basis: str = ""
-    """How the time is computed, in words."""
+    """Description of how the time is computed."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Additional results, by name."""
     obstacle: str = ""

@@ -233,8 +233,8 @@ class Completion:
     """Seconds by name: ``queued_s``, ``prefill_s``, ``decode_s``."""
 
     @staticmethod
-    def unstarted(request_id: str) -> Completion:
-        """Create the completion of a request that has generated no tokens, as far as is known."""
+    def without_tokens(request_id: str) -> Completion:
+        """Create an aborted completion without tokens, for a request of which no generated tokens are known."""
         none = np.zeros(0, np.int32), np.zeros(0, np.float32)
         return Completion(
             request_id=request_id, token_ids=none[0], logprobs=none[1], versions=(), stop_reason=StopReason.ABORT

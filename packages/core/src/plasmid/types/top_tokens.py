@@ -55,7 +55,7 @@ class TopTokens:
 
     @staticmethod
     def unknown(num_positions: int, count: int) -> TopTokens:
-        """Create positions of which nothing is known."""
+        """Create positions whose top tokens are unknown."""
         shape = (num_positions, count)
         return TopTokens(token_ids=np.zeros(shape, np.int32), logprobs=np.full(shape, np.nan, np.float32))
 

@@ -7,6 +7,7 @@ import re
 from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
+"""Address of all processes of a run on one machine."""
 ADDRESS = "PLASMID_ADDRESS"
 """Environment variable that the cluster sets in every process of a run, unless all of them are on one machine."""
 

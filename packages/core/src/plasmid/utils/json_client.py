@@ -60,13 +60,13 @@ class JsonClient:
     """Client of one server. Opens connections on the event loop that calls it."""
 
     def __init__(
-        self, url: str, asking: RequestOptions, *, headers: Callable[[], Mapping[str, str]], library: Callable[[], Any]
+        self, url: str, options: RequestOptions, *, headers: Callable[[], Mapping[str, str]], library: Callable[[], Any]
     ) -> None:
         """``library`` imports httpx, or raises an error that explains how to install it."""
-        self._url, self._asking, self._headers, self._library = url, asking, headers, library
+        self._url, self._options, self._headers, self._library = url, options, headers, library
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: Any = None
-        self._free = asyncio.Semaphore(asking.connections or 1)
+        self._free = asyncio.Semaphore(options.connections or 1)
 
     @property
     def shown(self) -> str:
@@ -76,12 +76,12 @@ class JsonClient:
     async def post(self, payload: Any, *, path: str = "", max_bytes: int | None = None) -> Any:
         """Send a POST request with retries and return the JSON response. Raises `ServerFailure`."""
         answer = Answer()
-        for attempt in range(self._asking.attempts):
+        for attempt in range(self._options.attempts):
             if attempt:
-                longest = min(self._asking.max_backoff_s, self._asking.backoff_s * 2 ** min(attempt - 1, 60))
+                longest = min(self._options.max_backoff_s, self._options.backoff_s * 2 ** min(attempt - 1, 60))
                 await asyncio.sleep(random.uniform(0, longest))
             self.before_attempt()
-            answer = await self.ask("POST", path, payload, max_bytes=max_bytes)
+            answer = await self.send("POST", path, payload, max_bytes=max_bytes)
             self.after_attempt(failed=bool(answer.error))
             if not answer.error:
                 return answer.value
@@ -95,23 +95,23 @@ class JsonClient:
     def after_attempt(self, *, failed: bool) -> None:
         """Called after each attempt."""
 
-    async def ask(
+    async def send(
         self, method: str, path: str, payload: Any = None, *, max_bytes: int | None = None, limit_s: float | None = None
     ) -> Answer:
         """Make one attempt. Does not raise; the result has the error."""
         self._open_connections()
-        if self._asking.connections is None:
-            return await self._ask(method, path, payload, max_bytes, limit_s)
+        if self._options.connections is None:
+            return await self._send(method, path, payload, max_bytes, limit_s)
         with pause_work_clock():
             await self._free.acquire()
         try:
-            return await self._ask(method, path, payload, max_bytes, limit_s)
+            return await self._send(method, path, payload, max_bytes, limit_s)
         finally:
             self._free.release()
 
-    async def _ask(self, method: str, path: str, payload: Any, max_bytes: int | None, limit_s: float | None) -> Answer:
+    async def _send(self, method: str, path: str, payload: Any, max_bytes: int | None, limit_s: float | None) -> Answer:
         httpx = self._library()
-        limit_s, most = limit_s or self._asking.request_timeout_s, max_bytes or self._asking.max_bytes
+        limit_s, most = limit_s or self._options.request_timeout_s, max_bytes or self._options.max_bytes
         try:
             body = None if payload is None else json.dumps(payload, allow_nan=False).encode()
         except (ValueError, RecursionError):
@@ -154,7 +154,7 @@ class JsonClient:
         httpx, loop = self._library(), asyncio.get_running_loop()
         if self._http is None or self._loop is not loop:
             logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs the complete URL of each request
-            timeout = httpx.Timeout(None, connect=self._asking.connect_timeout_s)  # `ask` limits the whole attempt
+            timeout = httpx.Timeout(None, connect=self._options.connect_timeout_s)  # `send` limits the whole attempt
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             headers = {
                 "Accept": "application/json",
@@ -163,7 +163,7 @@ class JsonClient:
                 **self._headers(),
             }
             self._http = httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers, follow_redirects=False)
-            self._loop, self._free = loop, asyncio.Semaphore(self._asking.connections or 1)
+            self._loop, self._free = loop, asyncio.Semaphore(self._options.connections or 1)
         return self._http
 
 

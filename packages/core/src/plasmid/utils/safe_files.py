@@ -10,6 +10,7 @@ import itertools
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import ModelError
+
+PIECE_BYTES = 2 << 20
+MIN_EARLY_BYTES = 1 << 20
+"""Size from which data is written to disk early; smaller disk writes would be slow."""
 
 
 @contextmanager
@@ -44,6 +49,19 @@ def replace_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
         raise
 
 
+def write_early(file: IO[bytes], data: memoryview) -> None:
+    """Write bytes at the current position and start writing them to disk, so that the next sync takes less time.
+
+    Otherwise Linux collects gigabytes of written data in memory, and then delays the process that writes them.
+    """
+    for start in range(0, len(data), PIECE_BYTES):
+        piece, position = data[start : start + PIECE_BYTES], file.tell()
+        file.write(piece)
+        if len(piece) >= MIN_EARLY_BYTES and sys.platform == "linux":
+            file.flush()
+            os.posix_fadvise(file.fileno(), position, len(piece), os.POSIX_FADV_DONTNEED)  # unwritten data stays
+
+
 def check_replaceable(path: Path) -> None:
     """Raise `OSError` if the path is a device, a pipe or a socket: root could replace ``/dev/null``."""
     if os.path.lexists(path):
@@ -53,7 +71,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def check_readable(path: Path) -> None:
-    """Raise `OSError` if the path is there and is not a regular file: reading a pipe would wait for a writer."""
+    """Raise `OSError` if the path exists and is not a regular file: reading a pipe would wait for a writer."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
@@ -61,7 +79,7 @@ def check_readable(path: Path) -> None:
 def check_entries(folder: Path) -> None:
     """Raise `OSError` if a folder has an entry that is neither a file nor a folder: libraries that read it would wait.
 
-    Links to nowhere count as missing files.
+    Broken links count as missing files.
     """
     for path in sorted(folder.iterdir()):
         if not path.is_dir():
@@ -96,7 +114,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 def remove_tree(path: Path) -> None:
     """Remove a folder. Follows no links. `shutil.rmtree` takes a stack frame and a descriptor for each level.
 
-    Moves what is in folders below to the top, so that one level is open at a time. Raises `OSError`.
+    Moves the contents of nested folders to the top level, so that only one level is open at a time. Raises `OSError`.
     """
     top, moved = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), uuid.uuid4().hex
     numbers = itertools.count()
@@ -205,5 +223,5 @@ def _open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(error.errno, "is a link, which is not written through", path) from None
+            raise OSError(error.errno, "is a link; links are not followed when writing", path) from None
         raise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from plasmid.errors import ConfigError
 
-Config = Mapping[str, Any]
+from ..text_model import text_config
+from .linear_attention import Config, DeltaNet, linear_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,12 @@ class Family:
     """True if each head of attention has a sink."""
     expert_bias: bool = False
     """True if routers and experts have biases."""
+    output_gate: bool = False
+    """True if queries are projected to twice their size, for a gate of attention's output."""
 
 
+HYBRID = Family(output_bias=True, head_norm="head", head_size=256, output_gate=True)
+"""Families in which most layers have linear attention."""
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(output_bias=True),
     "mistral": Family(query_bias=False),
@@ -56,6 +61,9 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe_lite": Family(),
     "deepseek_v3": Family(),
     "gpt_oss": Family(output_bias=True, sinks=True, expert_bias=True),
+    "qwen3_next": replace(HYBRID, shared_gate=True),
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": replace(HYBRID, shared_gate=True),
 }
 """Supported families; their parameter counts were compared with transformers."""
 BEFORE_ACTIVATION = ("gate_proj", "up_proj")
@@ -85,8 +93,15 @@ class Weight:
         return ".experts." in self.name
 
     @property
+    def layer_name(self) -> str:
+        """Name of the layer in the model folder, of the first expert's layer; empty if it cannot have an adapter."""
+        if len(self.shape) == 2 and self.is_expert:
+            return self.name.replace(".experts.", ".experts.0.")
+        return self.name if self.is_linear else ""
+
+    @property
     def is_linear(self) -> bool:
-        """True for a matrix of a decoder layer, which can have an adapter, unlike those of experts and their router."""
+        """True for a linear layer of the decoder, unlike experts and their router."""
         return len(self.shape) == 2 and ".layers." in self.name and not (self.is_expert or self.name.endswith(".gate"))
 
 
@@ -101,13 +116,19 @@ class ModelShape:
     vocab: int
     heads: int
     query: int
-    """Elements of a token's queries per layer."""
+    """Elements of a token's queries per layer with softmax attention."""
     value: int
-    """Elements of a token's attention output per layer, over all heads."""
+    """Elements of a token's attention output per such layer, over all heads."""
     keys: int
-    """Elements of a token's keys per layer in training."""
+    """Elements of a token's keys per such layer in training."""
     cache: int
-    """Elements of a token in the KV cache per layer."""
+    """Elements of a token in the KV cache per such layer."""
+    linear: int
+    """Number of layers with linear attention, which have no KV cache."""
+    net: DeltaNet | None
+    """Sizes of these layers; None if there are none."""
+    has_output_gate: bool
+    """True if attention's output has a gate, of the size of queries."""
     has_latent_cache: bool
     """True if all heads share one compressed key and value (latent attention)."""
     has_head_norm: bool
@@ -122,7 +143,7 @@ class ModelShape:
     @classmethod
     def of(cls, config: Config, *, where: str = "model.path") -> ModelShape:
         """Derive the shape from a config. Raises `ConfigError` for unknown families and configs that lack sizes."""
-        config = config.get("text_config") or config
+        config = text_config(config)
         family = str(config.get("model_type"))
         if family not in FAMILIES:
             raise ConfigError(
@@ -148,6 +169,25 @@ class ModelShape:
         return round(sum(one)) + (self.embedding if self.tied else 0)
 
     @property
+    def attending(self) -> int:
+        """Number of layers with softmax attention."""
+        return self.layers - self.linear
+
+    @property
+    def token_cache(self) -> int:
+        """Elements of a token in the KV cache of all layers."""
+        return self.attending * self.cache
+
+    def request_bytes(self, dtype_bytes: int, *, columns: int | None = None) -> int:
+        """Return the bytes of a request's states in all layers with linear attention, regardless of its length.
+
+        ``columns`` is the number of inputs of the convolution that an engine keeps; by default as many as it needs.
+        """
+        if self.net is None:
+            return 0
+        return self.linear * self.net.request_bytes(dtype_bytes, columns=columns or self.net.kernel - 1)
+
+    @property
     def embedding(self) -> int:
         """Number of parameters of the input embeddings, and of the output embeddings."""
         return self.vocab * self.hidden
@@ -171,13 +211,20 @@ class ModelShape:
                 sizes[match[0]] = sizes.get(match[0], 0) + weight.size
         return max(sizes.values(), default=0)
 
-    def adapter_parameters(self, rank: int, targets: Sequence[str] = ()) -> int:
-        """Return the number of parameters of an adapter of the linear layers that match ``targets``; by default all."""
-        return sum(
-            rank * sum(weight.shape)
-            for weight in self.weights
-            if weight.is_linear and (not targets or any(re.search(target, weight.name) for target in targets))
-        )
+    def adapter_parameters(self, rank: int, targets: Sequence[str] = (), *, experts: bool = False) -> int:
+        """Return the number of parameters of an adapter of the layers that match ``targets``.
+
+        By default all linear layers except experts. With ``experts``, only the adapters of routed experts count.
+        """
+        adapted = (weight for weight in self.adapted(targets) if weight.is_expert or not experts)
+        return sum(rank * sum(weight.shape) * weight.count for weight in adapted)
+
+    def adapted(self, targets: Sequence[str] = ()) -> list[Weight]:
+        """Return the weights of the layers that match ``targets``; by default of all linear layers except experts."""
+        if not targets:
+            return [weight for weight in self.weights if weight.is_linear]
+        named = [weight for weight in self.weights if weight.layer_name]
+        return [weight for weight in named if any(re.search(target, weight.layer_name) for target in targets)]
 
 
 def _shape(family: str, config: Config) -> ModelShape:
@@ -189,8 +236,9 @@ def _shape(family: str, config: Config) -> ModelShape:
     )
     tied = bool(config.get("tie_word_embeddings", kind.tied))
     weights = [Weight("model.embed_tokens", (config["vocab_size"], hidden), active=0.0)]
-    for layer in range(layers):
-        weights += _layer(kind, config, layer)
+    linear = linear_layers(config)
+    for layer, is_linear in zip(range(layers), linear, strict=False):
+        weights += _layer(kind, config, layer, is_linear=is_linear)
     weights.append(Weight("model.norm", (hidden,)))
     if not tied:
         weights.append(Weight("lm_head", (config["vocab_size"], hidden)))
@@ -214,6 +262,9 @@ def _shape(family: str, config: Config) -> ModelShape:
         value=heads * (config["v_head_dim"] if latent else size),
         keys=query if latent else key_heads * size,
         cache=latent + config["qk_rope_head_dim"] if latent else 2 * key_heads * size,
+        linear=sum(linear[:layers]),
+        net=DeltaNet.of(config) if any(linear) else None,
+        has_output_gate=kind.output_gate,
         has_latent_cache=bool(latent),
         has_head_norm=_has_head_norm(kind, config),
         inner=round(inner / layers),
@@ -223,10 +274,13 @@ def _shape(family: str, config: Config) -> ModelShape:
     )
 
 
-def _layer(kind: Family, config: Config, layer: int) -> Iterator[Weight]:
+def _layer(kind: Family, config: Config, layer: int, *, is_linear: bool) -> Iterator[Weight]:
     at, hidden = f"model.layers.{layer}", config["hidden_size"]
     latent = config.get("kv_lora_rank")
-    yield from (_latent_attention if latent else _attention)(kind, config, f"{at}.self_attn")
+    if is_linear:
+        yield from _delta_net(config, f"{at}.linear_attn")
+    else:
+        yield from (_latent_attention if latent else _attention)(kind, config, f"{at}.self_attn")
     for number in range(kind.norms):
         yield Weight(f"{at}.norm_{number}", (hidden,))
     experts = num_experts(config)
@@ -250,7 +304,8 @@ def _attention(kind: Family, config: Config, at: str) -> Iterator[Weight]:
     hidden, heads, size = config["hidden_size"], config["num_attention_heads"], _head_size(kind, config)
     key_heads = config.get("num_key_value_heads") or heads
     bias = bool(config.get("attention_bias")) if kind.query_bias is None else kind.query_bias
-    for name, count in (("q_proj", heads), ("k_proj", key_heads), ("v_proj", key_heads)):
+    queries = 2 * heads if kind.output_gate else heads
+    for name, count in (("q_proj", queries), ("k_proj", key_heads), ("v_proj", key_heads)):
         yield Weight(f"{at}.{name}", (count * size, hidden))
         if bias:
             yield Weight(f"{at}.{name}.bias", (count * size,))
@@ -263,6 +318,21 @@ def _attention(kind: Family, config: Config, at: str) -> Iterator[Weight]:
         every = kind.head_norm == "all"
         yield Weight(f"{at}.q_norm", (heads * size if every else size,))
         yield Weight(f"{at}.k_norm", (key_heads * size if every else size,))
+
+
+def _delta_net(config: Config, at: str) -> Iterator[Weight]:
+    net, hidden = DeltaNet.of(config), config["hidden_size"]
+    if config["model_type"] == "qwen3_next":
+        projections = {"qkvz": net.convolved + net.values, "ba": 2 * net.heads}
+    else:
+        projections = {"qkv": net.convolved, "z": net.values, "b": net.heads, "a": net.heads}
+    for name, size in projections.items():
+        yield Weight(f"{at}.in_proj_{name}", (size, hidden))
+    yield Weight(f"{at}.conv1d", (net.convolved, 1, net.kernel))
+    yield Weight(f"{at}.dt_bias", (net.heads,))
+    yield Weight(f"{at}.A_log", (net.heads,))
+    yield Weight(f"{at}.norm", (net.value_size,))
+    yield Weight(f"{at}.out_proj", (hidden, net.values))
 
 
 def _latent_attention(kind: Family, config: Config, at: str) -> Iterator[Weight]:

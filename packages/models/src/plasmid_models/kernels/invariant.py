@@ -1,8 +1,9 @@
-"""Batch-invariant operations: the result of a row has the same bits for any other rows beside it.
+"""Batch-invariant operations: the result of a row has the same bits regardless of the other rows of the batch.
 
 PyTorch's kernels choose their tiles, splits and order of sums by the number of rows, so a token's hidden state differs
-in its last bits between a trainer's packed row and an engine's batch. These run a fixed order instead (He et al. 2025,
-Defeating nondeterminism in LLM inference). t tokens, h query heads, g key heads, d and e sizes of keys and values.
+in its last bits between a trainer's packed row and an engine's batch. The operations in this module sum in a fixed
+order (He et al. 2025, Defeating nondeterminism in LLM inference). t tokens, h query heads, g key heads, d and e sizes
+of keys and values.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 TILE = 16
-"""Number of rows of a matrix product on the CPU, padded with zeros: the library's kernel depends on it."""
+"""Number of rows per matrix product on the CPU, padded with zeros: BLAS libraries choose kernels by this number."""
 BLOCK = 64
-"""Number of keys after which attention on the CPU rescales its sums."""
+"""Number of keys per block of the online softmax on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Places of n sequences in packed queries [t, h, d] and in keys [slots, g, tokens, d]."""
+    """Positions of n sequences in packed queries [t, h, d] and in keys [slots, g, tokens, d]."""
 
     table: Tensor
-    """[n, 5] int64: first query, number of queries, slot, first key, number of keys. The last queries have the last
-    keys; each attends to the keys up to its own."""
+    """[n, 5] int64: first query, number of queries, slot, first key, number of keys. Queries belong to the
+    last tokens of a sequence; each attends to the keys up to its own."""
     longest: int
     """Maximum number of queries."""
 
@@ -109,7 +110,7 @@ def row_mean(x: Tensor) -> Tensor:
 def attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, *, scale: float) -> Tensor:
     """Return causal attention [t, h, e] of query [t, h, d], keys [slots, g, tokens, d] and values; not differentiable.
 
-    Sums run over the keys of a sequence from the first on, in blocks of one size, for a whole prompt as for one token.
+    Sums run over the keys of a sequence in blocks of a fixed size, from the first key on, in prefill and in decoding.
     """
     if query.is_cuda:
         from .invariant_triton import attention

@@ -5,16 +5,16 @@ from __future__ import annotations
 from plasmid.config.run import RunConfig
 from plasmid.errors import ModelError
 
-from ..estimates.shape import Config, num_experts
-from ..folder import read_config
+from ..estimates.linear_attention import Config
+from ..estimates.shape import num_experts
+from ..folder import read_text_config
 from ..source import needed_models
 
 
 def check_invariant_models(config: RunConfig) -> None:
     """Raise `ModelError` if ``run.deterministic`` does not support one of the recipe's models."""
     for where, folder in needed_models(config) if config.run.deterministic else ():
-        model = read_config(where, folder)
-        if kind := _find_variant_layers(model.get("text_config") or model):
+        if kind := _find_variant_layers(read_text_config(where, folder)):
             raise ModelError(
                 f"run.deterministic: {where}.path = {folder} has {kind}, for which there are no batch-invariant "
                 "kernels; choose a dense model with full attention, or remove the setting"

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from .invariant import linear, row_mean
 
 ACTIVATIONS = frozenset({"gelu", "mish", "sigmoid", "silu", "softplus", "tanh"})
-"""Functions of single elements, for which the CPU uses other code at the end of a tensor than within it."""
+"""Elementwise functions, for which PyTorch uses different code on the CPU for the last elements of a tensor."""
 VECTOR = 64
-"""Multiple of elements per row for which it does not."""
+"""PyTorch uses the same code for all elements if their number per row is a multiple of this."""
 VARIANT = frozenset(
     [
         "__matmul__",

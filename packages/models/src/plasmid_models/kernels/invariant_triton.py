@@ -1,4 +1,4 @@
-"""Batch-invariant Triton kernels: the result of a row has the same bits for any other rows beside it.
+"""Batch-invariant Triton kernels: the result of a row has the same bits regardless of the other rows of the batch.
 
 Tiles have a fixed size and each reduction runs in a fixed order, without splits, so that the number of rows only
 changes the number of programs. Imported only with a GPU and Triton.

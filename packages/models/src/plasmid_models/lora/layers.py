@@ -1,24 +1,21 @@
-"""Linear layers with a low-rank adapter (LoRA, Hu et al. 2021), inserted into a transformers model.
-
-The base weights keep their names, so that code that uses the names of the model folder keeps working.
-"""
+"""Linear layers with a low-rank adapter (LoRA, Hu et al. 2021), initial matrices, and the identity of a base."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from plasmid.components import AdapterSpec
-from plasmid.errors import ModelError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from ..folder import is_torch_dist, weight_files
-from .targets import KEY, match_targets
+
+Merge = Callable[[Tensor], Tensor]
+"""Function that merges an adapter into a weight."""
 
 
 class LoRALinear(nn.Linear):
@@ -42,6 +39,10 @@ class LoRALinear(nn.Linear):
             return out
         return out + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
 
+    def merge_into(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return the weight with the whole matrices A and B merged, in fp32 or better."""
+        return merge(weight, a, b, self.scale)
+
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return ``W + scale * B A`` in fp32 or better."""
@@ -49,59 +50,29 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return weight.to(high).addmm(b.to(high), a.to(high), alpha=scale)
 
 
+def combine_merges(merges: Iterable[tuple[str, Merge]]) -> dict[str, Merge]:
+    """Return one function per weight name, which applies all of the name's functions in their order."""
+    found: dict[str, list[Merge]] = {}
+    for name, function in merges:
+        found.setdefault(name, []).append(function)
+    return {name: partial(_apply_all, functions) for name, functions in found.items()}
+
+
+def _apply_all(functions: Sequence[Merge], weight: Tensor) -> Tensor:
+    for function in functions:
+        weight = function(weight)
+    return weight
+
+
 def draw_matrices(shapes: Iterable[tuple[int, ...]], *, seed: int) -> Iterator[Tensor]:
-    """Yield the initial matrix A [r, in] of each layer on the CPU, drawn like the weights of PyTorch's linear layers.
+    """Yield the initial A [r, in] or [E, r, in] of each layer on the CPU, drawn like the weights of linear layers.
 
     B starts as zeros, so that the policy equals its base.
     """
     generator = torch.Generator().manual_seed(seed)
     for shape in shapes:
-        bound = 1 / math.sqrt(shape[1])
+        bound = 1 / math.sqrt(shape[-1])
         yield torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def insert_adapter(lm: PreTrainedModel, spec: AdapterSpec, *, dtype: torch.dtype) -> dict[str, LoRALinear]:
-    """Replace the target layers by `LoRALinear`s with zero adapters; return them by module name, in the model's order.
-
-    Raises `ModelError` if there are none, or if a pattern matches no linear layer or parameters that cannot have an
-    adapter.
-    """
-    layers = {}
-    for name, module in _select_layers(lm, spec.targets).items():
-        layers[name] = LoRALinear(module, rank=spec.rank, scale=spec.scale, dtype=dtype)
-        lm.set_submodule(name, layers[name])
-    return layers
-
-
-def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return all plain linear layers except the head, by name."""
-    head = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return {name: module for name, module in lm.named_modules() if type(module) is nn.Linear and module is not head}
-
-
-def _select_layers(lm: PreTrainedModel, targets: Collection[str]) -> dict[str, nn.Linear]:
-    """Return all linear layers of the decoder, or those whose name matches a pattern."""
-    own = linear_layers(lm)
-    if not own:
-        raise ModelError("trainer.lora: the model has no plain linear layers except its head; train without an adapter")
-    if not targets:
-        layers = tuple(f"{name}." for name in _decoder_layers(lm))
-        found = {name: module for name, module in own.items() if name.startswith(layers)}
-        if not found:
-            raise ModelError(
-                f"{KEY}: the decoder layers of this model cannot be determined; set patterns, for example "
-                f"{next(iter(own))}"
-            )
-        return found
-    owners = {f"{name}.weight" for name in own} | {f"{name}.bias" for name in own}
-    others = [name for name, _ in lm.named_parameters(remove_duplicate=False) if name not in owners]
-    fused = {name for name in others if lm.get_parameter(name).ndim == 3}
-    return {name: own[name] for name in match_targets(targets, linear=own, others=others, never=fused)}
-
-
-def _decoder_layers(lm: PreTrainedModel) -> list[str]:
-    kinds = set(lm._no_split_modules or ())
-    return [name for name, module in lm.named_modules() if type(module).__name__ in kinds]
 
 
 BLOCKS, BLOCK_BYTES = 64, 1 << 16

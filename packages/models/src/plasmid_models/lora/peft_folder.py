@@ -19,6 +19,7 @@ from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import apply_umask
 
 from ..folder import find_misfit
+from ..text_model import BACKBONE, IN_TRANSFORMERS, FolderNames
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,12 +80,12 @@ def check_adapter(path: Path, spec: AdapterSpec) -> None:
 
 @contextmanager
 def read_adapter_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Mapping[str, Any]]:
-    """Yield lazy slices of the folder's tensors by name without `PREFIX`. Raises `ModelError` unless they match."""
+    """Yield lazy slices of the folder's tensors by name in the text model. Raises `ModelError` unless they match."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path / WEIGHTS, framework="pt") as opened:
-            found = {name.removeprefix(PREFIX): opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            found = {_text_name(name): opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             misfit = find_misfit(dict(sorted(found.items())), dict(sorted(shapes.items())))
             if misfit:
                 raise ModelError(
@@ -96,14 +97,14 @@ def read_adapter_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> I
 
 
 def adapter_config(
-    spec: AdapterSpec, *, base: str, adapted: Collection[str], linear: Collection[str]
+    spec: AdapterSpec, *, base: str, adapted: Collection[str], adaptable: Collection[str]
 ) -> dict[str, Any]:
-    """Return the ``adapter_config.json`` of an adapter of the modules ``adapted`` out of all modules ``linear``.
+    """Return the ``adapter_config.json`` of an adapter of the modules ``adapted`` out of the modules ``adaptable``.
 
     Target modules are the last parts of names (``q_proj``), which all engines accept, if these select the same modules.
     """
     leaves = {name.rpartition(".")[2] for name in adapted}
-    same = {name for name in linear if name.rpartition(".")[2] in leaves} == set(adapted)
+    same = {name for name in adaptable if name.rpartition(".")[2] in leaves} == set(adapted)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -123,8 +124,14 @@ def adapter_config(
     }
 
 
-def write_adapter(path: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write an adapter's folder atomically; ``tensors`` are named without `PREFIX`. Raises `CheckpointError`."""
+def write_adapter(
+    path: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], *, names: FolderNames | None = None
+) -> None:
+    """Write an adapter's folder atomically; ``tensors`` are named without `PREFIX`. Raises `CheckpointError`.
+
+    ``names`` are those of the base's folder. If it has a vision model, target modules are whole names, because the
+    vision model may have modules with the same last parts.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -132,7 +139,13 @@ def write_adapter(path: Path, config: Mapping[str, Any], tensors: Iterable[tuple
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        whole = {PREFIX + name: tensor.cpu().clone() for name, tensor in tensors}
+        names = names or FolderNames()
+        whole = {PREFIX + names.in_transformers(name): tensor.cpu().clone() for name, tensor in tensors}
+        if names.has_vision:
+            config = {
+                **config,
+                "target_modules": sorted({name.removeprefix(PREFIX).split(".lora_")[0] for name in whole}),
+            }
         save_file(whole, temporary / WEIGHTS, metadata={"format": "pt"})
         apply_umask(temporary / WEIGHTS)
         (temporary / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -141,3 +154,9 @@ def write_adapter(path: Path, config: Mapping[str, Any], tensors: Iterable[tuple
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{path}: the adapter cannot be written: {one_line(error)}") from None
+
+
+def _text_name(name: str) -> str:
+    """Return the name in the text model of an adapter's tensor; the base may also have a vision model."""
+    name = name.removeprefix(PREFIX)
+    return BACKBONE + name.removeprefix(IN_TRANSFORMERS) if name.startswith(IN_TRANSFORMERS) else name

@@ -15,9 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from plasmid.utils.addresses import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
-"""Address of all processes of a run on one machine."""
 NAME = "plasmid-rendezvous"
 MEMORY = re.compile(r"/proc/\d+/fd/\d+")
 TIMEOUT_S = 300.0

@@ -61,7 +61,8 @@ def speed_up() -> None:
 
 
 def reduce_difference(expression: Any) -> Any | None:
-    """Return an equivalent expression whose zeroness is obvious, or None if `simplify` has to decide.
+    """Return an equivalent expression for which it is easy to decide whether it is zero; None if `simplify` has to
+    decide.
 
     Polynomials with rational coefficients are expanded. Sums and products of roots are evaluated numerically; a value
     that may be zero returns None.

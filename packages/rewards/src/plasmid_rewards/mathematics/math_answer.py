@@ -21,7 +21,7 @@ from .fast_math import speed_up
 
 MAX_ANSWER_LENGTH = 1000
 """Maximum length of an answer, in characters. Longer ones would only slow down the parser."""
-SEEN_BEFORE = (
+WARM_UP_ANSWERS = (
     *(
         r"\frac{1}{2}",
         r"-\frac{3}{4}",
@@ -63,7 +63,7 @@ class Math(PooledReward):
         # math-verify logs in every call that its own timeout is off; ours replaces it
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         speed_up()
-        for text in SEEN_BEFORE:
+        for text in WARM_UP_ANSWERS:
             _verify(text, f"{text}+0", self.decimals)
         _verify.cache_clear()
         _parse.cache_clear()

@@ -124,7 +124,7 @@ class Judge(WebReward):
                 grade = await asyncio.shield(self._pending[key])
             return self._make_score(grade, cached=not first)
         except ServerFailure as failure:
-            return self.failed(failure)
+            return self.failure_score(failure)
 
     async def _request_grade(self, key: str, question: str) -> float:
         """Request a grade from the server and cache it. Raises `ServerFailure`."""

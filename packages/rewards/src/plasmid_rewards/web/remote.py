@@ -63,7 +63,7 @@ class Remote(WebReward):
             answer = await (self.client().post(item) if self.batch_size == 1 else self._in_batch(item))
             return self._score(answer)
         except ServerFailure as failure:
-            return self.failed(failure)
+            return self.failure_score(failure)
 
     async def _in_batch(self, item: dict[str, Any]) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -50,7 +50,7 @@ class Client(JsonClient):
     """Client of one server. Counts consecutive failures over all requests."""
 
     def __init__(self, url: str, settings: ServerSettings, *, kind: str) -> None:
-        asking = RequestOptions(
+        options = RequestOptions(
             attempts=settings.attempts,
             backoff_s=settings.backoff_s,
             max_backoff_s=settings.max_backoff_s,
@@ -60,7 +60,7 @@ class Client(JsonClient):
         )
         super().__init__(
             url,
-            asking,
+            options,
             headers=lambda: {**settings.headers, **authorization(settings.api_key_env, kind)},
             library=partial(import_extra, "httpx", extra="http", kind=kind),
         )
@@ -159,9 +159,9 @@ class WebReward(Reward):
         return self.failure_value
 
     def on_timeout(self, message: str) -> Score:
-        return self.failed(f"{self.client().shown}: no usable answer within timeout_s = {self.timeout_s:g}")
+        return self.failure_score(f"{self.client().shown}: no usable answer within timeout_s = {self.timeout_s:g}")
 
-    def failed(self, reason: ServerFailure | str) -> Score:
+    def failure_score(self, reason: ServerFailure | str) -> Score:
         """Return a score with the failure value, or raise `RewardError`, depending on `on_failure`."""
         if self.on_failure == "error":
             raise RewardError(

@@ -41,7 +41,7 @@ def philox(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, Words
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """Return [n] numbers in [0, 1), one for each pair of seed (64 bits count) and position."""
+    """Return numbers [n] in [0, 1), one for each pair of seed (its lowest 64 bits) and position."""
     seed = np.array([value & (2**64 - 1) for value in seeds], np.uint64)
     position = np.array(positions, np.uint64)
     zero = np.zeros_like(position)

@@ -15,7 +15,7 @@ from plasmid.types.routing import Experts
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from .sampler import Kept
+from .sampler import KeptTokens
 
 COPIED = ("tokens", "logprobs", "versions", "kept", "experts")
 """Fields of a row that grow with every token."""
@@ -63,7 +63,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptTokens] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
     """Experts of the tokens from ``request.experts_from``, in parts."""
     arrived: float = field(default_factory=time.monotonic)
@@ -86,10 +86,10 @@ class Row:
         return self.request.num_generated + len(self.tokens)
 
     def token_ids(self) -> Ints:
-        """Return [length] all tokens so far, prompt included."""
+        """Return all tokens so far [length], including the prompt."""
         return np.concatenate([np.asarray(self.request.token_ids, np.int32), np.array(self.tokens, np.int32)])
 
-    def add(self, token_id: int, logprob: float, version: int, kept: Kept | None) -> StopReason | None:
+    def add(self, token_id: int, logprob: float, version: int, kept: KeptTokens | None) -> StopReason | None:
         """Append a token. Returns the stop reason if the row ends with this token, else None."""
         self.tokens.append(token_id)
         self.logprobs.append(logprob)
@@ -130,12 +130,12 @@ class Row:
             versions=version_spans(self.versions),
             stop_reason=reason,
             error=error,
-            kept=self._kept() if self.request.wants_kept_set else None,
+            kept=self._join_kept_sets() if self.request.wants_kept_set else None,
             experts=self._experts(),
             timings=self._timings(time.monotonic()),
         )
 
-    def _kept(self) -> KeptSet:
+    def _join_kept_sets(self) -> KeptSet:
         return KeptSet.of([kept.token_ids for kept in self.kept], [kept.log_mass for kept in self.kept])
 
     def _experts(self) -> Experts | None:

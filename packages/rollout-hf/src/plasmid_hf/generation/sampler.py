@@ -21,7 +21,7 @@ UNITS = 2.0**52
 TINY = 2.0**-1000
 
 
-class Kept(NamedTuple):
+class KeptTokens(NamedTuple):
     """The tokens that truncation left for one row."""
 
     token_ids: Ints
@@ -31,14 +31,14 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drawn:
+class SampledTokens:
     """One sampled token for each of n rows."""
 
     token_ids: Ints
     """[n]"""
     logprobs: Floats
     """[n] log-softmax of logits / temperature at the token, before any truncation; not finite if the logits are not."""
-    kept: tuple[Kept | None, ...]
+    kept: tuple[KeptTokens | None, ...]
     """n sets of tokens left after truncation, where requested."""
 
 
@@ -68,7 +68,7 @@ class Sampler:
         self._wants_kept = tuple(wants_kept)
         self._params = tuple(params)
 
-    def draw(self, logits: Tensor, uniforms: NDArray[np.float64]) -> Drawn:
+    def draw(self, logits: Tensor, uniforms: NDArray[np.float64]) -> SampledTokens:
         """Sample by inverting the cumulative distribution at the uniforms [n].
 
         Log-probabilities have the same bits as in a trainer's head with these logits [n, V].
@@ -84,7 +84,7 @@ class Sampler:
         if self._greedy is not None:
             token_ids = torch.where(self._greedy, scaled.argmax(-1), token_ids)
         logprobs = stats._replace(chosen=self._stats(logits.gather(1, token_ids[:, None])).chosen).logprobs()
-        return Drawn(
+        return SampledTokens(
             token_ids=token_ids.to(torch.int32).cpu().numpy(),
             logprobs=logprobs.cpu().numpy(),
             kept=self._kept_sets(keep, weights, token_ids, logprobs),
@@ -122,20 +122,20 @@ class Sampler:
 
     def _kept_sets(
         self, keep: Tensor | None, weights: Tensor, token_ids: Tensor, logprobs: Tensor
-    ) -> tuple[Kept | None, ...]:
+    ) -> tuple[KeptTokens | None, ...]:
         """Return the sets. ``weights`` [n, V] are probabilities before truncation, 0 for tokens that truncation
         removed."""
         if not any(self._wants_kept):
             return (None,) * len(self._params)
         log_mass = weights.sum(-1, dtype=torch.float64).log_().tolist()
-        sets: list[Kept | None] = [None] * len(self._params)
+        sets: list[KeptTokens | None] = [None] * len(self._params)
         for i in (i for i, wanted in enumerate(self._wants_kept) if wanted):
             if self._params[i].temperature == 0:
-                sets[i] = Kept(token_ids[i : i + 1].to(torch.int32).cpu().numpy(), float(logprobs[i]))
+                sets[i] = KeptTokens(token_ids[i : i + 1].to(torch.int32).cpu().numpy(), float(logprobs[i]))
             elif keep is None or bool(keep[i].all()):
-                sets[i] = Kept(np.zeros(0, np.int32), 0.0)
+                sets[i] = KeptTokens(np.zeros(0, np.int32), 0.0)
             else:
-                sets[i] = Kept(keep[i].nonzero()[:, 0].to(torch.int32).cpu().numpy(), log_mass[i])
+                sets[i] = KeptTokens(keep[i].nonzero()[:, 0].to(torch.int32).cpu().numpy(), log_mass[i])
         return tuple(sets)
 
 
@@ -145,7 +145,7 @@ def _truncates(params: SamplingParams, size: int) -> bool:
 
 
 def kept_tokens(probs: Tensor, truncation: Truncation) -> Tensor:
-    """Return [m, V] True where top-k, then top-p of the rest, then min-p keep a token."""
+    """Return a mask [m, V]: True where top-k, then top-p of the rest, then min-p keep a token."""
     size = probs.shape[1]
     keep = torch.ones_like(probs, dtype=torch.bool)
     narrow = ((truncation.top_k < size) | (truncation.top_p < 1))[:, 0].nonzero()[:, 0]
@@ -177,7 +177,7 @@ def _largest(probs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tenso
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return [n] indices where the cumulative sums of ``weights`` [n, V] first exceed ``uniforms`` [n] of their total.
+    """Return indices [n] where the cumulative sums of ``weights`` [n, V] first exceed ``uniforms`` [n] of their total.
 
     Weights need not sum to 1. An index of weight 0 is returned only if all are 0. The search has two levels, because a
     cumulative sum over the whole vocabulary takes longer than everything else. The order of sums is fixed, and
@@ -196,7 +196,7 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [n, 1] the first index where the cumulative sum exceeds the target, and the sum before it, in units."""
+    """Return the first index [n, 1] where the cumulative sum exceeds the target, and the sum before it, in units."""
     edges = (weights * (UNITS / _total(weights).clamp(min=TINY))).long().cumsum(-1)
     inside = torch.minimum(target.clamp(min=0), edges[:, -1:] - 1)  # rounding may have moved it past the last edge
     index = torch.searchsorted(edges, inside.contiguous(), right=True).clamp_(max=edges.shape[1] - 1)
@@ -205,7 +205,7 @@ def _search(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total(weights: Tensor) -> Tensor:
-    """Return [n, 1] sums of rows, in an order that only depends on their length."""
+    """Return the sums of rows [n, 1], added in an order that only depends on their length."""
     return _sum_in_pairs(weights)[:, None]
 
 

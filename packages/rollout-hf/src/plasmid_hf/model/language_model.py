@@ -11,25 +11,27 @@ import torch
 from plasmid.components import AdapterSpec
 from plasmid.errors import ModelError, one_line
 from plasmid.types import Ints
-from plasmid_models.building import BUILD_LOCK, choose_expert_products
-from plasmid_models.folder import is_torch_dist, open_weights, read_block_size, read_config, tensor_names
-from plasmid_models.fp8_blocks import BlockSlice, forget_blocks
+from plasmid_models.building import BUILD_LOCK, choose_expert_products, text_model_config
+from plasmid_models.estimates.linear_attention import LINEAR
+from plasmid_models.folder import folder_names, is_torch_dist, open_weights, read_config, read_format, tensor_names
 from plasmid_models.kernels.invariant import Spans
 from plasmid_models.kernels.invariant_modules import make_invariant
-from plasmid_models.lora.layers import insert_adapter
+from plasmid_models.lora.insertion import adapter_pieces, folder_layers, insert_adapter
 from plasmid_models.pieces import Pieces, pieces_of, present_pieces
+from plasmid_models.quantized.slices import QuantizedSlice
+from plasmid_models.text_model import FolderNames, has_vision
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..layers import check_layers
 from .attention import NAME, Decode, Plan, Prefill, Prompts
 from .cache import SlotCache, round_up
 from .expert_recorder import ExpertRecorder
-from .recurrent import LINEAR, StateCache
+from .recurrent import StateCache
 
 ALIGNMENT = 16
-"""Attention reads a multiple of this many tokens; GPU kernels require masks of aligned size."""
+"""Attention reads a multiple of this many tokens, because GPU kernels require masks of aligned size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class ModelFacts:
 
 
 class LanguageModel:
-    """Computes logits of next tokens over a slot cache, for whole prompts and for single tokens."""
+    """Computes next-token logits with a slot cache, for whole prompts and for single tokens."""
 
     def __init__(
         self,
@@ -53,19 +55,22 @@ class LanguageModel:
         device: torch.device,
         *,
         pieces: Pieces | None = None,
+        names: FolderNames | None = None,
         adapted: Collection[str] = (),
         invariant: bool = False,
     ) -> None:
         """Wrap a model. ``adapted`` lists the layers with an adapter; ``invariant`` makes it batch-invariant.
 
-        ``pieces`` maps tensors of the model folder to their place in fused parameters; trainers send them one by one.
+        Trainers send unfused tensors: ``pieces`` maps each to its place in a fused parameter. ``names`` maps tensors of
+        the text model to tensors of the model folder.
         """
         self.hf = hf
         self._is_invariant = invariant
         if invariant:
             make_invariant(hf)
-        self._adapter = {f"{layer}.{matrix}" for layer in adapted for matrix in ("lora_A", "lora_B")}
-        self._pieces = pieces or {}
+        self._pieces, self._names = pieces or {}, names or FolderNames()
+        matrices = (f"{layer}.{matrix}" for layer in adapted for matrix in ("lora_A", "lora_B"))
+        self._adapter = {self._names.in_folder(name) for name in matrices}
         self.recorder = ExpertRecorder(hf)
         self.device = device
         self.facts = _facts(hf)
@@ -74,7 +79,7 @@ class LanguageModel:
         """Kind of each layer if some have linear attention, else None."""
 
     def prefill(self, cache: SlotCache, sequences: Sequence[Ints], *, first_slot: int) -> Tensor:
-        """Return [n, V] logits after each of n sequences; sequence i goes into slot ``first_slot + i``.
+        """Return logits [n, V] after each of n sequences; sequence i goes into slot ``first_slot + i``.
 
         Equal sequences (the samples of one prompt) are computed once.
         """
@@ -100,7 +105,7 @@ class LanguageModel:
         return logits[source.to(self.device)]
 
     def _prefill_states(self, plan: Prefill, tokens: Tensor, kinds: Sequence[str]) -> Tensor:
-        """Run each group of the plan in a pass of its own: linear attention would mix packed prompts."""
+        """Run one forward pass per group (prompts of equal length): linear attention would mix packed prompts."""
         logits = []
         for group in plan.prompts:
             count = len(group.slots)
@@ -122,7 +127,7 @@ class LanguageModel:
         return groups
 
     def decode(self, cache: SlotCache, token_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Return [n, V] logits after one more token, at the given positions, for the rows in slots ``0:n``."""
+        """Return logits [n, V] after one more token, at the given positions, for the rows in slots ``0:n``."""
         cache.reserve(len(token_ids), max(positions) + 1)
         where = torch.tensor(positions)
         length = round_up(max(positions) + 1, ALIGNMENT)
@@ -168,7 +173,7 @@ class LanguageModel:
         for name, tensor in self.hf.state_dict(keep_vars=False).items():
             pieces = self._pieces.get(name)
             found |= {name: tensor} if pieces is None else {piece.name: piece.of(tensor) for piece in pieces}
-        return found
+        return {self._names.in_folder(name): tensor for name, tensor in found.items()}
 
     def base_names(self) -> frozenset[str]:
         """Return the names of the frozen base model's weights; empty without an adapter."""
@@ -222,8 +227,8 @@ def load_model(
         with BUILD_LOCK:
             if is_torch_dist(path):
                 loaded = _without_weights(path, dtype, trust_remote_code), {"missing_keys": [], "mismatched_keys": []}
-            elif read_block_size("model", read_config("model", path)) is not None:
-                loaded = _from_blocks(path, options)
+            elif read_format("model", config := read_config("model", path)) is not None or has_vision(config):
+                loaded = _from_slices(path, options)
             else:
                 loaded = AutoModelForCausalLM.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -240,10 +245,12 @@ def load_model(
     check_layers(path, hf.config.to_dict())
     choose_expert_products(hf, dtype)
     pieces = _pieces(hf, path)
-    adapted = () if adapter is None else insert_adapter(hf, adapter, dtype=dtype).keys()
+    layers = {} if adapter is None else insert_adapter(hf, adapter, dtype=dtype)
     hf.eval().requires_grad_(False)
     hf.to(device)
-    return LanguageModel(hf, device, pieces=pieces, adapted=adapted, invariant=invariant)
+    pieces = {**pieces, **adapter_pieces(layers)}
+    names = folder_names("model", path)
+    return LanguageModel(hf, device, pieces=pieces, names=names, adapted=folder_layers(layers), invariant=invariant)
 
 
 def _pieces(hf: PreTrainedModel, path: Path) -> Pieces:
@@ -251,12 +258,11 @@ def _pieces(hf: PreTrainedModel, path: Path) -> Pieces:
     return present_pieces(pieces, tensor_names("model", path)) if pieces and not is_torch_dist(path) else pieces
 
 
-def _from_blocks(path: Path, options: dict[str, Any]) -> Any:
-    """Load a folder in fp8 blocks, with the plain weights that a trainer reads from it."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
-    forget_blocks(config)
+def _from_slices(path: Path, options: dict[str, Any]) -> Any:
+    """Load the weights that a trainer would read from the folder: dequantized, and of the text model only."""
+    config = text_model_config(path, trust_remote_code=options["trust_remote_code"])
     with open_weights("model", path) as found:
-        dtypes = {name: options["dtype"] if isinstance(part, BlockSlice) else None for name, part in found.items()}
+        dtypes = {name: options["dtype"] if isinstance(part, QuantizedSlice) else None for name, part in found.items()}
         weights = {name: found[name][...].to(dtype) for name, dtype in dtypes.items()}
     trust = options["trust_remote_code"]
     with torch.device("meta"):
@@ -268,7 +274,7 @@ def _from_blocks(path: Path, options: dict[str, Any]) -> Any:
 
 
 def _without_weights(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = text_model_config(path, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
     return model

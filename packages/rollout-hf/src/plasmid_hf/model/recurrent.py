@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from plasmid_models.estimates.linear_attention import LINEAR
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-LINEAR = "linear_attention"
-"""Kind of these layers in ``layer_types`` of a config."""
 PARTS = ("conv_states", "recurrent_states")
-"""Attributes of transformers' layer of a cache: the last inputs of the convolution, and the state of the recurrence."""
+"""Attributes of a cache layer in transformers: last inputs of the convolution, and state of the recurrence."""
 
 
 class SlotStates:
@@ -22,7 +21,7 @@ class SlotStates:
         self._tensors: dict[tuple[int, str], Tensor] = {}
 
     def write(self, layer: int, part: str, slots: Tensor, values: Tensor, *, num_slots: int) -> None:
-        """Store the states [n, ...] of n slots; room is made for ``num_slots`` in all."""
+        """Store the states [n, ...] of n slots. Allocates memory for ``num_slots`` slots in total."""
         known = self._tensors.get((layer, part))
         if known is None or len(known) < num_slots:
             grown = values.new_zeros(num_slots, *values.shape[1:])
@@ -55,9 +54,9 @@ class SlotStates:
 
 
 class StateCache(Cache):
-    """Cache of one forward pass, in the form in which transformers' layers with linear attention use it.
+    """Cache of one forward pass, with the interface that linear attention layers of transformers expect.
 
-    Layers with softmax attention find none in it: `Plan` stores their keys and values.
+    It is empty for layers with softmax attention: `Plan` stores their keys and values.
     """
 
     def __init__(self, kinds: Sequence[str], states: SlotStates | None = None, *, rows: int = 0) -> None:
@@ -110,10 +109,10 @@ class _StateLayer(LinearAttentionLayer):
 
 class _NoCache(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, *unused: Any, **options: Any) -> None:
-        """There is nothing to initialize."""
+        """Do nothing: there is no cache to initialize."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return the arguments."""
+        """Return the arguments unchanged."""
         return key_states, value_states
 
     def get_mask_sizes(self, *unused: Any) -> tuple[int, int]:
@@ -121,7 +120,7 @@ class _NoCache(CacheLayerMixin):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def get_seq_length(self) -> int:
-        """Return 0: positions are given."""
+        """Return 0: the engine passes positions explicitly."""
         return 0
 
     def get_max_cache_shape(self) -> int:

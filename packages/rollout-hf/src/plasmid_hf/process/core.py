@@ -69,7 +69,7 @@ class EngineCore:
         self.generator.end(rows, StopReason.ABORT)
 
     def copy_rows(self, request_ids: Sequence[str]) -> list[Row]:
-        """Requests as they are; those that have ended are left out."""
+        """Return copies of the rows of these requests; requests that have ended are omitted."""
         return [row.copy() for row in self.scheduler.find(request_ids)]
 
     def pause(self, mode: PauseMode) -> Future[None]:

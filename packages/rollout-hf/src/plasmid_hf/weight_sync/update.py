@@ -20,8 +20,8 @@ class WeightUpdate:
     def __init__(
         self, token: str, version: int, tensors: Mapping[str, Tensor], *, kept: Collection[str] = frozenset()
     ) -> None:
-        """Start an update. The tensors in ``kept``, an adapter's base sent earlier, may be omitted: all or none of
-        them."""
+        """Start an update. The tensors in ``kept`` (the base of an adapter, sent earlier) may be omitted, but only
+        together."""
         self.token = token
         self.version = version
         self.result: Future[SyncReceipt] = Future()
@@ -104,7 +104,7 @@ class WeightUpdate:
         return receipt
 
     def fail(self, error: SyncError) -> None:
-        """Fail the update. The engine must not serve afterwards, because written tensors stay."""
+        """Fail the update. The engine must not serve afterwards, because tensors already written are not restored."""
         if self.is_open:
             self.result.set_exception(error)
 

@@ -14,7 +14,7 @@ from typing import Any
 from plasmid.config.loop import CheckpointConfig
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError, one_line
-from plasmid.settings.resume import changeable_settings
+from plasmid.settings.resume import changeable_settings, find_renamed
 from plasmid.utils.json_text import read_json
 from plasmid.utils.safe_files import make_folder, sync_to_disk, sync_tree
 from plasmid_models.manifest import MANIFEST, STATE, checkpoint_damage, read_entries, write_manifest
@@ -203,6 +203,9 @@ def check_same_config(saved: Mapping[str, Any], config: RunConfig) -> None:
     """
     changeable = list(changeable_settings(config))
     before, after = _flatten(saved), _flatten(config.model_dump(mode="json"))
+    for former, key in find_renamed(config):
+        if former in before:
+            before[key] = before.pop(former)
     chosen = _flatten(config.model_dump(mode="json", exclude_defaults=True))
     new = {key for key in after.keys() - before.keys() - chosen.keys() if _has_table(saved, key)}
     for key in sorted(before.keys() | after.keys() - new):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from .folder import PREFIX, CheckpointFolder
 
 log = logging.getLogger(__name__)
 LOCK = ".lock"
-"""Name of the lock file. It is never removed, because a process that had just opened it would then lock nothing."""
+"""Name of the lock file. It is never removed: a process that has just opened it would then lock a deleted file."""
 
 
 class RunFolder:
@@ -126,10 +126,7 @@ def new_folder(config: RunConfig) -> RunFolder:
 
 def unused_folder(base: Path) -> RunFolder:
     """Return a folder with this name, with a number appended if it exists."""
-    number = 1
-    while _append_number(base, number).exists():
-        number += 1
-    return RunFolder(_append_number(base, number))
+    return RunFolder(next(path for path in _numbered(base) if not path.exists()))
 
 
 def resumable_folder(config: RunConfig) -> RunFolder | None:
@@ -151,11 +148,7 @@ def newest_folder(config: RunConfig) -> RunFolder:
             raise CheckpointError(f"run.dir: {path} has no run to resume; start without --resume")
         return RunFolder(path)
     base = Path("runs") / config.recipe
-    number, found = 1, []
-    while _append_number(base, number).exists():
-        found.append(_append_number(base, number))
-        number += 1
-    with_checkpoint = [path for path in found if _has_checkpoint(path)]
+    with_checkpoint = [path for path in takewhile(Path.exists, _numbered(base)) if _has_checkpoint(path)]
     if not with_checkpoint:
         raise CheckpointError(f"{base}: no run with a checkpoint to resume; start without --resume, or set run.dir")
     return RunFolder(with_checkpoint[-1])
@@ -165,8 +158,9 @@ def _has_checkpoint(path: Path) -> bool:
     return bool(CheckpointFolder.complete(path / "checkpoints"))
 
 
-def _append_number(base: Path, number: int) -> Path:
-    return base if number == 1 else base.with_name(f"{base.name}-{number}")
+def _numbered(base: Path) -> Iterator[Path]:
+    """Yield ``base``, ``base-2``, ``base-3`` and so on."""
+    return (base if number == 1 else base.with_name(f"{base.name}-{number}") for number in count(1))
 
 
 def _info(config: RunConfig) -> dict[str, Any]:

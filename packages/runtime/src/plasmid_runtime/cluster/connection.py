@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def log_messages_of_ray() -> None:
-    """Log what Ray's daemons report, instead of printing it: pages of a scheduler's log when it dies."""
+    """Make Ray log the messages of its daemons instead of printing them: when a scheduler dies, these are pages of its
+    log."""
     worker: Any = importlib.import_module("ray._private.worker")
     worker.print_to_stdstream = lambda data, **options: log.info("Ray: %s", "\n".join(data["lines"]))
 

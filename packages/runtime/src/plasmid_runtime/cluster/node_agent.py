@@ -101,7 +101,7 @@ def library_versions() -> dict[str, str]:
 
 @functools.cache
 def _library_versions() -> Mapping[str, str]:
-    """Return them, read once in a process: reading one parses all metadata of its package."""
+    """Return the versions. They are read once per process, because reading one parses all metadata of its package."""
     found = {}
     for name in LIBRARIES:
         try:

@@ -64,8 +64,8 @@ async def _check_shared_folder(nodes: Sequence[Node], run_dir: Path) -> None:
         file.unlink(missing_ok=True)
     _raise(
         [
-            f"run.dir: node {node.address} does not see files written to {run_dir} here; set it to a folder that all "
-            "machines share"
+            f"run.dir: node {node.address} does not see files that the driver writes to {run_dir}; set it to a folder "
+            "that all machines share"
             for node, it_does in zip(nodes, seen, strict=True)
             if not it_does
         ]

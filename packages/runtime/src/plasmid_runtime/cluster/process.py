@@ -31,7 +31,7 @@ UNEXPECTED = "died unexpectedly"
 """Part of Ray's message about a process that Ray did not end."""
 KILLED = "its log is empty; it was killed from outside, perhaps because memory ran out (see `dmesg`)"
 EXIT_S = 3.0
-"""Maximum time of each step of the end of a process whose cluster has lost its control process, in seconds."""
+"""Time limit for each step of ending a process after the cluster has lost its control process, in seconds."""
 GET_S = 600.0
 """Maximum time to fetch a shared value, possibly from another machine, in seconds."""
 
@@ -43,7 +43,7 @@ class RayRef(Generic[T]):
     ref: Any
 
     def get(self) -> T:
-        try:  # not ray.get, which warns about blocking in an actor, although this is called in threads
+        try:  # ray.get would warn about blocking in an actor, although this is only called in threads
             value: T = self.ref.future().result(timeout=GET_S)
         except TimeoutError:
             raise DeadlineError(f"the object store did not return a value within {GET_S:g} s") from None
@@ -66,15 +66,14 @@ class ActorProcess:
         forget_token()
         if Path(folder).is_dir():  # otherwise stay in the folder that Ray chose, such as the copy of a job's folder
             os.chdir(folder)
-        if Path(
-            log_file
-        ).parent.is_dir():  # missing on machines that do not share the run folder, which node checks report
-            redirect_output(Path(log_file))
+        log_path = Path(log_file)
+        if log_path.parent.is_dir():  # missing on machines that do not share the run folder; node checks report these
+            redirect_output(log_path)
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"
         )
         self._host = ActorHost(name)
-        LEDGER.report_always(LocalReports(Path(log_file).parent.parent, name).write)
+        LEDGER.report_always(LocalReports(log_path.parent.parent, name).write)
 
     async def identify(self) -> ProcessId:
         """Return the process id and machine. Responds immediately, before any code that may hang."""
@@ -157,7 +156,7 @@ class RayActor:
             ray.kill(self.handle)
 
     async def exit(self) -> None:
-        """Stop a process whose cluster has lost its control process, which would kill it."""
+        """Stop the process without the cluster's control process, for clusters that have lost theirs."""
         await self._await_quietly(self.handle.close.remote(), EXIT_S)
         await self._await_quietly(self.handle.exit.remote(), EXIT_S)
 

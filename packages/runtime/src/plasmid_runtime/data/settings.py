@@ -131,7 +131,7 @@ class RowSource(DataSource):
         found = find_format(first, formats, **wanted, target=own[target_key])
         if found is None and own[target_key] is None and find_format(first, formats, **wanted, target="none"):
             raise DataError(
-                f"{files[0].path}:{files[0].number(0)}: no known column of ground truth beside the chat; the row has: "
+                f"{files[0].path}:{files[0].number(0)}: no known column of ground truth besides the chat; the row has: "
                 f'{", ".join(first)}; to sample answers, set data.{target_key} ("none" if the rows have none); to '
                 'train on the answers in the chats, set data.kind = "demonstrations" and algorithm.kind = "sft"'
             )

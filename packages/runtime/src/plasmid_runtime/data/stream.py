@@ -94,7 +94,7 @@ class RowStream(PromptStream):
         return {"data/epoch": self._epoch + self._position / len(self._rows)}
 
     def facts(self) -> DataFacts:
-        """Return the number of rows, of too long rows, their format, and the profiles that they select."""
+        """Return the numbers of rows and of too long rows, the row format, and the profiles that rows select."""
         return DataFacts(
             num_prompts=len(self),
             num_draws=None if self._epochs is None else self._epochs * len(self),

@@ -42,12 +42,12 @@ async def export_policy(config: RunConfig, trainer: Trainer, target: Path, batch
         raise CheckpointError(f"{target}: the model cannot be written: {one_line(error)}") from error
 
 
-def is_exported(target: Path, batch: int) -> bool:
-    """Return True if the folder contains the complete policy after this batch."""
+def exported_batch(target: Path) -> int | None:
+    """Return the number of batches that the policy in this folder was trained on; None if it is not complete."""
     try:
-        return bool(read_json(target / ORIGIN)["batch"] == batch)
+        return int(read_json(target / ORIGIN)["batch"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 def export_checkpoint(

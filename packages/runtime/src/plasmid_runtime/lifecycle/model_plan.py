@@ -9,7 +9,7 @@ from typing import Any
 from plasmid.components import PlanRow
 from plasmid.config.run import RunConfig
 from plasmid.errors import ConfigError
-from plasmid_models.folder import read_config
+from plasmid_models.folder import read_text_config
 from plasmid_models.source import needed_models
 
 DESCRIPTIONS = "models"
@@ -38,6 +38,6 @@ def find_config(table: str, path: Path, recipes: Sequence[Path]) -> tuple[Mappin
     described = [recipe.parent / DESCRIPTIONS / path.name for recipe in recipes]
     for folder in (path, *described):
         if (folder / "config.json").is_file():
-            return read_config(table, folder), folder
+            return read_text_config(table, folder), folder
     searched = f", nor has {described[0]}" if described else ""
     raise ConfigError(f"{table}.path: {path} has no config.json{searched}; put the model's config.json there")

@@ -35,7 +35,7 @@ from ..planning.measured import PlanWriter
 from ..rollout.producers.draws import Draws
 from ..rollout.producers.producer import ProducedGroups
 from .assembly import build_loop, open_evaluator
-from .export import export_checkpoint, export_policy, is_exported
+from .export import export_checkpoint, export_policy, exported_batch
 from .hang_report import HangReporter, queue_depths, reporting_hangs
 from .preparation import PreparedRun, prepare_run
 from .shutdown import Interrupts, LoggingExitStack, ending_with
@@ -86,7 +86,7 @@ class RecipeRun:
         """Return the result of a run that has trained all batches. Exports the policy first if no export exists."""
         folder, batch = start.folder, restored.state.batch
         final = folder.final if self.config.checkpoint.export else None
-        if final is not None and not is_exported(final, batch):
+        if final is not None and exported_batch(final) != batch:
             export_checkpoint(restored.path, final, config=self.config, make_cluster=self.make_cluster)
         return replace(self._result(folder, batch, interrupted=False, final=final), was_finished=True)
 
@@ -271,7 +271,7 @@ class Session:
         if self._sampled is None or self._batch is None:
             raise PlasmidError("session.train: no groups have been scored; call score first")
         if [id(group) for group in groups] != [id(group) for group in self._batch.ref.groups]:
-            raise PlasmidError("session.train: these are not the groups that were scored")
+            raise PlasmidError("session.train: must get the groups that were scored, in the same order")
         self._call(self._loop.train(self._batch))
         self._sampled = None
         return dict(self._batch.metrics)

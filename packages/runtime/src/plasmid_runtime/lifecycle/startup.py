@@ -19,12 +19,11 @@ from ..cluster import open_cluster
 from ..cluster.layout import Layout
 from ..cluster.node_checks import prepare_nodes
 from ..cluster.opening import cluster_address
-from ..loop.call_limits import CallLimits
+from ..loop.call_limits import CallLimits, limit_engine, limit_trainer
 from ..observe.start_watch import StartWatch, ignore_events
 from ..planning.offload import with_offload
 from ..rollout.worker import RolloutWorker
 from ..rollout.worker_pool import WorkerPool
-from .deadlines import DeadlineEngine, DeadlineTrainer
 from .shutdown import ending_with
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ async def start_processes(
 
     ``evaluating`` is for runs that only evaluate and therefore need no separate evaluation engine.
     """
-    config, _ = with_offload(config)  # in runs without a trainer; in others it has been chosen
+    config, _ = with_offload(config)  # for runs without a trainer; `prepare_run` does it for others
     handles = RunHandles(cluster=cluster)
     with_teacher = with_engine and not evaluating
     with_eval = with_trainer and with_engine and not evaluating and config.placement.eval_ranks > 0
@@ -87,17 +86,17 @@ async def start_processes(
         async def start_trainer() -> None:
             context = replace(options.context(layout.trainer), role_bundles=layout.roles)
             trainer = await config.trainer.build(context)
-            handles.trainer = DeadlineTrainer(trainer, config.run, limits)
+            handles.trainer = limit_trainer(trainer, config.run, limits)
 
         async def start_engine() -> None:
             assert config.rollout is not None
             engine = await config.rollout.build(options.context(layout.engine))
-            handles.engine = DeadlineEngine(engine, config.run, limits)
+            handles.engine = limit_engine(engine, config.run, limits)
 
         async def start_eval_engine() -> None:
             assert config.rollout is not None
             engine = await config.rollout.build(options.of_evaluation())
-            handles.eval_engine = DeadlineEngine(engine, config.run, limits)
+            handles.eval_engine = limit_engine(engine, config.run, limits)
 
         async def connect_teacher() -> None:
             if config.teacher is not None and config.algorithm.needs().teacher:
@@ -149,7 +148,8 @@ class _BuildOptions:
 
 async def _prepare_options(config: RunConfig, cluster: Cluster, run_dir: Path, layout: Layout) -> _BuildOptions:
     """Reserve and check the machines."""
-    # PyTorch splits elementwise work among threads, and computes the ends of the parts with other code
+    # PyTorch splits elementwise work among threads and processes the end of each part with different code, so results
+    # depend on the number of threads
     given = 1 if config.run.deterministic else config.placement.threads
     nodes = await cluster.reserve(layout.shares(1 if given == "auto" else given))
     return _BuildOptions(

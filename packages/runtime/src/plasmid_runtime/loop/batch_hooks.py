@@ -19,11 +19,11 @@ class BatchHooks:
     """Calls the `batch_ready` hooks of all plugins, in the order in which they were loaded."""
 
     def __init__(self, plugins: pluggy.PluginManager) -> None:
-        self._asked = plugins.hook.batch_ready.get_hookimpls()
+        self._implementations = plugins.hook.batch_ready.get_hookimpls()
 
     def apply(self, batch: int, groups: tuple[GroupRef, ...]) -> tuple[GroupRef, ...]:
         """Return the groups as changed by the plugins. Raises `PluginError` for changes that are not allowed."""
-        for implementation in self._asked:
+        for implementation in self._implementations:
             given: dict[str, Any] = {"batch": batch, "groups": groups}
             where = f"plugin {implementation.plugin_name!r}: batch_ready"
             try:

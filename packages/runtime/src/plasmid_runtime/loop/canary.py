@@ -45,7 +45,7 @@ class Canary:
         self.plan, self._copies, self._limit_s = plan, copies, limit_s
         self._pending: tuple[int, asyncio.Task[Completion]] | None = None
 
-    def ask(self, version: int) -> None:
+    def start(self, version: int) -> None:
         """Send the canary request to the engine, which now serves this version."""
         if self._pending is not None:
             self._pending[1].cancel()
@@ -78,9 +78,9 @@ class Canary:
         """Compare both and return metrics; empty if this version has been checked. Raises `SyncError` on a mismatch."""
         if self._pending is None:
             return {}
-        version, asked = self._pending
+        version, answer = self._pending
         self._pending = None
-        completion = await within(self._limit_s, f"canary of version {version} (run.sync_timeout_s)", asked)
+        completion = await within(self._limit_s, f"canary of version {version} (run.sync_timeout_s)", answer)
         if len(completion.token_ids) == 0 or {span.version for span in completion.versions} != {version}:
             log.warning("the canary of version %d was aborted before it could be checked", version)
             return {}

@@ -23,7 +23,8 @@ from .call_limits import CallLimits
 async def transfer(
     trainer: Trainer, engine: RolloutEngine, *, version: int, timeout_s: float, limits: CallLimits
 ) -> SyncReceipt:
-    """Send and receive one version concurrently and compare both receipts. The engine must be paused, and stays so.
+    """Send and receive one version concurrently and compare both receipts. The engine must be paused, and remains
+    paused.
 
     Raises `SyncError` if the receipts differ, `DeadlineError` if the two do not finish in time.
     """

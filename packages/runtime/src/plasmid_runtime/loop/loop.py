@@ -38,7 +38,7 @@ from .requests import LoopRequests
 
 log = logging.getLogger(__name__)
 LEFT_OUT = "left-out"
-"""Reason of groups that the filters kept but that the caller did not pass to `Loop.score`."""
+"""Drop reason of groups that passed the filters but were not passed to `Loop.score`."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -238,7 +238,7 @@ class Loop:
             batch.metrics |= step_metrics(report.steps)
             batch.metrics |= {"train/step": float(self.trainer.step), **await self.trainer.metrics()}
             if self.sync is not None and not batch.will_publish:
-                await self.sync.enter_sampling()
+                await self.sync.devices.enter_sampling()
         self.progress.batch += 1
         self.progress.unpublished += batch.slots
 
@@ -248,7 +248,7 @@ class Loop:
             self.producer.release(self.progress.unpublished, version=self.progress.version)
             self.progress.unpublished = 0
             return
-        if not batch.will_publish:  # earlier than due: the engine may be sampling
+        if not batch.will_publish:  # publishing earlier than due: the engine may be sampling
             batch.metrics |= await self.sync.enter_training(will_publish=True)
         batch.metrics |= await self.sync.publish()
 
@@ -262,7 +262,7 @@ class Loop:
         """Store samples and metrics of the batch, and notify observers."""
         number, taken, metrics = self.progress.batch, batch.taken, batch.metrics
         await self.write_samples((*taken.groups, *taken.dropped), number, "batch")
-        self.seconds |= {} if self.sync is None else self.sync.take_seconds()
+        self.seconds |= {} if self.sync is None else self.sync.devices.take_seconds()
         metrics |= timing_metrics(self.seconds, time.monotonic() - self.batch_start, batch.ref.groups)
         metrics |= self.saver.metrics()
         metrics["version"] = float(self.progress.version)
@@ -307,7 +307,7 @@ class Loop:
 
     def trainer_loaded(self) -> AbstractAsyncContextManager[None]:
         """Return a context in which the trainer's model and optimizer are on the device, to save or export."""
-        return nullcontext() if self.sync is None else self.sync.trainer_loaded()
+        return nullcontext() if self.sync is None else self.sync.devices.trainer_loaded()
 
     async def _end_of_data(self, taken: ProducedGroups) -> None:
         """Handle data that ends before the last batch: the current policy is the final one."""
@@ -321,7 +321,8 @@ class Loop:
                 self.config.run.batches,
             )
         if self.progress.unpublished and self.sync is not None:
-            await self.sync.enter_training(will_publish=True)  # the engine sampled what did not suffice for a batch
+            # the engine was sampling groups that do not fill a batch
+            await self.sync.enter_training(will_publish=True)
             await self.sync.publish()
         if taken.dropped:
             await self.write_samples(taken.dropped, self.progress.batch, "end")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,19 +81,11 @@ class PolicySync:
     async def enter_training(self, *, will_publish: bool) -> dict[str, float]:
         """Make GPU memory available to the trainer, and run the canary check of the current version. Returns metrics.
 
-        ``will_publish`` is True if the caller calls `publish` next, False if it calls `enter_sampling`.
+        ``will_publish`` is True if the caller calls `publish` next, False if it calls `DeviceScheduler.enter_sampling`.
         """
         await self._await_canary()
         await self.devices.enter_training(will_publish=will_publish)
         return {} if self.canary is None else await self.canary.check()
-
-    async def enter_sampling(self) -> None:
-        """Resume the engine after a batch whose weights are not published yet."""
-        await self.devices.enter_sampling()
-
-    def trainer_loaded(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which the trainer's model and optimizer are on the device."""
-        return self.devices.trainer_loaded()
 
     async def wait(self, work: set[asyncio.Future[Any]]) -> None:
         """Wait until one of ``work`` is done; meanwhile, send the weights to restarted servers.
@@ -119,7 +110,7 @@ class PolicySync:
     async def ask_canary(self) -> None:
         """Send the canary request for the current version. Waits for the answer only if it must run alone."""
         if self.canary is not None:
-            self.canary.ask(self.progress.version)
+            self.canary.start(self.progress.version)
             if self.canary.plan.alone:
                 await self._await_canary()
 
@@ -131,10 +122,6 @@ class PolicySync:
         async with deadline(limit_s, f"canary of version {self.progress.version}", missing="answer"):
             while self.canary is not None and self.canary.pending is not None and not self.canary.pending.done():
                 await self.wait({self.canary.pending})
-
-    def take_seconds(self) -> dict[str, float]:
-        """Return and reset the durations of weight syncs and of memory moves between trainer and engine."""
-        return self.devices.take_seconds()
 
     async def close(self) -> None:
         """Cancel the canary's open request."""

@@ -23,7 +23,7 @@ OBSERVER_HOOKS = (
     "checkpoint_started",
     "checkpoint_saved",
 )
-ALIKE = 0.85
+MIN_SIMILARITY = 0.85
 """Minimum similarity at which the name of a method counts as a misspelled hook."""
 UNMARKED = pluggy.HookimplOpts(
     wrapper=False, hookwrapper=False, optionalhook=False, tryfirst=False, trylast=False, specname=None
@@ -80,7 +80,7 @@ def _find_errors(observer: object) -> Iterator[str]:
             yield f"{name} is not an observer hook; put it into a plugin file (plugins, or --plugin)"
         elif name in hookspecs.RENAMED:
             yield f"no such hook: {name!r}; {hookspecs.RENAMED[name]}"
-        elif close := difflib.get_close_matches(name, OBSERVER_HOOKS, n=1, cutoff=ALIKE):
+        elif close := difflib.get_close_matches(name, OBSERVER_HOOKS, n=1, cutoff=MIN_SIMILARITY):
             yield f"no such hook: {name!r}; did you mean {close[0]!r}? (names that start with _ are not checked)"
         elif name in implemented:
             yield f"no such hook: {name!r}; hooks are {', '.join(OBSERVER_HOOKS)}"

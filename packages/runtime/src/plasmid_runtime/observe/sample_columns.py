@@ -155,7 +155,7 @@ class Lists:
 
 
 def sampling_row(sampling: SamplingParams) -> dict[str, Any]:
-    """The settings as the ``sampling`` column holds them; those of `SamplingParams.OPTIONAL` have a column."""
+    """Return the settings for the ``sampling`` column; those of `SamplingParams.OPTIONAL` have a separate column."""
     row = {name: getattr(sampling, name) for name in _SAMPLING.names}
     return {**row, "top_k": None if sampling.top_k == "all" else sampling.top_k}
 

@@ -113,7 +113,7 @@ class Gpus:
 
     def utilization(self) -> list[float]:
         """Return the utilization of each GPU over the driver's last sampling period, in percent."""
-        return [self._ask(h, lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu) for h in self._handles]
+        return [self._query(h, lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu) for h in self._handles]
 
     def metrics(self, utilization: list[list[float]]) -> dict[str, float]:
         """Return gauges by GPU; utilization is the mean over these samples and the current one."""
@@ -122,8 +122,8 @@ class Gpus:
         for i, handle in enumerate(self._handles):
             values = {
                 "utilization": sum(row[i] for row in rows) / len(rows),
-                "memory_gib": self._ask(handle, lambda n, h: n.nvmlDeviceGetMemoryInfo(h).used / GIB),
-                "power_w": self._ask(handle, lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
+                "memory_gib": self._query(handle, lambda n, h: n.nvmlDeviceGetMemoryInfo(h).used / GIB),
+                "power_w": self._query(handle, lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
             }
             metrics |= {f"gpu/{i}/{name}": value for name, value in values.items() if value == value}
         return metrics
@@ -134,7 +134,7 @@ class Gpus:
             self._handles = []
             self._nvml.nvmlShutdown()
 
-    def _ask(self, handle: Any, question: Any) -> float:
+    def _query(self, handle: Any, question: Any) -> float:
         try:
             return float(question(self._nvml, handle))
         except self._nvml.NVMLError:  # some GPUs do not support all queries

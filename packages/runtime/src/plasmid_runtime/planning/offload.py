@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from plasmid.config.run import RunConfig
 from plasmid.errors import PlasmidError
-from plasmid_models.estimates.accelerators import match_accelerator
+from plasmid_models.estimates.accelerators import GIB, match_accelerator
 
 from .load import Lengths, batch_load
-from .plan import GIB, Plan, gpu_names, make_plan, read_configs
+from .plan import Plan, gpu_names, make_plan, read_configs
 
 MARGIN = 0.08
 """Fraction of a GPU's memory that the plan must leave free. Measured peaks of trainers were up to 11% above the
@@ -20,8 +20,8 @@ estimates; `RESERVE` covers a part of this difference."""
 def with_offload(config: RunConfig) -> tuple[RunConfig, str]:
     """Replace ``auto`` in the offload settings by the values that this machine's GPUs require; also return the reason.
 
-    Without GPUs, nothing is offloaded. With GPUs or models that have no plan, both are. The reason is empty if no
-    setting had to be chosen.
+    Without GPUs, nothing is offloaded. If there is no plan for the GPUs or the models, both are offloaded. The reason
+    is empty if no setting had to be chosen.
     """
     place = config.placement
     if "auto" not in (place.offload_trainer, place.offload_engine):

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from plasmid.config.run import RunConfig
 from plasmid.types import Role
 from plasmid.types.estimates import Accelerator, BatchLoad, EstimateContext, Phase, PhaseEstimate
-from plasmid_models.estimates.accelerators import ACCELERATORS, DEFAULT, find_accelerator, match_accelerator
-from plasmid_models.folder import read_config
+from plasmid_models.estimates.accelerators import ACCELERATORS, DEFAULT, GIB, find_accelerator, match_accelerator
+from plasmid_models.folder import read_text_config
 from plasmid_models.source import needed_models
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -53,7 +53,6 @@ def choose_device(config: RunConfig, name: str | None) -> tuple[Accelerator | No
     return None, "no known GPU in this machine; --gpu plans for one"
 
 
-GIB = float(2**30)
 CONTEXT = 0.6 * GIB
 """Memory of CUDA and its libraries per process, in bytes."""
 RESERVE = 0.05
@@ -90,7 +89,7 @@ class Plan:
     trainer: Mapping[Phase, PhaseEstimate]
     """Empty if the trainer has no estimates."""
     engine: Mapping[Phase, PhaseEstimate]
-    """Empty without an engine that computes in the run, or if it has no estimates."""
+    """Empty if no engine of the run computes anything, or if it has no estimates."""
     roles: Mapping[Place, Mapping[Phase, PhaseEstimate]] = field(default_factory=dict)
     """Models on ranks of their own."""
 
@@ -148,14 +147,14 @@ class Plan:
             if known:
                 found[phase] = sum(known)
             alone = [part[phase].seconds for part in self.roles.values() if phase in part]
-            for seconds in alone:  # these score and are trained while the policy is
+            for seconds in alone:  # they score and train at the same time as the policy
                 if seconds is not None:
                     found[phase] = max(found.get(phase, 0.0), seconds)
         return found
 
     @property
     def batch_seconds(self) -> float | None:
-        """Seconds per batch. Sampling overlaps with training if it may be stale and has separate GPUs."""
+        """Seconds per batch. Sampling overlaps with training if samples may be stale and GPUs are not shared."""
         seconds = self.seconds
         if "train" not in seconds or (self.config.engine_ranks and "sample" not in seconds):
             return None
@@ -200,7 +199,7 @@ class Plan:
                 )
 
     def _use_together(self) -> Iterator[Usage]:
-        """Yield the usages of GPUs that trainer and engine share in alternation."""
+        """Yield the usages of GPUs that trainer and engine use in turn."""
         for phase in PHASES:
             parts = [(name, part.get(phase, part.get("idle"))) for name, part in self._parts()]
             if not any(phase in part for _, part in self._parts()):
@@ -231,7 +230,7 @@ def with_critic(config: RunConfig, models: dict[str, dict[str, Any]]) -> dict[st
 
 def read_configs(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Read the ``config.json`` of each model that the run needs, by table. Raises `ModelError`."""
-    return with_critic(config, {table: read_config(table, path) for table, path in needed_models(config)})
+    return with_critic(config, {table: read_text_config(table, path) for table, path in needed_models(config)})
 
 
 def make_plan(

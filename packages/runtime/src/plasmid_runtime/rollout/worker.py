@@ -20,7 +20,7 @@ from plasmid.types.batch import GroupRef
 from plasmid.types.routing import Routing
 from plasmid.types.shared_groups import share
 from plasmid.utils.seeds import seed_of
-from plasmid_models.folder import longest_sample, read_config
+from plasmid_models.folder import longest_sample, read_text_config
 from plasmid_models.tokenization.tokenizer import Tokenizer
 from plasmid_workflows.execution import Execution, execute
 from plasmid_workflows.turns import Turn
@@ -195,7 +195,7 @@ class RolloutWorker:
         self._connections.push_async_callback(client.disconnect)
         if teacher is not None:
             self._connections.push_async_callback(teacher.disconnect)
-        model_type = str(read_config("model", Path(self._config.model.path)).get("model_type", ""))
+        model_type = str(read_text_config("model", Path(self._config.model.path)).get("model_type", ""))
         context = RunContext(
             seed=self._config.run.seed, run_dir=self._run_dir, engine=self._client, model_type=model_type
         )

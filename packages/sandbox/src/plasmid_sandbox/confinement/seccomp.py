@@ -30,8 +30,8 @@ FCNTL = (*range(8), *range(36, 39), 1030, 1032, 1034)
 """Commands of `fcntl` that programs may use: duplicates, flags, locks, the size of a pipe, seals. Others send signals
 to other processes (`F_SETOWN`), make other processes wait (`F_SETLEASE`), or take memory (`F_SETPIPE_SZ`)."""
 IOCTL = (0x5412, 0x541C, 0x8901, 0x8902)
-"""Requests of `ioctl` that they may not: `TIOCSTI` and `TIOCLINUX`, which type into a terminal, `FIOSETOWN` and
-`SIOCSPGRP`, which do what `F_SETOWN` does."""
+"""Requests of `ioctl` that programs must not use: `TIOCSTI` and `TIOCLINUX`, which type into a terminal, `FIOSETOWN`
+and `SIOCSPGRP`, which do what `F_SETOWN` does."""
 SCHEDULING = ("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler")
 ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr")
 

@@ -14,7 +14,7 @@ from plasmid.protocols import Actor, Bundle, call
 from plasmid.utils.addresses import own_address
 
 from ..dialect import StartOptions
-from .server import ServerOptions, ServerProcess, address_to_listen_on, free_port, host_and_port
+from .server import ServerProcess, address_to_listen_on, free_port, host_and_port
 
 CALL_S = 30.0
 RENDEZVOUS_PORTS = 7
@@ -22,30 +22,15 @@ RENDEZVOUS_PORTS = 7
 TRIES = 50
 
 
-class NodeActor:
+class NodeActor(ServerProcess):
     """Part of a server on a machine other than its first. Exposes only its own health. Ends with the first."""
-
-    def __init__(self, options: ServerOptions) -> None:
-        self._process = ServerProcess(options)
 
     async def start(self, nodes: int, node_rank: int, rendezvous: str) -> None:
         """Start or restart the process. Returns immediately."""
         await self.kill()
-        host = address_to_listen_on(self._process.options.host)
+        host = address_to_listen_on(self.options.host)
         port = free_port(host)
-        self._process.spawn(StartOptions(host=host, port=port, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous))
-
-    async def start_error(self) -> str:
-        """See `ServerProcess.start_error`."""
-        return self._process.start_error()
-
-    async def exit_code(self) -> int | None:
-        """Return the exit code of the process; None while it runs."""
-        return self._process.exit_code()
-
-    async def kill(self) -> None:
-        """Kill the process."""
-        await self._process.kill()
+        self.spawn(StartOptions(host=host, port=port, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous))
 
     async def close(self) -> None:
         """Kill the process."""

@@ -43,7 +43,7 @@ class ServerClient:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue the tokens. A timeout or a refusal by the server becomes a completion with an error."""
-        task = asyncio.create_task(self._ask(request))
+        task = asyncio.create_task(self._send(request))
         self._running[request.id] = task
         try:
             return await asyncio.wait_for(task, request.deadline_s)
@@ -65,7 +65,7 @@ class ServerClient:
 
     async def fetch_partial(self, request_ids: Sequence[str]) -> Sequence[Completion]:
         """Return empty completions: partial results of the server are not available."""
-        return [Completion.unstarted(id_) for id_ in request_ids]
+        return [Completion.without_tokens(id_) for id_ in request_ids]
 
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         """Do nothing: the server keeps no sessions."""
@@ -74,7 +74,7 @@ class ServerClient:
         """Close the connections of this event loop."""
         await self.json.close()
 
-    async def _ask(self, request: GenerateRequest) -> Completion:
+    async def _send(self, request: GenerateRequest) -> Completion:
         try:
             most = MIN_RESPONSE_LIMIT + request.sampling.max_new_tokens * BYTES_PER_TOKEN
             answer = await self.json.post(self._api.payload(request, self._served), path=self._api.path, max_bytes=most)
@@ -90,7 +90,7 @@ class ServerConnection(JsonClient):
     """JSON client of the server."""
 
     def __init__(self, settings: ServerAccess) -> None:
-        asking = RequestOptions(
+        options = RequestOptions(
             attempts=settings.attempts,
             backoff_s=settings.backoff_s,
             max_backoff_s=MAX_PAUSE_S,
@@ -99,7 +99,7 @@ class ServerConnection(JsonClient):
         )
         super().__init__(
             settings.url,
-            asking,
+            options,
             headers=lambda: authorization(settings),
             library=partial(import_module, "httpx"),
         )

@@ -48,7 +48,7 @@ async def _find_api(settings: ServerAccess, server: ServerConnection, plugins: S
 
 async def get(settings: ServerAccess, server: ServerConnection, path: str, *, needed: bool = True) -> Any:
     """Return the JSON at the path; None if it is missing and not ``needed``. Raises `EngineError`."""
-    answer = await server.ask("GET", path, limit_s=ANSWER_S)
+    answer = await server.send("GET", path, limit_s=ANSWER_S)
     if answer.error and not answer.status:
         raise EngineError(f"{settings.table}.url: cannot reach {server.shown}: {answer.error}")
     if answer.error and needed:

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, SerializeAsAny
 
 from .apis import ServerApi
 
-NO_TOP = "has no most likely tokens in place of given ones, which the algorithm needs; set teacher.api"
+NO_TOP = "does not return the most likely tokens at each position, which the algorithm needs; set teacher.api"
 
 
 def base_url(url: str) -> str:
@@ -59,9 +59,9 @@ class ServerAccess(Component):
 class Server(ServerAccess, RolloutEngineConfig):
     """Any OpenAI-compatible server (``/v1/completions``), or one with an API of the slot ``server_apis``.
 
-    It takes no weights from a trainer.
+    The server's weights cannot be updated, so the policy cannot be trained with it.
 
-    The recipe's `model` renders and tokenizes prompts; it must have the tokenizer of the served model.
+    Prompts are rendered and tokenized with the recipe's `model`, whose tokenizer must be that of the served model.
     """
 
     kind: Literal["server"] = "server"
@@ -98,7 +98,10 @@ class ServerTeacher(ServerAccess, TeacherConfig):
         if recipe is None:
             return
         if self.api != "auto" and not self.api.can_score:
-            yield f"{recipe.key}.api: {kind_of(self.api)!r} has no log-probabilities of given tokens; choose another"
+            yield (
+                f"{recipe.key}.api: {kind_of(self.api)!r} does not return log-probabilities of given tokens; choose "
+                "another"
+            )
         elif recipe.needs.teacher_top_k and self.api != "auto" and not self.api.can_score_top:
             yield f"{recipe.key}.api: {kind_of(self.api)!r} {NO_TOP}"
         if recipe.needs.demonstrations:

@@ -52,7 +52,7 @@ class TeacherServer:
             values = self._api.token_logprobs(answer, token_ids, first=first)
             return check_logprobs(values, len(token_ids) - first)
 
-        return await self._ask(payload, read, num_values=len(token_ids), deadline_s=deadline_s)
+        return await self._send(payload, read, num_values=len(token_ids), deadline_s=deadline_s)
 
     async def score_top(self, token_ids: Ints, *, first: int, deadline_s: float) -> TopTokens:
         top = self._top
@@ -64,9 +64,11 @@ class TeacherServer:
             return check_top(rows, len(token_ids) - first, choice=top)
 
         num_values = len(token_ids) * (2 + top.count)
-        return await self._ask(payload, read, num_values=num_values, deadline_s=deadline_s)
+        return await self._send(payload, read, num_values=num_values, deadline_s=deadline_s)
 
-    async def _ask(self, payload: dict[str, Any], read: Callable[[Any], T], *, num_values: int, deadline_s: float) -> T:
+    async def _send(
+        self, payload: dict[str, Any], read: Callable[[Any], T], *, num_values: int, deadline_s: float
+    ) -> T:
         """Send a request and convert the response, which has at most ``num_values`` values. Raises `EngineError`."""
         most = MIN_RESPONSE_LIMIT + num_values * BYTES_PER_VALUE
         try:
@@ -101,17 +103,17 @@ class TeacherServer:
             )
         elif theirs != ids.tolist():
             raise EngineError(
-                f"teacher.url: the server at {self._json.shown} has another tokenizer than the policy: "
+                f"teacher.url: the tokenizer of {self._json.shown} differs from the policy's: "
                 f"{_first_difference(tokenizer, ids, theirs)}; use a teacher with the policy's tokenizer"
             )
         await (self.score if self._top is None else self.score_top)(ids, first=1, deadline_s=deadline_s)
 
     async def _tokenize(self, text: str) -> list[Any] | None:
-        """Return the server's tokens of a text; None if it cannot be asked."""
+        """Return the server's tokens of a text; None if the server has no usable ``/tokenize``."""
         payload = {"model": self._served.name, "prompt": text, "add_special_tokens": False}
         if not self._api.names_model:
             del payload["model"]
-        answer = await self._json.ask("POST", "/tokenize", payload, limit_s=ANSWER_S)
+        answer = await self._json.send("POST", "/tokenize", payload, limit_s=ANSWER_S)
         if answer.error and not answer.status:
             raise EngineError(f"teacher.url: cannot reach {self._json.shown}: {answer.error}")
         tokens = answer.value.get("tokens") if isinstance(answer.value, dict) else None
@@ -133,7 +135,8 @@ async def connect(settings: ServerTeacher, config: RunConfig) -> TeacherServer:
     api, served = await find_server(settings, config.plugins)
     if not api.can_score:
         raise EngineError(
-            f"teacher.url: the server's API {kind_of(api)!r} has no log-probabilities of given tokens; set teacher.api"
+            f"teacher.url: the server's API {kind_of(api)!r} does not return log-probabilities of given tokens; "
+            "set teacher.api"
         )
     top = teacher_top(config)
     if top is not None and not api.can_score_top:

@@ -1,6 +1,6 @@
 """Executes commands of the engine inside a server's processes, and sends receipts over the control channel.
 
-The server's update call has no room for receipts in its response, and an exception here would end the server.
+The response to the server's update call cannot carry receipts, and an exception in `execute` would end the server.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class Loader:
             self._check_complete()
 
     def _check_complete(self) -> None:
-        missing = sorted({name for name, _ in self._model.named_parameters()} - self._verified)
+        missing = sorted(read_back.sent_parameters(self._model).keys() - self._verified)
         if missing:
             raise SyncError(f"{len(missing)} of the engine's parameters were not sent, the first is {missing[0]!r}")
 
 
 def execute(model: nn.Module, message: bytes, fusions: Fusions) -> None:
-    """Execute one command (`ServerConnection.run`) on this process's model. Never raises, see above."""
+    """Execute one command (`ServerConnection.run`) on this process's model. Sends errors instead of raising them."""
     command = json.loads(message)
     address = ControlAddress.from_environment(*command["control"])
     try:

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 Part = tuple[slice, ...]
 """Index of a part of a tensor; empty for all of it."""
-LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
+LAYER = re.compile(r"(?:^|\.)(layers\.\d+)\.")
+VISION = frozenset(("visual", "vision_tower", "multi_modal_projector"))
+"""Modules of a vision model. It is not trained and keeps the weights that the server has read from the folder."""
+
+
+def sent_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that a weight sync sets, by name."""
+    return {name: p for name, p in model.named_parameters() if VISION.isdisjoint(name.split("."))}
 
 
 def verify(model: nn.Module, named: Sequence[tuple[str, Tensor]], fusions: Fusions, *, complete: bool) -> set[str]:
@@ -29,13 +36,12 @@ def verify(model: nn.Module, named: Sequence[tuple[str, Tensor]], fusions: Fusio
 
     Raises `SyncError` naming the first tensor that is missing. The tensors must have been loaded before.
     """
-    parameters = dict(model.named_parameters())
+    parameters = sent_parameters(model)
     touched: set[str] = set()
     sent = dict(named)
     for name, tensor in named:
         others = _partners(name, sent, fusions, parameters.keys())
-        model.load_weights([(name, torch.full_like(tensor, torch.nan)), *others])  # type: ignore[operator]
-        places = _places(parameters, name)
+        places = _load_nan(model, parameters, name, tensor, others)
         model.load_weights([(name, tensor), *others])  # type: ignore[operator]
         if not places and complete:
             raise SyncError(f"tensor {name!r} was loaded into none of the engine's parameters")
@@ -54,10 +60,9 @@ def find_part(
     ``named`` are the tensors that were loaded with it. Loads a random tensor in its place, because parts of the tensor
     itself may be equal, then the tensor again.
     """
-    parameters = dict(model.named_parameters())
+    parameters = sent_parameters(model)
     others = _partners(name, dict(named), fusions, parameters.keys())
-    model.load_weights([(name, torch.full_like(tensor, torch.nan)), *others])  # type: ignore[operator]
-    places = _places(parameters, name)
+    places = _load_nan(model, parameters, name, tensor, others)
     generator = torch.Generator(tensor.device).manual_seed(0)
     random = torch.rand(tensor.shape, generator=generator, device=tensor.device).to(tensor.dtype)
     model.load_weights([(name, random), *others])  # type: ignore[operator]
@@ -76,15 +81,27 @@ def _partners(
     return [(partner, sent[partner]) for partner in fusions.partners(parameters, name) if partner != name]
 
 
+def _load_nan(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    name: str,
+    tensor: Tensor,
+    others: Sequence[tuple[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Load NaN in place of a tensor, and return the parameters into which it is loaded, with its places."""
+    model.load_weights([(name, torch.full_like(tensor, torch.nan)), *others])  # type: ignore[operator]
+    return _places(parameters, name)
+
+
 def _places(parameters: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Find the parameters that contain NaN, with its places. Checks those of the same layer first."""
-    layer = LAYER.match(name)
-    near = {own: p for own, p in parameters.items() if _layer_of(own) == (layer.group(1) if layer else None)}
+    layer = _layer_of(name)
+    near = {own: p for own, p in parameters.items() if _layer_of(own) == layer}
     return _nan(near) or _nan({own: p for own, p in parameters.items() if own not in near})
 
 
 def _layer_of(name: str) -> str | None:
-    found = LAYER.match(name)
+    found = LAYER.search(name)
     return found.group(1) if found else None
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from plasmid.components import Needs, Reduction
+from plasmid.components import Reduction
 from pydantic import Field
 
-from .parts.group import GroupNormalization
-from .parts.policy_gradient import RewardPolicyGradient
+from .parts.group import GroupNormalization, GroupPolicyGradient
 from .parts.policy_loss import PolicyLoss, tokenwise, weighted_likelihood_loss
 
 if TYPE_CHECKING:
-    from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
+    from plasmid.components.objective_inputs import LossInputs
     from torch import Tensor
 
 
-class CISPO(GroupNormalization, RewardPolicyGradient):
+class CISPO(GroupNormalization, GroupPolicyGradient):
     """REINFORCE weighted by the clipped probability ratio: weights are bounded, and every token keeps its gradient.
 
     Formula: A as in GRPO; token loss -sg(clip(w, 1 - clip_low, 1 + clip_high)) A log p with w = p / p_old, where sg
@@ -33,12 +31,6 @@ class CISPO(GroupNormalization, RewardPolicyGradient):
     """Lower bound of the weight: 1 - clip_low."""
     clip_high: float = Field(4.0, ge=0.0, allow_inf_nan=False)
     """Upper bound of the weight: 1 + clip_high."""
-
-    def needs(self) -> Needs:
-        return replace(super().needs(), groups=True)
-
-    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return self.relative_rewards(inputs, self.table(inputs))
 
     @tokenwise
     def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from plasmid.components import Needs, Reduction
+from plasmid.components import Reduction
 from pydantic import Field
 
-from .parts.group import GroupNormalization
-from .parts.policy_gradient import RewardPolicyGradient
+from .parts.group import GroupNormalization, GroupPolicyGradient
 from .parts.policy_loss import RatioClip
 
-if TYPE_CHECKING:
-    from plasmid.components.objective_inputs import AdvantageInputs
-    from torch import Tensor
 
-
-class DAPO(GroupNormalization, RatioClip, RewardPolicyGradient):
+class DAPO(GroupNormalization, RatioClip, GroupPolicyGradient):
     """GRPO with equal weight for all tokens, a higher upper clip bound (clip-higher), and no KL.
 
     Formula: A as in GRPO; token loss max(-w A, -clip(w, 1 - clip_low, 1 + clip_high) A), averaged over all tokens of
@@ -31,9 +25,3 @@ class DAPO(GroupNormalization, RatioClip, RewardPolicyGradient):
     """How the token losses of an optimizer step are averaged; DAPO weighs all tokens equally."""
     clip_high: float = Field(0.28, ge=0.0, allow_inf_nan=False)
     """Upper bound of the probability ratio: 1 + clip_high."""
-
-    def needs(self) -> Needs:
-        return replace(super().needs(), groups=True)
-
-    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return self.relative_rewards(inputs, self.table(inputs))

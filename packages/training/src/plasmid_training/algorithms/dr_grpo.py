@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from plasmid.components import Needs
 from pydantic import Field
 
-from .parts.group import GroupBaseline, group_advantages
-from .parts.policy_gradient import RewardPolicyGradient
+from .parts.group import GroupBaseline, GroupPolicyGradient
 from .parts.policy_loss import RatioClip
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from plasmid.components.objective_inputs import AdvantageInputs
-    from plasmid.types.batch import BatchTable
-    from torch import Tensor
 
-
-class DrGRPO(GroupBaseline, RatioClip, RewardPolicyGradient):
+class DrGRPO(GroupBaseline, RatioClip, GroupPolicyGradient):
     """GRPO without its biases: no division by the standard deviation, and the same divisor for answers of any length.
 
     Formula: A = r - mean over the rollouts of the prompt; GRPO's token loss, summed and divided by
@@ -34,12 +24,3 @@ class DrGRPO(GroupBaseline, RatioClip, RewardPolicyGradient):
     """How the token losses of an optimizer step are averaged: sum / (constant_length x number of rollouts)."""
     constant_length: int = Field(ge=1)
     """Divisor of each rollout's loss, in tokens; for example the maximum completion length."""
-
-    def needs(self) -> Needs:
-        return replace(super().needs(), groups=True)
-
-    def compare(self, table: BatchTable) -> NDArray[np.float64]:
-        return group_advantages(table, normalize_std=False)
-
-    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return self.relative_rewards(inputs, self.table(inputs))

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 class GKD(Algorithm):
     """Distillation on the policy's own samples, by the KL over the teacher's top_k most likely tokens at each position.
 
-    Formula: token loss sum p_i log(p_i / q_i) over the teacher's top_k tokens and one outcome for all other tokens
-    together, for the policy p and the teacher q; with divergence = "forward", sum q_i log(q_i / p_i).
+    Formula: token loss sum p_i log(p_i / q_i) over the teacher's top_k tokens and the tail (all other tokens, merged
+    into one), for the policy p and the teacher q; with divergence = "forward", sum q_i log(q_i / p_i).
     Paper: Agarwal et al. 2023, arXiv 2306.13649; Gu et al. 2023, arXiv 2306.08543
-    Use: as `opd`, with a gradient from all of the teacher's likely tokens, not only the sampled one: less noise per
-    sample, for K times the data from the teacher.
+    Use: as `opd`, but with a gradient from all of the teacher's likely tokens, not only the sampled one: less noise
+    per sample, but K times as much data from the teacher.
     """
 
     kind: Literal["gkd"] = "gkd"
     top_k: int = Field(20, ge=1)
-    """Number K of the teacher's most likely tokens at each position. Servers may have a limit of their own."""
+    """Number K of the teacher's most likely tokens at each position. Servers may limit this number."""
     divergence: Divergence = "reverse"
-    """Direction of the KL. reverse: KL(policy || teacher), which avoids what the teacher finds unlikely. forward:
-    KL(teacher || policy), which covers everything that the teacher finds likely."""
+    """Direction of the KL. reverse: KL(policy || teacher), which avoids tokens that the teacher finds unlikely
+    (mode-seeking). forward: KL(teacher || policy), which covers all tokens that the teacher finds likely."""
 
     def needs(self) -> Needs:
         return Needs(rewards=False, teacher=True, teacher_top_k=self.top_k)

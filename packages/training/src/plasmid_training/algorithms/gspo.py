@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from plasmid.components import Needs
 from pydantic import Field
 
-from .parts.group import GroupNormalization
-from .parts.policy_gradient import RewardPolicyGradient
+from .parts.group import GroupNormalization, GroupPolicyGradient
 from .parts.policy_loss import PolicyLoss, clipped_ratio_loss, sequence_ratio
 
 if TYPE_CHECKING:
-    from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
+    from plasmid.components.objective_inputs import LossInputs
     from torch import Tensor
 
 
-class GSPO(GroupNormalization, RewardPolicyGradient):
+class GSPO(GroupNormalization, GroupPolicyGradient):
     """GRPO with one probability ratio per sample instead of one per token.
 
     Formula: A as in GRPO; s = exp(mean over the sample's tokens of log p - log p_old); loss
@@ -31,12 +28,6 @@ class GSPO(GroupNormalization, RewardPolicyGradient):
     """Lower bound of the sequence ratio: 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0.0, allow_inf_nan=False)
     """Upper bound of the sequence ratio: 1 + clip_high."""
-
-    def needs(self) -> Needs:
-        return replace(super().needs(), groups=True)
-
-    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return self.relative_rewards(inputs, self.table(inputs))
 
     def policy_loss(self, inputs: LossInputs, old_logprobs: Tensor) -> PolicyLoss:
         ratio = sequence_ratio(inputs, old_logprobs)

@@ -25,7 +25,7 @@ class PPO(RatioClip, RewardPolicyGradient, ActorCritic):
     A_t = d_t + gamma lam A_(t+1), then (A - mean) / sqrt(var + 1e-8) over the batch; PPO's clipped token loss; the
     critic learns R_t = A_t + V_t (before whitening) by max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
     Paper: Schulman et al. 2017, arXiv 1707.06347; GAE: Schulman et al. 2016, arXiv 1506.02438
-    Use: when tokens of a sample deserve different credit, or with one sample per prompt; costs a second model.
+    Use: when credit differs between the tokens of a sample, or with one sample per prompt; costs a second model.
     """
 
     kind: Literal["ppo"] = "ppo"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from plasmid.components import Needs, Reduction
+from plasmid.components import Reduction
 from pydantic import Field
 
-from .parts.group import GroupBaseline, group_advantages
+from .parts.group import GroupBaseline, GroupPolicyGradient
 from .parts.policy_gradient import RewardPolicyGradient
 from .parts.policy_loss import RatioClip
 from .parts.returns import discounted_sums, token_rewards, whiten
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from plasmid.components.objective_inputs import AdvantageInputs
-    from plasmid.types.batch import BatchTable
     from torch import Tensor
 
 
@@ -41,7 +37,7 @@ class ReinforcePlusPlus(RatioClip, RewardPolicyGradient):
         return whiten(discounted_sums(rewards, inputs.sample_index, self.gamma), inputs)
 
 
-class ReinforcePlusPlusBaseline(GroupBaseline, RatioClip, RewardPolicyGradient):
+class ReinforcePlusPlusBaseline(GroupBaseline, RatioClip, GroupPolicyGradient):
     """Rewards minus the mean of their prompt group, normalized over all tokens of the batch.
 
     Formula: B = r - mean over the rollouts of the prompt, with r = reward - reward_kl_coef KL;
@@ -54,11 +50,5 @@ class ReinforcePlusPlusBaseline(GroupBaseline, RatioClip, RewardPolicyGradient):
     reduction: Reduction = "per-token"
     """How the token losses of an optimizer step are averaged; REINFORCE++ weighs all tokens equally."""
 
-    def needs(self) -> Needs:
-        return replace(super().needs(), groups=True)
-
-    def compare(self, table: BatchTable) -> NDArray[np.float64]:
-        return group_advantages(table, normalize_std=False)
-
     def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return whiten(self.relative_rewards(inputs, self.table(inputs)), inputs)
+        return whiten(super().policy_advantages(inputs), inputs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from plasmid.components import Needs, Reduction
 
-from .parts.group import GroupBaseline, leave_one_out_advantages
+from .parts.group import GroupBaseline, GroupPolicyGradient, leave_one_out_advantages
 from .parts.policy_gradient import RewardPolicyGradient
 from .parts.policy_loss import RatioClip
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RLOO(GroupBaseline, RatioClip, RewardPolicyGradient):
+class RLOO(GroupBaseline, RatioClip, GroupPolicyGradient):
     """Rewards minus the mean reward of the prompt's other rollouts.
 
     Formula: A = r - mean of the other rollouts' r, with r = reward - reward_kl_coef KL; token loss -w A, clipped like
@@ -33,14 +33,8 @@ class RLOO(GroupBaseline, RatioClip, RewardPolicyGradient):
     """How the token losses of an optimizer step are averaged; ``per-token`` is the paper's sum up to a constant
     factor."""
 
-    def needs(self) -> Needs:
-        return replace(super().needs(), groups=True)
-
     def compare(self, table: BatchTable) -> NDArray[np.float64]:
         return leave_one_out_advantages(table)
-
-    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        return self.relative_rewards(inputs, self.table(inputs))
 
 
 class ReMax(RatioClip, RewardPolicyGradient):

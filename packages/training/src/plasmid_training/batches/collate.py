@@ -143,7 +143,7 @@ def collate(
 def _find_prefixes(
     index: NDArray[np.int64], shared: SharedPrefixes | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return [B] the first sample with the same prefix, and [B] how many of its tokens each sample reuses."""
+    """Return the first sample [B] with the same prefix, and the number of tokens [B] that each sample reuses of it."""
     own = np.arange(len(index))
     if shared is None:
         return own, np.zeros_like(own)

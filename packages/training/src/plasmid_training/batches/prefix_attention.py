@@ -1,7 +1,7 @@
 """Causal attention of packed samples that share prefixes. t packed tokens, h query heads, g key heads, d head size.
 
 The packed row contains the tokens of a shared prefix once. Keys and values are gathered for every sample; queries are
-those of the packed row, so a sample that reuses a prefix has queries for its own tokens only.
+not copied, so a sample that reuses a prefix has queries for its own tokens only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .packed_attention import dense_attention, masked_attention, varlen_attentio
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
-    """Gather of packed tokens to one or more places each, with a backward pass that accumulates in a fixed order."""
+class TokenGather:
+    """Gather that copies each packed token to one or more places; its backward pass sums gradients in a fixed order."""
 
     index: Tensor
     """[...] int64: index of the packed token at each place."""
@@ -32,15 +32,15 @@ class Spread:
     shared: Tensor
     """[s] int64: tokens that have several places."""
     copies: Tensor
-    """[s, c] int64: those places, padded to c with arbitrary ones."""
+    """[s, c] int64: these places, padded to c with a repeated one."""
     counted: Tensor
     """[s, c, 1, 1] bool: False for padding in `copies`."""
 
     @classmethod
     def of(
         cls, index: NDArray[np.int64], filled: NDArray[np.bool_], num_tokens: int, device: torch.device | str
-    ) -> Spread:
-        """Create it for the places ``index``; places that are not ``filled`` are padding without a gradient."""
+    ) -> TokenGather:
+        """Create the gather for ``index``; places that are not ``filled`` are padding and get no gradient."""
         where = np.flatnonzero(filled)
         order = where[np.argsort(index.flat[where], kind="stable")]  # places sorted by token
         counts = np.bincount(index.flat[where], minlength=num_tokens)
@@ -83,7 +83,7 @@ class _Gather(torch.autograd.Function):
 class VarlenLayout:
     """Layout for torch's packed kernels, whose causal mask is aligned to the last query and key of each sample."""
 
-    keys: Spread
+    keys: TokenGather
     """[k] keys of all samples, concatenated."""
     cu_seqlens_q: Tensor
     """[B + 1] int32: where each sample's queries begin."""
@@ -98,7 +98,7 @@ class VarlenLayout:
         own, keys = _pieces(batch)
         index = np.concatenate(keys)
         return cls(
-            Spread.of(index, np.ones(len(index), np.bool_), len(batch.token_ids), device),
+            TokenGather.of(index, np.ones(len(index), np.bool_), len(batch.token_ids), device),
             _bounds(own).to(device),
             _bounds(keys).to(device),
             max(map(len, own)),
@@ -119,15 +119,15 @@ class VarlenLayout:
 class DenseLayout:
     """Two padded blocks: samples with all their tokens, and samples that reuse a prefix."""
 
-    whole: Spread
+    whole: TokenGather
     """[A, W] queries and keys of samples with all their tokens, padded on the right."""
-    queries: Spread
+    queries: TokenGather
     """[C, V] queries of samples that reuse a prefix."""
-    keys: Spread
+    keys: TokenGather
     """[C, U] keys of samples that reuse a prefix."""
     offsets: Tensor
     """[C] int64: number of tokens before the first query of each such sample."""
-    places: Spread
+    places: TokenGather
     """[t] index of each packed token among the A * W + C * V queries."""
 
     @classmethod
@@ -143,13 +143,13 @@ class DenseLayout:
         for index, filled in blocks[:2]:
             places[index[filled]] = begin + np.flatnonzero(filled)
             begin += index.size
-        first, queries, others = (Spread.of(index, filled, total, device) for index, filled in blocks)
+        first, queries, others = (TokenGather.of(index, filled, total, device) for index, filled in blocks)
         return cls(
             first,
             queries,
             others,
             torch.tensor([batch.prefix_lengths[i] for i in parts], device=device),
-            Spread.of(places, np.ones(total, np.bool_), begin, device),
+            TokenGather.of(places, np.ones(total, np.bool_), begin, device),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -188,7 +188,7 @@ def _bounds(pieces: Sequence[NDArray[np.int64]]) -> Tensor:
 
 
 def _block(pieces: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return [B, W] tokens of each piece, padded on the right with its first, and a mask that is False on padding."""
+    """Return the tokens [B, W] of the pieces, each padded with its first token, and a mask that is False on padding."""
     sizes = np.array([len(piece) for piece in pieces])
     filled = np.arange(sizes.max()) < sizes[:, None]
     index = np.repeat(np.array([piece[0] for piece in pieces])[:, None], filled.shape[1], 1)

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from plasmid.types.batch import BatchTable
+from plasmid_models.estimates.linear_attention import DeltaNet, linear_layers
 
 Indices = tuple[int, ...]
 
 ATTENTION_PASSES = 3.5
-"""Attention's FLOPs in forward and backward over forward: 2 + 5 products over 2 (a linear layer: 1 + 2 over 1)."""
+"""FLOPs of attention in forward and backward pass, divided by those in the forward pass: (2 + 5) / 2 matrix products.
+For a linear layer it is (1 + 2) / 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +68,7 @@ class SampleCosts:
 
 
 def _shared_lengths(table: BatchTable, min_saving: float | None) -> NDArray[np.int64]:
-    """Return [N] the prefixes whose sharing saves at least ``min_saving``, 0 for others."""
+    """Return the shared prefix length [N] of each sample; 0 if sharing saves less than ``min_saving`` of the tokens."""
     if min_saving is None or table.shared_prefixes is None or not table.num_samples:
         return np.zeros(table.num_samples, np.int64)
     counts, totals = np.bincount(table.group_index), np.bincount(table.group_index, table.lengths)
@@ -78,17 +80,23 @@ def _shared_lengths(table: BatchTable, min_saving: float | None) -> NDArray[np.i
 def attention_length(config: Mapping[str, Any]) -> float:
     """Return the sample length at which attention costs as many FLOPs as everything else, from ``config.json``.
 
-    Causal attention of L tokens has L^2 / 2 pairs with two products each. Only the experts that a token is routed to
-    count. Returns infinity for configs without the usual size keys.
+    Causal attention of L tokens has L^2 / 2 pairs with two products each; linear attention costs the same for every
+    token. Only the experts that a token is routed to count. Returns infinity for configs without the usual size keys.
     """
+    config = config.get("text_config") or config
     try:
         hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         size = config.get("head_dim") or hidden // heads
         key_heads = config.get("num_key_value_heads") or heads
         active = config.get("num_experts_per_tok") or 0
         inner = active * config["moe_intermediate_size"] if active else config["intermediate_size"]
-        weights = layers * hidden * (2 * heads * size + 2 * key_heads * size + 3 * inner)
+        linear = sum(linear_layers(config))
+        full = layers - linear
+        weights = hidden * (full * (2 * heads * size + 2 * key_heads * size) + layers * 3 * inner)
+        if linear:
+            net = DeltaNet.of(config)
+            weights += linear * hidden * (net.projected + net.values)
         weights += hidden * config["vocab_size"]
-        return float(6 * weights / (ATTENTION_PASSES * 2 * layers * heads * size))
+        return float(6 * weights / (ATTENTION_PASSES * 2 * full * heads * size))
     except (KeyError, TypeError, ZeroDivisionError):
         return float("inf")

@@ -29,7 +29,7 @@ class PackedSinkAttention(torch.autograd.Function):
         scale: float,
         window: tuple[int, int],
     ) -> Tensor:
-        """Return [t, h, e]; the arguments are those of `varlen_attn`, and ``sinks`` [h]."""
+        """Return the output [t, h, e]. Takes the arguments of `varlen_attn`, and ``sinks`` [h]."""
         ctx.call = (*cu_seqlens, *longest, 0.0, window == (-1, 0))
         ctx.options = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
         out, lse, *random, _ = aten._flash_attention_forward(query, key, value, *ctx.call, False, **ctx.options)

@@ -1,4 +1,4 @@
-"""The driver's handle of a trainer with one process per rank, for any backend. Imports no torch."""
+"""The driver's handle to a trainer with one process per rank, for any backend. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import reduce
 from itertools import chain
 from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from plasmid.components import BuildContext
 from plasmid.protocols import Finish, SampleScores, ScoresRef, SyncPlan, TrainReport
@@ -27,6 +27,7 @@ from .batch_ranks import BatchRanks, start_groups
 from .group import RankGroup
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 KNOWN = ("float32", "bfloat16")
 NEW_REFERENCE = "new-reference"
 """Folder within the run's folder in which the policy replaces a reference on ranks of its own."""
@@ -154,8 +155,8 @@ class RankedTrainer:
         critic = self._apart.get(Role.CRITIC)
         if critic is not None:
             returns = self._parts.in_batch_order(parts, await self._ranks.call_each(Rank.returns, parts))
-            values = {Role.CRITIC: scores.received[Role.CRITIC]}
-            training.append(_train(critic, [_with_scores(part, values, returns) for part in critic.split(batch)]))
+            shares = [replace(part, returns=_of_samples(part, returns)) for part in critic.split(batch)]
+            training.append(_train(critic, shares))
         reports = await run_together(training)
         self._step = int(reports[0][-1]["train/step"])
         reference, every = self._apart.get(Role.REFERENCE), self._reference_every
@@ -238,9 +239,11 @@ async def _train(ranks: BatchRanks, parts: Sequence[RankBatch]) -> tuple[dict[st
     return reports[ranks.reporting_ranks[0]]
 
 
-def _with_scores(
-    part: RankBatch, received: Mapping[Role, tuple[SampleScores, ...]], returns: Sequence[Floats] = ()
-) -> RankBatch:
-    """Return a rank's share with the scores of its samples and, if given, the targets of their values."""
-    own = {role: tuple(values[i] for i in part.samples) for role, values in received.items()}
-    return replace(part, received=own, returns=tuple(returns[i] for i in part.samples) if returns else ())
+def _with_scores(part: RankBatch, received: Mapping[Role, tuple[SampleScores, ...]]) -> RankBatch:
+    """Return a rank's share with the scores of its samples."""
+    return replace(part, received={role: _of_samples(part, values) for role, values in received.items()})
+
+
+def _of_samples(part: RankBatch, values: Sequence[T]) -> tuple[T, ...]:
+    """Return the values of a rank's samples, given those of the whole batch."""
+    return tuple(values[i] for i in part.samples)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plasmid.types.estimates import BatchLoad
+from plasmid_models.estimates.linear_attention import CHUNK
 from plasmid_models.estimates.shape import ModelShape
 
 GPU_BYTES = 1280 * 2**20
@@ -55,21 +56,50 @@ class Activations:
 
     @property
     def numbers(self) -> float:
-        """Elements that one layer keeps per token."""
+        """Elements that one layer with softmax attention keeps per token."""
         shape = self.shape
         normed = shape.query + shape.keys if shape.has_head_norm else 0
         repeated = self.attention == "packed"
         keys = 2 * shape.query if repeated else 2 * shape.keys
-        kept = 4 * shape.hidden + normed + shape.query + shape.value + keys + 3 * shape.inner
-        kept += 2 * shape.routed * shape.hidden  # inputs and outputs of experts
+        kept = normed + shape.query + shape.value + keys
         if not self.compiled:
-            copies = 2 if self.dtype_bytes == 2 else 1  # norms compute in fp32
-            kept += shape.inner + copies * (2 * shape.hidden + normed)
+            kept += self._copies * normed
+            kept += normed + shape.value if shape.has_output_gate else 0
+        return self._with_mlp(kept)
+
+    @property
+    def linear_numbers(self) -> float:
+        """Elements that one layer with linear attention keeps per token, if transformers computes it in PyTorch."""
+        net = self.shape.net
+        if net is None:
+            return 0.0
+        keys = net.heads * net.key_size  # repeated for every head
+        exact = 5 * CHUNK * net.heads + 6 * net.values + 8 * keys + net.state / CHUNK
+        return self._with_mlp(2 * net.convolved + 3 * net.values + exact * 4 / self.dtype_bytes)
+
+    @property
+    def _copies(self) -> int:
+        """Size of a value in fp32, in which norms compute, in elements of the model's dtype."""
+        return 2 if self.dtype_bytes == 2 else 1
+
+    def _with_mlp(self, of_attention: float) -> float:
+        """Add the elements of a layer's norms, residuals and MLP to those of its attention."""
+        shape = self.shape
+        kept = of_attention + 4 * shape.hidden + 3 * shape.inner
+        kept += 2 * shape.routed * shape.hidden  # inputs and outputs of experts
+        if not self.compiled:  # norms of families with a gate multiply in fp32, too
+            kept += shape.inner + (2 if shape.has_output_gate else 1) * self._copies * 2 * shape.hidden
         return shape.hidden + self.budget * (kept + (self.extra - 1) * shape.hidden)
 
     def layer(self, tokens: float) -> float:
-        """Return the bytes that one layer keeps."""
-        return tokens * self.numbers * self.dtype_bytes
+        """Return the bytes that the largest layer keeps."""
+        return tokens * max(self.numbers, self.linear_numbers) * self.dtype_bytes
+
+    def layers(self, tokens: float) -> float:
+        """Return the bytes that all layers keep."""
+        shape = self.shape
+        numbers = shape.attending * self.numbers + shape.linear * self.linear_numbers
+        return tokens * numbers * self.dtype_bytes
 
     def boundaries(self, tokens: float, layers: float) -> float:
         """Return the bytes of the layers' inputs, which are all that is kept with recomputation."""

@@ -17,7 +17,7 @@ LINEAR_SHARE = 0.48
 FP32_SHARE = 0.65
 """The same in float32."""
 EAGER_PASSES = 19.0
-"""Number of additional times that layers read or write their kept activations if they are not compiled."""
+"""How many more times layers read or write their kept activations if they are not compiled."""
 ATTENTION_SHARE = {"packed": 0.33, "dense": 0.667}
 """Fraction of the vendor's FLOP/s that attention reaches on long samples: FlashAttention-2 packed, cuDNN dense."""
 ATTENTION_BYTES = {"packed": 175.0, "dense": 108.0}
@@ -71,14 +71,17 @@ def compute_seconds(
     head = shape.embedding
     rate = device.flops * LINEAR_SHARE if activations.dtype_bytes == 2 else device.fp32_flops * FP32_SHARE
     linear = 2 * tokens * ((shape.active - head) * passes.layers + head * passes.head) / rate
-    numbers = tokens * shape.layers * (shape.query + shape.value) / 2
+    if shape.net is not None:  # computed in fp32 for any dtype of the model
+        recurrent = shape.linear * shape.net.flops * passes.layers
+        linear += tokens * recurrent / (device.fp32_flops * FP32_SHARE)
+    numbers = tokens * shape.attending * (shape.query + shape.value) / 2
     kind = activations.attention
     of_attention = passes.attention / (1 + BACKWARD)
     flops = (1 + BACKWARD) * 2 * numbers * sample_tokens
     attention = flops / (device.flops * ATTENTION_SHARE[kind]) + ATTENTION_BYTES[kind] * numbers / device.bandwidth
     eager = 0.0
     if not activations.compiled:
-        eager = EAGER_PASSES * shape.layers * activations.layer(tokens) / device.bandwidth * passes.layers / 3
+        eager = EAGER_PASSES * activations.layers(tokens) / device.bandwidth * passes.layers / 3
     return (linear + of_attention * attention + eager) / parts
 
 

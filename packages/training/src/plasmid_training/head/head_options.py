@@ -79,11 +79,11 @@ class HeadStats(NamedTuple):
     """Of further tokens, given or chosen; None without any."""
 
     def logprobs(self) -> Tensor:
-        """Return [C] log-probabilities of the targets among the tokens that they were sampled from."""
+        """Return log-probabilities [C] of the targets among the tokens that they were sampled from."""
         return (self.drawn or self.full).logprobs()
 
     def top_logprobs(self) -> Tensor | None:
-        """Return [C, K] log-probabilities of the further tokens over the whole vocabulary."""
+        """Return log-probabilities [C, K] of the further tokens over the whole vocabulary."""
         return None if self.top is None else self.top.logprobs(self.full)
 
     @staticmethod

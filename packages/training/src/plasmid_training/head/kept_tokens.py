@@ -86,7 +86,7 @@ class KeptRows:
     def gradient(
         self, logits: Tensor, targets: Tensor, temperatures: Tensor, stats: RowStats, up: Tensor, *, first: int
     ) -> Tensor:
-        """Return [k] the gradient of the kept logits; ``stats`` are those of the sets over all ranks."""
+        """Return the gradient [k] of the kept logits; ``stats`` are those of the sets over all ranks."""
         z = self._scaled(logits, temperatures, first)
         probs = (z - stats.tops[self.rows]).exp() / stats.sums[self.rows]
         slope = (up / temperatures.to(up.dtype))[self.rows]
@@ -101,7 +101,7 @@ class KeptRows:
         grad_logits[rows, places] += values.to(grad_logits.dtype)  # correct because the tokens of a row are distinct
 
     def _scaled(self, logits: Tensor, temperatures: Tensor, first: int) -> Tensor:
-        """Return [k] z of each kept token; -inf for tokens in other ranks' shards."""
+        """Return z [k] of each kept token; -inf for tokens in other ranks' shards."""
         high = torch.promote_types(logits.dtype, torch.float32)
         places = self.token_ids - first
         width = logits.shape[1]

@@ -55,7 +55,7 @@ class TopStats(NamedTuple):
         return TopStats(shard.gather(self.ids).gather(1, found.indices), found.values)
 
     def logprobs(self, full: RowStats) -> Tensor:
-        """Return [C, K] log-probabilities; ``full`` are the statistics of the rows over the whole vocabulary."""
+        """Return log-probabilities [C, K]; ``full`` are the statistics of the rows over the whole vocabulary."""
         return (self.z - full.tops[:, None]) - full.sums.log()[:, None]
 
     def write_gradient(

@@ -1,7 +1,7 @@
 """Metrics of one optimizer step, independent of its split over microbatches and ranks.
 
-In those of the mismatch between trainer and engine, r is the ratio of the trainer's probability of a sampled token
-(before the first step) to the engine's.
+In the metrics of the mismatch between trainer and engine, r is the trainer's probability of a sampled token (before
+the first step), divided by the engine's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PERCENTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99}
 
 
 def mismatch_values(difference: Tensor) -> dict[str, Tensor]:
-    """Return [T] each, from log r [T]: k3 estimate of KL(engine || trainer), r and r^2."""
+    """Return the k3 estimate of KL(engine || trainer), r and r^2 of each token, [T] each, from log r [T]."""
     ratio = exp_difference(difference)
     return {"mismatch_kl": ratio - 1 - difference, "mismatch_ratio": ratio, "mismatch_ratio_squared": ratio * ratio}
 
 
 def log_ratio_counts(difference: Tensor) -> Tensor:
-    """Return [2 * BINS_PER_SIDE + 1] float64: number of tokens per bin of log r."""
+    """Return the number of tokens per bin of log r: float64 [2 * BINS_PER_SIDE + 1]."""
     edges = _edges(difference.device)
     index = torch.bucketize(difference.double(), edges)
     return torch.zeros(len(edges) + 1, dtype=torch.float64, device=difference.device).index_add_(
@@ -77,6 +77,21 @@ AllReduce = Callable[[Tensor], Tensor]
 """Sum of a tensor over ranks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicrobatchLoss:
+    """One microbatch's part of the step's loss, and the inputs of `StepMetrics.add`."""
+
+    loss: Tensor
+    """Scalar, to be summed over microbatches and ranks."""
+    values: Mapping[str, Tensor]
+    """[P] each: metrics that are averaged over tokens."""
+    maxima: Mapping[str, Tensor]
+    """[P] each: metrics of which the maximum is reported."""
+    num_tokens: int
+    mismatch: Tensor | None = None
+    """`log_ratio_counts` of trainer and rollout engine, if there is an engine."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepMetrics:
     """Sums and maxima over loss tokens, and the loss; on the device until `reduce`."""
@@ -91,25 +106,17 @@ class StepMetrics:
     mismatch: Tensor | None = None
     """Histogram of `log_ratio_counts`, if there is an engine."""
 
-    def add(
-        self,
-        *,
-        loss: Tensor,
-        values: Mapping[str, Tensor],
-        maxima: Mapping[str, Tensor],
-        num_tokens: int,
-        mismatch: Tensor | None = None,
-    ) -> None:
-        """Add one microbatch: its weighted loss and [T] values of its loss tokens, by name."""
-        part = loss.detach().double()
-        self.loss = part if self.loss is None else self.loss + part
-        self.num_tokens += num_tokens
-        if mismatch is not None:
-            self.mismatch = mismatch if self.mismatch is None else self.mismatch + mismatch
-        for name, value in values.items():
+    def add(self, part: MicrobatchLoss) -> None:
+        """Add one microbatch."""
+        loss = part.loss.detach().double()
+        self.loss = loss if self.loss is None else self.loss + loss
+        self.num_tokens += part.num_tokens
+        if part.mismatch is not None:
+            self.mismatch = part.mismatch if self.mismatch is None else self.mismatch + part.mismatch
+        for name, value in part.values.items():
             total = value.detach().double().sum()
             self.sums[name] = self.sums[name] + total if name in self.sums else total
-        for name, value in maxima.items():
+        for name, value in part.maxima.items():
             largest = value.detach().double().amax() if value.numel() else value.new_zeros((), dtype=torch.float64)
             self.maxima[name] = torch.maximum(self.maxima[name], largest) if name in self.maxima else largest
 

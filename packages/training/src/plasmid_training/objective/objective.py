@@ -8,31 +8,31 @@ tokens. The per-token scores of a role are one tensor [T], aligned with the rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from plasmid.components import Algorithm, Reduction
-from plasmid.components.objective_inputs import AdvantageInputs, LossInputs
+from plasmid.components import ActorCritic, Algorithm, Reduction
+from plasmid.components.objective_inputs import AdvantageInputs, LossInputs, ValueInputs
 from plasmid.types import Role
 from plasmid.types.batch import BatchTable, Rows
 from torch import Tensor
 
-from ..algorithm_calls import call_advantages, call_loss
+from ..algorithm_calls import call_advantages, call_loss, call_returns, call_value_loss
 from ..batches.collate import Microbatch
 from ..batches.rank_batch import RankBatch
 from ..head.kept_tokens import KeptTokens
 from ..head.logprobs import TokenScores
 from ..head.token_loss import ChunkLoss
-from .metrics import AllReduce, log_ratio_counts, mismatch_values
+from .metrics import AllReduce, MicrobatchLoss, log_ratio_counts, mismatch_values
 
 
 def sample_weights(
     table: BatchTable, step_samples: Sequence[int], reduction: Reduction, *, constant_length: int | None
 ) -> NDArray[np.float64]:
-    """Return [N] the weight of each sample's loss tokens; 0 for samples outside of the step.
+    """Return the weight [N] of each sample's loss tokens; 0 for samples outside of the step.
 
     The loss of the step is the sum of weight times token loss over its loss tokens. Weights are computed from the table
     of the whole step, so splitting it over microbatches or ranks does not change the gradient. Rollouts and groups
@@ -63,21 +63,6 @@ def _mean_of_means(unit: NDArray[np.int64], tokens: NDArray[np.float64]) -> NDAr
 
 RoleScores = Mapping[Role, Tensor]
 """[T] each: log-probabilities (for the critic: values) of the loss tokens; other tokens are undefined."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicrobatchLoss:
-    """One microbatch's part of the step's loss, and the inputs of `StepMetrics.add`."""
-
-    loss: Tensor
-    """Scalar, to be summed over microbatches and ranks."""
-    values: Mapping[str, Tensor]
-    """[P] each: metrics that are averaged over tokens."""
-    maxima: Mapping[str, Tensor]
-    """[P] each: metrics of which the maximum is reported."""
-    num_tokens: int
-    mismatch: Tensor | None = None
-    """`log_ratio_counts` of trainer and rollout engine, if there is an engine."""
 
 
 def advantage_inputs(
@@ -141,7 +126,7 @@ def compute_advantages(
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return [T] the advantages of this rank's tokens, 0 outside of the loss mask. Called once per batch."""
+    """Return the advantages [T] of this rank's tokens, 0 outside of the loss mask. Called once per batch."""
     inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
     return scatter_to_tokens(call_advantages(algorithm, inputs), rows)
 
@@ -155,7 +140,7 @@ def scatter_to_tokens(values: Tensor, rows: Rows) -> Tensor:
 
 
 def step_weights(algorithm: Algorithm, batch: RankBatch, step: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Return [N] float64 `sample_weights` of one optimizer step of the batch."""
+    """Return the `sample_weights` [N] (float64) of one optimizer step of the batch."""
     weights = sample_weights(
         batch.table, batch.steps[step].samples, algorithm.reduction, constant_length=algorithm.constant_length
     )
@@ -233,3 +218,52 @@ def microbatch_loss(algorithm: Algorithm, inputs: LossInputs, weights: Tensor) -
         num_tokens=num_tokens,
         mismatch=log_ratio_counts(difference),
     )
+
+
+def compute_returns(
+    algorithm: ActorCritic,
+    batch: RankBatch,
+    rows: Rows,
+    scores: RoleScores,
+    *,
+    all_reduce: AllReduce,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return targets [T] for the values of this rank's tokens, 0 outside of the loss mask. Called once per batch."""
+    inputs = advantage_inputs(batch, rows, scores, all_reduce=all_reduce, device=device)
+    return scatter_to_tokens(call_returns(algorithm, inputs), rows)
+
+
+def value_microbatch_loss(
+    algorithm: ActorCritic,
+    microbatch: Microbatch,
+    values: Tensor,
+    *,
+    old_values: Tensor,
+    returns: Tensor,
+    weights: Tensor,
+) -> MicrobatchLoss:
+    """Sum the critic's token losses with the weight [P] of each token, as `microbatch_loss` does for the policy.
+
+    ``values`` [P] are the critic's current values; ``old_values`` and ``returns`` [T] are for all tokens of the rank.
+    """
+    token = microbatch.token_index
+    inputs = ValueInputs(values=values, old_values=old_values[token], returns=returns[token])
+    result = call_value_loss(algorithm, inputs)
+    return MicrobatchLoss(
+        loss=(result.loss.double() * weights).sum(), values=result.metrics, maxima={}, num_tokens=values.numel()
+    )
+
+
+def explained_variance(values: Tensor, returns: Tensor, all_reduce: AllReduce) -> float | None:
+    """Return 1 - Var(returns - values) / Var(returns) over the loss tokens of all ranks; None if Var(returns) is 0.
+
+    1 for a critic that predicts the returns exactly, 0 for one that predicts their mean. Uses two passes in float64,
+    because E[x^2] - E[x]^2 cancels if the mean is large.
+    """
+    pair = torch.stack([returns.double(), (returns - values).double()])
+    count = all_reduce(pair.new_tensor(float(pair.shape[1])))
+    means = all_reduce(pair.sum(1)) / count.clamp(min=1)
+    squares = all_reduce((pair - means[:, None]).square().sum(1))
+    total, left = squares.tolist()
+    return 1 - left / total if total > 0 else None

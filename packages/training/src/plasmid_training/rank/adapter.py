@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from plasmid.errors import CheckpointError, one_line
 from plasmid.protocols import AdapterSync
 from plasmid.utils.json_text import read_json
 from plasmid_models.sync import Round, divide
+from plasmid_models.text_model import FolderNames
 from torch import Tensor
 
 from .backend import RankModel, ShareSource
@@ -23,16 +24,19 @@ BASE = "base.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentWeights:
-    """What one weight sync sends of a policy. An adapter comes before its base, from which servers keep its layers."""
+    """Weights that one sync of a policy sends. An adapter comes before its base, from which servers keep its layers."""
 
     policy: RankModel
+    names: FolderNames
+    """Names of the policy's folder, under which the weights are sent."""
     mode: AdapterSync
     dtype: torch.dtype
     adapter_dtype: torch.dtype
     device: torch.device
 
     def _sources(self) -> Iterator[tuple[ShareSource, torch.dtype, AbstractContextManager[None]]]:
-        """Yield what sends weights, in order: its dtype, and the context in which it sends them."""
+        """Yield the sources of weights in the order of sending, each with the dtype to send and the context to gather
+        in."""
         adapter = self.policy.adapter
         if adapter is None or self.mode == "merged":
             yield self.policy, self.dtype, nullcontext()
@@ -45,7 +49,10 @@ class SentWeights:
         """Yield all tensors."""
         for source, dtype, context in self._sources():
             with context:
-                yield from source.weights(dtype=dtype, device=self.device)
+                yield from self._rename(source.weights(dtype=dtype, device=self.device))
+
+    def _rename(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return ((self.names.in_folder(name), tensor) for name, tensor in named)
 
     def divided(self, bucket_bytes: int) -> tuple[list[Round], Iterator[list[tuple[str, Tensor]]]]:
         """Return the rounds in which all ranks send their shares, and this rank's tensors in each round."""
@@ -55,7 +62,8 @@ class SentWeights:
         def tensors() -> Iterator[list[tuple[str, Tensor]]]:
             for (source, dtype, context), own in zip(sources, rounds, strict=True):
                 with context:
-                    yield from source.shares(own, dtype=dtype, device=self.device)
+                    shares = source.shares(own, dtype=dtype, device=self.device)
+                    yield from (list(self._rename(share)) for share in shares)
 
         return [one for own in rounds for one in own], tensors()
 

@@ -46,7 +46,7 @@ class ShareSource(Protocol):
     """Weights for a sync. The ranks can divide them, without each gathering all of them."""
 
     def weights(self, *, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield all whole weights by name. All ranks iterate together."""
+        """Yield all weights by name, each gathered from all ranks. Collective: every rank must iterate."""
 
     def gatherables(self, dtype: torch.dtype) -> list[Gatherable]:
         """Return all weights, the same on every rank, with their bytes in ``dtype``."""
@@ -54,7 +54,7 @@ class ShareSource(Protocol):
     def shares(
         self, rounds: Sequence[Round], *, dtype: torch.dtype, device: torch.device
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield, in every round, the tensors of the weights that this rank sends; a list for each round.
+        """Yield one list per round, with the tensors of the weights that this rank sends.
 
         A round's gathers are complete when its list is yielded.
         """
@@ -115,9 +115,6 @@ class RankModel(ShareSource, Protocol):
 
     def sizes(self, dtype: torch.dtype) -> dict[str, int]:
         """Return the bytes of every tensor of `weights`, in the same order."""
-
-    def untrained_weights(self, source: Source) -> Iterable[tuple[str, Tensor]]:
-        """Return the folder's remaining tensors, read lazily, which an export copies unchanged."""
 
     def offload(self, memory: OffloadedMemory) -> None:
         """Move all GPU memory of the model and its optimizer to host memory."""

@@ -17,7 +17,7 @@ from .peers import PeerRanks
 
 
 def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> Learner:
-    """Load all models that the algorithm needs; the process groups must exist. Raises `ModelError`."""
+    """Load all models that the algorithm needs. The process groups must have been created. Raises `ModelError`."""
     run, algorithm, needs, apart = config.run, config.algorithm, config.algorithm.needs(), config.placement.role_ranks
     warmup = algorithm.critic_warmup if isinstance(algorithm, ActorCritic) else 0
     policy = backend.build_policy(source(config, "model"))
@@ -52,8 +52,8 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
 
 
 def build_critic(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> Critic:
-    """Load the critic; the process groups must exist. Raises `ModelError`."""
-    assert isinstance(config.algorithm, ActorCritic), "only these have a critic"
+    """Load the critic. The process groups must have been created. Raises `ModelError`."""
+    assert isinstance(config.algorithm, ActorCritic), "only an `ActorCritic` has a critic"
     model, steps = backend.build_critic(source(config, "critic")), config.run.batches * config.run.steps_per_batch
     trained = TrainedModel(model, algorithm=config.algorithm, peers=peers, total_steps=steps)
     return Critic(trained=trained, algorithm=config.algorithm, peers=peers)

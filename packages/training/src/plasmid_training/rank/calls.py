@@ -86,14 +86,14 @@ class ConnectedRank(Protocol):
 
 
 class ScoringRank(ConnectedRank, Protocol):
-    """Method of every model on ranks of its own."""
+    """Remote methods of all models on ranks of their own, in addition to `ConnectedRank`."""
 
     def score(self, batch: RankBatch) -> tuple[SampleScores, ...]:
-        """Return the scores of the loss tokens of each of this rank's samples; values of others are 0."""
+        """Return, for each of this rank's samples, the scores of its loss tokens; values of other tokens are 0."""
 
 
 class FrozenRank(ScoringRank, Protocol):
-    """Methods of a reference or teacher on ranks of its own; `FrozenProcess` implements them."""
+    """Remote methods of a reference or teacher on ranks of its own, implemented by `FrozenProcess`."""
 
     def load(self, path: Path) -> None:
         """Replace the weights by those of a Hugging Face folder. Raises `ModelError`."""
@@ -103,7 +103,7 @@ class FrozenRank(ScoringRank, Protocol):
 
 
 class TrainedRank(ConnectedRank, Protocol):
-    """Methods of all ranks with trained models."""
+    """Remote methods of all ranks with trained models."""
 
     def train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
         """Train on a scored batch; return the metrics of every optimizer step."""
@@ -125,20 +125,20 @@ class TrainedRank(ConnectedRank, Protocol):
 
 
 class CriticRank(ScoringRank, TrainedRank, Protocol):
-    """Methods of a critic on ranks of its own; `CriticProcess` implements them."""
+    """Remote methods of a critic on ranks of its own, implemented by `CriticProcess`."""
 
 
 class Rank(TrainedRank, Protocol):
-    """Methods of the trainer's ranks; `RankProcess` implements them."""
+    """Remote methods of the trainer's ranks, implemented by `RankProcess`."""
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
         """Compute and cache the scores of this rank's samples."""
 
     def returns(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] the targets of the critic's values of each of this rank's samples, which are scored."""
+        """Return, for each of this rank's scored samples, the targets [L] of the critic's values."""
 
     def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] log-probabilities of each of this rank's samples."""
+        """Return the policy's log-probabilities [L] for each of this rank's samples."""
 
     def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
         """Send all weights of the policy. Raises the errors of the plan's `Wire`."""

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from plasmid.types import Floats, Role
-from torch import Tensor
 
 from ..batches.rank_batch import RankBatch
-from ..batches.scores import join_scores, join_values, split_values
+from ..batches.scores import join_values, only_values, split_values
 from .building import build_critic
 from .learner import TrainedModel
 from .peers import PeerRanks
@@ -17,27 +16,31 @@ from .process import TrainedProcess
 
 
 class CriticProcess(TrainedProcess):
-    """One rank of the critic. It keeps no scores: the driver sends values and returns with the batch."""
+    """One rank of the critic. It keeps its values until the batch is trained; the driver sends the returns."""
 
     def _load_models(self, peers: PeerRanks) -> None:
+        super()._load_models(peers)
         self._critic = build_critic(self._config, self._backend, peers)
 
     def _release_models(self) -> None:
+        super()._release_models()
         vars(self).pop("_critic", None)
 
     def _trained_models(self) -> Mapping[str, TrainedModel]:
         return {Role.CRITIC.value: self._critic.trained}
 
     def score(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] the value of the text before each loss token of each of this rank's samples; 0 for others."""
+        """Return, for each of this rank's samples, the value [L] of the text before each loss token; 0 for others."""
         with self._memory.phase("score"):
-            rows = batch.fetch()
-            return split_values(self._critic.values(batch, rows), rows)
+            rows = self._score_cache.rows(batch)
+            values = self._critic.values(batch, rows)
+            self._score_cache.put(batch, rows, {Role.CRITIC: values})
+            return split_values(values, rows)
 
     def _train(self, batch: RankBatch) -> tuple[dict[str, float], ...]:
-        values = join_scores(batch.received[Role.CRITIC], device=self._device)
-        assert isinstance(values, Tensor), "only a teacher has top tokens"
-        return self._critic.train(batch, batch.fetch(), values, join_values(batch.returns, device=self._device))
+        rows, scores = self._score_cache.take(batch)
+        returns = join_values(batch.returns, device=self._device)
+        return self._critic.train(batch, rows, only_values(scores)[Role.CRITIC], returns)
 
     def export(self, path: Path) -> None:
         """Write the critic next to the exported policy ``path``. Raises `CheckpointError`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from plasmid_models.source import Source, source, teacher_top
 from ..batches.rank_batch import RankBatch
 from ..batches.scores import split_scores
 from .building import reference_error
-from .learner import token_outputs, top_tokens
+from .learner import frozen_scores
 from .peers import PeerRanks
 from .process import ConnectedProcess
 
@@ -36,18 +35,15 @@ class FrozenProcess(ConnectedProcess):
         vars(self).pop("_model", None)
 
     def score(self, batch: RankBatch) -> tuple[SampleScores, ...]:
-        """Return the scores of the loss tokens of each of this rank's samples; log-probabilities of others are 0."""
+        """Return, for each of this rank's samples, the scores of its loss tokens; log-probabilities of others are 0."""
         with self._memory.phase("score"):
             rows = batch.fetch()
-            rows = replace(rows, experts=None)
-            if self._top is not None:
-                return split_scores(top_tokens(self._model, batch, rows, self._top), rows)
-            return split_scores(token_outputs(self._model, batch, rows, device=self._device), rows)
+            return split_scores(frozen_scores(self._model, batch, rows, self._top, device=self._device), rows)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
         """Replace the weights by those of a Hugging Face folder. Raises `ModelError`."""
-        self._model.shards()  # collects gathered weights, which would otherwise be loaded into
+        self._model.shards()  # frees gathered weights, which would otherwise be loaded into
         self._model.load(Source(where=self._source.where, path=path, trust_remote_code=False))
         self._is_replaced = True
 

@@ -26,16 +26,17 @@ from ..batches.scores import Scores, only_values, split_values
 from ..head.logprobs import TokenScores
 from ..head.token_loss import ChunkLoss, LossAndScores
 from ..learning_settings import LearningSettings
-from ..objective.critic import compute_returns, explained_variance, value_microbatch_loss
-from ..objective.metrics import StepMetrics
+from ..objective.metrics import MicrobatchLoss, StepMetrics
 from ..objective.objective import (
-    MicrobatchLoss,
     RoleScores,
     compute_advantages,
+    compute_returns,
+    explained_variance,
     fused_loss,
     loss_inputs,
     microbatch_loss,
     step_weights,
+    value_microbatch_loss,
 )
 from ..objective.token_recorder import TokenRecorder
 from .backend import RankModel
@@ -96,13 +97,7 @@ class TrainedModel:
 
         def consume(microbatch: Microbatch, output: Any) -> Tensor:
             result = compute_loss(microbatch, output, weights[microbatch.table_index])
-            metrics.add(
-                loss=result.loss,
-                values=result.values,
-                maxima=result.maxima,
-                num_tokens=result.num_tokens,
-                mismatch=result.mismatch,
-            )
+            metrics.add(result)
             return result.loss
 
         if fuse_loss is not None:
@@ -190,11 +185,9 @@ class Learner:
             return given_scores(rows, self.teacher_top, device=self.peers.device)
         if role not in self.frozen:
             raise ValueError(f"this trainer has no {role.value}")
-        rows = replace(rows, experts=None)
+        top = self.teacher_top if role is Role.TEACHER else None
         with self.frozen[role].activate() as model:
-            if role is Role.TEACHER and self.teacher_top is not None:
-                return top_tokens(model, batch, rows, self.teacher_top)
-            return token_outputs(model, batch, rows, device=self.peers.device)
+            return frozen_scores(model, batch, rows, top, device=self.peers.device)
 
     def logprobs(self, batch: RankBatch, rows: Rows) -> tuple[Floats, ...]:
         """Return, for each sample of the rank, the policy's log-probabilities [L] of its tokens; 0 for the first."""
@@ -234,7 +227,7 @@ class Learner:
 
     def returns(self, batch: RankBatch, rows: Rows, scores: RoleScores) -> Tensor:
         """Return the algorithm's targets [T] of the critic's values; 0 outside of the loss mask."""
-        assert isinstance(self.algorithm, ActorCritic), "only these have a critic"
+        assert isinstance(self.algorithm, ActorCritic), "only an `ActorCritic` has a critic"
         if not self.peers.has_loss:
             return torch.zeros(len(rows.token_ids), device=self.peers.device)
         all_reduce, device = self.peers.all_reduce, self.peers.device
@@ -286,6 +279,17 @@ class Learner:
         placeholder = TokenScores(torch.zeros_like(microbatch.rollout_logprobs), None)
         inputs = loss_inputs(batch, microbatch, placeholder, scores=scores, advantages=advantages)
         return fused_loss(self.algorithm, inputs, weights)
+
+
+def frozen_scores(
+    model: RankModel, batch: RankBatch, rows: Rows, top: TopChoice | None, *, device: torch.device
+) -> Scores:
+    """Return a frozen model's scores of the rank's loss tokens, or with ``top`` its top tokens at them.
+
+    Log-probabilities of other tokens are 0. The policy's experts are not replayed.
+    """
+    rows = replace(rows, experts=None)
+    return token_outputs(model, batch, rows, device=device) if top is None else top_tokens(model, batch, rows, top)
 
 
 def given_scores(rows: Rows, top: TopChoice | None, *, device: torch.device) -> Scores:

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from plasmid.types.batch import Rows
 from plasmid.types.token_values import token_values_file
 from plasmid.utils.addresses import own_address
 from plasmid.utils.waiting import GRACE
-from plasmid_models.folder import dtype_of
+from plasmid_models.folder import dtype_of, folder_names
 from plasmid_models.folder_writer import ChangeConfig, FolderWriter, classifier_config
 from plasmid_models.lora.peft_folder import write_adapter
 from plasmid_models.source import Source, source
@@ -29,8 +28,7 @@ from plasmid_models.sync import send_share, send_weights
 from plasmid_models.sync.rendezvous import Rendezvous, connect
 
 from ..batches.rank_batch import RankBatch
-from ..batches.score_cache import ScoreCache
-from ..batches.scores import Scores, join_scores, only_values, split_values
+from ..batches.scores import ScoreCache, Scores, join_scores, only_values, split_values
 from ..learning_settings import CriticLearning
 from ..memory import Memory, trim_heap
 from ..objective.token_recorder import TokenRecorder
@@ -70,7 +68,7 @@ class ConnectedProcess(ABC):
             store=store,
             rank=self._setup.rank,
             world_size=self._setup.num_ranks,
-            timeout=timedelta(seconds=run.train_timeout_s * GRACE),  # so that the driver's timeout comes first
+            timeout=timedelta(seconds=run.train_timeout_s * GRACE),  # so that the driver's timeout expires first
         )
         peers = self._backend.open()
         torch.manual_seed(run.seed + self._setup.rank)
@@ -114,11 +112,9 @@ class ConnectedProcess(ABC):
             if self._setup.rank == 0:
                 tokenizer = Path(self._config.model.tokenizer_path)
                 writer = FolderWriter(path, source=model_source.path, tokenizer=tokenizer, change_config=change_config)
-                rest = model.untrained_weights(model_source)
-                sizes = model.sizes(dtype) | {name: tensor.nbytes for name, tensor in rest}
-                writer.write(chain(tensors, rest), sizes=sizes)
+                writer.write(tensors, sizes=model.sizes(dtype))
         finally:
-            for _ in tensors:  # gather to the end even after a failed write, because the other ranks do
+            for _ in tensors:  # continue to gather after a failed write, because the other ranks do
                 pass
 
 
@@ -128,6 +124,12 @@ class TrainedProcess(ConnectedProcess):
     def __init__(self, setup: RankSetup, config: RunConfig, backend: RankBackend) -> None:
         super().__init__(setup, config, backend)
         self._pending_save: PendingSave | None = None
+
+    def _load_models(self, peers: PeerRanks) -> None:
+        self._score_cache = ScoreCache(peers)
+
+    def _release_models(self) -> None:
+        vars(self).pop("_score_cache", None)
 
     @abstractmethod
     def _trained_models(self) -> Mapping[str, TrainedModel]:
@@ -173,10 +175,11 @@ class TrainedProcess(ConnectedProcess):
                 steps |= self._backend.load(folder, roles)
         for role, model in models.items():
             model.step = steps[role]
+        self._score_cache.clear()
         return steps
 
     def _export_critic(self, path: Path, critic: Critic) -> None:
-        """Write the critic next to the exported policy ``path``, if `[trainer.critic]` says so."""
+        """Write the critic next to the exported policy ``path`` if `trainer.critic.export` is set."""
         learning = critic.trained.model.learning
         if isinstance(learning, CriticLearning) and learning.export:
             self._export(path.with_name(f"{path.name}-critic"), critic.trained.model, "critic", classifier_config)
@@ -210,12 +213,14 @@ class RankProcess(TrainedProcess):
         self._offloaded = OffloadedMemory()
 
     def _load_models(self, peers: PeerRanks) -> None:
-        self._learner, self._score_cache = build_learner(self._config, self._backend, peers), ScoreCache(peers)
+        super()._load_models(peers)
+        self._learner = build_learner(self._config, self._backend, peers)
+        self._names = folder_names("model", source(self._config, "model").path)
         self._reports = peers.reports
 
     def _release_models(self) -> None:
-        for name in ("_learner", "_score_cache"):
-            vars(self).pop(name, None)
+        super()._release_models()
+        vars(self).pop("_learner", None)
 
     def score(self, batch: RankBatch, roles: Sequence[Role]) -> None:
         """Compute and cache the scores of this rank's samples."""
@@ -224,7 +229,7 @@ class RankProcess(TrainedProcess):
             self._score_cache.put(batch, rows, {role: self._learner.score(batch, rows, role) for role in roles})
 
     def returns(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] the targets of the critic's values of each of this rank's samples, which are scored."""
+        """Return, for each of this rank's scored samples, the targets [L] of the critic's values."""
         rows, scores = self._score_cache.read(batch)
         found = self._learner.returns(batch, rows, only_values(self._add_received(scores, batch)))
         return split_values(found, rows)
@@ -238,9 +243,9 @@ class RankProcess(TrainedProcess):
         return metrics
 
     def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
-        """Return [L] log-probabilities of each of this rank's samples.
+        """Return the policy's log-probabilities [L] for each of this rank's samples.
 
-        Computed without `torch.compile`: the canary's few tokens would otherwise cost a graph, 8 s on an H100.
+        Computed without `torch.compile`: compiling a graph for the canary's few tokens would take 8 s on an H100.
         """
         with torch.compiler.set_stance("force_eager"):
             return self._learner.logprobs(batch, batch.fetch())
@@ -251,6 +256,7 @@ class RankProcess(TrainedProcess):
         rank = self._setup.rank
         sent = SentWeights(
             policy=self._learner.policy.model,
+            names=self._names,
             mode=plan.adapter,
             dtype=getattr(torch, dtype),
             adapter_dtype=getattr(torch, plan.adapter_dtype or dtype),
@@ -274,7 +280,6 @@ class RankProcess(TrainedProcess):
         if reference is not None and folder.is_dir():
             reference.fill(Source(where="reference", path=folder, trust_remote_code=False))
             reference.was_replaced = True
-        self._score_cache.clear()
         return steps
 
     def export(self, path: Path) -> None:
@@ -289,7 +294,8 @@ class RankProcess(TrainedProcess):
             tensors = list(adapter.weights(dtype=torch.float32, device=torch.device("cpu")))
             if self._setup.rank == 0:
                 named = ((f"{name}.weight", tensor) for name, tensor in tensors)
-                write_adapter(path.with_name(f"{path.name}-adapter"), adapter.config(str(base)), named)
+                config = adapter.config(str(base))
+                write_adapter(path.with_name(f"{path.name}-adapter"), config, named, names=self._names)
         if self._learner.critic is not None:
             self._export_critic(path, self._learner.critic)
 

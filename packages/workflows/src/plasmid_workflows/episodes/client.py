@@ -74,7 +74,7 @@ class EpisodeProcesses:
         """
         channel = await _Channel.open(self._control.dup())
         try:
-            answer = await within(START_S, "environment: open", channel.ask(self._setup))
+            answer = await within(START_S, "environment: open", channel.request(self._setup))
         except (EOFError, OSError):
             raise IsolationError("the environment process ended while opening it; see the log") from None
         finally:
@@ -122,7 +122,7 @@ class ForkedEpisode:
     async def call(self, method: str, *given: Any) -> Any:
         """Call a method of the episode."""
         try:
-            went_well, value = await self._channel.ask((method, given))
+            went_well, value = await self._channel.request((method, given))
         except (EOFError, OSError):
             self.kill()
             raise IsolationError("an error: its process has ended") from None
@@ -150,7 +150,7 @@ class _Channel:
     async def open(own: socket.socket) -> _Channel:
         return _Channel(*await asyncio.open_connection(sock=own))
 
-    async def ask(self, value: Any) -> Any:
+    async def request(self, value: Any) -> Any:
         self._writer.write(encode(value))
         await self._writer.drain()
         return await self.receive()

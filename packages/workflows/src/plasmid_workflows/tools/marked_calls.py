@@ -56,7 +56,7 @@ def harmony(text: str) -> Parsed:
     """
     if not any(mark in text for mark in HARMONY_MARKS):
         return Parsed(text=text)
-    said, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+    answers, thoughts, calls = list[str](), list[str](), list[ToolCall]()
     for segment in text.split("<|start|>"):
         header, mark, content = segment.partition("<|message|>")
         if not mark:
@@ -68,8 +68,9 @@ def harmony(text: str) -> Parsed:
         elif channel is not None and channel[1] == "analysis":
             thoughts.append(content)
         else:
-            said.append(content)
-    return Parsed(text="".join(said), calls=tuple(calls), answer="".join(said), reasoning="\n".join(thoughts))
+            answers.append(content)
+    answer = "".join(answers)
+    return Parsed(text=answer, calls=tuple(calls), answer=answer, reasoning="\n".join(thoughts))
 
 
 def _section(text: str, begin: str, end: str, call: str, call_end: str) -> tuple[str, list[str]]:
@@ -81,7 +82,7 @@ def _section(text: str, begin: str, end: str, call: str, call_end: str) -> tuple
 def _bodies(section: str, begin: str, end: str) -> Iterator[str]:
     before, *pieces = section.split(begin)
     if not pieces:
-        yield before  # a section without calls is a separate error
+        yield before  # its parser then reports a section without calls as an error
     for piece in pieces:
         yield piece.partition(end)[0]
 

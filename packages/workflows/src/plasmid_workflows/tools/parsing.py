@@ -52,7 +52,7 @@ def split_blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
 
 
 def parse_named_call(name: str, body: str, *, id: str = "") -> ToolCall:
-    """Return the call of a name and its arguments as JSON."""
+    """Create a call from a name and arguments as JSON text."""
     value, error = parse_json(body)
     if error is not None:
         return ToolCall(name=name, error=error, id=id)
@@ -60,7 +60,7 @@ def parse_named_call(name: str, body: str, *, id: str = "") -> ToolCall:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Return the call of an object with ``name`` and ``arguments``, as read from JSON."""
+    """Create a call from an object with ``name`` and ``arguments``, as read from JSON."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall(name="", error='a call is an object with "name" and "arguments"')
     arguments: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
@@ -88,6 +88,6 @@ def parse_or_text(text: str) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error, as a part of a sentence."""
+    """Return the first line of an error, starting in lower case to follow other text."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return text[:1].lower() + text[1:200]

@@ -36,7 +36,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name by which the policy calls it."""
+    """Return the name by which the policy calls the function."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 

@@ -27,7 +27,7 @@ class Result:
 
 
 class Toolset:
-    """Calls tools by name. Nothing that a policy writes raises here; machine faults do."""
+    """Calls tools by name. Text of a policy never raises here; failures of the machine do."""
 
     def __init__(
         self, tools: Sequence[Tool], limits: Limits, *, workers: Literal["auto"] | int, max_chars: int

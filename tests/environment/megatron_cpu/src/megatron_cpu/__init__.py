@@ -1,6 +1,6 @@
-"""Makes Megatron-Core 0.16 compute on the CPU: what it asks of CUDA is answered with what the CPU has.
+"""Makes Megatron-Core 0.16 compute on the CPU by replacing the CUDA functions that it calls.
 
-Changes torch for the whole process, which should do nothing else. Does nothing where there is a GPU.
+Changes torch for the whole process, which should do nothing else. Does nothing if there is a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stream:
 
 
 def activate():
-    """Change torch; a second call does nothing."""
+    """Patch torch; a second call does nothing."""
     if torch.cuda.is_available() or getattr(torch.cuda, "answered_by_cpu", False):
         return
     cuda = torch.cuda
@@ -60,7 +60,7 @@ def activate():
 
 
 def _on_cpu(factory):
-    """The factory, for which ``device="cuda"`` is the CPU, whose memory need not be pinned."""
+    """Return the factory function with ``device="cuda"`` replaced by the CPU, and without pinned memory."""
 
     @functools.wraps(factory)
     def made(*args, **kwargs):
@@ -73,7 +73,7 @@ def _on_cpu(factory):
 
 
 def _typed(original):
-    """Optimizers tell parameters apart by the names of CUDA's tensor types."""
+    """Patch `Tensor.type` to return CUDA's type names, by which Megatron's optimizers distinguish parameters."""
     names = {f"torch.{name}": f"torch.cuda.{name}" for name in CPU_TYPES}
 
     def type(self, *args, **kwargs):
@@ -84,7 +84,8 @@ def _typed(original):
 
 
 def _with_sizes(original):
-    """Megatron turns sizes into numbers where it moves them from a GPU to the host, which it has no need of here."""
+    """Patch a collective to accept sizes as tensors: Megatron converts them to numbers only when it moves them from a
+    GPU to the host."""
 
     def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **options):
         sizes = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
@@ -94,7 +95,7 @@ def _with_sizes(original):
 
 
 def _random_states():
-    """Generators of Megatron, which goes round torch's functions for some of them."""
+    """Replace Megatron's functions for CUDA random states, some of which bypass torch's functions."""
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)

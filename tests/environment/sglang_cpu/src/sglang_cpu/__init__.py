@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def activate() -> str | None:
-    """Name of the platform class, where there is no GPU."""
+    """Return the name of the platform class if there is no GPU."""
     import torch
 
     return None if torch.cuda.is_available() else "sglang_cpu.platform.PlainCpu"

@@ -11,13 +11,13 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class PlainCpu(CpuDeviceMixin, SRTPlatform):
-    """SGLang's own "cpu" wants kernels that are on no package index; a platform of others is asked for nothing."""
+    """SGLang's own "cpu" needs kernels that are on no package index; third-party platforms need none."""
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
     def init_backend(self) -> None:
-        """Make buffers on the host plain tensors: SGLang's own "cpu" registers their memory with CUDA."""
+        """Use plain tensors as host buffers: SGLang's own "cpu" registers their memory with CUDA."""
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         ALLOC_MEMORY_FUNCS["cpu"] = allocate

@@ -1,7 +1,7 @@
-"""Declares two operators before torchvision is imported: its wheel of the package index has them for CUDA only.
+"""Declares two operators before torchvision is imported: its wheel on the package index only has them for CUDA.
 
-SGLang imports torchvision, which gives the operators a meta implementation when it is imported, and fails without.
-Costs nothing until somebody imports torchvision: every start of Python imports this file, so that it imports nothing.
+SGLang imports torchvision, which registers meta implementations of the operators on import, and fails without them.
+Every start of Python imports this file, so it imports nothing itself and costs nothing until torchvision is imported.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 OPERATORS = ("nms", "qnms")
 _kept: list[Any] = []
-"""Operators are gone with the library object that declared them."""
+"""Keeps the library object, because the operators are removed with it."""
 
 
 class Declarer:
-    """Has the operators declared just before torchvision is really imported; to ask for it costs nothing."""
+    """Declares the operators just before torchvision is imported; looking it up costs nothing."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,7 +48,7 @@ class Declarer:
 
 
 def declare() -> None:
-    """Declare the operators, unless torch has them."""
+    """Declare the operators unless torch already has them."""
     import torch
 
     if torch.cuda.is_available() or _kept:

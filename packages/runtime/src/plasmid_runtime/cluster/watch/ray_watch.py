@@ -38,9 +38,8 @@ class RayWatch:
     def __init__(self, folder: Path) -> None:
         """``folder`` contains the folders of Ray's sessions, ``session_<time>_<driver's process id>``."""
         self.folder = folder
-        before = [
-            path.name for path in folder.glob(f"session_*_{os.getpid()}")
-        ]  # of another container in which the process id was the same
+        # sessions of other containers, in which the process id was the same
+        before = [path.name for path in folder.glob(f"session_*_{os.getpid()}")]
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(os.getpid()), str(folder), *before],
             stdin=subprocess.PIPE,
@@ -86,7 +85,7 @@ def watch(driver: psutil.Process, folder: Path, before: set[str]) -> None:
 
 
 def wait_for_end(driver: int) -> bytes:
-    """Return nothing if the driver ends soon after closing standard input without a message, else `CLOSE`."""
+    """Return an empty message if the driver ends soon after closing standard input without a message, else `CLOSE`."""
     until = time.time() + END_S
     while os.getppid() == driver and time.time() < until:
         time.sleep(0.1)

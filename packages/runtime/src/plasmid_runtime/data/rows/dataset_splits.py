@@ -29,10 +29,10 @@ def open_split(path: str, split: str) -> list[RowFile]:
         raise DataError(f"data.path: no such folder: {folder} (searched from {Path.cwd()})")
     if (folder / "dataset_dict.json").is_file():
         name = _choose(_split_names(folder / "dataset_dict.json"), split, folder)
-        return [DatasetRows.saved(folder / name)]
+        return [DatasetRows.from_saved_folder(folder / name)]
     if (folder / "state.json").is_file():
         _choose(_split_names(folder / "state.json"), split, folder)
-        return [DatasetRows.saved(folder)]
+        return [DatasetRows.from_saved_folder(folder)]
     shards = _shards(folder)
     if not shards:
         raise DataError(
@@ -86,7 +86,7 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
 
 
 def _open(file: Path) -> RowFile:
-    return ParquetFile(FileSlice(path=file)) if file.suffix == ".parquet" else DatasetRows.arrow(file)
+    return ParquetFile(FileSlice(path=file)) if file.suffix == ".parquet" else DatasetRows.from_arrow_file(file)
 
 
 class DatasetRows:
@@ -98,13 +98,13 @@ class DatasetRows:
             raise DataError(f"{path}: has no rows; every run needs at least one prompt")
 
     @classmethod
-    def saved(cls, folder: Path) -> DatasetRows:
+    def from_saved_folder(cls, folder: Path) -> DatasetRows:
         """Open a folder written by ``save_to_disk``. Raises `DataError`."""
         files = sorted(folder.glob("*.arrow"))
         return cls(folder, _load(folder), _digest([folder / "state.json", *files]))
 
     @classmethod
-    def arrow(cls, file: Path) -> DatasetRows:
+    def from_arrow_file(cls, file: Path) -> DatasetRows:
         """Open one Arrow file. Raises `DataError`."""
         return cls(file, _load(file), _digest([file]))
 

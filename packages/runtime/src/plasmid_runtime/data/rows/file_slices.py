@@ -49,7 +49,7 @@ class FileSlice:
     def matches(self) -> list[FileSlice]:
         """Expand a pattern with ``*``, ``?`` or ``**`` into files sorted by name. Raises `DataError`.
 
-        ``**`` does not follow links to folders, which may form circles.
+        ``**`` does not follow symbolic links to folders, which may form cycles.
         """
         pattern = str(self.path)
         if not re.search(r"[*?]", pattern) or self.path.exists():
@@ -72,7 +72,7 @@ class FileSlice:
 
 
 def _expand(pattern: str) -> set[str]:
-    """Return the names of all files that match a pattern. Like `glob.glob`, but without recursion or circles."""
+    """Return the names of all files that match a pattern. Like `glob.glob`, but iterative and safe from link cycles."""
     start, several, rest = pattern.partition("**")
     if not several or not (start == "" or start.endswith("/")) or not (rest == "" or rest.startswith("/")):
         return set(glob.glob(pattern))
@@ -84,7 +84,7 @@ def _expand(pattern: str) -> set[str]:
 
 
 def _folders(folder: str) -> Iterator[str]:
-    """Yield a folder and those below it that are neither hidden nor links, each with a slash at the end."""
+    """Yield a folder and its subfolders that are neither hidden nor links, each with a trailing slash."""
     waiting = [folder]
     while waiting:
         yield (folder := waiting.pop())

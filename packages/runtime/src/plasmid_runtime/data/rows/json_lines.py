@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from plasmid.errors import DataError
@@ -22,26 +23,39 @@ class JsonLinesFile(NumberedRows):
         self._lines = [lines[number - 1] for number in self._numbers.tolist()]
 
     def row(self, index: int) -> Mapping[str, Any]:
-        where = f"{self.path}:{self.number(index)}"
+        number = self.number(index)
         try:
-            row = json.loads(self._lines[index].decode("utf-8"))
+            text = self._lines[index].decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{where}: not valid UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8"
+                f"{self.path}:{number}: not valid UTF-8 at byte {error.start + 1} of the line; save the file as UTF-8"
             ) from None
-        except json.JSONDecodeError as error:
-            what = error.msg[0].lower() + error.msg[1:]
-            raise DataError(f"{where}: not valid JSON: {what} at column {error.colno}") from None
-        except RecursionError:
-            raise DataError(f"{where}: not valid JSON: nested too deeply") from None
-        except ValueError as error:  # a number of thousands of digits
-            raise DataError(f"{where}: cannot be read: {str(error).lower()}") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: a row must be an object with named values, got {type_name(row)}")
-        return row
+        row = parse_json(text, self.path, number)
+        check_row(row, self.path, number)
+        return row  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return map(self.row, range(len(self)))
+
+
+def parse_json(text: str, path: Path, line: int | None = None) -> Any:
+    """Parse the text of a file or of one of its lines. Raises `DataError`."""
+    where = path if line is None else f"{path}:{line}"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        what = error.msg[0].lower() + error.msg[1:]
+        raise DataError(f"{path}:{line or error.lineno}: not valid JSON: {what} at column {error.colno}") from None
+    except RecursionError:
+        raise DataError(f"{where}: not valid JSON: nested too deeply") from None
+    except ValueError as error:  # an integer with thousands of digits
+        raise DataError(f"{where}: cannot be read: {str(error).lower()}") from None
+
+
+def check_row(value: object, path: Path, number: int) -> None:
+    """Raise `DataError` unless the value is an object."""
+    if not isinstance(value, dict):
+        raise DataError(f"{path}:{number}: a row must be an object with named values, got {type_name(value)}")
 
 
 def type_name(value: object) -> str:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from plasmid.errors import DataError
 
 from .file_slices import FileSlice, NumberedRows
-from .json_lines import JsonLinesFile, type_name
+from .json_lines import JsonLinesFile, check_row, parse_json
 
 MAX_CELL = 4_000_000
 """Maximum length of a CSV cell, in characters."""
 
 
 class ListedRows(NumberedRows):
-    """Rows in memory, with the number of each in its file."""
+    """Rows in memory, each with its number in the file."""
 
     def __init__(
         self, part: FileSlice, content: bytes, values: Sequence[Mapping[str, Any]], numbers: Sequence[int]
@@ -38,32 +37,17 @@ def read_json(part: FileSlice) -> ListedRows | JsonLinesFile:
     content = part.path.read_bytes()
     if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return JsonLinesFile(part)
-    try:
-        values = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{part.path}: not valid UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        what = error.msg[0].lower() + error.msg[1:]
-        raise DataError(f"{part.path}:{error.lineno}: not valid JSON: {what} at column {error.colno}") from None
-    except RecursionError:
-        raise DataError(f"{part.path}: not valid JSON: nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise DataError(f"{part.path}: cannot be read: {str(error).lower()}") from None
+    values = parse_json(_decode(part, content), part.path)
     for number, value in enumerate(values, start=1):
-        if not isinstance(value, dict):
-            raise DataError(f"{part.path}:{number}: a row must be an object with named values, got {type_name(value)}")
+        check_row(value, part.path, number)
     return ListedRows(part, content, values, range(1, len(values) + 1))
 
 
 def read_csv(part: FileSlice) -> ListedRows:
-    """Read rows below a header, numbered by their first line. Empty cells become null. Raises `DataError`."""
+    """Read the rows below the header, numbered by their first line. Empty cells become null. Raises `DataError`."""
     content = part.path.read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{part.path}: not valid UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
     csv.field_size_limit(MAX_CELL)
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(_decode(part, content), newline=""), strict=True)
     values: list[Mapping[str, Any]] = []
     numbers: list[int] = []
     names: list[str] = []
@@ -79,6 +63,13 @@ def read_csv(part: FileSlice) -> ListedRows:
     except csv.Error as error:
         raise DataError(f"{part.path}:{line}: not valid CSV: {error}") from None
     return ListedRows(part, content, values, numbers)
+
+
+def _decode(part: FileSlice, content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{part.path}: not valid UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
 
 
 def _header(part: FileSlice, cells: list[str]) -> list[str]:

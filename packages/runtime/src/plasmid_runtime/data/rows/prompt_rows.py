@@ -144,7 +144,7 @@ def check_size(at: str, value: object) -> int:
 
 
 def check_chat_settings(system: str, template: Mapping[str, Any]) -> None:
-    """Raise `DataError` if settings of chats are given for prompts none of which is a chat."""
+    """Raise `DataError` if settings for chats are given although no prompt is a chat."""
     if system or template:
         name = "system" if system else "template"
         raise DataError(
@@ -183,14 +183,16 @@ def _message(at: str, message: object) -> Message:
     if not isinstance(message.get("content"), str):
         if "content" not in message and "tool_calls" in message:
             return message
-        raise DataError(f"{at}.content must be a string, got {type_name(message.get('content'))}")
+        content = message.get("content")
+        why = "; prompts are text without images" if isinstance(content, list) else ""
+        raise DataError(f"{at}.content must be a string, got {type_name(content)}{why}")
     if message["content"]:
         _check_text(f"{at}.content", message["content"])
     return message
 
 
 class PromptRows:
-    """All rows of a data source, addressed by one index."""
+    """All rows of a data source, with one index over all files."""
 
     truncated = 0
     """Prompts are dropped or refused, never cut."""

@@ -13,7 +13,7 @@ from .run_identity import RunTracker, import_package, read_config, run_identity
 
 
 class WandB(RunTracker):
-    """Logs to a Weights & Biases run. The key is read from the environment (WANDB_API_KEY) or ``wandb login``."""
+    """Logs to a Weights & Biases run. The API key comes from the environment (WANDB_API_KEY) or ``wandb login``."""
 
     kind: Literal["wandb"] = "wandb"
     project: Annotated[str, INERT] = "plasmid"
@@ -21,7 +21,7 @@ class WandB(RunTracker):
     name: Annotated[str, INERT] = "auto"
     """Name of the run; ``auto`` uses the name of the run folder."""
     entity: Annotated[str, INERT] = "auto"
-    """User or team that owns the project; ``auto`` uses the default of the key."""
+    """User or team that owns the project; ``auto`` uses the default entity of the API key."""
     group: Annotated[str, INERT] = "none"
     """Group of the run in the project; ``none`` for no group."""
     resume: Literal["allow", "must", "never"] = "allow"

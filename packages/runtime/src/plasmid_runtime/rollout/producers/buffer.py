@@ -28,10 +28,8 @@ class OldestFirst(BufferPolicy):
 
 
 class FreshestFirst(BufferPolicy):
-    """Trains on the groups with the newest oldest token first.
-
-    Other groups wait and reach the staleness bound sooner. Only effective with `run.over_sampling` above 1, which
-    provides more groups than a batch needs.
+    """Trains first on the groups whose oldest token is the newest. Other groups wait and reach the staleness bound
+    sooner. Only effective with `run.over_sampling` above 1, which provides more groups than a batch needs.
     """
 
     kind: Literal["freshest-first"] = "freshest-first"

@@ -31,11 +31,11 @@ class SampleHooks:
     """Calls the `sample_generated` hooks of all plugins, in the order in which they were loaded."""
 
     def __init__(self, plugins: pluggy.PluginManager) -> None:
-        self._asked = plugins.hook.sample_generated.get_hookimpls()
+        self._implementations = plugins.hook.sample_generated.get_hookimpls()
 
     def apply(self, sample: Sample, prompt: Prompt) -> Sample:
         """Return the sample as changed by the plugins. Raises `PluginError` for changes that are not allowed."""
-        for implementation in self._asked:
+        for implementation in self._implementations:
             given: dict[str, Any] = {"sample": sample, "prompt": prompt}
             where = f"plugin {implementation.plugin_name!r}: sample_generated"
             try:
@@ -134,7 +134,7 @@ class Scorer:
         for index in chosen if shown else ():
             name, reward = self._names[index], self._rewards[index]
             begun = time.monotonic()
-            parts.append(await self._ask(reward, prompt, shown))
+            parts.append(await self._score(reward, prompt, shown))
             timings[f"score_s/{name}"] = time.monotonic() - begun
         timings["score_s"] = time.monotonic() - started
         scored = iter(range(len(shown)))
@@ -148,7 +148,7 @@ class Scorer:
             result.append(replace(sample, score=score, timings={**sample.timings, **timings}))
         return result
 
-    async def _ask(self, reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
+    async def _score(self, reward: Reward, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
         where = self._where(reward)
 
         def raised(error: Exception, samples: Sequence[Sample]) -> RewardError:

@@ -86,6 +86,6 @@ class Correction(Settings):
 
 
 def _any_below(limit: float, ratio: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
-    """Return [T] bool: any token of the token's sample has a ratio below the limit."""
+    """Return a mask [T]: True if any token of the same sample has a ratio below the limit."""
     below = (ratio < limit).to(ratio.dtype)
     return ratio.new_zeros(num_samples).index_add(0, sample_index, below)[sample_index] > 0

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from plasmid.components import RecipeView, Settings
+from plasmid.components import Needs, RecipeView, Settings
 from plasmid.types.batch import BatchTable
 from pydantic import Field
+
+from .policy_gradient import RewardPolicyGradient
 
 if TYPE_CHECKING:
     from plasmid.components.objective_inputs import AdvantageInputs
@@ -22,19 +24,19 @@ StdForm = Literal["sample", "population", "leave-one-out"]
 
 
 class GroupBaseline(Settings):
-    """Settings and advantages of algorithms that compare the rollouts of a prompt."""
+    """Settings and advantages of algorithms that compare the rollouts of a prompt; by default with their mean."""
 
     baseline: Literal["sample", "turn"] = "sample"
     """Quantity that is compared within a prompt group. sample: rewards of whole samples. turn: the return of each turn,
     that is the sum of the rewards from this turn on (Williams 1992), with the returns of the same turn in the other
     rollouts. Without rewards by turn both are equal."""
 
-    @abstractmethod
     def compare(self, table: BatchTable) -> F:
-        """Return [N] advantages of the rewards in this table."""
+        """Return the advantage [N] of each sample's reward in this table."""
+        return group_advantages(table, normalize_std=False)
 
     def relative_rewards(self, inputs: AdvantageInputs, table: BatchTable) -> Tensor:
-        """Return [T] the advantage of each token's sample or turn within its prompt group."""
+        """Return the advantage [T] of each token's sample or turn within its prompt group."""
         if self.baseline == "sample" or table.turn_rewards is None or inputs.turn_index is None:
             return inputs.spread(self.compare(table))
         turns = self._compare_turns(table)
@@ -42,7 +44,7 @@ class GroupBaseline(Settings):
         return inputs.rollout_logprobs.new_tensor(turns[index])
 
     def _compare_turns(self, table: BatchTable) -> F:
-        """Return [N, K] advantages of turns. The rest of a sample's reward belongs to its last turn, so that it is part
+        """Return advantages [N, K] of turns. The rest of a sample's reward belongs to its last turn, so that it is part
         of the return of every turn."""
         assert table.turn_rewards is not None
         is_turn = ~np.isnan(table.turn_rewards)
@@ -84,6 +86,20 @@ class GroupNormalization(GroupBaseline):
         return group_advantages(table, normalize_std=self.normalize_std, std_eps=self.std_eps, std_form=self.std_form)
 
 
+class GroupPolicyGradient(RewardPolicyGradient):
+    """Base class of algorithms that train on the advantages of a `GroupBaseline`, which must be an earlier base."""
+
+    @abstractmethod
+    def relative_rewards(self, inputs: AdvantageInputs, table: BatchTable) -> Tensor:
+        """Implemented by `GroupBaseline`."""
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), groups=True)
+
+    def policy_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        return self.relative_rewards(inputs, self.table(inputs))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Groups:
     """Rewards of rollouts and their statistics by group."""
@@ -113,7 +129,7 @@ def _groups(table: BatchTable) -> _Groups:
 def group_advantages(
     table: BatchTable, *, normalize_std: bool, std_eps: float = 1.0, std_form: StdForm = "sample"
 ) -> F:
-    """Return [N] (reward - mean) / (std + std_eps) within each group, or reward - mean (Dr. GRPO, arXiv 2503.20783).
+    """Return advantages [N]: (reward - mean) / (std + std_eps) of the group, or reward - mean (Dr. GRPO, 2503.20783).
 
     Statistics are over rollouts: the samples of one rollout count once, with their mean reward. The ``sample`` standard
     deviation has the divisor n - 1, as in TRL, verl and slime; GRPO's paper (Shao et al. 2024, arXiv 2402.03300) does
@@ -135,7 +151,7 @@ def group_advantages(
 
 
 def _std_of_others(g: _Groups) -> F:
-    """Return [R] the sample standard deviation of the group's other rollouts; 0 if they are equal or fewer than two.
+    """Return the sample standard deviation [R] of the group's other rollouts; 0 if they are equal or fewer than two.
 
     Loops over rollouts, because leave-one-out sums would give equal rewards a tiny nonzero deviation.
     """
@@ -149,7 +165,7 @@ def _std_of_others(g: _Groups) -> F:
 
 
 def leave_one_out_advantages(table: BatchTable) -> F:
-    """Return [N] reward minus the mean of the prompt's other rollouts (Ahmadian et al. 2024, arXiv 2402.14740).
+    """Return advantages [N]: reward - mean of the prompt's other rollouts (Ahmadian et al. 2024, arXiv 2402.14740).
 
     The only rollout of a group has no baseline and gets 0.
     """

@@ -15,7 +15,7 @@ KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 def kl_estimate(
     estimator: KLEstimator, logprobs: Tensor, base_logprobs: Tensor, *, importance: Tensor | None = None
 ) -> Tensor:
-    """Return [T] the estimate of each token, with d = logprobs - base_logprobs of the sampled tokens.
+    """Return the estimate [T] of each token, with d = logprobs - base_logprobs of the sampled tokens.
 
     k1: d (unbiased value; the expected gradient as a loss is 0). k2: d^2 / 2 (its expected gradient is that of the KL).
     k3: e^-d - 1 + d (unbiased value, never negative), with d clamped to at least -LIMIT, below which the gradient is 0.

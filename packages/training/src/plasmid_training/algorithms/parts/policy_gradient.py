@@ -45,7 +45,7 @@ class PolicyGradient(Algorithm):
     rollout: the engine's. decoupled: the trainer's, with the loss weighted by the trainer's over the engine's
     probability as `correction` specifies."""
     correction: Correction = Correction()
-    """old_policy = "decoupled": weight of the policy loss."""
+    """With old_policy = "decoupled": importance weight of the policy loss (trainer over engine)."""
     opsm: Literal["off"] | Annotated[float, Field(ge=0.0)] = "off"
     """Threshold of the off-policy sequence mask, in nats: removes the policy loss of samples with negative advantage
     whose mean log-probability is lower than the engine's by more than this (DeepSeek-V3.2, arXiv 2512.02556)."""
@@ -176,7 +176,7 @@ class RewardPolicyGradient(PolicyGradient):
         return (Role.POLICY, Role.REFERENCE) if self.reward_kl_coef else ()
 
     def penalty(self, inputs: AdvantageInputs) -> Tensor | None:
-        """Return [T] the KL penalty of each token; None without a KL in the reward."""
+        """Return the KL penalty [T] of each token; None without a KL in the reward."""
         if not self.reward_kl_coef:
             return None
         return self.reward_kl_coef * token_kl(inputs, self.reward_kl_estimator, old_policy=self.old_policy)
@@ -202,7 +202,7 @@ def _metrics(inputs: LossInputs, policy: PolicyLoss, old: Tensor) -> dict[str, T
 
 
 def _opsm_mask(inputs: LossInputs, limit: float) -> Tensor:
-    """Return [T] 0 for tokens that `PolicyGradient.opsm` masks, else 1."""
+    """Return a factor [T] of each token: 0 if `PolicyGradient.opsm` masks it, else 1."""
     now = inputs.logprobs.detach()
     counts = inputs.per_sample_sum(now.new_ones(now.shape)).clamp(min=1)
     divergence = inputs.per_sample_sum(inputs.rollout_logprobs - now) / counts

@@ -31,12 +31,12 @@ def tokenwise(method: Method) -> Method:
 
 
 def token_ratio(inputs: LossInputs, old_logprobs: Tensor) -> Tensor:
-    """Return [T] p / p_old of each token."""
+    """Return the ratio [T] p / p_old of each token."""
     return exp_difference(inputs.logprobs - old_logprobs)
 
 
 def sequence_ratio(inputs: LossInputs, old_logprobs: Tensor) -> Tensor:
-    """Return [T] GSPO's ratio: exp of the mean of logprobs - old_logprobs over the tokens of each token's sample."""
+    """Return GSPO's ratio [T]: exp of the mean of logprobs - old_logprobs over the tokens of each token's sample."""
     difference = inputs.logprobs - old_logprobs
     counts = inputs.per_sample_sum(difference.new_ones(difference.shape)).clamp(min=1)
     return exp_difference(inputs.per_sample_sum(difference) / counts)[inputs.sample_index]

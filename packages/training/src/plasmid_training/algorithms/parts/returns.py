@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def token_kl(inputs: AdvantageInputs, estimator: KLEstimator, *, old_policy: str) -> Tensor:
-    """Return [T] float64 estimates of KL(policy || reference) per token, with the policy before the first step.
+    """Return estimates [T] (float64) of KL(policy || reference) per token, with the policy before the first step.
 
     The KL as a part of the reward follows Stiennon et al. 2020, arXiv 2009.01325.
     """
@@ -33,8 +33,8 @@ def subtract_penalties(inputs: AdvantageInputs, penalty: Tensor | None) -> Batch
 
 
 def token_rewards(inputs: AdvantageInputs, penalty: Tensor | None) -> Tensor:
-    """Return [T] float64: minus the penalty of each token, plus the rewards earned at tokens, plus the rest of the
-    sample's reward on its last loss token."""
+    """Return the reward [T] (float64) of each token: the reward earned at it minus its penalty. The rest of a sample's
+    reward is added at its last loss token."""
     import torch
 
     rewards = torch.from_numpy(inputs.table.rewards).to(inputs.sample_index.device)
@@ -47,7 +47,7 @@ def token_rewards(inputs: AdvantageInputs, penalty: Tensor | None) -> Tensor:
 
 
 def last_tokens(sample_index: Tensor) -> Tensor:
-    """Return [T] bool: True on the last loss token of each sample, which gets the sample's reward."""
+    """Return a mask [T]: True on the last loss token of each sample, which gets the sample's reward."""
     import torch
 
     last = torch.ones_like(sample_index, dtype=torch.bool)
@@ -56,7 +56,7 @@ def last_tokens(sample_index: Tensor) -> Tensor:
 
 
 def next_values(values: Tensor, sample_index: Tensor) -> Tensor:
-    """Return [T] the value of the sample's next token; 0 for the last token."""
+    """Return the value [T] of the next token of the same sample; 0 for its last token."""
     import torch
 
     after = torch.zeros_like(values)
@@ -65,7 +65,7 @@ def next_values(values: Tensor, sample_index: Tensor) -> Tensor:
 
 
 def discounted_sums(values: Tensor, sample_index: Tensor, factor: float) -> Tensor:
-    """Return [T] the sum of factor^k x the value k tokens later, up to the end of the sample.
+    """Return, for each token [T], the sum of factor^k x the value k tokens later, up to the end of the sample.
 
     Tokens outside the loss mask (tool replies) are not counted as steps. Each pass doubles the length of all sums, so
     there are log2(longest sample) passes over T instead of a sequential loop.
@@ -85,7 +85,7 @@ def discounted_sums(values: Tensor, sample_index: Tensor, factor: float) -> Tens
 
 
 def gae(rewards: Tensor, values: Tensor, sample_index: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """Return [T] generalized advantage estimates (Schulman et al. 2016, arXiv 1506.02438).
+    """Return generalized advantage estimates [T] (Schulman et al. 2016, arXiv 1506.02438).
 
     delta_t = r_t + gamma V_(t+1) - V_t with V = 0 after the last token; A_t = delta_t + gamma lam A_(t+1).
     """
@@ -94,9 +94,10 @@ def gae(rewards: Tensor, values: Tensor, sample_index: Tensor, *, gamma: float, 
 
 
 def whiten(values: Tensor, inputs: AdvantageInputs, *, eps: float = 1e-8) -> Tensor:
-    """Return [T] (value - mean) / sqrt(variance + eps) over the loss tokens of all ranks; the divisor is T - 1.
+    """Return values [T] normalized to (value - mean) / sqrt(variance + eps) over the loss tokens of all ranks.
 
-    Uses two passes in float64, because E[x^2] - E[x]^2 cancels if the mean is much larger than the standard deviation.
+    The variance has the divisor T - 1, with T counted over all ranks. Uses two passes in float64, because
+    E[x^2] - E[x]^2 cancels if the mean is much larger than the standard deviation.
     With fewer than two tokens there is no variance, and values are only centered.
     """
     import torch

@@ -14,7 +14,7 @@ FLOOR = 1e-6
 
 
 def top_divergence(direction: Divergence, policy: Tensor, teacher: Tensor) -> Tensor:
-    """Return [T] the KL over K + 1 outcomes, from log-probabilities [T, K] over the whole vocabulary.
+    """Return the KL [T] over K + 1 outcomes, from log-probabilities [T, K] over the whole vocabulary.
 
     reverse: KL(p || q), forward: KL(q || p), for the policy p and the teacher q. Merging outcomes can only lower a KL
     (data processing inequality), so this is a lower bound of the KL over the vocabulary, at least 0, and equal to it if
@@ -31,5 +31,5 @@ def top_divergence(direction: Divergence, policy: Tensor, teacher: Tensor) -> Te
 
 
 def _log_rest(logprobs: Tensor) -> Tensor:
-    """Return [T, 1] log-probabilities of all tokens that are not among the K."""
+    """Return the log-probability [T, 1] of all tokens that are not among the K."""
     return (1 - logprobs.exp().sum(1, keepdim=True)).clamp(min=FLOOR).log()

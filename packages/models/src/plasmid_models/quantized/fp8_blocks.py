@@ -7,71 +7,38 @@ with ``a.weight_scale_inv``, which has one number per block: the factor of its e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
+
+from .slices import QuantizedSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KEY = "quantization_config"
 SUFFIX = "_scale_inv"
 FP8 = ("F8_E4M3",)
 """Names of the dtype in safetensors files."""
 Block = tuple[int, int]
 
 
-def block_size(config: Mapping[str, Any]) -> Block | None:
-    """Return the rows and columns of a block according to a ``config.json``; None if no weights are quantized.
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """The format of folders with matrices in fp8 and scales per block."""
 
-    Raises ValueError if they are quantized in another way.
-    """
-    found = config.get(KEY)
-    if not found:
-        return None
-    method = found.get("quant_method") if isinstance(found, Mapping) else found
-    size = found.get("weight_block_size") if isinstance(found, Mapping) and method == "fp8" else None
-    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n < 1 << 20 for n in size):
-        raise ValueError(
-            f"the model's weights are quantized ({str(method)[:40]}), which only fp8 with weight_block_size may be; "
-            "use a copy in bfloat16"
-        )
-    return size[0], size[1]
+    block: Block
+    """Rows and columns of a block."""
+
+    def plain_slices(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace slices of matrices in fp8 by `BlockSlice`, without those of their scales. Raises ValueError."""
+        return {
+            name: BlockSlice(name, part, found.get(name + SUFFIX), self.block) if part.get_dtype() in FP8 else part
+            for name, part in found.items()
+            if not (name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in found)
+        }
 
 
-def is_in_blocks(config: Mapping[str, Any]) -> bool:
-    """Return True if matrices are stored in fp8 with a scale per block."""
-    try:
-        return block_size(config) is not None
-    except ValueError:
-        return False
-
-
-def without_blocks(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the same model with plain weights, as it is after reading them here."""
-    return {key: value for key, value in config.items() if key != KEY} if is_in_blocks(config) else config
-
-
-def forget_blocks(config: Any) -> None:
-    """Remove the quantization from transformers' config object, so that models are built for plain weights."""
-    if is_in_blocks(config.to_dict()):
-        del config.quantization_config
-
-
-def is_scale(name: str, names: Mapping[str, Any]) -> bool:
-    """Return True if a tensor has the scales of another one of ``names``."""
-    return name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in names
-
-
-def dequantize_slices(found: Mapping[str, Any], block: Block) -> dict[str, Any]:
-    """Replace slices of matrices in fp8 by `BlockSlice`, without those of their scales. Raises ValueError."""
-    return {
-        name: BlockSlice(name, part, found.get(name + SUFFIX), block) if part.get_dtype() in FP8 else part
-        for name, part in found.items()
-        if not is_scale(name, found)
-    }
-
-
-class BlockSlice:
+class BlockSlice(QuantizedSlice):
     """Lazy slice of a matrix in fp8 and of its scales; indexing it by rows reads and multiplies them."""
 
     def __init__(self, name: str, weight: Any, scale: Any, block: Block) -> None:
@@ -94,7 +61,7 @@ class BlockSlice:
 
     def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
         """Read the rows in float32."""
-        start, stop, _ = slice(None).indices(self.get_shape()[0]) if rows is ... else rows.indices(self.get_shape()[0])
+        start, stop = self._range(rows)
         height = self._block[0]
         scale = self._scale[start // height : -(-stop // height)]
         return dequantize(self._weight[start:stop], scale, self._block, first_row=start % height)
