@@ -71,7 +71,7 @@ def test_a_checkpoint_without_the_optimizer_is_exported_evaluated_and_started_fr
 def test_the_command_saves_and_exports_without_the_optimizer_and_refuses_to_resume(rl, job):
     rl("train", "digits.toml", *OPTIONS, "run.dir=lean")
     name = "lean/checkpoints/batch-000002"
-    rl("export", "lean", "exported")
+    rl("export", "lean", "exported", "--trust-recipe")
     assert_same(job.folder / "exported", HF(), job.folder / "lean/final")
     assert rl("train", "digits.toml", "run.dir=lean", "run.batches=4", "--resume", code=2).startswith(
         f"error: {name}: cannot be resumed, since it was saved with checkpoint.optimizer = false"

@@ -32,6 +32,31 @@ TOO_SLOW = "node timed out during startup"
 log = logging.getLogger(__name__)
 
 
+class _SeparateGroups:
+    """A context in which each child process with a `preexec_fn`, such as Ray's daemons, gets its own process group.
+
+    A signal to the whole group of the run, as from `timeout` or a process supervisor, would end Ray's scheduler, and
+    with it all processes of the run, while the driver saves the run. Ray itself only blocks SIGINT.
+    """
+
+    def __init__(self) -> None:
+        self._is_active = False
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def __enter__(self) -> None:
+        self._is_active = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_active = False
+
+    def _after_fork(self) -> None:
+        if self._is_active:
+            os.setpgid(0, 0)
+
+
+_SEPARATE_GROUPS = _SeparateGroups()  # a function that is called after each fork cannot be unregistered
+
+
 def log_messages_of_ray() -> None:
     """Make Ray log the messages of its daemons instead of printing them: when a scheduler dies, these are pages of its
     log."""
@@ -62,7 +87,7 @@ def _start_once(folder: Path) -> RayWatch:
     """Start Ray. Leaves none of its processes behind if it fails."""
     watch = RayWatch(folder)
     try:
-        with _keep_sigterm_handler():
+        with _keep_sigterm_handler(), _SEPARATE_GROUPS:
             ray.init(
                 address="local",  # otherwise Ray would join a cluster that `ray start` has started on this machine
                 num_cpus=1,  # actors reserve none, so that all parts of a run share the cores of a small machine
