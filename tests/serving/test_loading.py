@@ -1,4 +1,6 @@
-"""Tensors that a server fuses on load arrive in one call, whatever buckets they are sent in."""
+"""Tensors that a server fuses on load arrive in one call, and loaded tensors are read back."""
+
+import math
 
 import pytest
 import torch
@@ -75,3 +77,98 @@ def test_one_that_the_engine_changes_is_found(sent):
 
 def test_a_model_without_the_fused_module_waits_for_nothing(sent):
     assert [name for name, _ in FusionBuffer(nn.Linear(1, 1), FUSIONS).add([(Q, sent[Q])])] == [Q]
+
+
+class Experts(nn.Module):
+    """Loads like a layer of fused experts: gate above up in one parameter, down in another."""
+
+    COUNT, WIDTH = 50, 3
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.w13 = nn.Parameter(torch.zeros(self.COUNT, 2 * self.WIDTH, 4, dtype=torch.bfloat16))
+        self.w2 = nn.Parameter(torch.zeros(self.COUNT, 4, self.WIDTH, dtype=torch.bfloat16))
+        self.norm = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    @torch.no_grad()
+    def load_weights(self, named):
+        self.calls += 1
+        for name, tensor in named:
+            kind, _, expert = name.partition(".")
+            self.place(kind, int(expert or 0)).copy_(tensor)
+
+    def place(self, kind, expert):
+        if kind == "norm":
+            return self.norm
+        if kind == "down":
+            return self.w2[expert]
+        return self.w13[expert, : self.WIDTH] if kind == "gate" else self.w13[expert, self.WIDTH :]
+
+    def tensors(self):
+        pairs = [(kind, expert) for kind in ("gate", "down", "up") for expert in range(self.COUNT)]
+        experts = [(f"{kind}.{expert}", torch.randn(self.place(kind, expert).shape)) for kind, expert in pairs]
+        return [("norm", torch.ones(4)), *experts]
+
+
+def test_all_experts_of_a_layer_are_read_back_in_few_calls():
+    model = Experts()
+    named = model.tensors()
+    model.load_weights(named)
+    model.calls = 0
+    assert len(named) > read_back.MARKS
+    assert read_back.verify(model, named, FUSIONS, complete=True) == {"w13", "w2", "norm"}
+    assert model.calls == 4
+    assert all(torch.equal(model.w2[e], dict(named)[f"down.{e}"].bfloat16()) for e in range(model.COUNT))
+
+
+@pytest.mark.parametrize("kind", ["gate", "up", "down"])
+def test_one_wrong_element_of_one_expert_is_found(kind):
+    class Wrong(Experts):
+        @torch.no_grad()
+        def load_weights(self, named):
+            super().load_weights(named)
+            first = float(self.place(kind, 7)[0, 0])
+            if math.isfinite(first) and not first.is_integer():  # only real weights, no marks
+                self.place(kind, 7)[1, 2] += 1
+
+    model = Wrong()
+    named = model.tensors()
+    with pytest.raises(
+        SyncError, match=f"'w{'2' if kind == 'down' else '13'}' differs from the sent tensor '{kind}.7'"
+    ):
+        read_back.verify(model, named, FUSIONS, complete=True)
+
+
+def test_an_expert_that_is_not_loaded_is_named_where_the_process_holds_the_whole_model():
+    class Half(Experts):
+        def load_weights(self, named):
+            super().load_weights((name, tensor) for name, tensor in named if name != "up.30")
+
+    model = Half()
+    named = model.tensors()
+    assert read_back.verify(model, named, FUSIONS, complete=False) == {"w13", "w2", "norm"}
+    with pytest.raises(SyncError, match=r"'up.30' was loaded into none"):
+        read_back.verify(model, named, FUSIONS, complete=True)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_tensors_that_share_rows_are_read_back_one_by_one(wrong):
+    class Columns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = nn.Parameter(torch.zeros(3, 4))
+
+        @torch.no_grad()
+        def load_weights(self, named):
+            for name, tensor in named:
+                self.both[:, slice(2) if name == "left" else slice(2, 4)].copy_(tensor)
+            if wrong:
+                self.both[0, 3] += 1
+
+    model, named = Columns(), [("left", torch.randn(3, 2)), ("right", torch.randn(3, 2))]
+    if wrong:
+        with pytest.raises(SyncError, match="'both' differs from the sent tensor 'right'"):
+            read_back.verify(model, named, FUSIONS, complete=True)
+    else:
+        assert read_back.verify(model, named, FUSIONS, complete=True) == {"both"}
