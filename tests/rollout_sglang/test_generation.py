@@ -257,3 +257,8 @@ def test_experts_that_the_model_does_not_have_are_refused(sent, told):
     found = completions.completion(request, 200, {"meta_info": meta}, has_spans=False)
     assert found.stop_reason is StopReason.ERROR and found.error is not None
     assert found.error.startswith(f"the server returned invalid experts: {told}")
+
+
+def test_the_processes_of_a_server_are_those_started_early(shared):
+    log = (shared.run_dir / "logs" / "engine-0-server.log").read_text()
+    assert "was started early, but" not in log and "Uvicorn running" in log

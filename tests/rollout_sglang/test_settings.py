@@ -1,16 +1,20 @@
 """Settings of SGLang in recipes, checked without starting or importing it."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from plasmid.config.load import resolve
 from plasmid.config.placement import PlacementConfig
 from plasmid.errors import ConfigError
 from plasmid_serving.planner import transport_of
+from plasmid_sglang import launch
 from plasmid_sglang.dialect import server_arguments
 from plasmid_sglang.launch import skip_other_models, text_arguments
 from plasmid_sglang.schema import NEWEST, SHIPPED, argument_errors, extract, installed_version, schema_of
@@ -303,3 +307,38 @@ def test_a_server_imports_all_models_if_none_offers_the_class(name, tmp_path, mo
     monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
     skip_other_models({"model_path": str(tmp_path)})
     assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schedulers", "detokenizers"),
+    [
+        ({}, 1, 1),
+        ({"tp_size": 4, "pp_size": 2}, 8, 1),
+        ({"tp_size": 16, "nnodes": 2}, 8, 1),
+        ({"tp_size": 16, "nnodes": 2, "node_rank": 1}, 8, 0),
+        ({"tp_size": 2, "dp_size": 2}, 0, 0),
+    ],
+    ids=str,
+)
+def test_processes_of_a_server_start_before_its_imports(arguments, schedulers, detokenizers, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "start_early", lambda *targets, **_: started.extend(targets))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    launch.start_processes_early(arguments)
+    assert started == [launch.SCHEDULER] * schedulers + [launch.DETOKENIZER] * detokenizers
+
+
+def test_schedulers_start_with_the_library_of_the_memory_saver(monkeypatch):
+    @contextlib.contextmanager
+    def configure_subprocess():
+        with mock.patch.dict(os.environ, LD_PRELOAD="saver.so"):
+            yield
+
+    started = {}
+    saver = SimpleNamespace(configure_subprocess=configure_subprocess)
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", saver)
+    monkeypatch.setattr(launch, "start_early", lambda one, **_: started.update({one: os.environ.get("LD_PRELOAD")}))
+    monkeypatch.setenv("LD_PRELOAD", "")
+    with mock.patch.dict(os.environ):
+        launch.start_processes_early({"enable_memory_saver": True})
+    assert started == {launch.SCHEDULER: "saver.so", launch.DETOKENIZER: ""}

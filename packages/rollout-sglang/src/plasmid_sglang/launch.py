@@ -6,18 +6,30 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from plasmid_models.text_model import has_vision
+from plasmid_serving.processes.early import start_early
 
 LOADER = "plasmid_sglang.loader.load"
 """Import path of the custom weight loader, which SGLang imports."""
 MESSAGE = "plasmid.command"
 """Name of the tensor that carries the engine's message to the loader."""
 RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+SCHEDULER = "sglang.srt.managers.scheduler:run_scheduler_process"
+DETOKENIZER = "sglang.srt.managers.detokenizer_manager:run_detokenizer_process"
+READ_BY_IMPORTS = (
+    "SGLANG_ENABLE_CUSTOM_ALL_REDUCE_V2_MULTINODE",
+    "SGLANG_ENABLE_TORCH_COMPILE",
+    "SGLANG_MOE_NVFP4_DISPATCH",
+    "SGLANG_OPT_FP8_WO_A_GEMM",
+)
+"""Environment variables that SGLang (0.5.17 to 0.5.23) may set before it starts schedulers, which read them while
+importing."""
 
 
 def serve(arguments: dict[str, Any]) -> None:
@@ -25,6 +37,7 @@ def serve(arguments: dict[str, Any]) -> None:
     bind_threads(arguments)
     skip_other_models(arguments)
     store = open_rendezvous(arguments)
+    start_processes_early(arguments)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
@@ -89,6 +102,28 @@ def open_rendezvous(arguments: Mapping[str, Any]) -> Any:
     address = urlsplit(f"tcp://{arguments['dist_init_addr']}")
     os.environ |= {RENDEZVOUS: address.geturl(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return listen(str(address.hostname), address.port or 0) if arguments.get("node_rank", 0) == 0 else None
+
+
+def start_processes_early(arguments: Mapping[str, Any]) -> None:
+    """Start this machine's schedulers and the detokenizer now: their imports take as long as those of the server.
+
+    SGLang itself starts them after its imports. With several data parallel ranks, it starts the schedulers in another
+    process.
+    """
+    if arguments.get("dp_size", 1) != 1:
+        return
+    # as SGLang sets them before it starts schedulers
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    os.environ["SGLANG_ENABLE_TORCH_COMPILE"] = str(int(arguments.get("enable_torch_compile", False)))
+    ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1) // arguments.get("nnodes", 1)
+    with ExitStack() as stack:
+        if arguments.get("enable_memory_saver"):
+            from torch_memory_saver import configure_subprocess  # makes schedulers preload a library
+
+            stack.enter_context(configure_subprocess())
+        start_early(*[SCHEDULER] * ranks, read_by_imports=READ_BY_IMPORTS)
+    if arguments.get("node_rank", 0) == 0:
+        start_early(DETOKENIZER, read_by_imports=READ_BY_IMPORTS)
 
 
 def route(arguments: dict[str, Any]) -> None:

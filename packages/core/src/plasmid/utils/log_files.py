@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -39,6 +40,7 @@ def redirect_output(log: Path) -> None:
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
 
 
+@cache  # observers read the file of the first call
 def write_stacks_to_memory() -> None:
     """Make this process and its forks write the stacks of all threads to a file in memory on `STACKS_SIGNAL`.
 

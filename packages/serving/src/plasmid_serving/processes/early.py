@@ -1,0 +1,177 @@
+"""Child processes of `multiprocessing` that start before their parent needs them.
+
+A spawned process imports the modules of its task. If its parent only spawns it after its own imports, a server takes
+twice as long to start. `start_early` starts the process first, and the `multiprocessing.Process` that the parent starts
+later hands its task to it: `multiprocessing` already sends tasks through a pipe.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any, ClassVar
+
+from plasmid.utils.log_files import write_stacks_to_memory
+
+from .launch import end_with_parent
+
+log = logging.getLogger(__name__)
+READ_AT_START = ("CUDA_VISIBLE_DEVICES", "LD_", "MALLOC_", "OMP_", "PYTHON", "PYTORCH_")
+"""Prefixes of environment variables that only have an effect if they are set when a process starts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _EarlyProcess:
+    """A process that imports the module of its target and waits for a task."""
+
+    target: str
+    pid: int
+    task: socket.socket
+    """The task is sent here. Readable once the process ends, as it never writes."""
+    executable: str
+    environment: Mapping[str, str]
+    read_at_start: tuple[str, ...]
+
+    def obstacle(self) -> str:
+        """Return why a process with the current executable and environment must be started instead; empty if none."""
+        if os.waitpid(self.pid, os.WNOHANG) != (0, 0):
+            return "it has ended"
+        if os.fsdecode(spawn.get_executable()) != self.executable:
+            return "another executable is used"  # for example numactl
+        for name in sorted(self.environment.keys() | os.environ.keys()):
+            is_known = name in self.environment or name.startswith(self.read_at_start)
+            if is_known and os.environ.get(name) != self.environment.get(name):
+                return f"{name} has changed"
+        return ""
+
+    def end(self) -> None:
+        """Kill the process."""
+        self.task.close()
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+_waiting: list[_EarlyProcess] = []
+_received: list[int] = []
+"""File descriptors of this process's task, in the order in which its pickled objects refer to them."""
+
+
+def start_early(*targets: str, read_by_imports: Sequence[str] = ()) -> None:
+    """Start a process for each target (``module:function``), which imports the module.
+
+    The next `multiprocessing.Process` with that target and the start method ``spawn`` runs in it, with variables that
+    its parent has added to the environment by then. It runs in a new process as usual if the early one has ended, if
+    the parent now uses another executable, or if it has changed a variable, or added one that has no effect later
+    (`READ_AT_START`, ``read_by_imports``). The first process with another target ends early ones that still wait.
+    """
+    SpawnProcess._Popen = staticmethod(_popen)  # type: ignore[method-assign, assignment]
+    executable, tracker = os.fsdecode(spawn.get_executable()), resource_tracker.getfd()
+    assert tracker is not None
+    for target in targets:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = (target.partition(":")[0], os.getpid(), theirs.fileno(), tracker)
+            command = [executable, *util._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+            # multiprocessing.spawn.spawn_main expects the last argument
+            command += ["-c", f"from {__name__} import run_task; run_task{arguments!r}", "--multiprocessing-fork"]
+            pid = util.spawnv_passfds(os.fsencode(executable), command, [theirs.fileno(), tracker])
+        _waiting.append(
+            _EarlyProcess(target, pid, ours, executable, dict(os.environ), (*READ_AT_START, *read_by_imports))
+        )
+
+
+def run_task(module: str, parent: int, task_fd: int, tracker_fd: int) -> None:
+    """Import the module, then run the task that arrives on the socket. The main function of an early process."""
+    end_with_parent(parent)
+    write_stacks_to_memory()
+    resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]
+    import_module(module)
+    task = Connection(task_fd)
+    new, count = task.recv()
+    _received.extend(reduction.recv_handle(task) for _ in range(count))
+    os.environ |= new
+    spawn.spawn_main(pipe_handle=os.dup(task_fd), tracker_fd=tracker_fd)
+
+
+class _ReceivedFd:
+    """A file descriptor in a pickled task, of which the early process receives a duplicate."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def detach(self) -> int:
+        """Return the duplicate."""
+        return _received[self._index]
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """Runs a `multiprocessing.Process` in an early process."""
+
+    DupFd: ClassVar[Any] = _ReceivedFd
+
+    def __init__(self, process: BaseProcess, early: _EarlyProcess) -> None:
+        self._early = early
+        self._sent: list[int] = []
+        super().__init__(process)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Send a file descriptor with the task. Returns its index."""
+        self._sent.append(fd)
+        return len(self._sent) - 1
+
+    def _launch(self, process: BaseProcess) -> None:
+        data = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process.name), data)
+            reduction.dump(process, data)
+        finally:
+            context.set_spawning_popen(None)
+        early = self._early
+        task = Connection(os.dup(early.task.fileno()))
+        self.pid = early.pid
+        self.sentinel = task.fileno()
+        self.finalizer = util.Finalize(self, task.close)
+        # only new ones, because setproctitle cannot rename a process that has set all of its variables
+        new = {name: value for name, value in os.environ.items() if name not in early.environment}
+        task.send((new, len(self._sent)))
+        for fd in self._sent:
+            reduction.send_handle(task, fd, early.pid)
+        with open(task.fileno(), "wb", closefd=False) as stream:
+            stream.write(data.getbuffer())
+        early.task.close()
+
+
+def _popen(process: BaseProcess) -> Any:
+    """Start a process, in an early process where one fits."""
+    target = getattr(process, "_target", None)
+    name = f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', '')}"
+    early = next((early for early in _waiting if early.target == name), None)
+    if early is None:
+        while _waiting:
+            unused = _waiting.pop()
+            unused.end()
+            log.warning("%s was started early, but %s starts before it", unused.target, name)
+        return popen_spawn_posix.Popen(process)
+    _waiting.remove(early)
+    obstacle = early.obstacle()
+    if not obstacle:
+        try:
+            return _Popen(process, early)
+        except OSError as error:
+            obstacle = str(error)
+    early.end()
+    log.warning("%s was started early, but needs a new process: %s", name, obstacle)
+    return popen_spawn_posix.Popen(process)

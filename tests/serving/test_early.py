@@ -1,0 +1,164 @@
+"""Processes that start before their task exists."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import psutil
+import pytest
+from plasmid_runtime.cluster.watch import stack_dumps
+from plasmid_serving.processes import early
+
+from tests.serving import early_program
+
+ROOT = Path(__file__).parents[2]
+SPAWN = multiprocessing.get_context("spawn")
+TARGETS = {name: f"tests.serving.early_program:{name}" for name in ("report", "fail", "hang")}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Return a function that starts early processes, and returns their ids once they have imported the module."""
+    imports = tmp_path / "imports"
+    imports.touch()
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("EARLY_IMPORTS", str(imports))
+    monkeypatch.setattr(SpawnProcess, "_Popen", SpawnProcess.__dict__["_Popen"])
+    monkeypatch.setattr(early, "_waiting", waiting := [])
+
+    def start_all(*names, **options):
+        early.start_early(*(TARGETS[name] for name in names), **options)
+        wait_until(lambda: len(imports.read_text().split()) == len(waiting))
+        return [process.pid for process in waiting]
+
+    yield start_all
+    for process in waiting:
+        process.end()
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def run_report(name):
+    """Run the task. Returns its process, and the variable's values at the import and in the task."""
+    pipes = [SPAWN.Pipe(duplex=False) for _ in range(3)]
+    process = SPAWN.Process(target=early_program.report, args=(name, [writer for _, writer in pipes]))
+    process.start()
+    for _, writer in pipes:
+        writer.close()
+    for reader, _ in pipes[:-1]:
+        with pytest.raises(EOFError):
+            reader.recv()
+    values = pipes[-1][0].recv()
+    process.join()
+    assert process.exitcode == 0
+    return process, values
+
+
+def test_a_process_takes_over_the_one_that_has_imported_its_module(start, monkeypatch):
+    first, second = start("report", "report")
+    monkeypatch.setenv("ADDED_LATER", "value")
+    assert [run_report("ADDED_LATER")[0].pid for _ in range(2)] == [first, second]
+    assert not psutil.pid_exists(first)
+    process, values = run_report("ADDED_LATER")  # as usual if none is left
+    assert process.pid not in (first, second) and values == ("value", "value")
+
+
+def test_variables_added_later_are_those_of_the_task(start, monkeypatch):
+    (pid,) = start("report")
+    monkeypatch.setenv("ADDED_LATER", "value")
+    process, values = run_report("ADDED_LATER")
+    assert process.pid == pid and values == (None, "value")
+
+
+@pytest.mark.parametrize("name", ["SET_BEFORE", "LD_PRELOAD", "READ_BY_AN_IMPORT"])
+def test_changes_that_only_a_new_process_notices_start_one(start, monkeypatch, caplog, name):
+    monkeypatch.setenv("SET_BEFORE", "value")
+    (pid,) = start("report", read_by_imports=["READ_BY_AN_IMPORT"])
+    value = f"{os.environ.get(name, '')}:/dev/null"
+    monkeypatch.setenv(name, value)
+    process, values = run_report(name)
+    assert process.pid != pid and values == (value, value)
+    assert caplog.messages == [
+        f"tests.serving.early_program:report was started early, but needs a new process: {name} has changed"
+    ]
+    assert not psutil.pid_exists(pid)
+
+
+def test_another_executable_starts_a_new_process(start, tmp_path, caplog):
+    (pid,) = start("report")
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexport ADDED_BY=script\nexec "{sys.executable}" "$@"')
+    script.chmod(0o700)
+    multiprocessing.set_executable(str(script))
+    try:
+        process, values = run_report("ADDED_BY")
+    finally:
+        multiprocessing.set_executable(sys.executable)
+    assert process.pid != pid and values == ("script", "script")
+    assert "another executable" in caplog.text
+
+
+def test_a_process_that_ended_early_is_replaced(start, monkeypatch, caplog):
+    monkeypatch.setenv("EARLY_FAILURE", "once")
+    (pid,) = start("report")
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    monkeypatch.delenv("EARLY_FAILURE")
+    process, _ = run_report("ANY")
+    assert process.pid != pid and caplog.messages[0].endswith(": it has ended")
+
+
+def test_the_parent_observes_and_ends_an_early_process_like_any_other(start):
+    start("fail", "hang")
+    failing, hanging = (SPAWN.Process(target=target) for target in (early_program.fail, early_program.hang))
+    hanging.start()
+    failing.start()
+    multiprocessing.connection.wait([failing.sentinel], 60)
+    failing.join()
+    assert failing.exitcode == 7 and hanging.is_alive()
+    hanging.terminate()
+    hanging.join()
+    assert hanging.exitcode == -signal.SIGTERM and not hanging.is_alive()
+    hanging.close()
+
+
+def test_a_process_of_another_target_ends_those_that_wait(start, caplog):
+    pids = start("hang", "hang")
+    process, _ = run_report("ANY")
+    assert process.pid not in pids and not any(map(psutil.pid_exists, pids))
+    assert caplog.text.count("was started early, but tests.serving.early_program:report starts before it") == 2
+
+
+def test_stacks_of_a_process_are_available_before_and_during_its_task(start):
+    (pid,) = start("hang")
+    task = SPAWN.Process(target=early_program.hang)
+    for function in ("in run_task", "in hang"):
+        file = stack_dumps.stacks_memory(pid)
+        wait_until(lambda file=file, text=function: text in stack_dumps.dump_stacks({pid: file})[pid])
+        if function == "in run_task":
+            task.start()
+    assert task.pid == pid
+    task.kill()
+    task.join()
+
+
+def test_early_processes_end_with_their_parent(tmp_path):
+    program = "from plasmid_serving.processes.early import start_early as s; import time; s('x:y'); time.sleep(1000)"
+    (tmp_path / "x.py").write_text("import time; open('imported', 'w').close(); time.sleep(1000)")
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    wait_until((tmp_path / "imported").exists)
+    children = psutil.Process(parent.pid).children()
+    assert len(children) == 2  # with the resource tracker of multiprocessing
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs(children, timeout=60)
+    assert not any(child.is_running() for child in children)
