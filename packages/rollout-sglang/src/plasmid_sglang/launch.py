@@ -26,10 +26,9 @@ READ_BY_IMPORTS = (
     "SGLANG_ENABLE_CUSTOM_ALL_REDUCE_V2_MULTINODE",
     "SGLANG_ENABLE_TORCH_COMPILE",
     "SGLANG_MOE_NVFP4_DISPATCH",
-    "SGLANG_OPT_FP8_WO_A_GEMM",
 )
 """Environment variables that SGLang (0.5.17 to 0.5.23) may set before it starts schedulers, which read them while
-importing."""
+importing. Modules of models are imported later."""
 
 
 def serve(arguments: dict[str, Any]) -> None:
