@@ -123,10 +123,10 @@ async def sync_alone(config, folder, count):
             if place.offload_engine:
                 await parts.engine.sleep(keep_weights=False)
                 await parts.engine.wake(kv_cache=False)
-            receipt = await transfer(
+            result = await transfer(
                 parts.trainer, parts.engine, version=version, timeout_s=config.run.sync_timeout_s, limits=limits
             )
-            times.append(receipt.seconds)
+            times.append(result.seconds)
             if place.offload_engine:
                 await parts.trainer.offload()
                 await parts.engine.wake(kv_cache=True)

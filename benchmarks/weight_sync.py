@@ -49,7 +49,7 @@ def say(progress):
 
 
 async def measure(config, folder, syncs, sizes):
-    """Return, for each bucket size: the seconds of each phase of each sync, the last receipt, the canary's difference.
+    """Return, for each bucket size: the seconds of each phase of each sync, the last result, the canary's difference.
 
     Also returns the milliseconds of SGLang's own update by bucket size, if it was timed.
     """
@@ -69,17 +69,17 @@ async def measure(config, folder, syncs, sizes):
                 await engine.pause(engine.pause_mode)
                 paused = time.perf_counter()
                 sized = BucketSizeOverride(engine, size)
-                receipt = await transfer(trainer, sized, version=version, timeout_s=limit_s, limits=limits)
+                result = await transfer(trainer, sized, version=version, timeout_s=limit_s, limits=limits)
                 sent = time.perf_counter()
                 await engine.resume()
                 resumed = time.perf_counter()
                 canary.start(version)
                 difference = (await canary.check())["sync/canary_difference"]
                 row = {"transfer": sent - paused, "pause": paused - begun, "resume": resumed - sent}
-                phases = {f"of it {name}": seconds for name, seconds in receipt.phases.items()}
+                phases = {f"of it {name}": seconds for name, seconds in result.phases.items()}
                 times.append(row | {"canary": time.perf_counter() - resumed} | phases)
                 version += 1
-            found[size] = times[1:], receipt, difference
+            found[size] = times[1:], result, difference
             say(f"buckets of {size >> 20} MiB: {1000 * statistics.median(row['transfer'] for row in times[1:]):.1f} ms")
         own = {}
         if config.placement.device == "cuda" and not config.placement.colocated and kind_of(config.rollout) == "sglang":
@@ -106,24 +106,24 @@ def own_updates(config, engine, sizes):
     )
 
 
-def show(size, times, receipt, difference, limit):
-    mib = receipt.num_bytes / 2**20
-    buckets = f"{len(receipt.buckets)} buckets of at most {size / 2**20:.0f} MiB"
-    print(f"\n{receipt.num_tensors} tensors, {mib:.1f} MiB in {buckets}, {len(times)} syncs")
+def show(size, times, result, difference, limit):
+    mib = result.num_bytes / 2**20
+    buckets = f"{len(result.buckets)} buckets of at most {size / 2**20:.0f} MiB"
+    print(f"\n{result.num_tensors} tensors, {mib:.1f} MiB in {buckets}, {len(times)} syncs")
     print(f"{'phase':<16} {'median ms':>10} {'worst ms':>10}")
     for phase in times[0]:
         values = [1000 * row[phase] for row in times]
         print(f"{phase:<16} {statistics.median(values):>10.1f} {max(values):>10.1f}")
-    speed = receipt.num_bytes / statistics.median(row["transfer"] for row in times) / 2**30
+    speed = result.num_bytes / statistics.median(row["transfer"] for row in times) / 2**30
     print(f"{speed:.2f} GiB/s; canary differs by {difference:.2g}{limit}")
 
 
-def limit_of(config, receipt, own):
+def limit_of(config, result, own):
     """Describe the minimum time for these bytes."""
     others = f"; SGLang's own update of prepared weights takes {own:.1f} ms" if own else ""
     if config.placement.device != "cuda":
         return others
-    sizes = [bucket.num_bytes for bucket in receipt.buckets]
+    sizes = [bucket.num_bytes for bucket in result.buckets]
     if config.placement.colocated:
         return f"; a plain copy on the GPU takes {copy_ms(sizes):.1f} ms"
     return f"; a plain broadcast takes {broadcast_ms(sizes):.1f} ms{others}"
@@ -140,8 +140,8 @@ def main():
     sizes = [size << 20 for size in arguments.bucket_mib or ()] or [config.rollout.bucket_bytes]
     with tempfile.TemporaryDirectory() as folder:
         found, own = asyncio.run(measure(config, Path(folder), arguments.syncs, sizes))
-    for size, (times, receipt, difference) in found.items():
-        show(size, times, receipt, difference, limit_of(config, receipt, own.get(size)))
+    for size, (times, result, difference) in found.items():
+        show(size, times, result, difference, limit_of(config, result, own.get(size)))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ TAIL = """
 - **Whitening** is over all loss tokens of the batch on all ranks, in two passes in fp64, with the divisor n - 1. `ppo`
   whitens advantages, never the returns that the critic is trained on.
 - **The critic's loss** has no factor 1/2. Its returns include the KL in the reward, as the policy's advantages do.
-  `placement.critic_ranks` gives the critic [GPUs of its own](clusters.md#models-on-ranks-of-their-own).
+  `placement.critic_ranks` gives the critic [dedicated GPUs](clusters.md#models-on-dedicated-ranks).
 - **Tool results** and other tokens outside the loss do not count as steps for discounting.
 - **`opsm`** compares with the engine's log-probabilities, as the paper does.
 
@@ -185,9 +185,9 @@ path = "Qwen/Qwen3-8B"
 - **Metrics.** `train/teacher_kl` is the mean of the divergence, `train/teacher_coverage` the teacher's probability of
   its top tokens together, `train/policy_coverage` the policy's. Raise `top_k` if the teacher's coverage is low.
 - **Cost.** 8 x `top_k` bytes for each loss token: in host memory of the ranks, in transfers from a teacher on
-  ranks of its own (through the driver) or from a server, and, for a server, in the sample files as `teacher_top`. The
+  dedicated ranks (through the driver) or from a server, and, for a server, in the sample files as `teacher_top`. The
   policy computes no more logits than with `opd`, in the same chunks.
-- **Teachers**: in the trainer (`fsdp` or `megatron`, with any parallelism), on ranks of its own, or a server. SGLang is
+- **Teachers**: in the trainer (`fsdp` or `megatron`, with any parallelism), on dedicated ranks, or a server. SGLang is
   queried with `top_logprobs_num`, vLLM with `prompt_logprobs`, which must not exceed its `--max-logprobs` (20). A
   response without `top_k` tokens of the policy's vocabulary fails the rollout. If the
   teacher's vocabulary is larger than the policy's, a teacher in the trainer ranks the policy's tokens only.

@@ -86,7 +86,7 @@ def merged(path, named):
 
 
 async def publish(engine, named_tensors, version, *, ranks=1):
-    """Run one weight sync; return both receipts."""
+    """Run one weight sync; return both results."""
     plan = await engine.plan_sync()
     sending = asyncio.to_thread(send_weights, named_tensors, plan=plan, version=version, rank=0)
     return await asyncio.gather(sending, engine.receive(plan, version))
@@ -126,7 +126,7 @@ def check_recorded_rollouts(shared):
 
 
 async def update(engine, named, version):
-    """Pause, publish and resume; return how the plan sends an adapter, and the receipt."""
+    """Pause, publish and resume; return how the plan sends an adapter, and the result."""
     await engine.pause(engine.pause_mode)
     plan = await engine.plan_sync()
     sending = asyncio.to_thread(send_weights, named.items(), plan=plan, version=version, rank=0)
@@ -147,14 +147,14 @@ def check_adapter_syncs(shared, **settings):
     adapters = [drawn(layers, seed) for seed in range(3)]
 
     async def test():
-        modes, receipts, completions, sums = [], [], [], []
+        modes, results, completions, sums = [], [], [], []
         async with shared.engine(
             trainer="adapter-trainer", adapter=adapters[0], bucket_bytes=100_000, **settings
         ) as engine:
             for version, adapter in enumerate(adapters[1:], 1):
-                mode, receipt = await update(engine, adapter, version)
+                mode, result = await update(engine, adapter, version)
                 modes.append(mode)
-                receipts.append(receipt)
+                results.append(result)
                 completions.append(await engine.client.generate(request))
                 sums.append(await engine.checksum())
             await engine.pause("abort")
@@ -166,11 +166,11 @@ def check_adapter_syncs(shared, **settings):
             for version, adapter in enumerate(adapters[1:], 1):
                 modes.append((await update(engine, dict(merged(path, adapter).named_parameters()), version))[0])
                 assert await engine.checksum() == sums[version - 1]
-        return modes, receipts, completions
+        return modes, results, completions
 
-    modes, receipts, completions = shared.run(test())
+    modes, results, completions = shared.run(test())
     assert modes == ["alone", "alone", "with_base", "merged", "merged"]
-    assert sum(tensor.nbytes for tensor in base.values()) > 10 * receipts[0].num_bytes
+    assert sum(tensor.nbytes for tensor in base.values()) > 10 * results[0].num_bytes
     for version, (adapter, completion) in enumerate(zip(adapters[1:], completions, strict=True), 1):
         assert {span.version for span in completion.versions} == {version}
         expected = plain_logprobs(merged(path, adapter), request, completion)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from plasmid.types import BucketSum, SyncReceipt
+from plasmid.types import BucketSum, SyncResult
 from plasmid_models.sync import compare, unpack
 from plasmid_models.sync.checksum import checksum
 
@@ -36,11 +36,11 @@ class FolderSender:
 
 
 def receive(folder, version, rank):
-    """Return the tensors by name, and the receiver's receipt."""
+    """Return the tensors by name, and the receiver's result."""
     buckets = [torch.load(f, weights_only=False) for f in sorted(folder.glob(f"{version}-{rank}-*.pt"))]
     tensors = dict(pair for bucket in buckets for pair in unpack(bucket))
     sums = tuple(BucketSum(index=b.index, num_bytes=b.data.numel(), checksum=checksum(b.data)) for b in buckets)
-    return tensors, SyncReceipt(version=version, num_tensors=len(tensors), buckets=sums)
+    return tensors, SyncResult(version=version, num_tensors=len(tensors), buckets=sums)
 
 
 def check_shares(sent, folder, version, weights, *, num_ranks):
@@ -50,8 +50,8 @@ def check_shares(sent, folder, version, weights, *, num_ranks):
     assert len(names) == len(set(names)) and set(names) == weights.keys()
     assert all(torch.equal(t, weights[n]) and t.dtype == weights[n].dtype for own, _ in shares for n, t in own.items())
     largest = max(tensor.nbytes for tensor in weights.values())
-    sizes = [receipt.num_bytes for _, receipt in shares]
+    sizes = [result.num_bytes for _, result in shares]
     assert min(sizes) > 0 and max(sizes) - min(sizes) <= largest, sizes
-    buckets = sorted((bucket for _, receipt in shares for bucket in receipt.buckets), key=lambda bucket: bucket.index)
+    buckets = sorted((bucket for _, result in shares for bucket in result.buckets), key=lambda bucket: bucket.index)
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
-    compare(sent, SyncReceipt(version=version, num_tensors=len(weights), buckets=tuple(buckets)))
+    compare(sent, SyncResult(version=version, num_tensors=len(weights), buckets=tuple(buckets)))

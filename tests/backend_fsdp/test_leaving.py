@@ -141,7 +141,7 @@ def test_a_wire_that_breaks_leaves_the_trainer_alive(kind, senders, request, tmp
         await fit(trainer, config, make_batch())
         return await trainer.send(SyncPlan(wire=FolderWire(str(tmp_path)), bucket_bytes=20_000), 2)
 
-    receipt = asyncio.run(run())
+    result = asyncio.run(run())
     sender = 1 if senders == "divided" and kind == "two_ranks" else 0  # of bucket 1
     assert (tmp_path / f"1-{sender}-closed").read_text() == "False"
-    compare(receipt, receive(tmp_path, 2, 0)[1])
+    compare(result, receive(tmp_path, 2, 0)[1])

@@ -1,4 +1,4 @@
-"""Reference, teacher and critic on ranks of their own give the same numbers, bit for bit, as on the trainer's ranks."""
+"""Reference, teacher and critic on dedicated ranks give the same numbers, bit for bit, as on the trainer's ranks."""
 
 import asyncio
 

@@ -64,8 +64,8 @@ def test_it_is_a_recipe_that_resolves_to_the_same(config):
 
 def test_ranks_of_other_models_are_listed(config):
     place = {"reference_ranks": 2, "trainer_ranks": 3}
-    apart = config.model_copy(update={"placement": PlacementConfig(**place)})
-    assert machine_rows(config) == [] and machine_rows(apart) == [("ranks of the reference alone", "2", "")]
+    dedicated = config.model_copy(update={"placement": PlacementConfig(**place)})
+    assert machine_rows(config) == [] and machine_rows(dedicated) == [("dedicated ranks of the reference", "2", "")]
     spread = config.model_copy(update={"placement": PlacementConfig(**place, nodes=2)})
     assert machine_rows(spread) == [
         ("ranks on machine 0", "3", "trainer 0-2"),

@@ -60,13 +60,14 @@ def test_models_on_ranks_of_their_own_have_their_gpus_memory_and_time(rl, kind):
     if kind == "fsdp":
         settings += ["trainer={kind='fsdp'}"]
     shared = rl(QWEN, *settings, code=(0, 1))
-    apart = rl(QWEN, *settings, "placement.reference_ranks=2", code=(0, 1))
+    dedicated = rl(QWEN, *settings, "placement.reference_ranks=2", code=(0, 1))
     assert "GPUs" in shared and re.search(r"GPUs +8 x h100", shared)
-    assert re.search(r"GPUs +10 x h100", apart) and re.search(r"reference +GPU 8-9", apart)
-    own = apart.partition("memory of each GPU of the reference, GiB")[2].partition("time of a batch")[0]
+    assert re.search(r"GPUs +10 x h100", dedicated) and re.search(r"reference +GPU 8-9", dedicated)
+    own = dedicated.partition("memory of each GPU of the reference, GiB")[2].partition("time of a batch")[0]
     total = float(re.search(r"^total +([\d.]+)", own, re.MULTILINE)[1])
     assert 4.022 * 2 / (2 if kind == "fsdp" else 1) / 1.0737 < total < 40, "at least the weights in bf16"
-    assert "forward passes of policy, reference" not in apart and "forward passes of reference, alone" in apart
+    assert "forward passes of policy, reference" not in dedicated
+    assert "forward passes of dedicated reference" in dedicated
 
 
 def test_a_recipe_for_a_cpu_has_memory_and_no_time(rl):

@@ -1,4 +1,4 @@
-"""Distillation over a teacher's top tokens in whole runs: in the trainer, on separate ranks, and by a server."""
+"""Distillation over a teacher's top tokens in whole runs: in the trainer, on dedicated ranks, and by a server."""
 
 import json
 import subprocess

@@ -18,7 +18,7 @@ from tests.backend_fsdp.fsdp_processes import ProcessCluster, Processes
 
 
 class RolesInProcesses(LocalCluster):
-    """Starts reference and critic in processes of their own, and everything else in threads of this process."""
+    """Starts reference and critic in separate processes, and everything else in threads of this process."""
 
     def __init__(self, processes):
         super().__init__()

@@ -99,7 +99,7 @@ def changed(model, *, by=0.05, seed=3):
 
 
 async def publish(engine, named_tensors, version):
-    """Run one weight sync, both sides concurrently; return both receipts."""
+    """Run one weight sync, both sides concurrently; return both results."""
     plan = await engine.plan_sync()
     sending = asyncio.to_thread(send_weights, named_tensors, plan=plan, version=version, rank=0)
     return await asyncio.gather(sending, engine.receive(plan, version))

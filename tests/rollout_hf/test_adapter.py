@@ -22,20 +22,20 @@ def test_the_adapter_alone_makes_the_engine_the_new_policy(tiny_model, layers, r
 
     async def test():
         async with started(tiny_model, ranks=ranks, trainer="adapter-trainer", bucket_bytes=4096) as engine:
-            plans, receipts, completions = [await engine.plan_sync()], [], [await engine.client.generate(request)]
+            plans, results, completions = [await engine.plan_sync()], [], [await engine.client.generate(request)]
             for version, tensors in ((1, base + list(first.items())), (2, list(second.items()))):
                 await engine.pause("in_place")
-                receipts.append(await publish(engine, tensors, version))
+                results.append(await publish(engine, tensors, version))
                 await engine.resume()
                 plans.append(await engine.plan_sync())
                 completions.append(await engine.client.generate(request))
-            return plans, receipts, completions, await engine.checksum()
+            return plans, results, completions, await engine.checksum()
 
-    plans, receipts, completions, sums = run(test())
+    plans, results, completions, sums = run(test())
     assert [plan.adapter for plan in plans] == ["with_base", "alone", "alone"]
-    for sent, received in receipts:
+    for sent, received in results:
         compare(sent, received)
-    (whole, _), (alone, _) = receipts
+    (whole, _), (alone, _) = results
     assert alone.num_tensors == len(second) == 8 and alone.num_bytes < whole.num_bytes / 10
     for model, completion in zip(
         (plain_model(tiny_model), merged(tiny_model, first), merged(tiny_model, second)), completions, strict=True

@@ -72,11 +72,11 @@ class WithoutProof(Broken):
 
     async def receive(self, plan, version):
         with contextlib.suppress(SyncError):
-            self._receipt = await self._whole.receive(plan, version)
-        return replace(self._receipt, version=version)
+            self._result = await self._whole.receive(plan, version)
+        return replace(self._result, version=version)
 
 
-class WithMadeUpReceipts(Broken):
+class WithMadeUpResults(Broken):
     async def receive(self, plan, version):
         return replace(await self._whole.receive(plan, version), buckets=())
 
@@ -114,7 +114,7 @@ class ForgettingPartialRollouts(Broken):
             WithConstantChecksums,
             "checksum must read the engine's parameters: a sync of other weights must change all of them",
         ),
-        (WithMadeUpReceipts, "the receipt of receive must account for every byte sent: "),
+        (WithMadeUpResults, "the result of receive must account for every byte sent: "),
         (WithoutProof, "a bucket whose bytes do not have the sender's checksum fails the sync: receive must raise"),
         (WithoutVersions, "tokens must have the version that sampled them, one of [1], got [0]"),
         (WithOtherLogprobs, "log-probabilities must be those of version 1, but differ by "),

@@ -43,9 +43,9 @@ def test_a_mixture_of_experts_takes_the_weights_of_single_experts(family, models
         async with started(models(family), max_batch=3, prefill_tokens=24) as engine:
             old = await generate_all(engine, requests)
             await engine.pause("in_place")
-            receipts = await publish(engine, list(tensors.items()), 1)
+            results = await publish(engine, list(tensors.items()), 1)
             await engine.resume()
-            return old, receipts, await engine.checksum(), await generate_all(engine, requests)
+            return old, results, await engine.checksum(), await generate_all(engine, requests)
 
     old, (sent, received), sums, found = run(test())
     compare(sent, received)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from plasmid.errors import EngineError, EngineLostError, SyncError
 from plasmid.protocols import SyncPlan
-from plasmid.types.receipts import merge_receipts
+from plasmid.types.receipts import merge_results
 from plasmid_models.sync import checksum, make_buckets, send_share, send_weights, unpack
 from plasmid_serving.weights import sources
 from plasmid_serving.weights.bucket_server import BucketServer, as_memory, download
@@ -55,7 +55,7 @@ def meet(barrier):
 
 
 def outcome(*args):
-    """Return the final state of a process, and its receipt or error."""
+    """Return the final state of a process, and its result or error."""
     process = Process(*args)
     try:
         return process.taken, process.run()
@@ -117,9 +117,9 @@ def check_all_get_all(kind, servers, pool, tmp_path):
     ]
     sent = send(wire)
     assert len(sent.buckets) == 3
-    for taken, receipt in (run.result() for run in running):
-        assert is_whole(taken) and receipt["num_tensors"] == 6
-        assert receipt["buckets"] == [(s.index, s.num_bytes, s.checksum) for s in sent.buckets]
+    for taken, result in (run.result() for run in running):
+        assert is_whole(taken) and result["num_tensors"] == 6
+        assert result["buckets"] == [(s.index, s.num_bytes, s.checksum) for s in sent.buckets]
 
 
 SHARES = [{"layer.0": 0, "layer.1": 1, "layer.2": 0}, {"layer.3": 1, "layer.4": 0, "layer.5": 1}]
@@ -127,7 +127,7 @@ SHARES = [{"layer.0": 0, "layer.1": 1, "layer.2": 0}, {"layer.3": 1, "layer.4": 
 
 
 def send_share_of(rank, wire, fails=False):
-    """Run trainer rank 0 or 1 in a sync; return its receipt or error."""
+    """Run trainer rank 0 or 1 in a sync; return its result or error."""
     weights = dict(WEIGHTS)
 
     def tensors():
@@ -154,10 +154,10 @@ def check_two_ranks_send(kind, servers, pool, tmp_path):
     running = [pool.submit(outcome, server, wire.command_to(i)) for i, server in enumerate(servers)]
     shares = [send.result() for send in sending]
     assert [len(share.buckets) for share in shares] == [2, 2]
-    sent = merge_receipts(shares)
-    for taken, receipt in (run.result() for run in running):
-        assert is_whole(taken) and receipt["num_tensors"] == 6
-        assert receipt["buckets"] == [(s.index, s.num_bytes, s.checksum) for s in sent.buckets]
+    sent = merge_results(shares)
+    for taken, result in (run.result() for run in running):
+        assert is_whole(taken) and result["num_tensors"] == 6
+        assert result["buckets"] == [(s.index, s.num_bytes, s.checksum) for s in sent.buckets]
 
 
 def check_one_of_two_ranks_fails(kind, servers, pool, tmp_path):
@@ -181,8 +181,8 @@ def check_one_of_two_servers_fails(kind, servers, pool, tmp_path):
     _, error = bad.result(timeout=15)
     assert str(error) == "it does not fit"
     servers[0].end_update("token", 1, encode_error(error), senders=2)
-    taken, receipt = good.result(timeout=15)
-    assert is_whole(taken) and receipt["num_tensors"] == 6
+    taken, result = good.result(timeout=15)
+    assert is_whole(taken) and result["num_tensors"] == 6
     assert [len(send.result(timeout=15).buckets) for send in sending] == [2, 2]
 
 
@@ -207,8 +207,8 @@ def check_one_fails(kind, servers, pool, tmp_path):
     assert len(send(wire).buckets) == 3
     taken, error = bad.result()
     assert len(taken) == 2 and str(error) == "it does not fit"  # nothing after the bucket that did not fit
-    taken, receipt = good.result()
-    assert is_whole(taken) and receipt["num_tensors"] == 6
+    taken, result = good.result()
+    assert is_whole(taken) and result["num_tensors"] == 6
 
 
 @pytest.mark.parametrize("kind", ["http", "disk"])

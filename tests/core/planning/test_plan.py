@@ -114,17 +114,17 @@ def test_a_critic_on_ranks_of_its_own_is_trained_there(plan, kind):
     small = {**QWEN, "num_hidden_layers": 6}
     settings = (f"trainer.kind={kind}", "algorithm.kind=ppo", "run.samples_per_prompt=8")
     models = {"model": QWEN, "critic": small}
-    shared, apart = plan(*settings, models=models), plan(*settings, "placement.critic_ranks=1", models=models)
+    shared, dedicated = plan(*settings, models=models), plan(*settings, "placement.critic_ranks=1", models=models)
     without = plan(f"trainer.kind={kind}", "run.samples_per_prompt=8")
-    assert apart.gpus == shared.gpus + 1 and set(apart.roles) == {"critic"}
-    assert apart.trainer["train"].memory == without.trainer["train"].memory
-    assert apart.seconds["train"] == without.seconds["train"], "the smaller critic is trained in less time"
-    scored, trained = apart.roles["critic"]["score"], apart.roles["critic"]["train"]
-    assert 0 < 2 * scored.seconds < trained.seconds < apart.seconds["train"]
+    assert dedicated.gpus == shared.gpus + 1 and set(dedicated.roles) == {"critic"}
+    assert dedicated.trainer["train"].memory == without.trainer["train"].memory
+    assert dedicated.seconds["train"] == without.seconds["train"], "the smaller critic is trained in less time"
+    scored, trained = dedicated.roles["critic"]["score"], dedicated.roles["critic"]["train"]
+    assert 0 < 2 * scored.seconds < trained.seconds < dedicated.seconds["train"]
     assert scored.memory["weights"] == trained.memory["weights"] and trained.memory["optimizer"]
     assert 0.15 < trained.memory["weights"] / without.trainer["train"].memory["weights"] < 0.5
     assert "logits" not in trained.memory and trained.memory["activations"] > scored.memory["activations"]
-    assert apart.basis("train").endswith("steps of critic, alone")
+    assert dedicated.basis("train").endswith("steps of dedicated critic")
     assert plan(*settings, "placement.critic_ranks=2", models=models).roles["critic"]["train"].seconds < trained.seconds
 
 

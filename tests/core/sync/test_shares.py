@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plasmid.protocols import SyncPlan
-from plasmid.types.receipts import merge_receipts
+from plasmid.types.receipts import merge_results
 from plasmid_models.sync import Gatherable, divide, send_share
 from plasmid_models.sync.shares import number_buckets
 
@@ -71,10 +71,10 @@ ROUNDS = [{"a": 0, "b": 1, "c": 0}, {"d": 1}]
 
 
 def test_a_bucket_is_sent_after_the_gathers_of_its_round_and_before_those_of_the_next():
-    receipts, logs = [], ([], [])
+    results, logs = [], ([], [])
     for rank, log in enumerate(logs):
         plan = SyncPlan(wire=Recorder(log))
-        receipts.append(send_share(share(ROUNDS, rank, log), ROUNDS, plan=plan, version=1, rank=rank))
+        results.append(send_share(share(ROUNDS, rank, log), ROUNDS, plan=plan, version=1, rank=rank))
     assert logs[0] == [
         ("gathered", 0),
         ("sent", 0, ("a", "c"), False),
@@ -88,9 +88,9 @@ def test_a_bucket_is_sent_after_the_gathers_of_its_round_and_before_those_of_the
         ("sent", 2, ("d",), True),
         ("closed", True),
     ]
-    merged = merge_receipts(receipts)
+    merged = merge_results(results)
     assert [bucket.index for bucket in merged.buckets] == [0, 1, 2] and merged.num_tensors == 4
-    assert merged.seconds == max(receipt.seconds for receipt in receipts)
+    assert merged.seconds == max(result.seconds for result in results)
 
 
 def test_a_rank_that_fails_still_takes_part_in_all_gathers():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plasmid.errors import SyncError
 from plasmid.protocols import SyncPlan
-from plasmid.types import BucketSum, SyncReceipt
+from plasmid.types import BucketSum, SyncResult
 from plasmid_models.sync import checksum, compare, make_buckets, send_weights, unpack
 from plasmid_models.sync.checksum import ROW
 
@@ -144,28 +144,28 @@ class Recorder:
 
 def test_sending_opens_sends_all_and_closes():
     wire = Recorder()
-    receipt = send_weights(iter(model_tensors()), plan=SyncPlan(wire=wire, bucket_bytes=100), version=3, rank=0)
+    result = send_weights(iter(model_tensors()), plan=SyncPlan(wire=wire, bucket_bytes=100), version=3, rank=0)
     buckets = wire.log[1:-1]
     assert wire.log[0] == ("open", 0, 3) and wire.log[-1] == ("close", True)
-    assert receipt.version == 3 and receipt.num_tensors == len(model_tensors())
-    assert receipt.buckets == tuple(
+    assert result.version == 3 and result.num_tensors == len(model_tensors())
+    assert result.buckets == tuple(
         BucketSum(index=b.index, num_bytes=b.data.numel(), checksum=checksum(b.data)) for b in buckets
     )
     assert len(buckets) > 2
 
 
-def test_a_receipt_says_what_the_sender_spent_its_time_on():
+def test_a_result_says_what_the_sender_spent_its_time_on():
     wire = Recorder()
-    receipt = send_weights(model_tensors(), plan=SyncPlan(wire=wire, bucket_bytes=100), version=1, rank=0)
-    assert receipt.phases.keys() == {"gather", "hand_over"} and min(receipt.phases.values()) > 0
-    assert sum(receipt.phases.values()) == pytest.approx(receipt.seconds)
+    result = send_weights(model_tensors(), plan=SyncPlan(wire=wire, bucket_bytes=100), version=1, rank=0)
+    assert result.phases.keys() == {"gather", "hand_over"} and min(result.phases.values()) > 0
+    assert sum(result.phases.values()) == pytest.approx(result.seconds)
 
 
 def test_ranks_that_do_not_send_still_take_part_in_gathering():
     wire, read = Recorder(), []
     stream = (read.append(name) or (name, tensor) for name, tensor in model_tensors())
-    receipt = send_weights(stream, plan=SyncPlan(wire=wire), version=1, rank=1)
-    assert (wire.log, receipt.buckets, len(read)) == ([], (), len(model_tensors()))
+    result = send_weights(stream, plan=SyncPlan(wire=wire), version=1, rank=1)
+    assert (wire.log, result.buckets, len(read)) == ([], (), len(model_tensors()))
     send_weights(iter(model_tensors()), plan=SyncPlan(wire=Recorder(senders="all")), version=1, rank=1)
 
 
@@ -178,33 +178,33 @@ def test_a_failing_sender_is_closed_and_the_stream_is_read_to_its_end():
     assert len(read) == len(model_tensors())
 
 
-def receipt(*sums):
+def sync_result(*sums):
     buckets = tuple(BucketSum(index=i, num_bytes=64, checksum=s) for i, s in enumerate(sums))
-    return SyncReceipt(version=2, num_tensors=5, buckets=buckets)
+    return SyncResult(version=2, num_tensors=5, buckets=buckets)
 
 
-def test_receipts_that_agree_pass_whatever_their_time():
-    compare(receipt(1, 2), replace(receipt(1, 2), seconds=9.0))
+def test_results_that_agree_pass_whatever_their_time():
+    compare(sync_result(1, 2), replace(sync_result(1, 2), seconds=9.0))
 
 
 @pytest.mark.parametrize(
     ("received", "message"),
     [
-        (replace(receipt(1, 2), version=1), "weight sync of version 2: the engine reports version 1"),
-        (receipt(1), "weight sync of version 2: 2 buckets were sent, 1 received"),
+        (replace(sync_result(1, 2), version=1), "weight sync of version 2: the engine reports version 1"),
+        (sync_result(1), "weight sync of version 2: 2 buckets were sent, 1 received"),
         (
-            receipt(1, 3),
+            sync_result(1, 3),
             "weight sync of version 2: bucket 1 (64 bytes) was sent with checksum 0000000000000002 "
             "and received with 0000000000000003",
         ),
         (
-            replace(receipt(1), buckets=(receipt(1).buckets[0], BucketSum(index=1, num_bytes=60, checksum=2))),
+            replace(sync_result(1), buckets=(sync_result(1).buckets[0], BucketSum(index=1, num_bytes=60, checksum=2))),
             "weight sync of version 2: bucket 1 was sent with 64 bytes and received with 60",
         ),
-        (replace(receipt(1, 2), num_tensors=4), "weight sync of version 2: 5 tensors were sent, 4 received"),
+        (replace(sync_result(1, 2), num_tensors=4), "weight sync of version 2: 5 tensors were sent, 4 received"),
     ],
 )
-def test_receipts_that_differ_name_the_first_difference(received, message):
+def test_results_that_differ_name_the_first_difference(received, message):
     with pytest.raises(SyncError) as error:
-        compare(receipt(1, 2), received)
+        compare(sync_result(1, 2), received)
     assert str(error.value) == message

@@ -65,7 +65,7 @@ class FSDPEstimate:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Shape of the policy, or of the model on ranks of its own."""
+        """Shape of the policy, or of the model on dedicated ranks."""
         return ModelShape.of(self.context.models["model"])
 
     @property
@@ -135,7 +135,7 @@ class FSDPEstimate:
             yield PhaseEstimate(phase="sync", memory=on_gpu | sent, seconds=offload, basis=basis)
 
     def phases_apart(self) -> Iterator[PhaseEstimate]:
-        """Yield the phases of a model on ranks of its own: score, and train for a critic."""
+        """Yield the phases of a model on dedicated ranks: score, and train for a critic."""
         static, estimated = {"weights": self.shape.parameters * self.dtype_bytes / self.shards}, self.context.on_gpu
         if self.role is Role.CRITIC:
             static = self.state_bytes(self.shape, self.settings.critic)

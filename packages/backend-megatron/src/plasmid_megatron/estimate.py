@@ -51,7 +51,7 @@ class MegatronEstimate:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Shape of the policy, or of the model on ranks of its own."""
+        """Shape of the policy, or of the model on dedicated ranks."""
         return ModelShape.of(self.context.models["model"])
 
     @cached_property
@@ -213,7 +213,7 @@ class MegatronEstimate:
         return max(found, key=lambda memory: sum(memory.values()))
 
     def phases_apart(self) -> Iterator[PhaseEstimate]:
-        """Yield the phases of a model on ranks of its own: score, and train for a critic."""
+        """Yield the phases of a model on dedicated ranks: score, and train for a critic."""
         seconds = None if self.context.device is None else self.seconds(SCORING, steps=0)
         if self.role is Role.CRITIC:
             yield PhaseEstimate(phase="score", memory=self.peak_memory(train=False), seconds=seconds)

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from plasmid.components import BuildContext
 from plasmid.errors import ConfigError, SyncError
 from plasmid.protocols import Actor, AdapterSync, Bundle, PauseMode, Resources, SyncPlan, call
-from plasmid.types import SyncReceipt
+from plasmid.types import SyncResult
 
 from .client import ANSWER_S, HFClient
 from .process.worker import EngineWorker, WorkerOptions
@@ -92,23 +92,23 @@ class HFEngine:
             way = "alone" if self._has_base else "with_base"
         return SyncPlan(wire=wire, dtype=self._dtype, bucket_bytes=self._settings.bucket_bytes, adapter=way)
 
-    async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    async def receive(self, plan: SyncPlan, version: int) -> SyncResult:
         """Update every process. Raises `SyncError`; the engine then refuses requests until an update succeeds."""
         wire = plan.wire
         if not isinstance(wire, HFWire):
             raise SyncError(f"weight sync of version {version}: engine 'hf' does not support {type(wire).__name__}")
         limit_s = wire.timeout_s
-        receipts = await asyncio.gather(
+        results = await asyncio.gather(
             *(call(a, limit_s + 60, EngineWorker.receive, wire.token, version, limit_s) for a in self._actors)
         )
-        for actor, receipt in zip(self._actors, receipts, strict=True):
-            if (receipt.num_tensors, receipt.buckets) != (receipts[0].num_tensors, receipts[0].buckets):
+        for actor, result in zip(self._actors, results, strict=True):
+            if (result.num_tensors, result.buckets) != (results[0].num_tensors, results[0].buckets):
                 raise SyncError(
                     f"weight sync of version {version}: {actor.name} and {self._actors[0].name} received different "
                     "bytes"
                 )
         self._has_base = True
-        return max(receipts, key=lambda receipt: receipt.seconds)
+        return max(results, key=lambda result: result.seconds)
 
     async def checksum(self) -> Mapping[str, int]:
         """Compute checksums of all tensors in the live model. Raises `SyncError` if processes differ."""

@@ -74,31 +74,31 @@ class ServerConnection:
         if self._is_attached:
             raise EngineError(f"{self.api.url}: cannot read the parameters of a server that the run did not start")
         await self.begin_update()
-        receipts = await self._run(self.api.with_time_limit(timeout_s), None, version=None, flush_cache=False)
+        results = await self._run(self.api.with_time_limit(timeout_s), None, version=None, flush_cache=False)
         await self.end_update()
         return {
-            f"{name}@{rank}" if len(receipts) > 1 else name: value
-            for rank, receipt in enumerate(receipts)
-            for name, value in receipt["checksums"].items()
+            f"{name}@{rank}" if len(results) > 1 else name: value
+            for rank, result in enumerate(results)
+            for name, value in result["checksums"].items()
         }
 
     async def _run(
         self, api: HttpApi, update: Mapping[str, Any] | None, *, version: int | None, flush_cache: bool
     ) -> list[dict[str, Any]]:
-        """Have every process `execute` a command. Returns their receipts in rank order."""
+        """Have every process `execute` a command. Returns their results in rank order."""
         name = uuid.uuid4().hex
         command = {"name": name, "control": (self.control.host, self.control.port), "update": update}
         message = json.dumps(command).encode()
         await self.dialect.update(api, self.info, message, version=version, flush_cache=flush_cache)
-        return await asyncio.to_thread(lambda: [self._receipt(name, rank) for rank in range(self.info.ranks)])
+        return await asyncio.to_thread(lambda: [self._read_result(name, rank) for rank in range(self.info.ranks)])
 
-    def _receipt(self, name: str, rank: int) -> dict[str, Any]:
-        receipt = self.control.get(f"{name}/{rank}")
-        if receipt is None:
-            raise SyncError(f"engine rank {rank} returned no receipt")
-        if error := decode_error(receipt):
+    def _read_result(self, name: str, rank: int) -> dict[str, Any]:
+        result = self.control.get(f"{name}/{rank}")
+        if result is None:
+            raise SyncError(f"engine rank {rank} returned no result")
+        if error := decode_error(result):
             raise error
-        return receipt
+        return result
 
     async def _update_from_files(self, command: UpdateCommand, version: int) -> dict[str, Any]:
         """Verify the files for the server, which then loads all of them at once."""
@@ -113,7 +113,7 @@ class ServerConnection:
             rank=0,
             device=torch.device("cpu"),
         )
-        receipt = await asyncio.to_thread(receiver.run)
+        result = await asyncio.to_thread(receiver.run)
         api, folder = self.api.with_time_limit(command.timeout_s), Path(command.folder)
         await self.dialect.load_folder(api, folder, version=version, flush_cache=command.flush_cache)
-        return receipt
+        return result

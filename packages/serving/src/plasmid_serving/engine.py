@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from plasmid.components import kind_of
 from plasmid.errors import EngineError, SyncError
 from plasmid.protocols import PauseMode, SyncPlan
-from plasmid.types import SyncReceipt
+from plasmid.types import SyncResult
 
 from .api import HttpApi
 from .client import ClientOptions, Endpoints, EndpointsFile, ServersClient
@@ -199,7 +199,7 @@ class ServersEngine:
             adapter_dtype="float32",  # servers merge in fp32, as the trainer does
         )
 
-    async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    async def receive(self, plan: SyncPlan, version: int) -> SyncResult:
         """Update every server of the plan, and restart those that fail. Raises `SyncError` if too few are left."""
         wire = plan.wire
         if not isinstance(wire, ServersWire):
@@ -210,32 +210,32 @@ class ServersEngine:
         for server in self.supervisor.running():  # servers outside the plan miss this version, too
             server.condition = Condition.WAITING
         self._publish_endpoints()
-        receipts: dict[ManagedServer, SyncReceipt] = {}
+        results: dict[ManagedServer, SyncResult] = {}
 
         async def receive(server: ManagedServer) -> None:
-            receipts[server] = await server.begin_update(wire.command_to(server.index), version).result()
+            results[server] = await server.begin_update(wire.command_to(server.index), version).result()
 
         failed = await for_each(servers, receive)
-        self._planner.record(receipts)
+        self._planner.record(results)
         if wire.command.folder:
             shutil.rmtree(wire.command.folder, ignore_errors=True)
         at_fault = [server for server, error in failed.items() if not isinstance(error, SyncAbortedError)]
         for server in at_fault or failed:  # servers aborted because of others wait for the next update
             await self.supervisor.remove_from_service(server, str(failed[server]))
-        if not receipts:
+        if not results:
             raise sync_failure(failed.values())
-        first = next(iter(receipts.values()))
-        for server, receipt in receipts.items():
-            if (receipt.num_tensors, receipt.buckets) != (first.num_tensors, first.buckets):
+        first = next(iter(results.values()))
+        for server, result in results.items():
+            if (result.num_tensors, result.buckets) != (first.num_tensors, first.buckets):
                 raise SyncError(
                     f"weight sync of version {version}: {server.name} received different bytes than the others"
                 )
-        for server in receipts:
+        for server in results:
             if server.condition is Condition.WAITING:
                 server.condition = Condition.SERVING
         self.supervisor.check()
         self._publish_endpoints()
-        return max(receipts.values(), key=lambda receipt: receipt.seconds)
+        return max(results.values(), key=lambda result: result.seconds)
 
     async def checksum(self) -> Mapping[str, int]:
         """Return checksums of all parameters, by the servers' own names. Raises `SyncError` if servers differ."""

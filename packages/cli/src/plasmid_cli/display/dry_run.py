@@ -106,7 +106,7 @@ def machine_rows(config: RunConfig) -> list[tuple[str, str, str]]:
     """Return the ranks of each machine, if there are several machines."""
     place = config.placement
     if place.nodes == 1:
-        return [(f"ranks of the {role.value} alone", f"{count}", "") for role, count in place.role_ranks.items()]
+        return [(f"dedicated ranks of the {role.value}", f"{count}", "") for role, count in place.role_ranks.items()]
     slots = place.slots(trainers=place.trainer_ranks, engines=config.engine_ranks, evals=place.eval_ranks)
     rows = []
     for node in range(place.nodes):

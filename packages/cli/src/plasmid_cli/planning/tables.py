@@ -111,7 +111,7 @@ def _placement_rows(plan: Plan, why: str) -> list[tuple[str, str, str]]:
         rows.append(("trainer", f"{place.trainer_ranks} ranks", f"kind {_kind(config.trainer)}"))
         if config.engine_ranks:
             rows.append(("engine", f"{config.engine_ranks} ranks", f"kind {_kind(config.rollout)}"))
-        rows += [(role.value, f"{count} ranks", "alone") for role, count in place.role_ranks.items()]
+        rows += [(role.value, f"{count} ranks", "dedicated") for role, count in place.role_ranks.items()]
         return rows
     rows = [("GPUs", f"{plan.gpus} x {device.name}", f"{why}; {device.memory / GIB:.1f} GiB, {device.source}")]
     slots = place.slots(trainers=place.trainer_ranks, engines=config.engine_ranks, evals=place.eval_ranks)
@@ -179,8 +179,8 @@ def _time_table(plan: Plan) -> Table | None:
     for phase, value in seconds.items():
         table.add_row(phase, f"{value:.3g} s", "#" * max(1, round(BAR * value / longest)), plan.basis(phase))
     if plan.batch_seconds is not None:
-        apart = plan.config.run.max_staleness > 0 and not plan.config.placement.colocated
-        how = "sampling overlaps with training" if apart else "sequential"
+        overlaps = plan.config.run.max_staleness > 0 and not plan.config.placement.colocated
+        how = "sampling overlaps with training" if overlaps else "sequential"
         table.add_row(Text("batch", style="bold"), f"{plan.batch_seconds:.3g} s", "", how)
     return table
 

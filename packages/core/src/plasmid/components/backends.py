@@ -41,7 +41,7 @@ class BuildContext:
     threads: int = 1
     """CPU threads that each rank may use."""
     role_bundles: Mapping[Role, tuple[Bundle, ...]] = field(default_factory=dict)
-    """Bundles of the models on ranks of their own (`PlacementConfig.role_ranks`), for a trainer."""
+    """Bundles of the models on dedicated ranks (`PlacementConfig.role_ranks`), for a trainer."""
     engine_name: str = "engine"
     """Prefix of the names of an engine's processes; distinguishes the engines of a run that has two."""
 
@@ -99,7 +99,7 @@ class TrainerConfig(Component, slot="trainer"):
         return ranks
 
     def places_roles(self) -> bool:
-        """Return True if the trainer supports models on ranks of their own (`PlacementConfig.role_ranks`)."""
+        """Return True if the trainer supports models on dedicated ranks (`PlacementConfig.role_ranks`)."""
         return False
 
     def saves_without_optimizer(self) -> bool:
@@ -126,7 +126,7 @@ class TrainerConfig(Component, slot="trainer"):
         return ()
 
     def estimate_apart(self, context: EstimateContext, role: Role) -> Sequence[PhaseEstimate]:
-        """Estimate the phases of a model on ranks of its own: ``score``, and for a critic ``train``.
+        """Estimate the phases of a model on dedicated ranks: ``score``, and for a critic ``train``.
 
         In the context, `placement.trainer_ranks` is the number of these ranks, and ``models["model"]`` is the model's
         ``config.json``. Returns nothing if there is no estimate.

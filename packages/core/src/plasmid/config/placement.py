@@ -46,13 +46,13 @@ class PlacementConfig(Settings):
     eval_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
     """GPUs (on the CPU: processes) of the separate engine for evaluation sets with mode = "engine"."""
     reference_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
-    """GPUs (on the CPU: processes) of the reference alone, which then scores at the same time as the trainer; 0 scores
-    with the reference on the trainer's ranks."""
+    """GPUs (on the CPU: processes) dedicated to the reference, which then scores at the same time as the trainer; 0
+    scores with the reference on the trainer's ranks."""
     teacher_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
-    """GPUs (on the CPU: processes) of the teacher alone, which then scores at the same time as the trainer; 0 scores
-    with the teacher on the trainer's ranks."""
+    """GPUs (on the CPU: processes) dedicated to the teacher, which then scores at the same time as the trainer; 0
+    scores with the teacher on the trainer's ranks."""
     critic_ranks: int = Field(0, ge=0, le=MAX_PROCESSES)
-    """GPUs (on the CPU: processes) of the critic alone, which then scores and is trained at the same time as the
+    """GPUs (on the CPU: processes) dedicated to the critic, which then scores and is trained at the same time as the
     policy; 0 trains the critic on the trainer's ranks."""
     rollout_workers: int = Field(1, ge=1, le=MAX_PROCESSES)
     """Number of processes that run workflows, rewards and filters."""
@@ -107,7 +107,7 @@ class Slots:
     engine: range
     evaluation: range
     roles: Mapping[Role, range]
-    """Slots of the models on ranks of their own."""
+    """Slots of the models on dedicated ranks."""
     nodes: tuple[int, ...]
     """Machine of each slot, in the order trainer, engines (unless colocated), evaluation engine, roles."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from ..types import Completion, Floats, GenerateRequest, Ints, SyncReceipt
+from ..types import Completion, Floats, GenerateRequest, Ints, SyncResult
 from ..types.top_tokens import TopTokens
 from .trainer import SyncPlan
 
@@ -92,7 +92,7 @@ class RolloutEngine(Protocol):
         If no server is running, waits for those that are being started.
         """
 
-    async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    async def receive(self, plan: SyncPlan, version: int) -> SyncResult:
         """Receive all weights of a version. The update is atomic for requests.
 
         Raises `EngineLostError` if all receiving servers died, in which case the loop tries again.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..types import Floats, Role, SyncReceipt
+from ..types import Floats, Role, SyncResult
 from ..types.batch import BatchRef
 from ..types.top_tokens import TopTokens
 
@@ -86,7 +86,7 @@ class ScoresRef:
     roles: tuple[Role, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     received: Mapping[Role, tuple[SampleScores, ...]] = field(default_factory=dict)
-    """Scores of each sample, in batch order, by models on ranks of their own."""
+    """Scores of each sample, in batch order, by models on dedicated ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Trainer(Protocol):
         Used by canaries and tests.
         """
 
-    async def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    async def send(self, plan: SyncPlan, version: int) -> SyncResult:
         """Publish: send all weights as planned. Runs concurrently with `RolloutEngine.receive`."""
 
     async def save(self, path: Path) -> Finish | None:

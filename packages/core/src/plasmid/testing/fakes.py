@@ -35,7 +35,7 @@ from plasmid import (
 )
 from plasmid.components.objective_inputs import AdvantageInputs, LossInputs, TokenLoss
 from plasmid.protocols import Finish, PauseMode, ScoresRef, SyncPlan, TrainReport, Wire
-from plasmid.types import BucketSum, SyncReceipt
+from plasmid.types import BucketSum, SyncResult
 
 
 class FakeTrainerConfig(TrainerConfig):
@@ -109,9 +109,9 @@ class FakeTrainer:
     async def logprobs(self, batch: BatchRef) -> tuple[Any, ...]:
         return tuple(np.zeros(length, np.float32) for group in batch.groups for length in group.lengths)
 
-    async def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    async def send(self, plan: SyncPlan, version: int) -> SyncResult:
         bucket = BucketSum(index=0, num_bytes=8, checksum=version)
-        return SyncReceipt(version=version, num_tensors=1, buckets=(bucket,))
+        return SyncResult(version=version, num_tensors=1, buckets=(bucket,))
 
     async def save(self, path: Path) -> Finish | None:
         path.mkdir(parents=True)
@@ -147,7 +147,7 @@ class FakeTrainer:
 
 
 class FakeWire:
-    """Implements `protocols.Wire` without a transfer: both fakes return synthetic receipts."""
+    """Implements `protocols.Wire` without a transfer: both fakes return synthetic results."""
 
     senders: Literal["first", "all", "divided"] = "first"
 
@@ -247,11 +247,11 @@ class FakeEngine:
         wire: Wire = FakeWire()
         return SyncPlan(wire=wire)
 
-    async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    async def receive(self, plan: SyncPlan, version: int) -> SyncResult:
         self.version = version
         checksum = -1 if version == self._settings.corrupt_version else version
         bucket = BucketSum(index=0, num_bytes=8, checksum=checksum)
-        return SyncReceipt(version=version, num_tensors=1, buckets=(bucket,))
+        return SyncResult(version=version, num_tensors=1, buckets=(bucket,))
 
     async def checksum(self) -> Mapping[str, int]:
         return {"step": self.version}

@@ -15,7 +15,7 @@ from .samples import (
     SamplingParams,
     Score,
     StopReason,
-    SyncReceipt,
+    SyncResult,
     VersionSpan,
 )
 
@@ -34,6 +34,6 @@ __all__ = [
     "SamplingParams",
     "Score",
     "StopReason",
-    "SyncReceipt",
+    "SyncResult",
     "VersionSpan",
 ]

@@ -1,14 +1,14 @@
-"""Compare the receipts of both sides of a weight sync, and merge those of several senders."""
+"""Compare the results of both sides of a weight sync, and merge those of several senders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..errors import SyncError
-from .samples import SyncReceipt
+from .samples import SyncResult
 
 
-def compare(sent: SyncReceipt, received: SyncReceipt) -> None:
+def compare(sent: SyncResult, received: SyncResult) -> None:
     """Raise a `SyncError` that names the first difference between sent and received weights."""
     where = f"weight sync of version {sent.version}"
     if received.version != sent.version:
@@ -32,13 +32,13 @@ def compare(sent: SyncReceipt, received: SyncReceipt) -> None:
         raise SyncError(f"{where}: {sent.num_tensors} tensors were sent, {received.num_tensors} received")
 
 
-def merge_receipts(receipts: Sequence[SyncReceipt]) -> SyncReceipt:
-    """Return the receipt of a sync from those of all ranks, each of which sent a share; times are of the slowest."""
-    phases = {name: max(r.phases.get(name, 0.0) for r in receipts) for r in receipts for name in r.phases}
-    return SyncReceipt(
-        version=receipts[0].version,
-        num_tensors=sum(receipt.num_tensors for receipt in receipts),
-        buckets=tuple(sorted((b for receipt in receipts for b in receipt.buckets), key=lambda bucket: bucket.index)),
-        seconds=max(receipt.seconds for receipt in receipts),
+def merge_results(results: Sequence[SyncResult]) -> SyncResult:
+    """Return the result of a sync from those of all ranks, each of which sent a share; times are of the slowest."""
+    phases = {name: max(r.phases.get(name, 0.0) for r in results) for r in results for name in r.phases}
+    return SyncResult(
+        version=results[0].version,
+        num_tensors=sum(result.num_tensors for result in results),
+        buckets=tuple(sorted((b for result in results for b in result.buckets), key=lambda bucket: bucket.index)),
+        seconds=max(result.seconds for result in results),
         phases=phases,
     )

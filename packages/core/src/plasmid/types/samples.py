@@ -377,7 +377,7 @@ class BucketSum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReceipt:
+class SyncResult:
     """Summary of a weight sync by the sender or the receiver. Both must agree on everything except times."""
 
     version: int

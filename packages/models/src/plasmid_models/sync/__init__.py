@@ -1,4 +1,4 @@
-"""Weight sync: the sender, and the buckets, checksums and receipts that sender and receiver share."""
+"""Weight sync: the sender, and the buckets, checksums and results that sender and receiver share."""
 
 from plasmid.types.receipts import compare
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from plasmid.protocols import Bucket, Sender, SyncPlan
-from plasmid.types import BucketSum, SyncReceipt
+from plasmid.types import BucketSum, SyncResult
 from torch import Tensor
 
 from .buckets import make_bucket, make_buckets
@@ -15,25 +15,25 @@ from .shares import Round, number_buckets
 Named = tuple[str, Tensor]
 
 
-def send_weights(named_tensors: Iterable[Named], *, plan: SyncPlan, version: int, rank: int) -> SyncReceipt:
+def send_weights(named_tensors: Iterable[Named], *, plan: SyncPlan, version: int, rank: int) -> SyncResult:
     """Send all tensors over the plan's wire. All ranks call it, because the stream may gather each tensor from them.
 
-    A rank that does not send only takes part in the gathers; its receipt is empty. After a sender fails, the stream is
+    A rank that does not send only takes part in the gathers; its result is empty. After a sender fails, the stream is
     still read to its end, because the other ranks wait in the same gathers.
     """
     stream = iter(named_tensors)
     if plan.wire.senders == "first" and rank > 0:
         started = time.perf_counter()
         _drain(stream)
-        return SyncReceipt(version=version, num_tensors=0, buckets=(), seconds=time.perf_counter() - started)
+        return SyncResult(version=version, num_tensors=0, buckets=(), seconds=time.perf_counter() - started)
     buckets = make_buckets(stream, bucket_bytes=plan.bucket_bytes)
     return _send(buckets, stream, plan=plan, version=version, rank=rank)
 
 
 def send_share(
     tensors: Iterable[list[Named]], rounds: Sequence[Round], *, plan: SyncPlan, version: int, rank: int
-) -> SyncReceipt:
-    """Send this rank's share of the tensors over the plan's wire, one bucket per round; returns the share's receipt.
+) -> SyncResult:
+    """Send this rank's share of the tensors over the plan's wire, one bucket per round; returns the share's result.
 
     All ranks call it together with the same ``rounds``. ``tensors`` yields this rank's tensors in every round. A rank
     sends its bucket only after all gathers of the round, so no gather waits for a receiver that waits for an earlier
@@ -53,7 +53,7 @@ def _share_of(stream: Iterator[list[Named]], rounds: Sequence[Round], rank: int)
 
 def _send(
     buckets: Iterator[Bucket], stream: Iterator[object], *, plan: SyncPlan, version: int, rank: int
-) -> SyncReceipt:
+) -> SyncResult:
     """Send all buckets, which are made from ``stream``."""
     started = time.perf_counter()
     try:
@@ -63,7 +63,7 @@ def _send(
         _drain(stream)
         raise
     seconds = time.perf_counter() - started
-    return SyncReceipt(
+    return SyncResult(
         version=version,
         num_tensors=num_tensors,
         buckets=tuple(sums),

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from plasmid.errors import ConfigError, EngineError, SyncError
 from plasmid.protocols import Bucket, PauseMode
-from plasmid.types import Completion, GenerateRequest, StopReason, SyncReceipt
+from plasmid.types import Completion, GenerateRequest, StopReason, SyncResult
 from plasmid_models.sync import checksum
 from plasmid_models.tokenization.tokenizer_files import check_tokenizer_files
 from tokenizers import Tokenizer
@@ -106,8 +106,8 @@ class EngineCore:
         self._update = WeightUpdate(token, version, self.generator.model.tensors(), kept=self._base_received)
         return self._update
 
-    def receive(self, token: str, version: int) -> Future[SyncReceipt]:
-        """Return a future for the receipt of a weight sync."""
+    def receive(self, token: str, version: int) -> Future[SyncResult]:
+        """Return a future for the result of a weight sync."""
         return self.update(token, version).result
 
     def put_bucket(self, token: str, version: int, header: Mapping[str, Any], data: NDArray[np.uint8]) -> None:

@@ -19,7 +19,7 @@ from plasmid.components import AdapterSpec
 from plasmid.config.run import ModelConfig
 from plasmid.errors import EngineError
 from plasmid.protocols import PauseMode
-from plasmid.types import Completion, GenerateRequest, StopReason, SyncReceipt
+from plasmid.types import Completion, GenerateRequest, StopReason, SyncResult
 
 from ..settings import HF
 from .thread import EngineThread
@@ -203,16 +203,16 @@ class EngineWorker:
         """See `RolloutEngine.resume`. Raises `SyncError`."""
         await self._run(self.core.resume)
 
-    async def receive(self, token: str, version: int, limit_s: float) -> SyncReceipt:
+    async def receive(self, token: str, version: int, limit_s: float) -> SyncResult:
         """Wait for the end of a weight sync. Raises `SyncError`, also if it exceeds the time limit."""
-        receipt = self._thread.submit(partial(self.core.receive, token, version))
+        result = self._thread.submit(partial(self.core.receive, token, version))
         try:
             async with asyncio.timeout(limit_s):
-                return cast(SyncReceipt, await asyncio.wrap_future(receipt))
+                return cast(SyncResult, await asyncio.wrap_future(result))
         except TimeoutError:
             reason = f"weight sync of version {version}: not complete within {limit_s:g} s"
             await self._run(self.core.fail_update, token, reason)
-            return cast(SyncReceipt, await self._run(self.core.receive, token, version))
+            return cast(SyncResult, await self._run(self.core.receive, token, version))
 
     async def put_bucket(self, token: str, version: int, header: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
         """Write some weights into the model; returns when they are written. Raises `SyncError`."""

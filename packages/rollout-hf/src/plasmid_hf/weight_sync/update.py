@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import torch
 from plasmid.errors import SyncError
 from plasmid.protocols import Bucket
-from plasmid.types import BucketSum, SyncReceipt
+from plasmid.types import BucketSum, SyncResult
 from plasmid_models.sync import checksum, unpack
 from torch import Tensor
 
@@ -24,8 +24,8 @@ class WeightUpdate:
         together."""
         self.token = token
         self.version = version
-        self.result: Future[SyncReceipt] = Future()
-        """The receipt, or `SyncError`."""
+        self.result: Future[SyncResult] = Future()
+        """The result, or `SyncError`."""
         self.senders_done = 0
         """Number of trainer ranks that have sent their share."""
         self._tensors, self._kept = tensors, kept
@@ -83,7 +83,7 @@ class WeightUpdate:
                 f"{self._where}: tensors {twin!r} and {name!r} are tied, but were sent with different values"
             )
 
-    def finish(self) -> SyncReceipt:
+    def finish(self) -> SyncResult:
         """Complete the update. Raises `SyncError` if a tensor is missing."""
         if not self.is_open:
             return self.result.result()
@@ -94,14 +94,14 @@ class WeightUpdate:
             error = SyncError(f"{self._where}: {len(missing)} tensors were not sent, the first is {missing[0]!r}")
             self.fail(error)
             raise error
-        receipt = SyncReceipt(
+        result = SyncResult(
             version=self.version,
             num_tensors=len(self._written),
             buckets=tuple(sorted(self._sums, key=lambda bucket: bucket.index)),
             seconds=time.monotonic() - self._started,
         )
-        self.result.set_result(receipt)
-        return receipt
+        self.result.set_result(result)
+        return result
 
     def fail(self, error: SyncError) -> None:
         """Fail the update. The engine must not serve afterwards, because tensors already written are not restored."""

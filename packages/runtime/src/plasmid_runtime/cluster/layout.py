@@ -21,7 +21,7 @@ class Layout:
     evaluation: tuple[Bundle, ...]
     """Bundles of the separate evaluation engine."""
     roles: Mapping[Role, tuple[Bundle, ...]]
-    """Bundles of the models on ranks of their own."""
+    """Bundles of the models on dedicated ranks."""
     workers: tuple[Bundle, ...]
     """Bundles of the rollout workers."""
     num_nodes: int

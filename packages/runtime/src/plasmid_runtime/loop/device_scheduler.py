@@ -13,7 +13,7 @@ from typing import TypeVar
 from plasmid.config.run import RunConfig
 from plasmid.errors import EngineLostError
 from plasmid.protocols import RolloutEngine, Trainer
-from plasmid.types import SyncReceipt
+from plasmid.types import SyncResult
 from plasmid.types.receipts import compare
 from plasmid.utils.waiting import run_together
 
@@ -22,11 +22,11 @@ from .call_limits import CallLimits
 
 async def transfer(
     trainer: Trainer, engine: RolloutEngine, *, version: int, timeout_s: float, limits: CallLimits
-) -> SyncReceipt:
-    """Send and receive one version concurrently and compare both receipts. The engine must be paused, and remains
+) -> SyncResult:
+    """Send and receive one version concurrently and compare both results. The engine must be paused, and remains
     paused.
 
-    Raises `SyncError` if the receipts differ, `DeadlineError` if the two do not finish in time.
+    Raises `SyncError` if the results differ, `DeadlineError` if the two do not finish in time.
     """
     started = time.monotonic()
     async with limits.deadline("sync", timeout_s, f"weight sync of version {version} (run.sync_timeout_s)"):
@@ -36,7 +36,7 @@ async def transfer(
     return replace(sent, version=version, seconds=time.monotonic() - started, phases=phases)
 
 
-async def _send_and_receive(trainer: Trainer, engine: RolloutEngine, version: int) -> list[SyncReceipt]:
+async def _send_and_receive(trainer: Trainer, engine: RolloutEngine, version: int) -> list[SyncResult]:
     plan = await engine.plan_sync()
     # concurrently: a broadcast needs both sides, and shared memory must not outlive its tensor
     return await run_together([trainer.send(plan, version), engine.receive(plan, version)])
@@ -109,7 +109,7 @@ class DeviceScheduler:
         await self._record_time("resume", engine.resume())
         await self.enter_sampling()
 
-    async def publish(self, version: int) -> SyncReceipt:
+    async def publish(self, version: int) -> SyncResult:
         """Send the trainer's weights as this version, and resume sampling. `enter_training` must precede it.
 
         If this fails, the engine stays paused, since it may have received only some of the weights. Raises `SyncError`
@@ -120,12 +120,12 @@ class DeviceScheduler:
             await self._record_time("pause", self.engine.pause(self.engine.pause_mode))
         if place.offload_engine:
             await self._record_time("wake", self.engine.wake(kv_cache=False))
-        receipt = await self._transfer(version)
+        result = await self._transfer(version)
         await self._make_room()
         await self._record_time("resume", self.engine.resume())
-        return receipt
+        return result
 
-    async def _transfer(self, version: int) -> SyncReceipt:
+    async def _transfer(self, version: int) -> SyncResult:
         """Transfer the weights, and retry with newly started servers if all receiving ones died."""
         while True:
             try:
@@ -135,7 +135,7 @@ class DeviceScheduler:
                 await self.engine.health()  # raises when too little of the engine is left to wait for
                 await asyncio.sleep(RETRY_S)
 
-    async def _send(self, engine: RolloutEngine, version: int) -> SyncReceipt:
+    async def _send(self, engine: RolloutEngine, version: int) -> SyncResult:
         timeout_s = self.config.run.sync_timeout_s
         return await transfer(self.trainer, engine, version=version, timeout_s=timeout_s, limits=self._limits)
 

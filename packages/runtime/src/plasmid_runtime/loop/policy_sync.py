@@ -65,14 +65,14 @@ class PolicySync:
         """
         self._begin_phase()
         started = time.monotonic()
-        receipt = await self.devices.publish(self.progress.version + 1)
+        result = await self.devices.publish(self.progress.version + 1)
         self.devices.seconds["sync"] = time.monotonic() - started
         self.progress.version += 1
         published, self.progress.unpublished = self.progress.unpublished, 0
         await self.ask_canary()
         self.producer.release(published, version=self.progress.version)
-        phases = {f"sync/{name}_s": seconds for name, seconds in receipt.phases.items()}
-        return {"sync/bytes": float(receipt.num_bytes), "sync/transfer_s": receipt.seconds, **phases}
+        phases = {f"sync/{name}_s": seconds for name, seconds in result.phases.items()}
+        return {"sync/bytes": float(result.num_bytes), "sync/transfer_s": result.seconds, **phases}
 
     async def send_to(self, engine: RolloutEngine) -> None:
         """Send the current version to another engine."""

@@ -61,7 +61,7 @@ PROCESS = 0.7 * GIB
 """Memory of a process on a CPU that has loaded torch, in bytes."""
 PHASES: tuple[Phase, ...] = ("sample", "score", "train", "sync")
 Place = Literal["shared", "trainer", "engine", "reference", "teacher", "critic"]
-APART: Mapping[Role, Place] = {Role.REFERENCE: "reference", Role.TEACHER: "teacher", Role.CRITIC: "critic"}
+ROLE_PLACES: Mapping[Role, Place] = {Role.REFERENCE: "reference", Role.TEACHER: "teacher", Role.CRITIC: "critic"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,16 +91,16 @@ class Plan:
     engine: Mapping[Phase, PhaseEstimate]
     """Empty if no engine of the run computes anything, or if it has no estimates."""
     roles: Mapping[Place, Mapping[Phase, PhaseEstimate]] = field(default_factory=dict)
-    """Models on ranks of their own."""
+    """Models on dedicated ranks."""
 
     @cached_property
     def usages(self) -> tuple[Usage, ...]:
         """Memory usages, ordered by place, then by phase."""
-        alone = [usage for place, part in self.roles.items() for usage in self._use_separately(place, part)]
+        dedicated = [usage for place, part in self.roles.items() for usage in self._use_separately(place, part)]
         if self.config.placement.colocated and self.engine and self.device is not None:
-            return (*self._use_together(), *alone)
+            return (*self._use_together(), *dedicated)
         parts = (self._use_separately(place, part) for place, part in self._parts())
-        return (*chain(*parts), *alone)
+        return (*chain(*parts), *dedicated)
 
     @property
     def limit(self) -> float:
@@ -146,8 +146,8 @@ class Plan:
             known = [seconds for seconds in parts if seconds is not None]
             if known:
                 found[phase] = sum(known)
-            alone = [part[phase].seconds for part in self.roles.values() if phase in part]
-            for seconds in alone:  # they score and train at the same time as the policy
+            dedicated = [part[phase].seconds for part in self.roles.values() if phase in part]
+            for seconds in dedicated:  # they score and train at the same time as the policy
                 if seconds is not None:
                     found[phase] = max(found.get(phase, 0.0), seconds)
         return found
@@ -160,9 +160,9 @@ class Plan:
             return None
         training = seconds.get("score", 0.0) + seconds["train"]
         sampling = seconds.get("sample", 0.0)
-        apart = self.config.run.max_staleness > 0 and not self.config.placement.colocated
+        overlaps = self.config.run.max_staleness > 0 and not self.config.placement.colocated
         sync = seconds.get("sync", 0.0) / self.config.run.sync_every
-        return (max(training, sampling) if apart else training + sampling) + sync
+        return (max(training, sampling) if overlaps else training + sampling) + sync
 
     @property
     def gpus(self) -> int:
@@ -242,8 +242,8 @@ def make_plan(
     """Plan a recipe whose models have these ``config.json``, by table. Raises `ConfigError`."""
     context = EstimateContext(config=config, models=models, device=device, load=load)
     engine = config.rollout.estimate(context) if config.rollout is not None and config.engine_ranks else ()
-    apart = {APART[role] for role in config.placement.role_ranks}
-    shared = replace(context, models={table: model for table, model in models.items() if table not in apart})
+    dedicated = {ROLE_PLACES[role] for role in config.placement.role_ranks}
+    shared = replace(context, models={table: model for table, model in models.items() if table not in dedicated})
     return Plan(
         config=config,
         device=device,
@@ -255,16 +255,16 @@ def make_plan(
 
 
 def _estimate_roles(context: EstimateContext) -> Iterator[tuple[Place, dict[Phase, PhaseEstimate]]]:
-    """Yield the estimates of the models on ranks of their own."""
+    """Yield the estimates of the models on dedicated ranks."""
     config, models = context.config, context.models
     for role, count in config.placement.role_ranks.items():
-        name = APART[role]
+        name = ROLE_PLACES[role]
         place = config.placement.model_copy(update={"trainer_ranks": count})
         own = replace(
             context,
             config=config.model_copy(update={"placement": place}),
             models={"model": models.get(name, models["model"])},
         )
-        work = {"score": f"forward passes of {name}, alone", "train": f"steps of {name}, alone"}
+        work = {"score": f"forward passes of dedicated {name}", "train": f"steps of dedicated {name}"}
         estimates = config.trainer.estimate_apart(own, role)
         yield name, {part.phase: replace(part, basis=work.get(part.phase, "")) for part in estimates}

@@ -9,7 +9,7 @@ from plasmid.components import kind_of
 from plasmid.config.run import RunConfig
 from plasmid.errors import EngineError
 from plasmid.protocols import PauseMode, SyncPlan
-from plasmid.types import SyncReceipt
+from plasmid.types import SyncResult
 from plasmid.utils.addresses import shown_url
 
 from .apis import ServerApi
@@ -46,7 +46,7 @@ class ServerEngine:
     async def plan_sync(self) -> SyncPlan:
         self._refuse("receive weights")
 
-    async def receive(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    async def receive(self, plan: SyncPlan, version: int) -> SyncResult:
         self._refuse("receive weights")
 
     async def checksum(self) -> Mapping[str, int]:

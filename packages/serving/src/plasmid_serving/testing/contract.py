@@ -146,7 +146,7 @@ async def _sync(engine: RolloutEngine, weights: Mapping[str, Tensor], version: i
     try:
         compare(sent, received)
     except SyncError as error:
-        raise AssertionError(f"the receipt of receive must account for every byte sent: {error}") from None
+        raise AssertionError(f"the result of receive must account for every byte sent: {error}") from None
     await engine.resume()
 
 

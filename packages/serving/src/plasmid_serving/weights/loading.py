@@ -1,6 +1,6 @@
-"""Executes commands of the engine inside a server's processes, and sends receipts over the control channel.
+"""Executes commands of the engine inside a server's processes, and sends results over the control channel.
 
-The response to the server's update call cannot carry receipts, and an exception in `execute` would end the server.
+The response to the server's update call cannot carry results, and an exception in `execute` would end the server.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def execute(model: nn.Module, message: bytes, fusions: Fusions) -> None:
     address = ControlAddress.from_environment(*command["control"])
     try:
         if command["update"] is None:
-            receipt = {"checksums": {name: checksum(parameter) for name, parameter in model.named_parameters()}}
+            result = {"checksums": {name: checksum(parameter) for name, parameter in model.named_parameters()}}
         else:
             update = UpdateCommand(**command["update"])
             loader, device = Loader(model, fusions, update), next(model.parameters()).device
-            receipt = Receiver(address=address, command=update, load=loader.load, rank=rank(), device=device).run()
+            result = Receiver(address=address, command=update, load=loader.load, rank=rank(), device=device).run()
     except Exception as error:  # noqa: BLE001  boundary: the server must survive to report it
-        receipt = encode_error(error)
-    address.put(f"{command['name']}/{rank()}", receipt)
+        result = encode_error(error)
+    address.put(f"{command['name']}/{rank()}", result)
 
 
 def rank() -> int:

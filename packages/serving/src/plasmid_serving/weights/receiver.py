@@ -40,7 +40,7 @@ class Receiver:
         self._channel = ControlChannel.of_process(self.address, self.command.token, self.rank)
 
     def run(self) -> dict[str, Any]:
-        """Receive all buckets and return their part of the receipt. Errors are sent to the sender, then raised."""
+        """Receive all buckets and return their part of the result. Errors are sent to the sender, then raised."""
         is_last, index = False, 0
         while not is_last:
             message = self._next(index)

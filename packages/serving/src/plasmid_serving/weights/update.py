@@ -1,4 +1,4 @@
-"""Engine side of a weight sync: a command to the processes of each server, and their receipts."""
+"""Engine side of a weight sync: a command to the processes of each server, and their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plasmid.errors import EngineError, PlasmidError, SyncError
-from plasmid.types import BucketSum, SyncReceipt
+from plasmid.types import BucketSum, SyncResult
 
 from ..connection import ServerConnection
 from .command import UpdateCommand
@@ -17,7 +17,7 @@ from .errors import SyncAbortedError, connection_lost_error, encode_error
 
 
 class Update:
-    """The update of one server, from the command to the receipt."""
+    """The update of one server, from the command to the result."""
 
     def __init__(self, server: ServerConnection, command: UpdateCommand, version: int) -> None:
         self._server, self._command, self._version = server, command, version
@@ -40,7 +40,7 @@ class Update:
         except RuntimeError:
             return None
 
-    async def result(self) -> SyncReceipt:
+    async def result(self) -> SyncResult:
         """Wait until all weights are in the model under their version. Raises `SyncError`, `EngineError`."""
         try:
             async with asyncio.timeout(self._command.timeout_s):
@@ -67,18 +67,18 @@ class Update:
             command = self._command
             self._server.control.end_update(command.token, command.ranks, encode_error(error), senders=command.senders)
 
-    async def _run(self) -> SyncReceipt:
+    async def _run(self) -> SyncResult:
         server, command = self._server, self._command
         await server.begin_update()
         began = time.perf_counter()
-        receipts = await server.update(command, self._version)
-        phases = _phases(receipts, time.perf_counter() - began)
+        results = await server.update(command, self._version)
+        phases = _phases(results, time.perf_counter() - began)
         began = time.perf_counter()
         await server.end_update()
-        found = receipts[0]
-        if any((r["buckets"], r["num_tensors"]) != (found["buckets"], found["num_tensors"]) for r in receipts):
+        found = results[0]
+        if any((r["buckets"], r["num_tensors"]) != (found["buckets"], found["num_tensors"]) for r in results):
             raise SyncError("engine ranks received different bytes")
-        return SyncReceipt(
+        return SyncResult(
             version=self._version,
             num_tensors=found["num_tensors"],
             buckets=tuple(BucketSum(index=i, num_bytes=n, checksum=c) for i, n, c in found["buckets"]),
@@ -86,7 +86,7 @@ class Update:
         )
 
 
-def _phases(receipts: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+def _phases(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
     """Return seconds of the slowest process in each phase; ``command`` is the overhead of the server's own call."""
-    slowest = {phase: max(r["seconds"][phase] for r in receipts) for phase in receipts[0]["seconds"]}
-    return slowest | {"command": seconds - max(sum(r["seconds"].values()) for r in receipts)}
+    slowest = {phase: max(r["seconds"][phase] for r in results) for phase in results[0]["seconds"]}
+    return slowest | {"command": seconds - max(sum(r["seconds"].values()) for r in results)}

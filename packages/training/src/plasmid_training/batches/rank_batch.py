@@ -55,9 +55,9 @@ class RankBatch:
     prefixes: Indices = ()
     """[n] number of leading tokens that each sample shares with its group in a microbatch; empty if there are none."""
     received: Mapping[Role, tuple[SampleScores, ...]] = field(default_factory=dict)
-    """[n] scores of each sample by models on ranks of their own (`ScoresRef.received`)."""
+    """[n] scores of each sample by models on dedicated ranks (`ScoresRef.received`)."""
     returns: tuple[Floats, ...] = ()
-    """[n] targets of each sample's values, for the training of a critic on ranks of its own."""
+    """[n] targets of each sample's values, for the training of a critic on dedicated ranks."""
     groups: tuple[Ref[PromptGroup], ...] = ()
     """All groups of the batch, if the algorithm needs metadata of samples (`Needs.metadata`)."""
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class BatchRanks:
-    """All ranks of the trainer, or of a model on ranks of its own."""
+    """All ranks of the trainer, or of a model on dedicated ranks."""
 
     def __init__(self, group: RankGroup, *, microbatching: Microbatching, with_metadata: bool = False) -> None:
         self.group = group
@@ -57,7 +57,7 @@ class BatchRanks:
         return tuple(by_sample[i] for i in range(len(by_sample)))
 
     async def score(self, batch: BatchRef) -> tuple[SampleScores, ...]:
-        """Return the scores of each sample by a model on ranks of its own, in batch order."""
+        """Return the scores of each sample by a model on dedicated ranks, in batch order."""
         parts = self.split(batch)
         return self.in_batch_order(parts, await self.group.call_each(ScoringRank.score, parts))
 
@@ -65,7 +65,7 @@ class BatchRanks:
 async def start_groups(
     context: BuildContext, make_backend: MakeBackend, config: dict[str, object], timeout_s: float
 ) -> tuple[dict[Role, RankGroup], BaseException | None]:
-    """Start the processes of the trainer and of every model on ranks of its own, concurrently.
+    """Start the processes of the trainer and of every model on dedicated ranks, concurrently.
 
     ``config`` is the recipe for them. Returns the groups of all started processes, by their model, and the first error.
     """

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from plasmid.components import BuildContext
 from plasmid.protocols import Finish, SampleScores, ScoresRef, SyncPlan, TrainReport
-from plasmid.types import Floats, Role, SyncReceipt
+from plasmid.types import Floats, Role, SyncResult
 from plasmid.types.batch import BatchRef
-from plasmid.types.receipts import merge_receipts
+from plasmid.types.receipts import merge_results
 from plasmid.utils.waiting import run_together
 
 from ..batches.rank_batch import RankBatch
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 KNOWN = ("float32", "bfloat16")
 NEW_REFERENCE = "new-reference"
-"""Folder within the run's folder in which the policy replaces a reference on ranks of its own."""
+"""Folder within the run's folder in which the policy replaces a reference on dedicated ranks."""
 
 
 def config_of_ranks(context: BuildContext) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class RankedTrainer:
         reference_every: int = 0,
         run_dir: Path,
     ) -> None:
-        """``groups`` are the trainer's ranks, by `Role.POLICY`, and those of the models on ranks of their own."""
+        """``groups`` are the trainer's ranks, by `Role.POLICY`, and those of the models on dedicated ranks."""
         self._parts = BatchRanks(groups[Role.POLICY], microbatching=microbatching, with_metadata=with_metadata)
         self._ranks = self._parts.group
         self._apart = {
@@ -146,7 +146,7 @@ class RankedTrainer:
     async def train(self, batch: BatchRef, scores: ScoresRef) -> TrainReport:
         """Take ``batch.steps`` optimizer steps, and let the policy replace the reference if that is due.
 
-        A critic on ranks of its own is trained while the policy is.
+        A critic on dedicated ranks is trained while the policy is.
         """
         if scores.batch != batch.index:
             raise ValueError(f"the scores belong to batch {scores.batch}, not to batch {batch.index}")
@@ -165,7 +165,7 @@ class RankedTrainer:
         return TrainReport(steps=tuple(reduce(or_, step) for step in zip(*reports, strict=True)))
 
     async def _replace(self, reference: RankGroup) -> None:
-        """Replace the weights of a reference on ranks of its own by those of the policy, through the run folder."""
+        """Replace the weights of a reference on dedicated ranks by those of the policy, through the run folder."""
         folder = self._run_dir.absolute() / NEW_REFERENCE
         try:
             await self._ranks.call_all(Rank.write_policy, folder)
@@ -178,10 +178,10 @@ class RankedTrainer:
         parts = self._parts.split(batch)
         return self._parts.in_batch_order(parts, await self._ranks.call_each(Rank.logprobs, parts))
 
-    async def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
-        """Send all weights over the plan's wire; return the receipt of all of them."""
-        receipts = await self._ranks.with_timeout(self._sync_timeout_s).call_all(Rank.send, plan, version)
-        return merge_receipts(receipts) if plan.wire.senders == "divided" else receipts[0]
+    async def send(self, plan: SyncPlan, version: int) -> SyncResult:
+        """Send all weights over the plan's wire; return the result of all of them."""
+        results = await self._ranks.with_timeout(self._sync_timeout_s).call_all(Rank.send, plan, version)
+        return merge_results(results) if plan.wire.senders == "divided" else results[0]
 
     async def save(self, path: Path) -> Finish | None:
         """Write the sharded state into the folder; see `protocols.Trainer` for the result."""

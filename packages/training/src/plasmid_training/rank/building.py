@@ -18,7 +18,12 @@ from .peers import PeerRanks
 
 def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> Learner:
     """Load all models that the algorithm needs. The process groups must have been created. Raises `ModelError`."""
-    run, algorithm, needs, apart = config.run, config.algorithm, config.algorithm.needs(), config.placement.role_ranks
+    run, algorithm, needs, dedicated = (
+        config.run,
+        config.algorithm,
+        config.algorithm.needs(),
+        config.placement.role_ranks,
+    )
     warmup = algorithm.critic_warmup if isinstance(algorithm, ActorCritic) else 0
     policy = backend.build_policy(source(config, "model"))
     on_gpu, moves = peers.device.type == "cuda", bool(config.reference.update_every)
@@ -32,11 +37,11 @@ def build_learner(config: RunConfig, backend: RankBackend, peers: PeerRanks) -> 
             swap=on_gpu or (role is Role.REFERENCE and moves),
         )
         for role, needed in ((Role.REFERENCE, needs.reference), (Role.TEACHER, needs.teacher and has_teacher(config)))
-        if needed and role not in apart
+        if needed and role not in dedicated
     }
     steps = max(0, run.batches - warmup) * run.steps_per_batch
     trained = TrainedModel(policy, algorithm=algorithm, peers=peers, total_steps=steps)
-    has_critic = isinstance(algorithm, ActorCritic) and Role.CRITIC not in apart
+    has_critic = isinstance(algorithm, ActorCritic) and Role.CRITIC not in dedicated
     return Learner(
         policy=trained,
         critic=build_critic(config, backend, peers) if has_critic else None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from plasmid.config.load import resolve
 from plasmid.config.run import RunConfig
 from plasmid.protocols import SampleScores, SyncPlan
-from plasmid.types import Floats, Role, SyncReceipt
+from plasmid.types import Floats, Role, SyncResult
 
 from ..batches.rank_batch import RankBatch
 
@@ -55,7 +55,7 @@ def reference_folder(path: Path) -> Path:
 
 
 def critic_folder(path: Path) -> Path:
-    """Return the folder of a critic on ranks of its own for the trainer's checkpoint in ``path``."""
+    """Return the folder of a critic on dedicated ranks for the trainer's checkpoint in ``path``."""
     return path.with_name(f"{path.name}-critic")
 
 
@@ -86,14 +86,14 @@ class ConnectedRank(Protocol):
 
 
 class ScoringRank(ConnectedRank, Protocol):
-    """Remote methods of all models on ranks of their own, in addition to `ConnectedRank`."""
+    """Remote methods of all models on dedicated ranks, in addition to `ConnectedRank`."""
 
     def score(self, batch: RankBatch) -> tuple[SampleScores, ...]:
         """Return, for each of this rank's samples, the scores of its loss tokens; values of other tokens are 0."""
 
 
 class FrozenRank(ScoringRank, Protocol):
-    """Remote methods of a reference or teacher on ranks of its own, implemented by `FrozenProcess`."""
+    """Remote methods of a reference or teacher on dedicated ranks, implemented by `FrozenProcess`."""
 
     def load(self, path: Path) -> None:
         """Replace the weights by those of a Hugging Face folder. Raises `ModelError`."""
@@ -125,7 +125,7 @@ class TrainedRank(ConnectedRank, Protocol):
 
 
 class CriticRank(ScoringRank, TrainedRank, Protocol):
-    """Remote methods of a critic on ranks of its own, implemented by `CriticProcess`."""
+    """Remote methods of a critic on dedicated ranks, implemented by `CriticProcess`."""
 
 
 class Rank(TrainedRank, Protocol):
@@ -140,7 +140,7 @@ class Rank(TrainedRank, Protocol):
     def logprobs(self, batch: RankBatch) -> tuple[Floats, ...]:
         """Return the policy's log-probabilities [L] for each of this rank's samples."""
 
-    def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    def send(self, plan: SyncPlan, version: int) -> SyncResult:
         """Send all weights of the policy. Raises the errors of the plan's `Wire`."""
 
     def offload(self) -> None:

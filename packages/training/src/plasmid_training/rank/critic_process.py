@@ -1,4 +1,4 @@
-"""The process of one rank of a critic on ranks of its own. Implements `calls.CriticRank`."""
+"""The process of one rank of a critic on dedicated ranks. Implements `calls.CriticRank`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of one rank of a frozen model on ranks of its own. Implements `calls.FrozenRank`."""
+"""The process of one rank of a frozen model on dedicated ranks. Implements `calls.FrozenRank`."""
 
 from __future__ import annotations
 

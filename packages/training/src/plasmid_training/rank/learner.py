@@ -160,7 +160,7 @@ class Learner:
 
     policy: TrainedModel
     critic: Critic | None
-    """None without a critic, and for a critic on ranks of its own."""
+    """None without a critic, and for a critic on dedicated ranks."""
     critic_warmup: int
     """Number of batches at the start of the run in which only the critic is trained."""
     frozen: Mapping[Role, FrozenModel]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from plasmid.config.run import RunConfig
 from plasmid.errors import CheckpointError
 from plasmid.protocols import SyncPlan
-from plasmid.types import Floats, Role, SyncReceipt
+from plasmid.types import Floats, Role, SyncResult
 from plasmid.types.batch import Rows
 from plasmid.types.token_values import token_values_file
 from plasmid.utils.addresses import own_address
@@ -167,7 +167,7 @@ class TrainedProcess(ConnectedProcess):
     def load(self, path: Path) -> dict[str, int]:
         """Load this rank's shards; return the optimizer step of each model, by role. Raises `CheckpointError`.
 
-        The critic may have been saved on ranks of its own or on the trainer's, wherever it is now.
+        The critic may have been saved on dedicated ranks or on the trainer's, wherever it is now.
         """
         models, steps = self._trained_models(), dict[str, int]()
         for folder, roles in _saved_folders(path, has_critic=self._config.algorithm.needs().critic):
@@ -197,12 +197,12 @@ def _saved_folders(path: Path, *, has_critic: bool) -> list[tuple[Path, set[str]
 
     The policy comes last: the random generators of the trainer's ranks are those of its folder.
     """
-    policy, critic, apart = Role.POLICY.value, Role.CRITIC.value, critic_folder(path)
-    if not apart.is_dir():
+    policy, critic, separate = Role.POLICY.value, Role.CRITIC.value, critic_folder(path)
+    if not separate.is_dir():
         return [(path, {policy, critic} if has_critic else {policy})]
     if not has_critic:
         raise CheckpointError(f"{path}: the checkpoint belongs to a different algorithm: it has a critic")
-    return [(apart, {critic}), (path, {policy})]
+    return [(separate, {critic}), (path, {policy})]
 
 
 class RankProcess(TrainedProcess):
@@ -250,7 +250,7 @@ class RankProcess(TrainedProcess):
         with torch.compiler.set_stance("force_eager"):
             return self._learner.logprobs(batch, batch.fetch())
 
-    def send(self, plan: SyncPlan, version: int) -> SyncReceipt:
+    def send(self, plan: SyncPlan, version: int) -> SyncResult:
         """Send all weights of the policy, or this rank's share. Raises the errors of the plan's `Wire`."""
         dtype = dtype_of("model", Path(self._config.model.path)) if plan.dtype == "auto" else plan.dtype
         rank = self._setup.rank
@@ -318,7 +318,7 @@ class RankProcess(TrainedProcess):
         return self._learner.trained_models()
 
     def _add_received(self, scores: Mapping[Role, Scores], batch: RankBatch) -> Mapping[Role, Scores]:
-        """Return the scores with those by models on ranks of their own."""
+        """Return the scores with those by models on dedicated ranks."""
         return {**scores, **{role: join_scores(parts, device=self._device) for role, parts in batch.received.items()}}
 
     def _token_recorder(self, number: int, rows: Rows) -> TokenRecorder | None:
